@@ -6,8 +6,7 @@ import torch.distributed as dist
 from narrowgauge.data import open_data
 from narrowgauge.distributed import CommCounter, Mesh
 from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
-from narrowgauge.simulate.memory import measured
-from narrowgauge.simulate.memory_tracker import MemoryTracker
+from narrowgauge.simulate import MemoryTracker
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
 
@@ -22,4 +21,4 @@ def account(values):
     trainer = Trainer.begin(config, CPU, Mesh(parallel_dims_of(config, dist.get_world_size()), CPU))
     with trainer.batches(data.train) as batches, CommCounter() as traffic, MemoryTracker(CPU) as watch:
         trainer.train_step(batches, watch.after_forward)
-    return measured(trainer, watch).as_json(), dict(traffic.sent)
+    return watch.measured(trainer).as_json(), dict(traffic.sent)

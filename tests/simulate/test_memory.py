@@ -10,9 +10,8 @@ from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.simulate import memory
-from narrowgauge.simulate.memory import measured
+from narrowgauge.simulate.memory import MemoryTracker
 from narrowgauge.simulate.memory_estimate import estimate_memory
-from narrowgauge.simulate.memory_tracker import MemoryTracker
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import parse_bytes
@@ -36,7 +35,7 @@ def step(tiny, text, changes):
     corpus = prepare(text, "bytes")
     with MemoryTracker(CPU) as watch:
         trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
-    return trainer, measured(trainer, watch)
+    return trainer, watch.measured(trainer)
 
 
 def test_operations_are_counted_until_they_are_gone():
@@ -48,10 +47,10 @@ def test_operations_are_counted_until_they_are_gone():
         watch.after_forward()
         a.mul_(2)
         del a
-        assert watch._operations.alive == 4000
+        assert watch.alive == 4000
         c = torch.cat([b, b])
         del b, c
-        assert watch._operations.alive == 0
+        assert watch.alive == 0
     assert watch.saved == 8000
     assert watch.peak == 12000
 
@@ -104,7 +103,7 @@ def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
         trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
         gradients = sum(p.grad.nbytes for p in trainer.model.parameters())
         assert watch.saved > 0
-        assert watch._operations.alive == gradients
+        assert watch.alive == gradients
 
 
 @pytest.mark.parametrize("place", ["master", "grad", "m", "v"])

@@ -1,12 +1,11 @@
 """What does a step cost, without running it? Memory, traffic, launches, FLOPs, seconds, on meta tensors."""
 
 from narrowgauge.simulate.advice import cheaper, fitting
-from narrowgauge.simulate.count import StepCount, Total
-from narrowgauge.simulate.memory import Memory, measured
-from narrowgauge.simulate.memory_estimate import ALONE, StepEstimate, estimate_memory, estimate_step
-from narrowgauge.simulate.memory_tracker import MemoryTracker
+from narrowgauge.simulate.count import StepCount, Total, count_step
+from narrowgauge.simulate.memory import Memory, MemoryTracker
+from narrowgauge.simulate.memory_estimate import StepEstimate, estimate_memory, estimate_step
 from narrowgauge.simulate.speeds import H200, Speeds
-from narrowgauge.simulate.step import count_step
+from narrowgauge.simulate.step import ALONE
 from narrowgauge.simulate.whole import WholeCount, count_whole
 
 __all__ = [
@@ -25,5 +24,4 @@ __all__ = [
     "estimate_memory",
     "estimate_step",
     "fitting",
-    "measured",
 ]

@@ -6,7 +6,8 @@ from typing import Any
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.simulate.memory import Memory
-from narrowgauge.simulate.memory_estimate import ALONE, estimate_memory
+from narrowgauge.simulate.memory_estimate import estimate_memory
+from narrowgauge.simulate.step import ALONE
 from narrowgauge.training.config.config import Config, make_config
 
 

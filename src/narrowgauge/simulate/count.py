@@ -1,11 +1,22 @@
-"""The count of a step: totals of a micro-batch and of the update, and the largest sinks."""
+"""The count of a step on a GPU: totals of a micro-batch and of the update, and the largest sinks.
+
+The step has three micro-batches and the update, and the second micro-batch is reported: allocations that are
+made once are behind it, and gradients exist.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.devices import Device
+from narrowgauge.errors import UserError
+from narrowgauge.recipes import choose_backend
 from narrowgauge.simulate.recorder import Event
-from narrowgauge.simulate.speeds import FUNCTION_S, LAUNCH_S, Speeds
+from narrowgauge.simulate.speeds import FUNCTION_S, H200, LAUNCH_S, Speeds
+from narrowgauge.simulate.step import UPDATE, phase_of, simulate_step
+from narrowgauge.training import Config
+
+_MICRO_BATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -160,3 +171,45 @@ class StepCount:
             "waits": [{"place": place, "times": times} for place, times in self.waits],
             "sinks": [vars(sink) for sink in self.sinks()],
         }
+
+
+def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCount:
+    """Count what a step costs on a GPU, on any machine.
+
+    Args:
+        config: the model, its recipe, its micro-batch; one process.
+        facts: the facts of the GPU.
+        speeds: the speeds that turn work into seconds.
+
+    Returns:
+        The count. State that is kept in the host's memory is not moved in it.
+
+    Raises:
+        UserError: it is no GPU, the recipe asks for native products that
+            it does not have, or the step is compiled.
+    """
+    if not facts.is_gpu:
+        raise UserError(f"a step is counted for a GPU, not for {facts}; name one, such as h200")
+    if config.training.compile:
+        raise UserError(
+            "a compiled step is not counted, because torch's compiler makes kernels of its own; leave "
+            "training.compile out"
+        )
+    backend = choose_backend(config.spec.recipe, facts, config.spec.backend)
+    step = simulate_step(config, _MICRO_BATCHES, count_on=facts)
+    recorder, counted = step.recorder, phase_of(1)
+    t = config.training
+    return StepCount(
+        str(facts),
+        backend.name,
+        step.tokens,
+        t.batch_size // t.micro_batch_size,
+        [e for e in recorder.events if e.phase == counted],
+        [e for e in recorder.events if e.phase == UPDATE],
+        recorder.functions[counted],
+        [(place, n) for (phase, place), n in recorder.waits.most_common() if phase == counted],
+        sum(n for (phase, _), n in recorder.waits.items() if phase == UPDATE),
+        recorder.live.peak,
+        recorder.live.held_at_peak(),
+        speeds,
+    )

@@ -8,12 +8,13 @@
     whole weights                        and except sharded weights that FSDP has gathered
     workspace                            the rest of the peak of a complete optimizer step
 
-`memory_tracker` measures a real step, `memory_estimate` runs it on meta tensors; both end in `measured`, so a
-plan and a run always have the same classes. Each of several processes is measured separately.
+A `MemoryTracker` measures a real step, `memory_estimate` simulates one; both end in `measured`, so a plan and
+a run always have the same classes. Each of several processes is measured separately.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from narrowgauge.models import count_parameters
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.quantization import local_tensor, plain_gradient, state_of
 from narrowgauge.simulate.fake_fsdp import full_weights
-from narrowgauge.simulate.memory_tracker import MemoryTracker
+from narrowgauge.simulate.recorder import Recorder
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
 
@@ -61,18 +62,70 @@ class Memory:
         return {"bytes": self.device, "host_bytes": self.host, "peak": self.peak}
 
 
-def measured(trainer: Trainer, tracker: MemoryTracker) -> Memory:
-    """The memory by class, after a step under `tracker`."""
+class MemoryTracker:
+    """Context manager around one optimizer step on a device; call `after_forward` within it.
+
+    On a GPU the caching allocator knows the allocated bytes. A CPU's allocator has no such counter, so a
+    `Recorder` counts every new tensor until it is freed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.saved, self.peak, self._start = device, 0, 0, 0
+        self._recorder = None if device.type == "cuda" else Recorder(device.type)
+
+    def __enter__(self) -> "MemoryTracker":
+        if self._recorder is not None:
+            self._recorder.__enter__()
+        else:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._start = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def after_forward(self, loss: torch.Tensor | None = None) -> None:
+        """Record the bytes that the first forward pass keeps for the backward pass."""
+        self.saved = self.saved or self.alive
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.__exit__(exc_type, error, trace)
+            self.peak = self._recorder.live.peak
+        else:
+            self.peak = torch.cuda.max_memory_allocated(self.device) - self._start
+
+    @property
+    def alive(self) -> int:
+        """The bytes that the step has allocated and not freed."""
+        if self._recorder is None:
+            return torch.cuda.memory_allocated(self.device) - self._start
+        self._recorder.live.update_all()
+        return self._recorder.live.alive
+
+    def measured(self, trainer: Trainer) -> Memory:
+        """The memory by class, after the step."""
+        return measured(trainer, self.saved, self.peak)
+
+
+def measured(trainer: Trainer, forward: int, peak: int) -> Memory:
+    """The memory by class, after a step.
+
+    Args:
+        trainer: the state after the step.
+        forward: bytes that the first forward pass allocated and kept.
+        peak: the most bytes of the step that were alive at once.
+    """
     device, host = _state_bytes(trainer)
     grads = [local_tensor(g) for p in trainer.optimizer.parameters() if (g := plain_gradient(p)) is not None]
     in_buckets = any(isinstance(module, DistributedDataParallel) for module in trainer.engine.modules)
     new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets exist before the step
-    saved = tracker.saved - _early_gradient(trainer)
+    saved = forward - _early_gradient(trainer)
     device["whole weights"] = min(saved, full_weights(trainer.model, trainer.engine.mesh))
     device["logits"] = min(saved - device["whole weights"], _logits(trainer))
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that the step allocates are a separate class.
-    device["workspace"] = max(0, tracker.peak - saved - new)
+    device["workspace"] = max(0, peak - saved - new)
     return Memory(device, host, count_parameters(trainer.config.spec.model))
 
 

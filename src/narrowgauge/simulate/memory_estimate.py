@@ -1,29 +1,16 @@
-"""Estimates memory and traffic of a step by running it on torch's meta device.
-
-Meta tensors have shapes and no data, and the processes of the mesh are simulated, so there is no formula that
-could fall behind the code. Every operation works on unchunked tensors, as on a GPU. Whose memory it is says
-the caller: inside of `devices.imagine` the step takes that GPU's path, with its kernels and native products.
-"""
+"""Estimates memory and traffic of a step from simulated steps of few blocks and few micro-batches."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from narrowgauge.data import Batch
-from narrowgauge.distributed import CommCounter, MicroBatch, ParallelDims
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import count_parameters
-from narrowgauge.simulate.fake_mesh import fake_mesh
 from narrowgauge.simulate.few_blocks import few_blocks, has_equal_blocks, with_layers
-from narrowgauge.simulate.memory import Memory, measured
-from narrowgauge.simulate.memory_tracker import MemoryTracker
+from narrowgauge.simulate.memory import Memory
+from narrowgauge.simulate.step import ALONE, Sent, simulate_step
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.step.build_model import go_to
-from narrowgauge.training.step.trainer import Trainer
-
-ALONE = ParallelDims()
 
 
 @dataclass(frozen=True)
@@ -99,42 +86,21 @@ def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEs
 
 def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimate:
     """A step of one rank with only as many micro-batches as the extrapolation to all of them needs."""
-    t, meta = config.training, torch.device("meta")
-    count = t.batch_size // (parallel_dims.data * t.micro_batch_size)
+    count = config.training.batch_size // (parallel_dims.data * config.training.micro_batch_size)
     simulated = min(count, 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 2)
-    x_BT = torch.zeros(t.micro_batch_size, config.data.sequence_length, dtype=torch.long, device=meta)
-    batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
-    sent: list[Counter[tuple[str, tuple[int, ...]]]] = []
-    with fake_mesh(parallel_dims, rank) as mesh, CommCounter() as traffic:
-        mesh.micro_batches = simulated
-        trainer, tracker = Trainer.begin(config, meta, mesh), MemoryTracker(meta)
-
-        def begin(i: int) -> None:
-            sent.append(traffic.by_ranks.copy())
-            go_to(trainer.model, config, 1, i * t.micro_batch_size)
-
-        traffic.by_ranks.clear()
-        with tracker:
-            micro_batches = [MicroBatch(i, batch, 1.0) for i in range(simulated)]
-            trainer.engine.accumulate(micro_batches, begin, lambda loss: loss, tracker.after_forward)
-            trainer.engine.finish_backward()
-            trainer.optimizer.clip_grad_norm_(config.optimizer.clip_norm)
-            trainer.optimizer.step()
-            trainer.engine.after_update()
-        total = traffic.by_ranks
-        for key, size in _sent_per_micro_batch(sent, total, parallel_dims).items():
-            total[key] += (count - simulated) * size
-        return StepEstimate(measured(trainer, tracker), total)
+    step = simulate_step(config, simulated, parallel_dims, rank)
+    assert step.memory is not None
+    total = step.sent[-1] - step.sent[0]
+    after_first = step.sent[-1] - step.sent[2] if simulated > 1 else Counter()
+    for key, size in _sent_per_micro_batch(total, after_first, parallel_dims).items():
+        total[key] += (count - simulated) * size
+    return StepEstimate(step.memory, total)
 
 
-def _sent_per_micro_batch(
-    sent: list[Counter[tuple[str, tuple[int, ...]]]],
-    total: Counter[tuple[str, tuple[int, ...]]],
-    parallel_dims: ParallelDims,
-) -> Counter[tuple[str, tuple[int, ...]]]:
+def _sent_per_micro_batch(total: Sent, after_first: Sent, parallel_dims: ParallelDims) -> Sent:
     """Bytes of one more micro-batch: those of the second one, or in a pipeline an equal share."""
     reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1 and parallel_dims.pipeline == 1
     repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
-    sizes = total if parallel_dims.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
-    count = 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 1
+    is_pipeline = parallel_dims.pipeline > 1
+    sizes, count = (total, 2 * parallel_dims.pipeline) if is_pipeline else (after_first, 1)
     return Counter({key: size // count for key, size in sizes.items() if key[0] in repeated})

@@ -1,11 +1,12 @@
-"""Records what a step asks of an imagined GPU: every operation of torch, and every kernel that is told.
+"""Records a step: the bytes that are alive, what is sent to other processes, and every operation of a GPU.
 
-Waits of the host are found where a number leaves the device, or where memory that is not pinned goes to it.
-A step then goes on with ones and zeros: its course does not depend on them.
+The step runs on meta tensors, or on a CPU whose memory is measured. Kernels that are not operations of torch
+are recorded where they would be launched (`devices.tell`). The host waits where a value leaves the device, or
+where memory that is not pinned goes to it. A step on meta tensors then goes on with ones and zeros: its
+course does not depend on them.
 """
 
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,17 +20,17 @@ from torch.overrides import TorchFunctionMode
 
 import narrowgauge
 from narrowgauge.devices import GpuWork
+from narrowgauge.distributed import CommCounter
+from narrowgauge.simulate.live_bytes import LiveBytes
+from narrowgauge.simulate.meta_results import meta_result
 from narrowgauge.simulate.operations import Cost, cost_of, shown_bytes
 from narrowgauge.torch_compat import (
     TorchDispatchMode,
     autograd_node,
     operation_name,
-    storage_key,
-    tree_iter,
 )
 
 _ROOT = str(Path(narrowgauge.__file__).parent)
-_ALLOCATION = 512  # bytes; torch's allocator rounds up to it
 #: Files that only pass an operation on: the caller is named.
 _DOORS = ("simulate/", "devices.py", "torch_compat.py", "kernels/triton/launch.py", "kernels/dispatch.py")
 #: Files that make operands, and scale the results of products of what they made.
@@ -56,27 +57,46 @@ class Event:
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that records events, waits and live bytes; `phase` is set from outside."""
+    """A dispatch mode that records live bytes and traffic, and in a phase events and waits.
 
-    def __init__(self) -> None:
+    Attributes:
+        phase: the part of the step that runs, set from outside; events of no phase are not kept.
+        live: the bytes alive.
+        traffic: the bytes that this process sends.
+        events: the operations of a GPU.
+        waits: how often the host waits for the device, by (phase, place).
+        functions: calls of Python autograd functions, by phase.
+    """
+
+    def __init__(self, device: str = "meta", allocation: int = 1, names_makers: bool = False) -> None:
+        """Record tensors on a type of device.
+
+        Args:
+            device: the type of device.
+            allocation: the bytes whose whole multiples the device allocates.
+            names_makers: whether `live` counts by the (place, operation) that made a tensor.
+        """
         super().__init__()
-        self.phase = ""  # events of no phase are not kept
+        self.phase = ""
+        self.live, self.traffic = LiveBytes(device, allocation), CommCounter()
         self.events: list[Event] = []
-        self.waits: Counter[tuple[str, str]] = Counter()  # (phase, place)
-        self.functions: Counter[str] = Counter()  # calls of Python autograd functions by phase
-        self.alive = self.peak = 0
-        self.held: Counter[tuple[str, str]] = Counter()  # live bytes by (place, operation) that made them
-        self._held_at_peak: Counter[tuple[str, str]] | None = None  # None: memory has only grown since
-        self._known: dict[int, tuple[int, tuple[str, str]]] = {}  # by storage: bytes, who made it
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.functions: Counter[str] = Counter()
+        self._names_makers, self._result = names_makers, meta_result if device == "meta" else _run
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            self.live.update_all()
+            self.traffic.count(func, args)
+        self.live.see(args, is_new=False)
+        self.live.see(kwargs, is_new=False)
         known, out = self._of_host(func, args, kwargs)
         if not known:
-            out = func(*args, **kwargs)
-        self._see(out, operation_name(func))
+            out = self._result(func, args, kwargs)
+        self.live.see(out, True, (lambda: (_site(), operation_name(func))) if self._names_makers else None)
         if self.phase:
             cost = cost_of(func, args, kwargs, out)
             if cost is not None:
@@ -123,37 +143,6 @@ class Recorder(TorchDispatchMode):
             return True, args[0]
         return True, torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
 
-    def _see(self, tree: Any, name: str) -> None:
-        """Count the memory of new tensors until their storage is freed."""
-        for t in tree_iter(tree):
-            if not isinstance(t, torch.Tensor) or not t.is_meta:
-                continue
-            storage = t.untyped_storage()
-            key = storage_key(storage)
-            if key not in self._known:
-                weakref.finalize(storage, self._forget, key)
-                size, maker = -(-storage.nbytes() // _ALLOCATION) * _ALLOCATION, (_site(), name)
-                self._known[key] = size, maker
-                self.alive += size
-                self.held[maker] += size
-                if self.alive > self.peak:
-                    self.peak, self._held_at_peak = self.alive, None
-
-    def _forget(self, key: int) -> None:
-        if self._held_at_peak is None and self.alive == self.peak:
-            self._held_at_peak = self.held.copy()
-        size, maker = self._known.pop(key)
-        self.alive -= size
-        self.held[maker] -= size
-
-    def begin_peak(self) -> None:
-        """Look for the peak from here on."""
-        self.peak, self._held_at_peak = self.alive, None
-
-    def held_at_peak(self) -> Mapping[tuple[str, str], int]:
-        """The bytes that were alive at the peak, by (place, operation) that made them."""
-        return self.held if self._held_at_peak is None else self._held_at_peak
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record operations, copies made from lists, and calls of Python autograd functions."""
@@ -166,6 +155,10 @@ class Recorder(TorchDispatchMode):
 
     def _call(self) -> None:
         self.functions[self.phase] += 1
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 class _Lists(TorchFunctionMode):

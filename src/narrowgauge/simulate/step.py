@@ -1,94 +1,133 @@
-"""Runs a real optimizer step of a configuration on an imagined GPU, under the recorder.
+"""Runs an optimizer step on meta tensors, with the trainer's own code, under one recorder.
 
-Three micro-batches and the update: the second of the three is told. It begins with nothing that is made once,
-and adds to gradients that exist.
+Meta tensors have shapes and no data, and the other processes of a mesh are simulated, so no formula can fall
+behind the code. Tensors are not chunked, as on a GPU. Inside `devices.imagine(gpu)` the step runs that GPU's
+kernels and native GEMMs.
 """
 
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
 from narrowgauge.data import Batch
 from narrowgauge.devices import Device, imagine
-from narrowgauge.errors import UserError
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.nn import Gauges
-from narrowgauge.recipes import choose_backend
-from narrowgauge.simulate.count import StepCount
+from narrowgauge.simulate.fake_mesh import fake_mesh
+from narrowgauge.simulate.memory import Memory, measured
 from narrowgauge.simulate.recorder import Recorder
-from narrowgauge.simulate.speeds import H200, Speeds
-from narrowgauge.training import Config
+from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.trainer import Trainer
 
-_MICRO_BATCHES = 3
-_COUNTED, _LAST, _UPDATE = "micro-batch 1", "micro-batch 2", "update"
+ALONE = ParallelDims()
+UPDATE = "update"  # the phase from the last backward pass to the end of the step
+_GPU_ALLOCATION = 512  # bytes; torch's allocator rounds up to it
+
+Sent = Counter[tuple[str, tuple[int, ...]]]  # bytes by (purpose, ranks of the group)
 
 
-class _Phases:
+@dataclass
+class SimulatedStep:
+    """The record of one optimizer step of one process.
+
+    Attributes:
+        recorder: the record.
+        tokens: tokens of a micro-batch.
+        memory: the bytes alive by class.
+        sent: the bytes that the process has sent at the start of the step, at the start of each micro-batch,
+            and at the end of the step.
+    """
+
+    recorder: Recorder
+    tokens: int
+    memory: Memory | None = None
+    sent: list[Sent] = field(default_factory=list)
+
+
+def phase_of(micro_batch: int) -> str:
+    """The phase of a micro-batch, from 0."""
+    return f"micro-batch {micro_batch}"
+
+
+def simulate_step(
+    config: Config,
+    micro_batches: int,
+    parallel_dims: ParallelDims = ALONE,
+    rank: int = 0,
+    count_on: Device | None = None,
+) -> SimulatedStep:
+    """Run a step of a few micro-batches on meta tensors.
+
+    Args:
+        config: the configuration; its batch is replaced.
+        micro_batches: the number of micro-batches of the process.
+        parallel_dims: the mesh.
+        rank: the process that is simulated.
+        count_on: the GPU whose operations are counted, and whose peak includes what exists before the step;
+            None if only memory and traffic are asked for.
+    """
+    t, guard, meta = config.training, config.guard, torch.device("meta")
+    batch_size = micro_batches * parallel_dims.data * t.micro_batch_size
+    few = {
+        "training": t.model_copy(update={"batch_size": batch_size}),
+        "guard": guard.model_copy(update={"replay_every": 0}),
+    }
+    size = (t.micro_batch_size, config.data.sequence_length)
+    is_counted = count_on is not None
+    recorder = Recorder(allocation=_GPU_ALLOCATION if is_counted else 1, names_makers=is_counted)
+    with ExitStack() as stack:
+        mesh = stack.enter_context(fake_mesh(parallel_dims, rank))
+        mesh.micro_batches = micro_batches
+        if is_counted:
+            stack.enter_context(imagine(count_on, recorder.told))
+            stack.enter_context(recorder.watching())
+        else:
+            stack.enter_context(recorder)
+        trainer = Trainer.begin(config.model_copy(update=few), meta, mesh)
+        x_BT = torch.empty(size, dtype=torch.long, device=meta)
+        batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
+        step = SimulatedStep(recorder, x_BT.numel())
+        if is_counted:
+            recorder.live.begin_peak()
+        else:
+            recorder.live.begin()
+        step.sent.append(recorder.traffic.by_ranks.copy())
+        observer = _Observer(step, trainer, is_counted)
+        trainer.train_step(iter([batch] * micro_batches), observer.after_forward, cast(Gauges, observer))
+    return step
+
+
+class _Observer:
     """Tells the recorder which part of the step begins; it stands where gauges would read the step."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.begun = recorder, 0
+    def __init__(self, step: SimulatedStep, trainer: Trainer, is_counted: bool) -> None:
+        self.step, self.trainer, self.is_counted, self.saved = step, trainer, is_counted, 0
 
     def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:
         """Begin a micro-batch."""
-        self.recorder.phase = f"micro-batch {self.begun}"
-        self.begun += 1
+        self._begin(phase_of(len(self.step.sent) - 1))
+        self.step.sent.append(self.step.recorder.traffic.by_ranks.copy())
+
+    def after_forward(self, loss: torch.Tensor) -> None:
+        """Record the bytes that the first forward pass keeps for the backward pass."""
+        live = self.step.recorder.live
+        live.update_all()
+        self.saved = self.saved or live.alive
 
     def after_backward(self) -> None:
         """Begin what follows the last backward pass."""
-        self.recorder.phase = _UPDATE
+        self._begin(UPDATE)
 
     def after_step(self) -> None:
         """End the step."""
-        self.recorder.phase = ""
+        self._begin("")
+        recorder = self.step.recorder
+        self.step.sent.append(recorder.traffic.by_ranks.copy())
+        if not self.is_counted:
+            self.step.memory = measured(self.trainer, self.saved, recorder.live.peak)
 
-
-def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCount:
-    """Count what a step costs on a GPU, on any machine.
-
-    Args:
-        config: the model, its recipe, its micro-batch; one process.
-        facts: the facts of the GPU.
-        speeds: the speeds that turn work into seconds.
-
-    Returns:
-        The count. State that is kept in the host's memory is not moved in it.
-
-    Raises:
-        UserError: it is no GPU, the recipe asks for native products that
-            it does not have, or the step is compiled.
-    """
-    if not facts.is_gpu:
-        raise UserError(f"a step is counted for a GPU, not for {facts}; name one, such as h200")
-    if config.training.compile:
-        raise UserError(
-            "a compiled step is not counted, because torch's compiler makes kernels of its own; leave "
-            "training.compile out"
-        )
-    backend = choose_backend(config.spec.recipe, facts, config.spec.backend)
-    t, length = config.training, config.data.sequence_length
-    counted = config.model_copy(
-        update={"training": t.model_copy(update={"batch_size": _MICRO_BATCHES * t.micro_batch_size})}
-    )
-    recorder, meta = Recorder(), torch.device("meta")
-    with imagine(facts, recorder.told), recorder.watching():
-        trainer = Trainer.begin(counted, meta)
-        x_BT = torch.empty(t.micro_batch_size, length, dtype=torch.int64, device=meta)
-        position_BT = x_BT if config.data.separate_documents else None
-        batches = [Batch(x_BT, x_BT, x_BT.numel(), position_BT)] * _MICRO_BATCHES
-        recorder.begin_peak()
-        trainer.train_step(iter(batches), gauges=cast(Gauges, _Phases(recorder)))
-    return StepCount(
-        str(facts),
-        backend.name,
-        x_BT.numel(),
-        t.batch_size // t.micro_batch_size,
-        [e for e in recorder.events if e.phase == _COUNTED],
-        [e for e in recorder.events if e.phase == _UPDATE],
-        recorder.functions[_COUNTED],
-        [(place, n) for (phase, place), n in recorder.waits.most_common() if phase == _COUNTED],
-        sum(n for (phase, _), n in recorder.waits.items() if phase == _UPDATE),
-        recorder.peak,
-        recorder.held_at_peak(),
-        speeds,
-    )
+    def _begin(self, phase: str) -> None:
+        self.step.recorder.phase = phase if self.is_counted else ""

@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from narrowgauge.devices import Device
-from narrowgauge.simulate.count import Total
+from narrowgauge.simulate.count import Total, count_step
 from narrowgauge.simulate.few_blocks import few_blocks, with_layers
 from narrowgauge.simulate.speeds import H200, Speeds
-from narrowgauge.simulate.step import count_step
 from narrowgauge.training import Config
 
 

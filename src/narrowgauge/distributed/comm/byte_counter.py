@@ -47,10 +47,12 @@ class CommCounter(TorchDispatchMode):
     ) -> Any:
         """Run every operation unchanged, and count collectives."""
         if func.namespace == "c10d":
-            self._count(func.name().partition("::")[2], args)
+            self.count(func, args)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, args: Sequence[Any]) -> None:
+    def count(self, func: Any, args: Sequence[Any]) -> None:
+        """Count one collective, an operation of c10d with its arguments."""
+        name = func.name().partition("::")[2]
         group = group_of_collective(args)
         reads_second = "_base_" in name or name.startswith("allgather_")
         tensors, ranks = _inputs(args, reads_second), group.size()

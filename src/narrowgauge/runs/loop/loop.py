@@ -27,8 +27,7 @@ from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.runs.monitor.provenance import now, provenance
 from narrowgauge.signals import Preempted, Requests, is_compared
-from narrowgauge.simulate.memory import measured
-from narrowgauge.simulate.memory_tracker import MemoryTracker
+from narrowgauge.simulate import MemoryTracker
 from narrowgauge.training.step.step_terms import token_lines
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
@@ -136,7 +135,7 @@ def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: in
         return _measured_step(context, trainer, batches, seen)
     with MemoryTracker(run.device) as tracker:
         line = _measured_step(context, trainer, batches, seen, tracker.after_forward)
-    memory, plan = measured(trainer, tracker), run.memory
+    memory, plan = tracker.measured(trainer), run.memory
     facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
     context.directory.record({"event": "memory", "step": trainer.step, **facts})
     on_host = f"; on the host {human_bytes(sum(memory.host.values()))}" if memory.host else ""

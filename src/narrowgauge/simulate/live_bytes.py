@@ -1,0 +1,131 @@
+"""Bytes alive: from the operation that makes a tensor until the tensor's storage is freed.
+
+FSDP resizes the storage of gathered weights in place. Such storages are measured again at every collective,
+and when the tensor is next used.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
+from narrowgauge.torch_compat import local_tensor, storage_key
+
+
+class _Storage:
+    """A storage that is alive: its bytes since `LiveBytes.begin`, its bytes from before, and its maker."""
+
+    __slots__ = ("before", "maker", "new", "reference")
+
+    def __init__(self, reference: Any, new: int, before: int, maker: Hashable) -> None:
+        self.reference, self.new, self.before, self.maker = reference, new, before, maker
+
+
+class LiveBytes:
+    """Counts the bytes of tensors on one type of device.
+
+    Attributes:
+        alive: the bytes now, of storages allocated since `begin`.
+        peak: the most bytes that were alive since `begin`, or `begin_peak`.
+        held: the bytes by maker, where makers are named.
+    """
+
+    def __init__(self, device: str, allocation: int = 1) -> None:
+        """Count storages of a type of device, each in whole multiples of `allocation` bytes."""
+        self.device, self.allocation = device, allocation
+        self.alive = self.peak = 0
+        self.held: Counter[Hashable] = Counter()
+        self._held_at_peak: Counter[Hashable] | None = None  # None: memory has only grown since
+        self._storages: dict[int, _Storage] = {}
+
+    def begin(self) -> None:
+        """Count from here on: storages that are alive now are from before."""
+        for known in self._storages.values():
+            known.before, known.new = known.before + known.new, 0
+        self.alive = 0
+        self.held.clear()
+        self.begin_peak()
+
+    def begin_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak, self._held_at_peak = self.alive, None
+
+    def see(self, tree: Any, is_new: bool, maker: Callable[[], Hashable] | None = None) -> None:
+        """Count the tensors of an operation: its results, which are new, or its arguments, which are not."""
+        if isinstance(tree, torch.Tensor):
+            self._see(tree, is_new, maker)
+        elif isinstance(tree, (list, tuple)):
+            for branch in tree:
+                if branch is not None and not isinstance(branch, (int, float, str)):
+                    self.see(branch, is_new, maker)
+        elif isinstance(tree, dict):
+            for branch in tree.values():
+                self.see(branch, is_new, maker)
+
+    def _see(self, tensor: torch.Tensor, is_new: bool, maker: Callable[[], Hashable] | None) -> None:
+        t = _with_memory(tensor)
+        if t is None or t.device.type != self.device:
+            return
+        storage = t.untyped_storage()
+        key, size = storage_key(storage), -(-storage.nbytes() // self.allocation) * self.allocation
+        known = self._storages.get(key)
+        if known is not None:
+            if size != known.new + known.before:
+                self._resize(known, size)
+            return
+        made_by = maker() if is_new and maker is not None else None
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._storages[key] = _Storage(reference, size if is_new else 0, 0 if is_new else size, made_by)
+        if is_new:
+            self._grow(size, made_by)
+
+    def _resize(self, known: _Storage, size: int) -> None:
+        """Count a storage of another size than before: all of it was allocated since."""
+        grown, known.new, known.before = size - known.new, size, 0
+        self._grow(grown, known.maker)
+
+    def _grow(self, size: int, maker: Hashable) -> None:
+        if size < 0:
+            self._keep_peak()
+        self.alive += size
+        self.held[maker] += size
+        if self.alive > self.peak:
+            self.peak, self._held_at_peak = self.alive, None
+
+    def _forget(self, key: int) -> None:
+        known = self._storages.pop(key)
+        self._keep_peak()
+        self.alive -= known.new
+        self.held[known.maker] -= known.new
+
+    def _keep_peak(self) -> None:
+        if self._held_at_peak is None and self.alive == self.peak:
+            self._held_at_peak = self.held.copy()
+
+    def update_all(self) -> None:
+        """Count the changes of all storages' sizes."""
+        for known in list(self._storages.values()):
+            storage = known.reference()
+            if storage is not None:
+                size = -(-storage.nbytes() // self.allocation) * self.allocation
+                if size != known.new + known.before:
+                    self._resize(known, size)
+
+    def held_at_peak(self) -> Mapping[Any, int]:
+        """The bytes that were alive at the peak, by maker."""
+        return self.held if self._held_at_peak is None else self._held_at_peak
+
+
+def _with_memory(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that holds the storage of an operation's argument or result; None without one."""
+    if type(x) is torch.Tensor:
+        return x
+    if isinstance(x, DTensor):
+        return _with_memory(local_tensor(x))
+    if isinstance(x, GatheredWeight):
+        return x.numbers
+    return None if isinstance(x, PlaceholderShard) else x
