@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from narrowgauge.errors import UserError
 from narrowgauge.report.read.run import Run
 from narrowgauge.report.verdict.groups import Group, groups
-from narrowgauge.report.verdict.known import known_of
-from narrowgauge.report.verdict.rule import Judgement, judge
-from narrowgauge.report.verdict.verdict import family_of, final_loss, has_validation, is_finite, judged_gaps
+from narrowgauge.report.verdict.rule import Judgement
+from narrowgauge.report.verdict.verdict import has_validation, is_finite, judged
 
 _MOST_SEEDS = 1000
 
@@ -81,11 +80,7 @@ def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
         raise UserError(
             "--gate compares variants with a reference, and there is one variant; name two recipes"
         )
-    gaps = dict(enumerate(judged_gaps(all_groups, gate.in_percent)))
-    known = known_of(runs[0])
-    if not gate.in_percent:
-        known *= (final_loss(runs[0], has_validation(runs)) or 0.0) / 100
-    found = judge(gaps, family_of(all_groups), known)
+    gaps, found = judged(all_groups, gate.in_percent)
     return [
         _judge(group, all_groups[0], gate, list(gaps[number].values()), found.get(number))
         for number, group in enumerate(all_groups)

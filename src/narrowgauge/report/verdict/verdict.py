@@ -70,8 +70,7 @@ class Verdict:
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     """One verdict for each variant, the reference first."""
     all_groups = groups(runs)
-    gaps = dict(enumerate(judged_gaps(all_groups)))
-    found = judge(gaps, family_of(all_groups), known_of(runs[0]))
+    gaps, found = judged(all_groups)
     by_validation = has_validation(runs)
     return [
         _verdict(group, all_groups[0], by_validation, found.get(number), gaps[number])
@@ -79,9 +78,20 @@ def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     ]
 
 
-def family_of(all_groups: Sequence[Group]) -> list[int]:
-    """The indices of the variants under test: neither the reference nor controls."""
-    return [number for number, group in enumerate(all_groups) if number and not group.is_control]
+def judged(
+    all_groups: Sequence[Group], in_percent: bool = True
+) -> tuple[list[dict[int, float]], dict[int, Judgement]]:
+    """The gaps of each variant by seed, in percent or in nats, and the judgement of each that has any.
+
+    The family that shares the 5 % are the variants but the reference and controls.
+    """
+    gaps = judged_gaps(all_groups, in_percent)
+    family = [number for number, group in enumerate(all_groups) if number and not group.is_control]
+    reference = list(all_groups[0].runs.values())
+    known = known_of(reference[0])
+    if not in_percent:
+        known *= (final_loss(reference[0], has_validation(reference)) or 0.0) / 100
+    return gaps, judge(dict(enumerate(gaps)), family, known)
 
 
 def has_validation(runs: Sequence[Run]) -> bool:
