@@ -30,6 +30,7 @@ faults: $(VENV)/.dev
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/python -m pytest -q -p no:xdist tests/test_prose.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -37,10 +38,11 @@ format: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/emulation.py $(ARGS)
 
-# What is made from the recipes and casts that ship: after a new one, or a new key.
+# Files made from the shipped recipes and casts, and the start page of the documentation, made from the README.
 tables: $(VENV)/.dev
 	$(BIN)/python tests/golden/make.py resolved page
 	$(BIN)/python conformance/make.py
+	cd tests && ../$(BIN)/python -m support.index_page
 
 # docs/evidence.md and its picture, made again from docs/evidence/runs.csv: the same digits, in a second.
 evidence: $(VENV)/.run

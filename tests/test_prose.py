@@ -1,0 +1,106 @@
+"""The README, the pages and the docstrings avoid the patterns of `support.prose`; part of `make check`."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support import index_page
+from support.prose import PATTERNS, docstrings, findings, of_page
+
+ROOT = Path(__file__).parents[1]
+#: Kept as it was written, or written by a tool.
+EXEMPT = {"docs/lab-log-archive.md", "docs/faults.md"}
+#: Pages that are still to be rewritten. Take a page out of this list once it is; add none.
+NOT_YET = {
+    "docs/compare.md",
+    "docs/dependencies.md",
+    "docs/design.md",
+    "docs/evidence.md",
+    "docs/fp8-in-100-lines.md",
+    "docs/gauges.md",
+    "docs/models.md",
+    "docs/performance.md",
+    "docs/plan.md",
+    "docs/recipes.md",
+    "docs/results.md",
+    "docs/which-number-hurts.md",
+    "CONTRIBUTING.md",
+    "docs/glossary.md",
+    "docs/how-to/debugging.md",
+    "docs/how-to/fp8-on-a-4090.md",
+    "docs/how-to/gpt2-from-llmc.md",
+    "docs/how-to/gpt3-from-wikipedia.md",
+    "docs/how-to/index.md",
+    "docs/how-to/llama3-on-frontier.md",
+    "docs/how-to/mx-formats.md",
+    "docs/how-to/my-run-diverged.md",
+    "docs/how-to/trainers.md",
+    "docs/how-to/your-own-loop.md",
+    "docs/parallel.md",
+    "docs/reading-order.md",
+    "docs/reference/index.md",
+    "docs/reference/numbers.md",
+    "docs/run-directory.md",
+    "docs/scaling.md",
+    "docs/structures.md",
+}
+PAGES = sorted(
+    {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - EXEMPT
+    | {"README.md", "CONTRIBUTING.md"}
+)
+#: How often each pattern still occurs in docstrings of src. Lower a count as you rewrite; never raise it.
+IN_DOCSTRINGS = dict(zip(PATTERNS, (43, 44, 24, 30, 130, 27, 0, 0, 2, 0, 67, 37, 114, 31, 0), strict=True))
+EXAMPLES = (
+    "The moments are narrow, too.",
+    "A micro-batch is no step.",
+    "A run that nobody disturbed.",
+    "Layers are told the step.",
+    "As the recipe says.",
+    "After so many steps.",
+    "Whose memory it is says the caller.",
+    "That which is narrow.",
+    "To mend a link.",
+    "The plug converts the model.",
+    "A recipe of your own.",
+    "A master beside the weight.",
+    "FP8 products.",
+    "Trains in narrow numbers.",
+    "In no need of a network.",
+)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in NOT_YET])
+def test_a_page_is_free_of_the_patterns(page):
+    found = findings(of_page((ROOT / page).read_text(encoding="utf-8")))
+    lines = [f'{page}:{line}: "{words}": write {PATTERNS[pattern]}' for line, words, pattern in found]
+    assert not lines, "\n".join(lines)
+
+
+def test_docstrings_have_no_more_of_a_pattern_than_they_had():
+    counts = Counter(
+        pattern for path in (ROOT / "src").rglob("*.py") for _, _, pattern in findings(docstrings(path))
+    )
+    more = {p: f"{counts[p]}, at most {most}" for p, most in IN_DOCSTRINGS.items() if counts[p] > most}
+    assert not more
+
+
+@pytest.mark.parametrize(("pattern", "example"), list(zip(PATTERNS, EXAMPLES, strict=True)))
+def test_a_pattern_finds_its_example(pattern, example):
+    assert pattern in {found for _, _, found in findings(example)}
+
+
+def test_code_is_not_prose():
+    page = "Run `narrowgauge said`:\n\n```text\nis no key, too\n```\n\n    [a](beside.md) is told\n"
+    assert [(line, words) for line, words, _ in findings(of_page(page))] == [(7, "told")]
+
+
+def test_pages_that_are_to_be_rewritten_exist():
+    assert set(PAGES) >= NOT_YET
+
+
+def test_the_start_page_is_the_readme():
+    expected = index_page.text()
+    assert index_page.PAGE.read_text(encoding="utf-8") == expected, (
+        "run: cd tests && python -m support.index_page"
+    )
