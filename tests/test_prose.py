@@ -37,12 +37,9 @@ NOT_YET = {
     "docs/how-to/my-run-diverged.md",
     "docs/how-to/trainers.md",
     "docs/how-to/your-own-loop.md",
-    "docs/parallel.md",
     "docs/reading-order.md",
     "docs/reference/index.md",
     "docs/reference/numbers.md",
-    "docs/run-directory.md",
-    "docs/scaling.md",
     "docs/structures.md",
 }
 PAGES = sorted(
