@@ -122,7 +122,7 @@ def section(text: str, heading: str) -> str:
 
 def test_the_tables_of_recipes_name_all_of_them():
     page = PAGES["docs/recipes.md"]
-    named = [*first_column(section(page, "Recipes for the products"))]
+    named = [*first_column(section(page, "Recipes for the matmuls"))]
     named += first_column(section(page, "Recipes for the state"))
     assert sorted(named) == sorted(ng.recipe_names())
 
