@@ -45,7 +45,7 @@ def results_markdown(
             "### Learning rates\n\nHeld-out loss by learning rate.\n\n" + markdown(*rate_table(rates))
         )
     if probe is not None:
-        parts.append("### What the probe says\n\n" + markdown(*probe_table(probe, results)))
+        parts.append("### The probe\n\n" + markdown(*probe_table(probe, results)))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -63,11 +63,11 @@ def _rule_in_figures(rows: Sequence[Row], results: Sequence[ArmResult], family: 
     last = pooled[max(pooled)]
     plan = Plan(last.seeds, spreads[-1], len(family))
     return [
-        f"Verdicts and the column *all arms at once* are of {len(family)} arms: {', '.join(family)}.",
+        f"Verdicts and the column *all arms at once* cover {len(family)} arms: {', '.join(family)}.",
         f"Pooled over seeds and arms, gaps deviate by {deviations} % at the rungs ({last.degrees} degrees "
-        f"of freedom); those of runs that share no seed would by {unpaired} %. By this rule {last.seeds} "
-        f"seeds see a gap of {smallest_gap(plan):.2f} % in 8 of 10 cases at the highest rung, and to call an "
-        f"arm equal within {MARGIN} % takes {seeds_for_equality(plan)} seeds.",
+        f"of freedom); gaps between different seeds would deviate by {unpaired} %. By this rule {last.seeds} "
+        f"seeds resolve a gap of {smallest_gap(plan):.2f} % in 8 of 10 cases at the highest rung, and proving "
+        f"an arm equal within {MARGIN} % takes {seeds_for_equality(plan)} seeds.",
     ]
 
 
