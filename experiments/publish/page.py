@@ -66,7 +66,7 @@ def _rule_in_figures(rows: Sequence[Row], results: Sequence[ArmResult], family: 
         f"Verdicts and the column *all arms at once* cover {len(family)} arms: {', '.join(family)}.",
         f"Pooled over seeds and arms, gaps deviate by {deviations} % at the rungs ({last.degrees} degrees "
         f"of freedom); gaps between different seeds would deviate by {unpaired} %. By this rule {last.seeds} "
-        f"seeds resolve a gap of {smallest_gap(plan):.2f} % in 8 of 10 cases at the highest rung, and proving "
+        f"seeds resolve a gap of {smallest_gap(plan):.2f} % in 8 of 10 cases at the highest rung; proving "
         f"an arm equal within {MARGIN} % takes {seeds_for_equality(plan)} seeds.",
     ]
 
