@@ -94,7 +94,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["narrowgauge.data"])
+    context.set_forkserver_preload(["narrowgauge.data.preparation.corpus_builder"])
     return context
 
 
