@@ -18,6 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "operating_system": (),
     "lazy": (),
     "signals": (),
+    "processes": (),
     "units": (),
     "t_interval": (),
     "files": (),

@@ -4,6 +4,7 @@ A `UserError` is one sentence that names the thing, the rule and the way out. Th
 without a traceback and exits with 2. Broken invariants inside the house are `assert`s, not this.
 """
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import ClassVar
@@ -38,7 +39,10 @@ class ProcessFailed(Exception):
         code: Its exit code, negative if a signal killed it.
     """
 
-    code: int
+    def __init__(self, process: str, code: int, way_out: str = "") -> None:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        super().__init__(f"{process} {how}{way_out}")
+        self.code = code
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

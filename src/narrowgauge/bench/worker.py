@@ -5,11 +5,8 @@ Workers of a group start first and wait. Only one takes a step at a time, so tha
 machine.
 """
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +16,7 @@ from narrowgauge.bench.peers import peer_step
 from narrowgauge.bench.timing import seconds
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
+from narrowgauge.processes import Answering, Ended
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.hardware import memory_kept, use_device
 from narrowgauge.runs.monitor.profiler import Profile, StepTime
@@ -32,30 +30,29 @@ _WARM = 2  # steps before any is timed
 class Worker:
     """The parent's side of a process that takes a step on request."""
 
-    def __init__(self, name: str, connection: Connection) -> None:
-        self.name, self._connection = name, connection
+    def __init__(self, name: str, process: Answering) -> None:
+        self.name, self._process = name, process
 
     def step(self) -> float:
         """The seconds of one step."""
-        elapsed = self._request("step")
+        elapsed = self._answer("step")
         assert isinstance(elapsed, float)
         return elapsed
 
     def profile(self) -> StepTime:
         """The time by class of a few steps."""
-        step_time = self._request("profile")
+        step_time = self._answer("profile")
         assert isinstance(step_time, StepTime)
         return step_time
 
     def wait_until_ready(self) -> None:
         """Wait until the warm-up steps are done."""
-        self._request("ready")
+        self._answer("ready")
 
-    def _request(self, command: str) -> object:
+    def _answer(self, command: str) -> object:
         try:
-            self._connection.send(command)
-            return self._connection.recv()
-        except (EOFError, OSError):
+            return self._process.ask(command)
+        except Ended:
             raise UserError(
                 f"the process of {self.name!r} ended before its step was measured; its own message is above, "
                 "and --peers leaves it out"
@@ -65,25 +62,18 @@ class Worker:
 @contextmanager
 def start_workers(names: Sequence[str], config: Config) -> Iterator[list[Worker]]:
     """Start a process for `OURS` and for each peer; they end with the `with` block."""
-    context = get_context("spawn")
-    threads = torch.get_num_threads()
     with ExitStack() as stack:
         workers = []
         for name in names:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(name, config, threads, theirs))
-            process.start()
-            theirs.close()
-            stack.callback(process.join, 10)
-            stack.callback(process.terminate)
-            stack.callback(ours.close)
-            workers.append(Worker(name, ours))
+            process = Answering(taking_steps, name, config, torch.get_num_threads())
+            stack.callback(process.end)
+            workers.append(Worker(name, process))
         yield workers
 
 
-def serve(name: str, config: Config, threads: int, connection: Connection) -> None:
-    """Run a worker process: warm up, then answer requests until the parent closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the connection
+@contextmanager
+def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[str], object]]:
+    """Warm a worker process up; gives the function that answers its requests."""
     torch.set_num_threads(threads)
     device = choose_device(config.training.device)
     use_device(device)
@@ -92,12 +82,7 @@ def serve(name: str, config: Config, threads: int, connection: Connection) -> No
         step = own_step(config, device, batches) if name == OURS else peer_step(name, config, device, batches)
         for _ in range(_WARM):
             step()
-        while True:
-            try:
-                command = connection.recv()
-                connection.send(_answer(command, step, device))
-            except (EOFError, OSError):  # the parent is gone
-                return
+        yield lambda command: _answer(command, step, device)
 
 
 def _answer(command: str, step: Callable[[], object], device: torch.device) -> object:

@@ -41,9 +41,7 @@ class ComparisonFailed(ProcessFailed):
     """A run of a comparison has no result; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, name: str, code: int) -> None:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        super().__init__(f"the run {name!r} {how}; the same line continues")
-        self.code = code
+        super().__init__(f"the run {name!r}", code, "; the same line continues")
 
 
 @dataclass

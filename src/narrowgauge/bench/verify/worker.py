@@ -6,19 +6,16 @@ in Triton's interpreter, which Triton asks for when it is imported: the process 
 """
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 
 import numpy as np
 import torch
 
 from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Disagreement, Finding
+from narrowgauge.processes import Answering, Ended, Late
 from narrowgauge.runs.monitor.hardware import use_device
 
 MOST_S = 300.0  # of one check
@@ -64,31 +61,25 @@ class _Runner:
     """The parent's side of the process; a new one starts where the last has ended."""
 
     def __init__(self, checks_of: Checks, device: torch.device) -> None:
-        self._start: Callable[[], tuple[BaseProcess, Connection]] = lambda: _started(checks_of, device)
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
-        self._is_ready = False
+        self._checks_of, self._device = checks_of, device
+        self._process: Answering | None = None
 
     def finding(self, number: int, most_s: float) -> Finding | str:
         """What came of a check; a clause if its process ended, or had to be ended."""
-        if self._process is None or self._connection is None:
-            self._process, self._connection = self._start()
+        if self._process is None:
+            with interpreted(self._device):
+                self._process = Answering(_checking, self._checks_of, self._device, torch.get_num_threads())
+        late = f"its process did not begin within {_START_S:g} seconds"
         try:
-            if not self._is_ready and not self._connection.poll(_START_S):
-                self.end()
-                return f"its process did not begin within {_START_S:g} seconds"
-            if not self._is_ready:
-                self._is_ready = self._connection.recv()
-            self._connection.send(number)
-            if not self._connection.poll(most_s):
-                self.end()
-                return f"it did not end within {most_s:g} seconds"
-            finding, is_broken = self._connection.recv()
-        except (EOFError, OSError):
-            process = self._process
-            process.join(10)
+            self._process.wait_until_ready(_START_S)
+            late = f"it did not end within {most_s:g} seconds"
+            finding, is_broken = self._process.ask(number, most_s)
+        except Late:
             self.end()
-            return f"its process ended with code {process.exitcode}"
+            return late
+        except Ended as error:
+            self.end()
+            return f"its process ended with code {error.code}"
         if is_broken:
             self.end()
         assert isinstance(finding, Finding)
@@ -96,22 +87,9 @@ class _Runner:
 
     def end(self) -> None:
         """End the process, if there is one."""
-        if self._process is not None and self._connection is not None:
-            self._connection.close()
-            self._process.terminate()
-            self._process.join(10)
-        self._process = self._connection = None
-        self._is_ready = False
-
-
-def _started(checks_of: Checks, device: torch.device) -> tuple[BaseProcess, Connection]:
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(checks_of, device, torch.get_num_threads(), theirs))
-    with interpreted(device):
-        process.start()
-    theirs.close()
-    return process, ours
+        if self._process is not None:
+            self._process.end()
+        self._process = None
 
 
 @contextmanager
@@ -128,20 +106,14 @@ def interpreted(device: torch.device) -> Iterator[None]:
             os.environ[_INTERPRETER] = before
 
 
-def _serve(checks_of: Checks, device: torch.device, threads: int, connection: Connection) -> None:
-    """Answer the numbers of checks with findings until the parent closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the connection
+@contextmanager
+def _checking(checks_of: Checks, device: torch.device, threads: int) -> Iterator[Callable[[int], object]]:
+    """Open the device in the process; gives the function from the number of a check to its finding."""
     torch.set_num_threads(threads)
     use_device(device)
     checks = checks_of(device)
-    connection.send(True)
-    while True:
-        try:
-            check = checks[connection.recv()]
-            with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of infinities
-                connection.send(_run(check, device))
-        except (EOFError, OSError):  # the parent is gone
-            return
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of infinities
+        yield lambda number: _run(checks[number], device)
 
 
 def _run(check: Check, device: torch.device) -> tuple[Finding, bool]:

@@ -6,7 +6,6 @@ this process, which kills them, since a measurement has nothing to save.
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -37,9 +36,7 @@ class WorldFailed(ProcessFailed):
     """A worker failed; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, size: int, code: int) -> None:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        super().__init__(f"a process of {size} {how}")
-        self.code = code
+        super().__init__(f"a process of {size}", code)
 
 
 def refuse_several(environ: Mapping[str, str]) -> None:
