@@ -89,3 +89,19 @@ def test_a_gate_accepts_and_refuses_at_the_highest_rung(narrowgauge, line, tmp_p
     assert page.count('<tr class="seed">') == 4, "the runs of the highest rung"
     assert 'id="charts"' in page, "curves, as of any comparison"
     assert "Gaps over the lengths of training" in page
+
+
+def test_a_run_that_diverges_beside_others_is_a_row_and_fails_the_gate(narrowgauge, line, tmp_path):
+    words = ["compare", *line({"recipe.name": "bf16", "training.steps": 2})[1:], "--jobs", "2"]
+    words += ["--variant", "cold:optimizer.lr=1e-4", "--variant", "hot:optimizer.lr=1e30,guard.max_skips=0"]
+    words += ["--out", tmp_path / "both"]
+    ended = narrowgauge(*words)
+    assert ended.code == 0, ended.err
+    assert re.search(r"^hot: narrowgauge: 1 steps in a row had a non-finite loss", ended.out, re.M), (
+        "the last line of its log"
+    )
+    rows = list(csv.DictReader((tmp_path / "both" / "runs.csv").read_text().splitlines()))
+    assert [(row["arm"], row["status"]) for row in rows] == [("cold", "done"), ("hot", "diverged")]
+    gated = narrowgauge(*words, "--gate", "1%")
+    assert gated.code == 1, gated.err
+    assert "gate 1 %: hot fail; hot failed: " in gated.out

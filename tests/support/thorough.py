@@ -147,6 +147,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     # experiment/ and runs/use/test_branch.py prove its parts in this process
     "cli/test_ladder.py::test_it_is_the_same_after_a_kill": 0,
     "cli/test_ladder.py::test_a_gate_accepts_and_refuses_at_the_highest_rung": 0,
+    "cli/test_ladder.py::test_a_run_that_diverges_beside_others_is_a_row_and_fails_the_gate": 0,
     "runs/use/test_branch.py::test_a_branch_is_the_shorter_run_bit_for_bit": 0,
     # test_every_difference_is_told and test_another_recipe stay
     "training/config/test_diff.py::test_the_order_of_the_data_goes_on_under_another_batch_size": 0,
