@@ -99,8 +99,8 @@ def test_a_step_that_is_skipped_is_read_all_the_same(train):
 
 
 def test_the_default(tiny):
-    assert make_config(tiny()).gauges_every() == GAUGES_EVERY
-    assert make_config(tiny({"training.compile": True})).gauges_every() == 0
+    assert make_config(tiny()).gauges.every == GAUGES_EVERY
+    assert make_config(tiny({"training.compile": True})).gauges.every == 0
 
 
 def test_compiled_code_is_refused(tiny):

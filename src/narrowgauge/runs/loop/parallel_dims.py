@@ -14,7 +14,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.recipes import require_attention_shapes
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.config.micro_batch import largest_size, what_fits
+from narrowgauge.training.config.micro_batch import held_out_sequences, largest_size, what_fits
 from narrowgauge.training.config.schema import TrainingSection
 
 
@@ -25,11 +25,13 @@ class Layout:
     Attributes:
         config: the configuration; its micro-batch was chosen where the user gave none.
         parallel_dims: the dimensions of `[parallel]`.
+        held_out: sequences of a validation.
         choice: a sentence about the micro-batch that was chosen; "" where it is the default or was given.
     """
 
     config: Config
     parallel_dims: ParallelDims
+    held_out: int
     choice: str
 
 
@@ -50,8 +52,9 @@ def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
         recorded = RunDirectory(run).micro_batch_size() if run is not None else 0
         size = largest_size(t.batch_size, _resolve(config, processes), recorded or t.micro_batch_size)
         config = config.with_micro_batch_size(size)
+    held_out = held_out_sequences(config.training, config.validation.batches)
     dims = parallel_dims_of(config, processes)
-    return Layout(config, dims, _choice(config.training, dims, recorded))
+    return Layout(config, dims, held_out, _choice(config.training, dims, recorded))
 
 
 def _choice(training: TrainingSection, dims: ParallelDims, recorded: int) -> str:

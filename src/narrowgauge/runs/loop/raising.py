@@ -59,6 +59,13 @@ def go_back(context: RunContext, trainer: Trainer, target: Path) -> None:
     trainer.follow_rules()
 
 
+def set_raised(context: RunContext, trainer: Trainer, raised: list[Raise]) -> None:
+    """Go on with these raises: in the state, in the metrics and in recipe.toml."""
+    trainer.guard.raised = raised
+    trainer.follow_rules()
+    record_raises(context, trainer)
+
+
 def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:
     """The place of a first bad tensor that was finite before its cast; None for any other."""
     recipe = trainer.recipe
@@ -100,10 +107,8 @@ def lower_places(context: RunContext, trainer: Trainer) -> None:
             continue
         reason = f"{r.place} would lose {lost:.3g} of its numbers in {r.before}"
         lowered = replace(r, until_step=step + 1)
-        guard.raised = [lowered if other is r else other for other in guard.raised]
-        trainer.follow_rules()
+        set_raised(context, trainer, [lowered if other is r else other for other in guard.raised])
         context.directory.record({**lowered.event("lower", step), "reason": reason})
-        _record_rules(context, trainer)
         context.display.log(f"step {step}: lowered again, {reason}")
 
 
@@ -116,10 +121,6 @@ def record_raises(context: RunContext, trainer: Trainer) -> None:
     for r in trainer.guard.raised:
         if (r.from_step, r.place, list(r.layers)) not in known:
             context.directory.record(r.event("raise", r.from_step))
-    _record_rules(context, trainer)
-
-
-def _record_rules(context: RunContext, trainer: Trainer) -> None:
     context.directory.record_rules([r.toml(trainer.recipe) for r in trainer.guard.raised])
 
 

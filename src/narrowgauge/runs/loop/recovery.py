@@ -18,7 +18,7 @@ from typing import Any
 
 from narrowgauge.checkpoint import DamagedError, steps, verify
 from narrowgauge.guard import Guard, GuardVerdict
-from narrowgauge.runs.loop.raising import broke_in, go_back, make_raise, record_raises
+from narrowgauge.runs.loop.raising import broke_in, go_back, make_raise, record_raises, set_raised
 from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.training.step.trainer import Trainer
 
@@ -84,12 +84,10 @@ def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> G
     if target is not None:
         go_back(context, trainer, target)
         context.directory.keep_metrics_until(trainer.step, before.rollbacks)
-    trainer.guard.raised.append(make_raise(trainer, broken, f"step {step}: {verdict.reason}"))
-    trainer.follow_rules()
-    record_raises(context, trainer)
-    to = trainer.guard.raised[-1].to
+    new = make_raise(trainer, broken, f"step {step}: {verdict.reason}")
+    set_raised(context, trainer, [*trainer.guard.raised, new])
     back = "" if target is None else f"; back to step {trainer.step}"
-    context.display.log(f"step {step}: {verdict.reason}; {broken}, which becomes {to}{back}")
+    context.display.log(f"step {step}: {verdict.reason}; {broken}, which becomes {new.to}{back}")
     return verdict if target is not None else before.cannot_roll_back(verdict)
 
 
@@ -107,12 +105,9 @@ def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step:
         return False
     reason = trainer.verdict.reason
     go_back(context, trainer, target)
-    guard = trainer.guard
-    first = trainer.step + 1
-    guard.raised = [replace(r, from_step=min(r.from_step, first)) for r in guard.raised]
-    trainer.follow_rules()
+    guard, first = trainer.guard, trainer.step + 1
     context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
-    record_raises(context, trainer)
+    set_raised(context, trainer, [replace(r, from_step=min(r.from_step, first)) for r in guard.raised])
     words = f"{last.place} was raised too late to heal it; further back, to step {trainer.step}"
     context.display.log(f"step {step}: {reason}; {words}")
     return True

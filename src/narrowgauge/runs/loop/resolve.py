@@ -25,7 +25,6 @@ from narrowgauge.runs.monitor.memory_check import require_memory
 from narrowgauge.runs.monitor.placement import placement
 from narrowgauge.simulate.memory import Memory
 from narrowgauge.training.config.config import Config, make_config
-from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.units import parse_bytes
 
 
@@ -130,16 +129,14 @@ def resolve(
             "guard.replay_every compares every bit of a step computed twice, and a GPU's attention adds in "
             "another order each time; add --training.deterministic true, or leave it out"
         )
-    memory_limit = parse_bytes(config.training.memory_limit)
     hardware.use_device(device, config.training.deterministic)
-    hardware.limit_memory(device, memory_limit)
     layout = lay_out(config, world.size, path)
     config, t, spec = layout.config, layout.config.training, layout.config.spec
-    held_out = held_out_sequences(t, config.validation.batches)
     backend = verified_backend(spec.recipe, device, spec.backend)
     require_sinks(config.log.sinks)
     check_vocabulary(config)
-    memory = require_memory(config, device, layout.parallel_dims)
+    memory, memory_limit = require_memory(config, device, layout.parallel_dims), parse_bytes(t.memory_limit)
+    hardware.limit_memory(device, memory_limit)
     length, is_source_text = config.data.sequence_length, config.data.source == "stdlib"
     return Run(
         config=config,
@@ -158,7 +155,7 @@ def resolve(
         micro_batch_size=t.micro_batch_size,
         sequence_length=length,
         separate_documents=config.data.separate_documents,
-        held_out=held_out,
+        held_out=layout.held_out,
         compiles=t.compile,
         weights=config.model.weights,
         prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
@@ -168,7 +165,7 @@ def resolve(
             validation=config.validation.every,
             save=config.checkpoint.every,
             minutes=config.checkpoint.every_minutes,
-            gauges=config.gauges_every(),
+            gauges=config.gauges.every,
             check=config.guard.check_every,
         ),
     )

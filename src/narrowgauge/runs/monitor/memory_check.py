@@ -23,8 +23,9 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
     Raises:
         UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
     """
-    available, parameters = hardware.total_memory(device), count_parameters(config.spec.model)
+    parameters = count_parameters(config.spec.model)
     least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
+    available = hardware.total_memory(device)
     if least > available:  # too large even for the estimate
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
     with imagine(device_facts(device)):

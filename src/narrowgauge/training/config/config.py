@@ -61,11 +61,6 @@ class Config(Section):
     gauges: GaugesSection = GaugesSection()
     log: LogSection = LogSection()
 
-    def gauges_every(self) -> int:
-        """Steps between gauge readings, 0 for none; with compile the default is 0."""
-        is_default = "every" not in self.gauges.model_fields_set
-        return 0 if self.training.compile and is_default else self.gauges.every
-
     @cached_property
     def spec(self) -> "ModelSpec":
         """What the names of model and recipe stand for, resolved once: a recipe's file is not read again.
@@ -119,6 +114,8 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         config = Config.model_validate(_with_initial_run(values))
     except ValidationError as error:
         raise _user_error(error) from None
+    if config.training.compile and "every" not in config.gauges.model_fields_set:  # its default with compile
+        config = config.model_copy(update={"gauges": GaugesSection(every=0)})
     for place in config.recipe.places:
         if place not in KEYS:
             raise unknown_key(f"recipe.{place}", config_keys())
@@ -140,7 +137,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             f"training.batch_size = {t.batch_size} is no multiple of training.micro_batch_size = "
             f"{t.micro_batch_size}, and a step is made of whole micro-batches; {what_fits(t, alone)}"
         )
-    if t.compile and config.gauges_every():
+    if t.compile and config.gauges.every:
         raise UserError(
             f"gauges.every = {config.gauges.every} with training.compile = true: gauges cannot look into "
             "compiled code; set --gauges.every 0 or --training.compile false"
@@ -152,7 +149,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         )
     require_layers(config.spec.recipe, model)
     if config.guard.spike == "raise":
-        require_raising(config.spec.recipe, config.guard.rules(), config.gauges_every())
+        require_raising(config.spec.recipe, config.guard.rules(), config.gauges.every)
     if config.data.sequence_length > model.max_sequence_length:
         raise UserError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's "

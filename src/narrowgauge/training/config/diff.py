@@ -35,7 +35,6 @@ def to_toml(config: Config) -> str:
     start = {"weights": config.model.weights} if config.model.weights else {}
     tables["model"] = {"name": config.model.name} | start | asdict(config.spec.model)
     tables["recipe"] |= tables["recipe"].pop("places")
-    tables["gauges"]["every"] = config.gauges_every()
     lines = []
     for section, table in tables.items():
         lines.append(f"[{section}]")
