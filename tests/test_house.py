@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "kernels": ("amax", "triton"),
     "recipes": (),
     "conformance": (),
-    "nn": ("native", "gemm", "gemm_context", "linear_function", "stateful_linear", "linear", "convert"),
+    "nn": ("gemm", "weight", "operands", "linear_function", "fused_mlp", "linear", "convert"),
     "optim": (),
     "guard": ("rules", "widening", "raises", "broken_place", "guard"),
     "models": (),

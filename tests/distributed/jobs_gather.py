@@ -12,7 +12,7 @@ from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce
 from narrowgauge.distributed.fsdp import quantized_fsdp, renew_gather_scales
 from narrowgauge.nn import set_step
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
+from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import gradient_of, state_of
 
 D = 16

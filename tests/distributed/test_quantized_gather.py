@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from narrowgauge.nn.native import quantized_operand
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
+from narrowgauge.nn.gemm import quantized_operand
+from narrowgauge.nn.weight import GatheredWeight, PlaceholderShard
 from narrowgauge.quantization import cast, emulate, quantize
 
 D = 16

@@ -6,7 +6,7 @@ import torch
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.kernels.cast import random_signs
 from narrowgauge.kernels.product import scaled_and_rounded
-from narrowgauge.nn.native import along_contraction
+from narrowgauge.nn.gemm import along_contraction
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

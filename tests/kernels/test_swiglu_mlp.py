@@ -10,7 +10,7 @@ from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.models.mlp import mlp
 from narrowgauge.nn import Linear, convert, linear, recipe_tensors, set_step
 from narrowgauge.nn.linear import accumulating
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
+from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import QuantizedState, make_cast, quantize
 from narrowgauge.recipes import recipe
 

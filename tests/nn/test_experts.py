@@ -99,8 +99,8 @@ def test_random_bits_of_two_micro_batches_are_never_the_same():
     offsets = {}
     for first, rows in ((0, 30), (3, 4)):
         set_step(model, 0, 1, first)
-        context = expert._gemm_context(torch.zeros(rows, 64), expert.weight)
-        offsets[first] = context.stream(torch.zeros(rows, 64), "fprop.x").offset
+        operands = expert.operands(torch.zeros(rows, 64), expert.weight)
+        offsets[first] = operands.quant_context(torch.zeros(rows, 64), "fprop.x").random.offset
     assert offsets == {0: 0, 3: 3 * 10 * 64}
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, WeightGather
+from narrowgauge.nn.weight import GatheredWeight, WeightGather
 from narrowgauge.quantization import (
     DEFAULT_CONTEXT,
     TensorShard,

@@ -5,12 +5,14 @@ Legend: M tokens, K inputs, N outputs.
 
 import inspect
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from narrowgauge.formats import random_stream, round_to
 from narrowgauge.nn import Linear, convert
+from narrowgauge.nn.linear import accumulating
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
 from nn.plain_recipes import PLAIN
@@ -299,3 +301,21 @@ def test_forward_takes_by_place_what_torch_takes():
     declared = inspect.signature(Linear.forward).parameters.values()
     torchs = inspect.signature(torch.nn.Linear.forward).parameters
     assert [p.name for p in declared if p.kind is not p.KEYWORD_ONLY] == list(torchs)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(16, 64), (5, 7, 33), (2, 129, 96), (3, 0, 8)])
+def test_a_wide_layer_has_the_same_digits_by_torchs_matmul_and_by_its_own_function(shape, bias):
+    """Between micro-batches it computes by its own function, which adds gradients itself."""
+    generator = torch.Generator().manual_seed(0)
+    model = convert(torch.nn.Sequential(torch.nn.Linear(shape[-1], 57, bias=bias)), "fp32")
+    found = []
+    for inside in (False, True):
+        x = torch.randn(shape, generator=generator.manual_seed(1)).requires_grad_()
+        with accumulating(model, keeps_codes=False) if inside else nullcontext():
+            assert model[0]._is_plain(x) != inside
+            y = model(x)
+            y.backward(torch.randn(y.shape, generator=generator.manual_seed(2)))
+        found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -15,8 +15,7 @@ from torch.nn.functional import scaled_mm
 
 from narrowgauge.formats import decode, format, unpack
 from narrowgauge.nn import Linear, convert
-from narrowgauge.nn.gemm import multiply
-from narrowgauge.nn.native import arguments, native_product, quantized_operand, tiled
+from narrowgauge.nn.gemm import arguments, multiply, native_product, quantized_operand, tiled
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
 
@@ -127,7 +126,7 @@ def test_products_in_blocks_are_summed_in_fp32(a, b, is_fast, monkeypatch):
         asked["fast"] = use_fast_accum
         return torch.empty(mat_a.shape[0], mat_b.shape[1])
 
-    monkeypatch.setattr("narrowgauge.nn.native.scaled_mm", taken)
+    monkeypatch.setattr("narrowgauge.nn.gemm.torch_scaled_mm", taken)
     native_product(*pair(a, b, 16, 128, 16)[0], torch.bfloat16, fast=True)
     assert asked["fast"] == is_fast
 

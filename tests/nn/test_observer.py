@@ -7,8 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Gauges, Linear, convert
-from narrowgauge.nn.gemm_context import GemmContext, LayerSpec
-from narrowgauge.nn.observer import LayerGauge, evenly
+from narrowgauge.nn.gauges import LayerGauge
+from narrowgauge.nn.observer import evenly
+from narrowgauge.nn.operands import LayerSpec, Operands
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import QuantContext, emulate, gradient_of, make_cast, quantize, state_of
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
@@ -137,7 +138,7 @@ def test_native_operands_are_read_alike(name, axis):
     for native in (False, True):
         gauges = Gauges({}, {})
         spec = LayerSpec({"fprop.x": make_cast(name)}, torch.bfloat16, native=native)
-        GemmContext(spec, observer=LayerGauge("it", gauges)).operand(x, "fprop.x", axis)
+        Operands(spec, observer=LayerGauge("it", gauges)).of(x, "fprop.x", axis)
         lines.append(gauges.lines(1))
     assert lines[0] == lines[1]
 

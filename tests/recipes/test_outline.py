@@ -5,7 +5,15 @@ import torch
 
 from narrowgauge import convert
 from narrowgauge.errors import UserError
-from narrowgauge.recipes import Outline, kept_text, parse_recipe, recipe, recipe_names, require_matches
+from narrowgauge.recipes import (
+    Outline,
+    kept_text,
+    parse_recipe,
+    recipe,
+    recipe_names,
+    require_matches,
+    resolve,
+)
 
 LAYERS = [f"blocks.{i}.{name}" for i in range(4) for name in ("qkv", "down")]
 SMALL = dict.fromkeys(LAYERS, (64, 32))
@@ -80,7 +88,10 @@ def test_a_rule_about_blocks_of_a_model_without_blocks_is_refused_and_a_keep_say
         require_matches(mine('[[rule]]\nlast_blocks = 2\nfprop = "mxfp8"'), outline(blocks=0))
     kept = mine("[keep]\nlast_blocks = 2")
     require_matches(kept, outline(blocks=0))
-    assert kept_text(kept, outline(blocks=0)) == "kept in bf16: no layer; the model has no repeated blocks"
+    assert (
+        kept_text(resolve(kept, outline(blocks=0)))
+        == "kept in bf16: no layer; the model has no repeated blocks"
+    )
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -102,18 +113,21 @@ def test_a_file_with_a_misspelt_layer_is_refused_by_convert(tmp_path):
 def test_what_is_kept_is_one_line():
     routers = {f"blocks.{i}.router": [(f"blocks.{i}.router", i)] for i in range(5)}
     many = Outline({**outline().layers, **routers}, {}, [f"blocks.{i}" for i in range(5)])
-    assert kept_text(recipe("nvfp4"), outline()) == "kept in bf16: blocks.3, head"
+    assert kept_text(resolve(recipe("nvfp4"), outline())) == "kept in bf16: blocks.3, head"
     kept = mine('[keep]\nmodules = ["blocks.2.down", "router", "w9"]')
-    assert kept_text(kept, many) == (
+    assert kept_text(resolve(kept, many)) == (
         "kept in bf16: blocks.4, blocks.2.down, blocks.0.router, blocks.1.router, blocks.2.router, "
         "blocks.3.router; 'w9' matches no layer"
     )
     more = {f"blocks.{i}.router": [(f"blocks.{i}.router", i)] for i in range(4, 10)}
     longer = Outline({**many.layers, **more}, {}, [f"blocks.{i}" for i in range(10)])
-    assert kept_text(kept, longer) == (
+    assert kept_text(resolve(kept, longer)) == (
         "kept in bf16: blocks.4 to blocks.9, blocks.2.down, "
         "blocks.0.router, blocks.1.router, blocks.2.router, blocks.3.router; 'w9' matches no layer"
     )
-    assert kept_text(recipe("bf16"), outline()) == ""
-    assert kept_text(mine(""), outline()) == "kept in bf16: no layer"
-    assert kept_text(recipe("nvfp4"), outline(untouched=["gate"])) == "kept in bf16: blocks.3, head, gate"
+    assert kept_text(resolve(recipe("bf16"), outline())) == ""
+    assert kept_text(resolve(mine(""), outline())) == "kept in bf16: no layer"
+    assert (
+        kept_text(resolve(recipe("nvfp4"), outline(untouched=["gate"])))
+        == "kept in bf16: blocks.3, head, gate"
+    )

@@ -16,7 +16,7 @@ from narrowgauge.bench.timing import best_seconds
 from narrowgauge.bench.work import Attention, Gemm, Work
 from narrowgauge.kernels import quantize
 from narrowgauge.nn import DTYPES
-from narrowgauge.nn.native import arguments, quantized_operand
+from narrowgauge.nn.gemm import arguments, quantized_operand
 from narrowgauge.quantization import make_cast
 from narrowgauge.torch_compat import fp8_product, scaled_mm
 

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.formats import RandomStream
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.sharded.gathered_weight import PlaceholderShard, WeightGather, sync_scales
-from narrowgauge.nn.weight_state import make_weight_state
+from narrowgauge.nn.weight import PlaceholderShard, WeightGather, make_weight_state, sync_scales
 from narrowgauge.quantization import (
     Cast,
     ParamState,

@@ -21,6 +21,7 @@ section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Specials(Enum):
@@ -32,7 +33,7 @@ class Specials(Enum):
     NONE = "every code is a finite number"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Format:
     """A binary floating-point format by the facts that define it; all limits are derived."""
 
@@ -50,27 +51,27 @@ class Format:
         bits = f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}, bias={self.bias}"
         return f"Format({self.name!r}, {bits}, max={self.max:g})"
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Bits of one code."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
-    @property
+    @cached_property
     def is_fixed_point(self) -> bool:
         """Whether all numbers are evenly spaced: no exponent, so nothing but subnormals."""
         return self.exponent_bits == 0
 
-    @property
+    @cached_property
     def fraction_bits(self) -> int:
         """Bits after the leading one in the highest binade."""
         return self.mantissa_bits - self.is_fixed_point
 
-    @property
+    @cached_property
     def emin(self) -> int:
         """Exponent of the smallest normal number."""
         return (1 if self.zero else 0) - self.bias
 
-    @property
+    @cached_property
     def emax(self) -> int:
         """Exponent of the largest finite number."""
         top_is_taken = self.specials is Specials.IEEE or (
@@ -78,40 +79,40 @@ class Format:
         )
         return 2**self.exponent_bits - 1 - top_is_taken - self.bias
 
-    @property
+    @cached_property
     def max(self) -> float:
         """Largest finite number; finite overflow saturates here."""
         lost_to_nan = self.specials is Specials.NAN_ONLY and self.mantissa_bits > 0
         steps = 2**self.fraction_bits - 1 - lost_to_nan
         return math.ldexp(1 + steps * 2.0**-self.fraction_bits, self.emax)
 
-    @property
+    @cached_property
     def smallest_normal(self) -> float:
         """2^emin; in fixed point the smallest positive number."""
         return self.smallest_subnormal if self.is_fixed_point else math.ldexp(1.0, self.emin)
 
-    @property
+    @cached_property
     def smallest_subnormal(self) -> float:
         """The smallest positive number: the spacing of the grid around zero."""
         return math.ldexp(1.0, self.emin - self.mantissa_bits)
 
-    @property
+    @cached_property
     def eps(self) -> float:
         """Distance from 1 to the next larger number."""
         return 2.0**-self.fraction_bits
 
-    @property
+    @cached_property
     def has_infinity(self) -> bool:
         """Whether an infinity can be stored."""
         return self.specials is Specials.IEEE
 
-    @property
+    @cached_property
     def has_negative_zero(self) -> bool:
         """Whether -0 has a code of its own."""
         is_magnitude = self.signed and not self.twos_complement
         return is_magnitude and self.zero and self.specials is not Specials.NEGATIVE_ZERO
 
-    @property
+    @cached_property
     def nan_code(self) -> int | None:
         """The code written for NaN (positive, quiet), or None where the format has none."""
         match self.specials:
@@ -125,7 +126,7 @@ class Format:
             case Specials.NONE:
                 return None
 
-    @property
+    @cached_property
     def infinity_code(self) -> int | None:
         """The code of +infinity, or None where the format has none."""
         return (2**self.exponent_bits - 1) << self.mantissa_bits if self.has_infinity else None

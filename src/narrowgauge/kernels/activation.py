@@ -66,6 +66,13 @@ def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, KnownAmax | None]:
     return y, known_amax(y, amax)
 
 
+def swiglu_by_kernel(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu` by its kernel, without a gradient, and max |y| (0-dim fp32)."""
+    from narrowgauge.kernels.triton.activation import launch_swiglu
+
+    return launch_swiglu(gate_up.contiguous())
+
+
 def swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -> tuple[Tensor, Tensor]:
     """FP8 codes of `swiglu`, by its kernel, under a scale that is known: y itself is never in memory.
 

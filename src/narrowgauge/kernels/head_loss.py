@@ -51,6 +51,7 @@ from narrowgauge.kernels.cross_entropy import (
     with_z_loss,
 )
 from narrowgauge.kernels.dispatch import is_slow
+from narrowgauge.kernels.product import aligned_rows
 
 Add = Callable[[Tensor, Tensor], bool]
 
@@ -205,15 +206,6 @@ def _results(
     shapes = [(T,), (T if z_loss else 0,)] + ([(0,), (0,)] if factor is None else [h_TD.shape, w_VD.shape])
     loss_T, squares_T, dh_TD, dw_VD = (h_TD.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return loss_T, squares_T, dh_TD, dw_VD
-
-
-def aligned_rows(rows: int, width: int, like: Tensor) -> Tensor:
-    """Memory of (rows, width) in which each row begins at a multiple of 128 bytes.
-
-    Otherwise GEMMs and kernels would read and write single numbers for a vocabulary of 50257.
-    """
-    numbers = 128 // like.element_size()
-    return like.new_empty(rows, -(-width // numbers) * numbers)[:, :width]
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> None:

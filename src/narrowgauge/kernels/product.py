@@ -45,3 +45,12 @@ def scaled_rows_and_rounded(
         return launch_scaled_rows(product, rest, rows, columns, dtype)
     product = product * (rows.unsqueeze(1) if rows.ndim else rows)
     return ((product if rest is None else product + rest) * columns).to(dtype)
+
+
+def aligned_rows(rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory of (rows, width) in which each row begins at a multiple of 128 bytes.
+
+    Otherwise GEMMs and kernels would read and write single elements for a vocabulary of 50257.
+    """
+    numbers = 128 // like.element_size()
+    return like.new_empty(rows, -(-width // numbers) * numbers)[:, :width]

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from narrowgauge.nn.convert import recipe_tensors as recipe_tensors
     from narrowgauge.nn.convert import set_step as set_step
     from narrowgauge.nn.convert import step as step
+    from narrowgauge.nn.gauges import Gauges as Gauges
     from narrowgauge.nn.linear import Linear as Linear
-    from narrowgauge.nn.observer import Gauges as Gauges
     from narrowgauge.nn.observer import Observation as Observation
     from narrowgauge.nn.observer import Observer as Observer
-    from narrowgauge.nn.sharded.linear_shards import EqualShare as EqualShare
-    from narrowgauge.nn.sharded.linear_shards import LinearShards as LinearShards
-    from narrowgauge.nn.sharded.linear_shards import PooledSequences as PooledSequences
-    from narrowgauge.nn.stateful_linear import DTYPES as DTYPES
+    from narrowgauge.nn.operands import DTYPES as DTYPES
+    from narrowgauge.nn.shards import EqualShare as EqualShare
+    from narrowgauge.nn.shards import LinearShards as LinearShards
+    from narrowgauge.nn.shards import PooledSequences as PooledSequences
     from narrowgauge.nn.step_state import Stepped as Stepped
     from narrowgauge.nn.transformer.attention import NarrowAttention as NarrowAttention
     from narrowgauge.nn.transformer.outline import outline_of as outline_of

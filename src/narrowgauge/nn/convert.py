@@ -5,7 +5,7 @@ Where a recipe narrows attention or the residual stream, the model's modules for
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_
 from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
 from narrowgauge.nn.transformer.unreached import hidden_layers, hidden_text, warn_of_unreached
 from narrowgauge.quantization import ParamState
-from narrowgauge.recipes import Outline, Recipe, matches, nearest, require_matches
+from narrowgauge.recipes import ModelPlan, Outline, Recipe, matches, nearest, require_matches, resolve
 from narrowgauge.recipes import recipe as recipe_named
 
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
@@ -120,8 +120,8 @@ def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: st
             f"a rule of recipe {recipe.name!r} changes state from a step on, which `narrowgauge train` does "
             "and convert does not; take the rule's time or its state away"
         )
-    recipe = outline.in_model(recipe)
-    resolved = outline.resolved(recipe)
+    plan = resolve(recipe, outline)
+    recipe = plan.recipe
     modules = dict(model.named_modules())
     stacks = {name: m for name, m in modules.items() if is_stacked(m)}
     for name in stacks:
@@ -130,35 +130,33 @@ def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: st
     for device in {layer.weight.device for layer in layers}:  # before anything is changed
         verified_backend(recipe, device, backend)
     leave_fast_path(model)
-    converted = _replace(model, recipe, outline, resolved, backend)
+    converted = _replace(model, plan, backend)
     if is_linear(model):
         return converted[0]
     first = len(converted)
     for name, experts in stacks.items():
         stack = StackedExperts.of(experts)
-        stack.use(recipe, name, resolved, first, backend)
+        stack.use(recipe, name, plan.parts, first, backend)
         first += len(list(stack.layer_names()))
         put(model, name, stack)
-    replace_places(model, recipe, resolved)
+    replace_places(model, recipe, plan.parts)
     refuse_wrapping(model)
     return model
 
 
-def _replace(
-    model: torch.nn.Module, recipe: Recipe, outline: Outline, resolved: Mapping[str, Recipe], backend: str
-) -> list[Linear]:
+def _replace(model: torch.nn.Module, plan: ModelPlan, backend: str) -> list[Linear]:
     """Put each layer under its recipe, in place; the new layers, in the order of their random streams."""
     modules = dict(model.named_modules(remove_duplicate=False))
     converted: dict[torch.nn.Module, Linear] = {}
     shared = _shared_parameters(model)
-    for first, names in outline.layers.items():
+    for first, names in plan.outline.layers.items():
         layer = modules.get(first)
         if layer is None or not is_linear(layer):
             continue  # of stacked experts
-        layer_recipe = resolved[first]
+        layer_recipe = plan.parts[first]
         if layer.weight in shared:
             layer_recipe = layer_recipe.with_places(WIDE_WEIGHT)
-        new = Linear(layer, layer_recipe, len(converted), _is_transposed(layer), recipe, backend)
+        new = Linear(layer, layer_recipe, len(converted), _is_transposed(layer), plan.recipe, backend)
         converted[layer] = new.train(layer.training)
         for name, _ in names:
             if name and modules.get(name) is layer:  # not a role of it

@@ -1,14 +1,21 @@
-"""A linear layer that computes under a recipe.
+"""A linear layer that computes under a recipe: the module, its state, and what torch asks of a module.
 
-It returns the dtype of its input, so that conversion changes no other part of a model. The state that it
-carries from step to step is in `stateful_linear.py`, its three GEMMs are in `linear_function.py`.
+    parameters      the weight, and its state if the weight or its gradient is narrow (`weight.py`)
+    the step        random keys and histories of delayed scales (`step_state.py`, `histories.py`)
+    the device      decides which hardware computes
+    forward         makes the operands of the pass (`operands.py`) and calls the three GEMMs
+                    (`linear_function.py`)
+
+A layer returns the dtype of its input, so that conversion changes no other part of a model.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from typing import Any, Self
 
 import torch
 
@@ -16,19 +23,40 @@ from narrowgauge.devices import is_gpu
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import KnownAmax
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.nn.gemm_context import GemmContext
-from narrowgauge.nn.linear_function import autocast_disabled, fp8_scaling, linear_function, swiglu_mlp
-from narrowgauge.nn.loop_checks import require_own_numbers, require_sum
-from narrowgauge.nn.native import QuantizedOperand
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.nn.sharded.linear_shards import LinearShards
-from narrowgauge.nn.stateful_linear import StatefulLinear
-from narrowgauge.nn.weight_state import Accumulation
-from narrowgauge.quantization import GradientState, QTensor
-from narrowgauge.torch_compat import has_hooks, reshaped
+from narrowgauge.kernels.recompute import is_unread
+from narrowgauge.nn.fused_mlp import fp8_scaling, swiglu_mlp
+from narrowgauge.nn.gemm import QuantizedOperand
+from narrowgauge.nn.histories import History, history_of
+from narrowgauge.nn.linear_function import autocast_disabled, linear_function
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers, require_sum
+from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands
+from narrowgauge.nn.self_test import verified_backend
+from narrowgauge.nn.shards import LinearShards
+from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
+from narrowgauge.nn.weight import (
+    Accumulation,
+    GatheredWeight,
+    WeightGather,
+    WeightUse,
+    bind,
+    make_weight_state,
+)
+from narrowgauge.quantization import (
+    GradientState,
+    ParamState,
+    PreScale,
+    QTensor,
+    has_gradient,
+    like_shard,
+    local_part,
+)
+from narrowgauge.recipes import Recipe
+from narrowgauge.recipes.resolve import casts_at, operands_of
+from narrowgauge.torch_compat import SeesFSDP, has_hooks, reshaped
 
 
-class Linear(StatefulLinear):
+class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     """`torch.nn.Linear` whose three GEMMs compute under a recipe.
 
     It shares the parameters of the layer it is made from. All that depends on the step (random bits, delayed
@@ -36,10 +64,91 @@ class Linear(StatefulLinear):
     that records gradients has random bits of its own (recomputed ones have those of the first time), and
     delayed scales are renewed once an optimizer has taken a step, or `nn.step` says so. There is no second
     derivative, because rounding has none.
+
+    Attributes:
+        recipe: The recipe of this layer.
+        index: The number of the layer among the model's, from which its random streams are named.
+        spec: What the recipe and the device fix.
+        histories: What places remember of earlier steps: amax histories, held magnitudes, chosen channels.
+        state_at_rest: The state of the weight, if the weight or its gradient is narrow.
+        shards: The sharding of the layer over processes.
+        sequence_length: The tokens of a sequence, where the input is only some of them, as (tokens, inputs).
+        is_sharded: Whether FSDP has sharded the weight.
+        gathering: How a sharded weight travels, if not in fp32.
+        has_memory: Whether anything here depends on the step.
+        reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
+        observer: Sees all operands and products; attached for a step.
+        accumulation: What is the same in all micro-batches of a step; attached for a step (`accumulating`).
     """
 
+    weight: torch.nn.Parameter
+    state_at_rest: ParamState | None = None
+    keys: torch.Tensor | None
+    first_sample: torch.Tensor | None
+    sequence_length: int = 0
+    accumulation: Accumulation | None = None
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
     takes_amax = True  # of its input (`kernels.amax.call`)
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        recipe: Recipe,
+        index: int,
+        transposed: bool = False,
+        model_recipe: Recipe | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Take over the weight and bias of a layer, and its hooks.
+
+        Args:
+            layer: A `torch.nn.Linear`, a `Linear`, or a Hugging Face `Conv1D`.
+            recipe: The recipe of this layer.
+            index: The number of the layer among the model's.
+            transposed: Whether the weight is stored (K, N).
+            model_recipe: The recipe of the model, which decides the hardware for all layers.
+            backend: The requested backend.
+        """
+        torch.nn.Module.__init__(self)
+        share_hooks(layer, self)
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, torch.nn.Parameter)
+        assert bias is None or isinstance(bias, torch.nn.Parameter)
+        n, k = reversed(weight.shape) if transposed else weight.shape
+        self.in_features, self.out_features = k, n
+        self.recipe, self.index = recipe, index
+        self.model_recipe, self.backend = model_recipe or recipe, backend
+        self.spec = LayerSpec(dict(recipe.casts), DTYPES[recipe.compute], recipe.saved, transposed=transposed)
+        self.observer: Observer | None = None
+        self.shards = LinearShards()
+        self.is_sharded = False
+        self.gathering: WeightGather | None = None
+        operands = [(place, cast) for place, cast in operands_of(recipe) if place != "saved"]
+        casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
+        self.is_random = any(c.is_random or c.signs == "random" for c in casts)
+        histories = {place: history for place, cast in operands if (history := history_of(place, cast, k))}
+        self.histories: dict[str, History] = histories
+        for place, history in self.histories.items():
+            self.add_module(place.replace(".", "_"), history)
+        self.register_buffer("keys", None, persistent=False)
+        self.register_buffer("first_sample", None, persistent=False)
+        self.set_weights(weight, bias)
+        count_steps(self)
+
+    def set_weights(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """Take these parameters and their device, with the state before the first step."""
+        self._take(weight, bias)
+        self._choose_backend(self.backend)
+        for history in self.histories.values():
+            history.reset(self._device())
+        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.prescale else None
+        self.has_memory = self._follows_step()
+        self._set_keys(0, 0, 0)
+
+    def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """Take these parameters, and keep what the recipe says of them."""
+        self.weight, self.bias = weight, bias  # type: ignore[assignment]
+        self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
 
     def forward(
         self, input: torch.Tensor, *, with_bias: bool = True, known: KnownAmax | None = None
@@ -48,29 +157,52 @@ class Linear(StatefulLinear):
 
         `known` is the amax of the input, from the kernel that wrote it.
         """
+        if self.spec.is_wide and self._is_plain(input):
+            return self._plain_forward(input, with_bias)
         if self.shards.before is not None:
             input = self.shards.before(input)
         weight = self.weight.T if self.spec.transposed else self.weight
-        context = self._gemm_context(input, weight, None if known is None else known.of(input))
-        if context.weight is not None:
-            require_own_numbers(self.weight, context.weight)
+        operands = self.operands(input, weight, None if known is None else known.of(input))
+        state = operands.weight.state
+        if state is not None:
+            require_own_numbers(self.weight, state)
         bias: torch.Tensor | None = self.bias if with_bias else None
-        if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
+        if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
-            weight = weight if context.weight is None else context.numbers_of(weight).detach()
+            weight = weight if state is None else operands.weight.values(weight).detach()
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
         compute = linear_function
-        if context.weight is not None and context.weight.gradient is not None:
-            compute = partial(_with_narrow_gradient, self.weight, context.weight.gradient)
+        if state is not None and state.gradient is not None:
+            compute = partial(_with_narrow_gradient, self.weight, state.gradient)
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
-            y_MN = compute(x_MK, weight, None if is_sum else bias, context)
+            y_MN = compute(x_MK, weight, None if is_sum else bias, operands)
         y = reshaped(y_MN, (*input.shape[:-1], self.out_features))
         if self.shards.after is None:
             return y
         y = self.shards.after(y)
         return reshaped(y, y.shape) if bias is None else (y + bias).to(y.dtype)
+
+    def _is_plain(self, input: torch.Tensor) -> bool:
+        """Whether torch's own matmul, without an autograd function of ours, has the digits of a wide layer.
+
+        That is so in fp32 on a CPU, where nothing is cast, observed, added on the side or shared.
+        """
+        weight, shares = self.weight, self.is_sharded or not self.shards.is_whole
+        is_fp32 = input.dtype == weight.dtype == self.spec.compute == torch.float32
+        is_other = self.state_at_rest is not None or self.has_memory or self.spec.transposed or shares
+        is_watched = self.observer is not None or self.accumulation is not None or is_unread()
+        is_here = input.device.type == "cpu" and type(weight) is torch.nn.Parameter
+        is_eager = not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+        return is_fp32 and is_here and is_eager and not (is_other or is_watched)
+
+    def _plain_forward(self, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
+        """`forward` by torch's matmul; the bias is added to the rounded sum, as it is elsewhere."""
+        y_MN = torch.nn.functional.linear(input.reshape(-1, self.in_features), self.weight)
+        if with_bias and (bias := self.bias) is not None:
+            y_MN.add_(bias.to(y_MN.dtype))
+        return reshaped(y_MN, (*input.shape[:-1], self.out_features))
 
     def after_swiglu(
         self, gate_up: torch.nn.Module, input: torch.Tensor, known: KnownAmax | None = None
@@ -87,26 +219,23 @@ class Linear(StatefulLinear):
             return None
         if fp8_scaling(gate_up.spec) != fp8_scaling(self.spec):
             return None
-        layers = gate_up, self
-        amaxes = None if known is None else known.of(input), None
-        contexts = tuple(
-            layer._gemm_context(input, layer.weight, amax) for layer, amax in zip(layers, amaxes, strict=True)
-        )
-        for layer, context in zip(layers, contexts, strict=True):
-            if context.weight is not None:
-                require_own_numbers(layer.weight, context.weight)
-                if context.weight.gradient is not None:
-                    require_sum(layer.weight, context.weight.gradient)
+        amax = None if known is None else known.of(input)
+        both = gate_up.operands(input, gate_up.weight, amax), self.operands(input, self.weight)
+        for layer, operands in zip((gate_up, self), both, strict=True):
+            if (state := operands.weight.state) is not None:
+                require_own_numbers(layer.weight, state)
+                if state.gradient is not None:
+                    require_sum(layer.weight, state.gradient)
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, gate_up.in_features)
-            y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, contexts)
+            y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, both)
         return reshaped(y_MN, (*input.shape[:-1], self.out_features))
 
     @torch.no_grad()
     def forward_weight(self) -> torch.Tensor:
         """The weight's values that the forward matmul multiplies in this step: (N, K), float32."""
-        weight_NK, context = self._weight_pass()
-        operand = context.operand(weight_NK, "fprop.w", -1)
+        weight_NK, operands = self._weight_pass()
+        operand = operands.of(weight_NK, "fprop.w", -1)
         if isinstance(operand, QuantizedOperand):
             return self.forward_codes().dequantize()
         return operand.numbers().float()
@@ -114,15 +243,15 @@ class Linear(StatefulLinear):
     @torch.no_grad()
     def forward_codes(self) -> QTensor:
         """The codes and scales of these values, of a cast that has scales."""
-        weight_NK, context = self._weight_pass()
+        weight_NK, operands = self._weight_pass()
         cast = self.spec.casts["fprop.w"]
-        return quantize(weight_NK, cast, -1, context.quant_context(weight_NK, "fprop.w"))[0]
+        return quantize(weight_NK, cast, -1, operands.quant_context(weight_NK, "fprop.w"))[0]
 
-    def _weight_pass(self) -> tuple[torch.Tensor, GemmContext]:
-        """The weight as (N, K), and the context of a forward pass with one token."""
+    def _weight_pass(self) -> tuple[torch.Tensor, Operands]:
+        """The weight as (N, K), and the operands of a forward pass with one token."""
         weight = self.weight.T if self.spec.transposed else self.weight
-        context = self._gemm_context(weight.new_empty(1, self.in_features), weight)
-        return context.numbers_of(weight), context
+        operands = self.operands(weight.new_empty(1, self.in_features), weight)
+        return operands.weight.values(weight), operands
 
     def add_gradient(self, dw_NK: torch.Tensor, factor: torch.Tensor) -> bool:
         """Add dw * factor (0-dim) to the gradient that waits, if this layer may, on a GPU; else False."""
@@ -139,23 +268,152 @@ class Linear(StatefulLinear):
         is_native = input.dtype == self.spec.compute and bool(fp8_scaling(self.spec))
         return is_trained and is_whole and is_plain and is_native and self.observer is None
 
-    def _gemm_context(
+    def operands(
         self, input: torch.Tensor, weight_NK: torch.Tensor, input_amax: torch.Tensor | None = None
-    ) -> GemmContext:
-        """The context of this forward pass and its backward pass."""
+    ) -> Operands:
+        """The operands of this forward pass of an input, and of its backward pass."""
         samples = input.shape[0] if input.ndim > 2 else 1
         # Some tokens of sequences, as an expert has them, have random bits as if all were there.
         share = Fraction(len(input), self.sequence_length) if self.sequence_length else samples
-        return GemmContext(
+        is_compiling = torch.compiler.is_compiling()
+        return Operands(
             self.spec,
             self.begin_pass(),
             share,
             self.shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
-            None if self.is_sharded else self.state_at_rest,
+            WeightUse(
+                self.spec.transposed,
+                None if self.is_sharded else self.state_at_rest,
+                None if is_compiling else self.accumulation,
+            ),
             self.observer,
-            None if torch.compiler.is_compiling() else self.accumulation,
             input_amax,
         )
+
+    def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any, **options: Any) -> None:
+        """As `Stepped.set_position`; the pass may have more sequences than this process."""
+        pool = self.shards.pool
+        first_sample = pool.first(first_sample) if pool else first_sample
+        super().set_position(seed, step, first_sample, *schedule, **options)
+
+    def begin_pass(self) -> StepState:
+        """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
+        is_training = self._begin_pass() if self.has_memory else torch.is_grad_enabled()
+        first_sample = 0 if self.first_sample is None else self.first_sample
+        return StepState(self.keys, first_sample, self.histories, is_training)
+
+    @property
+    def plain_product(self) -> torch.dtype | None:
+        """The dtype of a layer that only multiplies with its weight; None for any other layer.
+
+        Another function may compute such a layer from `weight.to(dtype)` (`kernels.head_loss`).
+        """
+        extras: tuple[object, ...] = (self.bias, self.state_at_rest, self.shards.before, self.shards.after)
+        has_scale = self.gathering is not None and self.recipe.gather.is_scaled
+        if any(extra is not None for extra in extras) or self.spec.transposed or has_scale:
+            return None
+        is_narrow = any(cast.name != self.recipe.compute for cast in self.spec.casts.values())
+        return None if is_narrow else self.spec.compute
+
+    def extra_repr(self) -> str:
+        """Torch's description, the name of the recipe, and whether it keeps this layer wide."""
+        is_kept = self.model_recipe.is_narrow and not self.recipe.is_narrow
+        kept = f", kept in {self.recipe.compute}" if is_kept else ""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}{kept}"
+
+    def _has_gradient(self) -> bool:
+        """Whether the gradient of a micro-batch waits for an optimizer."""
+        return has_gradient(self.weight)
+
+    def _end_step(self, is_ended: bool = False) -> None:
+        for history in () if is_ended else self.histories.values():
+            history.end_step()
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.end_step()
+
+    def _follows_step(self) -> bool:
+        return super()._follows_step() or self.reduce_prescale is not None
+
+    def discard_step(self) -> None:
+        """Undo what the passes of this step have left behind; see `nn.discard_step`."""
+        for history in self.histories.values():
+            history.discard_step()
+        gradient = None if self.state_at_rest is None else self.state_at_rest.gradient
+        if gradient is not None:
+            gradient.discard_step()
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.discard_step()
+
+    def _stream_ids(self) -> list[int]:
+        return stream_ids(self.index)
+
+    def _device(self) -> torch.device:
+        return self.weight.device
+
+    def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
+        casts = casts_at(self.recipe, step, steps, decay)
+        if casts != self.spec.casts:  # else the same object, so that compiled code stays valid
+            self.spec = replace(self.spec, casts=casts)
+
+    def _choose_backend(self, requested: str) -> None:
+        backend = verified_backend(self.model_recipe, self._device(), requested)
+        self.spec = replace(self.spec, native=backend.name == "native")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move to another device, and choose its backend; from the meta device, begin anew."""
+        blank = [history for history in self.histories.values() if history.is_meta]
+        is_blank = self.keys is not None and self.keys.is_meta
+        super()._apply(fn, recurse)
+        for history in blank:
+            history.reset(self._device())
+        if is_blank:
+            self._set_keys(0, 0, 0)
+            self._use_own_samples()
+        self._bind()
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.move(self._device())
+        self._choose_backend("emulated" if self.backend == "emulated" else "auto")
+        return self
+
+    def accept_fsdp(self) -> None:
+        """Refuse torch's own sharding of a narrow weight (`distributed.fsdp` takes the record off first)."""
+        refuse_fsdp(None if self.is_sharded else self.state_at_rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Tie the parameter of a copy to the copy's state."""
+        super().__setstate__(state)
+        self._bind()
+        count_steps(self)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save a plain weight under its plain name, whatever it is stored in."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.state_at_rest is not None and self.state_at_rest.weight is not None:
+            if not self.is_sharded:
+                require_own_numbers(self.weight, self.state_at_rest)
+            destination[f"{prefix}weight"] = like_shard(self.state_at_rest.weight.read(), self.weight)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load a plain weight, rounding it to what it is stored in."""
+        key, state = f"{prefix}weight", self.state_at_rest
+        fits = key in state_dict and state_dict[key].shape == self.weight.shape
+        if state is not None and state.weight is not None and fits:
+            state.write(local_part(state_dict[key], self.weight))
+            state_dict = state_dict | {key: self.weight.detach()}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._bind()  # `load_state_dict(assign=True)` made another parameter
+
+    def _bind(self) -> None:
+        """Attach the weight's record to the parameter, which may be another one than before."""
+        if self.state_at_rest is not None:
+            bind(self.weight, self.state_at_rest, self.is_sharded)
+
+
+def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
+    """Let the hooks of a module's forward and backward pass be called by another one; their handles hold."""
+    for name, hooks in vars(of).items():
+        if "hook" in name and ("forward" in name or "backward" in name):
+            to.__dict__[name] = hooks
 
 
 @contextmanager
@@ -189,9 +447,9 @@ def _with_narrow_gradient(
     x_MK: torch.Tensor,
     w_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    context: GemmContext,
+    operands: Operands,
 ) -> torch.Tensor:
     """`linear_function` outside of compiled graphs, which cannot hold a gradient written on the side."""
     require_sum(parameter, gradient)
-    y_MN: torch.Tensor = linear_function(x_MK, w_NK, bias_N, context)
+    y_MN: torch.Tensor = linear_function(x_MK, w_NK, bias_N, operands)
     return y_MN

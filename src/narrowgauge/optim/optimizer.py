@@ -5,7 +5,7 @@
     write      each in the cast of its place, rounded once, in memory allocated once
 
 The numbers of a tensor's state depend on the tensor: moments are narrow for matrices of 4096 elements or more
-(smaller ones cost nothing, and rounding hurts them most), weights and gradients where `nn.convert` made them
+(smaller ones cost nothing, and rounding hurts them most), weights and gradients where `convert` made them
 so. Random bits of stochastic rounding are a function of (seed, step, tensor, element).
 """
 
@@ -38,7 +38,7 @@ from narrowgauge.recipes import recipe as recipe_named
 
 SMALLEST_NARROW = 4096  # elements of a matrix whose moments may be narrow
 FP32 = make_cast("fp32")
-_FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.gemm_context`)
+_FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.operands`)
 _WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
 
 
@@ -73,7 +73,7 @@ class Optimizer(SavedOptimizer):
 
         Args:
             params: Tensors or groups of them, as for any optimizer of torch; those of a model that
-                `nn.convert` put under the same recipe bring their masters and gradients with them.
+                `convert` put under the same recipe bring their masters and gradients with them.
             recipe: The recipe with the casts of the moments, and the places that the host's memory keeps.
             defaults: Options of groups that do not name them; "algorithm" is one of them.
             seed: The seed of stochastic rounding.

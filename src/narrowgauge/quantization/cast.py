@@ -11,6 +11,7 @@ have a name are data in `named_casts.py`, what does not fit together is in `cast
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from narrowgauge.formats import RANDOM_BITS, Format, format
 from narrowgauge.quantization.cast_rules import ROUNDED_SCALES, require_valid
@@ -31,7 +32,7 @@ BY_LAYER = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cast:
     """One way to store a tensor in narrow numbers.
 
@@ -151,88 +152,93 @@ class Cast:
         A consumer that lists the keys it implements, and refuses what is beyond them, also refuses every key
         that is added to casts later.
         """
-        keys = (f for f in fields(self) if f.name != "name" and f.name not in known)
+        return tuple([key for key in self.changed_keys if key not in known])
+
+    @cached_property
+    def changed_keys(self) -> tuple[str, ...]:
+        """The keys that are not at their defaults."""
+        keys = (f for f in fields(self) if f.name != "name")
         return tuple(f.name for f in keys if getattr(self, f.name) != f.default)
 
-    @property
+    @cached_property
     def is_scaled(self) -> bool:
         """Whether elements are stored with scales."""
         return self.scale != "none"
 
-    @property
+    @cached_property
     def is_for_state(self) -> bool:
         """Whether only state can have it: its elements are wider than a byte, or stretched, or split."""
         is_wide = self.element.bits > 8 or self.expand or bool(self.codebook) or self.prescale
         return self.split or (self.is_scaled and is_wide)
 
-    @property
+    @cached_property
     def ignores_axis(self) -> bool:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
         return is_square and not self.is_scaled_by_row and not self.beyond(_ON_NO_AXIS)
 
-    @property
+    @cached_property
     def has_scale_codes(self) -> bool:
         """Whether a scale is stored as a code of a byte."""
         return self.is_scaled and format(self.scale).bits == 8
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Whether elements or scales are rounded stochastically."""
         return "stochastic" in (self.rounding, self.scale_rounding)
 
-    @property
+    @cached_property
     def is_nvfp4(self) -> bool:
         """Whether scales follow TransformerEngine's arithmetic for NVFP4: E4M3 under a second scale."""
         return self.scale == "e4m3" and self.tensor_scale != "none"
 
-    @property
+    @cached_property
     def is_scaled_by_row(self) -> bool:
         """Whether there are second scales of rows, or of some columns of a row."""
         return self.tensor_scale not in ("none", "tensor")
 
-    @property
+    @cached_property
     def columns_above(self) -> int:
         """The columns of a row that share a second scale; 0 for all of them."""
         return int(self.tensor_scale) if self.tensor_scale.isdigit() else 0
 
-    @property
+    @cached_property
     def has_rounded_scale(self) -> bool:
         """Whether a block's scale is a quotient that is rounded to a format: elements are divided by it."""
         return self.scale in ROUNDED_SCALES and not self.is_nvfp4
 
-    @property
+    @cached_property
     def target(self) -> float:
         """What the largest block scale aims at under a tensor scale."""
         return self.scale_target or (256.0 if self.candidates else 448.0)
 
-    @property
+    @cached_property
     def aim(self) -> float:
         """The magnitude, in units of the scale, that the largest of a block aims at."""
         return self.element.max * self.headroom
 
-    @property
+    @cached_property
     def with_second(self) -> "Cast":
         """The cast of the blocks that have the second of `elements`."""
         return replace(self, element=format(self.elements[1]), elements=(), choose="")
 
-    @property
+    @cached_property
     def of_the_rest(self) -> "Cast":
         """The cast of the channels that are not kept in `keep_cast`."""
         return replace(self, keep_channels=0.0, keep_cast="", keep_steps=1, keep_every=0)
 
-    @property
+    @cached_property
     def stretch(self) -> tuple[float, float]:
         """What numbers of the second of `elements` are multiplied by before they are rounded, and after."""
         first, second = (format(name).max for name in self.elements)
         return second / first, first / second
 
-    @property
+    @cached_property
     def zero_rule(self) -> str:
         """What a scale that rounds to 0 becomes: one of `ZERO_SCALES`."""
         return self.zero_scale or ("zero" if self.is_nvfp4 else "one")
 
-    @property
+    @cached_property
     def is_exact_in_bf16(self) -> bool:
         """Whether bfloat16 holds every product of an element and its block's scale."""
         if self.elements:
@@ -242,18 +248,18 @@ class Cast:
         bits, scale_bits = self.element.fraction_bits + 1, format(self.scale).mantissa_bits + 1
         return bits + (scale_bits if scale_bits > 1 else 0) <= 8
 
-    @property
+    @cached_property
     def adds_to_operand(self) -> bool:
         """Whether something is multiplied by or added to the operand once more, in float32."""
         return self.compensate or self.is_scaled_by_row or bool(self.center)
 
-    @property
+    @cached_property
     def scales_result(self) -> bool:
         """Whether `emulate` gives a tensor's scale apart, to be applied to the result of the product."""
         is_apart = self.adds_to_operand or bool(self.keep_channels)
         return self.is_scaled and not is_apart and (self.block is None or self.tensor_scale == "tensor")
 
-    @property
+    @cached_property
     def has_wide_operand(self) -> bool:
         """Whether `emulate` gives an operand in float32, because bfloat16 would round it."""
         if not self.is_scaled:

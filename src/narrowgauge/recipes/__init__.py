@@ -19,15 +19,10 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.backend import products_on as products_on
     from narrowgauge.recipes.capability import device_facts as device_facts
     from narrowgauge.recipes.capability import named_device as named_device
-    from narrowgauge.recipes.cut_blocks import cut_blocks as cut_blocks
-    from narrowgauge.recipes.outline import HEAD as HEAD
-    from narrowgauge.recipes.outline import Names as Names
-    from narrowgauge.recipes.outline import Outline as Outline
-    from narrowgauge.recipes.outline import kept_text as kept_text
-    from narrowgauge.recipes.outline import nearest as nearest
-    from narrowgauge.recipes.outline import require_matches as require_matches
     from narrowgauge.recipes.parse import RECIPE_KEYS as RECIPE_KEYS
     from narrowgauge.recipes.parse import parse_recipe as parse_recipe
+    from narrowgauge.recipes.placement import cut_blocks as cut_blocks
+    from narrowgauge.recipes.placement import kept_text as kept_text
     from narrowgauge.recipes.places import CAST_TABLE as CAST_TABLE
     from narrowgauge.recipes.places import DIMENSIONS as DIMENSIONS
     from narrowgauge.recipes.places import GEMM_PLACES as GEMM_PLACES
@@ -43,6 +38,13 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.registry import load_recipe as load_recipe
     from narrowgauge.recipes.registry import recipe as recipe
     from narrowgauge.recipes.registry import recipe_names as recipe_names
+    from narrowgauge.recipes.resolve import HEAD as HEAD
+    from narrowgauge.recipes.resolve import ModelPlan as ModelPlan
+    from narrowgauge.recipes.resolve import Names as Names
+    from narrowgauge.recipes.resolve import Outline as Outline
+    from narrowgauge.recipes.resolve import nearest as nearest
+    from narrowgauge.recipes.resolve import require_matches as require_matches
+    from narrowgauge.recipes.resolve import resolve as resolve
     from narrowgauge.recipes.rule import Rule as Rule
     from narrowgauge.recipes.rule import matches as matches
 else:

@@ -26,8 +26,7 @@ from narrowgauge.distributed.fsdp import collect_grads, fsdp_shard
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.formats import torch_dtype
 from narrowgauge.nn import Linear
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.nn.weight_state import make_weight_state
+from narrowgauge.nn.weight import GatheredWeight, make_weight_state
 from narrowgauge.quantization import (
     Cast,
     QuantizedState,

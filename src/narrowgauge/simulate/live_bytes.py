@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
+from narrowgauge.nn.weight import GatheredWeight, PlaceholderShard
 from narrowgauge.torch_compat import local_tensor, storage_key
 
 

@@ -2,7 +2,7 @@
 
     QuantizedReduceScatter        for `FSDPModule.set_custom_reduce_scatter`, one for each sharded module
     quantized_comm_hook           for `DistributedDataParallel.register_comm_hook`
-    all_reduce_gradient_states    for gradients in narrow numbers, outside of autograd (`nn.weight_state`)
+    all_reduce_gradient_states    for gradients in narrow numbers, outside of autograd (`nn.weight`)
 
 The result is a sum; it is divided only where torch asks for a mean (FSDP's default) or the caller divides.
 """

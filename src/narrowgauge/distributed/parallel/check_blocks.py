@@ -22,6 +22,7 @@ from narrowgauge.nn import EqualShare
 from narrowgauge.optim.optimizer import SMALLEST_NARROW
 from narrowgauge.quantization import Cast, ShardAxis, full_axis
 from narrowgauge.recipes import DIMENSIONS, Recipe
+from narrowgauge.recipes.resolve import operands_of
 
 WEIGHT_STATE = ("weight", "master", "grad")
 
@@ -79,7 +80,7 @@ def check_blocks(
         return
     for name, block, dimensions in _layers(model, sequence_length, sequences, dims):
         of_layer = recipe.for_layer([(name, block)], model.layers)
-        for place, cast in _operands(of_layer):
+        for place, cast in operands_of(of_layer):
             _check(cast, [dimensions[d] for d in DIMENSIONS[place]], f"{place} of {name}")
         weight = [dimensions["N"].under_fsdp(dims, ".experts." in name), dimensions["K"]]
         is_shared = block is None and model.tied_head  # a tied head has the wide state of the embedding
@@ -131,14 +132,6 @@ def _over_tensor(sizes: list[int], what: str, tensor: int) -> ShardedDimension:
 
 def _full(size: int, what: str) -> ShardedDimension:
     return ShardedDimension(what, (full_axis(size),), {})
-
-
-def _operands(recipe: Recipe) -> Iterator[tuple[str, Cast]]:
-    """The places of a layer, and all casts that the recipe gives them in some step."""
-    for casts in (recipe.casts, *(rule.casts for rule in recipe.rules)):
-        yield from casts.items()
-    if isinstance(recipe.saved, Cast):
-        yield "saved", recipe.saved
 
 
 def _check_moments(recipe: Recipe, dimensions: list[ShardedDimension], name: str) -> None:

@@ -14,7 +14,7 @@ from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.observer import Observer
-from narrowgauge.nn.sharded.linear_shards import EqualShare
+from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention_context import AttentionContext
 from narrowgauge.nn.transformer.attention_function import narrow_attention

@@ -24,7 +24,7 @@ from narrowgauge.formats import RandomStream, torch_dtype
 from narrowgauge.kernels import emulate as emulate_matrix
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.observer import Observation, Observer
-from narrowgauge.nn.sharded.linear_shards import EqualShare
+from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.transformer.piece_context import PieceContext, largest_of, needs_largest
 from narrowgauge.quantization import Cast, QuantContext, emulate
 from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES

@@ -18,7 +18,7 @@ from narrowgauge.kernels import emulate
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.observer import Observation, Observer
-from narrowgauge.nn.sharded.linear_shards import EqualShare
+from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.recipes import Recipe

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.stateful_linear import share_hooks
+from narrowgauge.nn.linear import Linear, share_hooks
 from narrowgauge.quantization import has_gradient
 from narrowgauge.recipes import Recipe
 

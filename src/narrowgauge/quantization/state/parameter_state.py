@@ -4,7 +4,7 @@ A parameter carries one attribute of this package, `parameter.narrowgauge`, a `P
 it, `ensure_state` attaches one. The optimizer, checkpoints, gauges and the account of memory find there what
 layers and sharding have put there:
 
-    nn.weight_state          weight, master, gradient
+    nn.weight          weight, master, gradient
     distributed.parallel     shard, holders
     training                 index
 

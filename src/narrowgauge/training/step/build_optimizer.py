@@ -10,7 +10,7 @@ from narrowgauge.nn import outline_of
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups
 from narrowgauge.optim.optimizer import is_large
 from narrowgauge.quantization import ensure_state
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import Recipe, resolve
 from narrowgauge.training.config.config import Config
 
 
@@ -30,9 +30,9 @@ def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
 
 def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) -> None:
     """Keep moments as the recipe's rules say for the module of each parameter."""
-    outline = outline_of(model)
+    plan = resolve(recipe, outline_of(model))
     for name, p in model.named_parameters():
-        casts = outline.moments_of(recipe, name.rpartition(".")[0])
+        casts = plan.moments_of(name.rpartition(".")[0])
         for place, moment in optimizer.moments(p).items():
             if place in casts and moment.cast != casts[place] and is_large(p):
                 optimizer.recast(p, place, casts[place])

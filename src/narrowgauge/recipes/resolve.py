@@ -1,25 +1,32 @@
-"""The places of a whole model, as the rules of a recipe select them: by name, by role, and by block.
+"""A recipe in a model, resolved once: what each layer, each attention and each moment gets.
+
+A recipe is casts and rules; a rule selects layers by name or block, or waits for a step. `resolve` asks every
+rule of every layer, once, and every reader of the plan asks none again: `convert` builds layers from it, an
+optimizer takes the casts of moments from it, and a run prints which layers stay wide and which blocks do not
+fit. A rule that waits for a step remains in the recipe of the layer: `operands_of` lists the casts of all
+times, `casts_at` those of one step.
 
 A rule names layers by patterns (`rule.matches`). `head` is a role as well as a name: the layer that makes the
 model's output is selected by it, whatever it is called. A pattern may match nothing where another of the same
 list matches. A list that matches nothing at all is a mistake, unless a model without a head should keep it.
 
 An `Outline` is made of the full model, also where a process holds a part of it: of modules by
-`nn.outline_of`, of a configuration by `training.outline`.
+`nn.outline_of`, of a configuration by `training.outline`. Whether a device multiplies the operands itself is
+the question of `backend.py`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
+from narrowgauge.recipes.places import STATE_PLACES
 from narrowgauge.recipes.recipe import ROUTER, Recipe
 from narrowgauge.recipes.rule import Rule, matches
 
 HEAD = "head"
 HEADS = (HEAD, "lm_head")  #: what recipes call an output head that a model may lack
-_LISTED = 4  # names of one kind up to which each is written out
 
 #: By the name of a module: all its names, each with the number of its block, if it is in one.
 Names = Mapping[str, Sequence[tuple[str, int | None]]]
@@ -56,30 +63,6 @@ class Outline:
         """Every name of a linear layer, roles included."""
         return list(dict.fromkeys(name for names in self.layers.values() for name, _ in names))
 
-    def in_model(self, recipe: Recipe) -> Recipe:
-        """The recipe with the rules that any recipe has in this model: routers of experts stay wide."""
-        has_routers = any(matches(name, ROUTER) for name in self.layer_names)
-        return recipe.with_wide_routers() if has_routers else recipe
-
-    def resolved(self, recipe: Recipe) -> dict[str, Recipe]:
-        """The recipe of each layer and of each attention, with the rules that select it merged in."""
-        found: dict[str, Recipe] = {}
-        alike: dict[tuple[bool, ...], Recipe] = {}  # those that the same rules select
-        blocks = len(self.blocks)
-        for name, names in {**self.attention, **self.layers}.items():
-            chosen = tuple(any(rule.selects(n, b, blocks) for n, b in names) for rule in recipe.rules)
-            if chosen not in alike:
-                alike[chosen] = recipe.for_layer(names, blocks)
-            found[name] = alike[chosen]
-        return found
-
-    def moments_of(self, recipe: Recipe, owner: str) -> dict[str, Cast]:
-        """What rules say of the moments of a module's parameters."""
-        found: dict[str, Cast] = {}
-        for name, block in self.layers.get(owner) or self.owners[owner]:
-            found |= recipe.moments_of(name, block, len(self.blocks))
-        return found
-
     def names_for(self, rule: Rule) -> list[str]:
         """The names that a rule selects from: those of modules that have a place which it sets."""
         names = self.layer_names
@@ -91,10 +74,74 @@ class Outline:
             names += self.owners
         return names
 
-    def wide_layers(self, recipe: Recipe) -> list[str]:
-        """The linear layers whose products are in `compute` at any time, those left as they are included."""
-        resolved = self.resolved(self.in_model(recipe))
-        return [*(layer for layer in self.layers if not resolved[layer].is_narrow), *self.untouched]
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A recipe in a model.
+
+    Attributes:
+        own: The recipe as it was given.
+        recipe: The recipe with the rules that any recipe has in this model: routers of experts stay wide.
+        outline: The names of the model.
+        parts: The recipe of each layer and of each attention, by its first name: the rules that select it are
+            merged in, and those that wait for a step remain.
+    """
+
+    own: Recipe
+    recipe: Recipe
+    outline: Outline
+    parts: Mapping[str, Recipe]
+
+    @property
+    def wide_layers(self) -> list[str]:
+        """The linear layers whose matmuls are in `compute` at any time, those left as they are included."""
+        wide = (layer for layer in self.outline.layers if not self.parts[layer].is_narrow)
+        return [*wide, *self.outline.untouched]
+
+    def moments_of(self, owner: str) -> dict[str, Cast]:
+        """The casts of the moments ("m", "v") of a module's parameters, as far as rules set them."""
+        found: dict[str, Cast] = {}
+        for name, block in self.outline.layers.get(owner) or self.outline.owners[owner]:
+            found |= self.own.moments_of(name, block, len(self.outline.blocks))
+        return found
+
+
+def resolve(recipe: Recipe, outline: Outline) -> ModelPlan:
+    """Resolve a recipe in a model."""
+    has_routers = any(matches(name, ROUTER) for name in outline.layer_names)
+    in_model = recipe.with_wide_routers() if has_routers else recipe
+    parts: dict[str, Recipe] = {}
+    alike: dict[tuple[bool, ...], Recipe] = {}  # those that the same rules select
+    blocks = len(outline.blocks)
+    for name, names in {**outline.attention, **outline.layers}.items():
+        chosen = tuple(any(rule.selects(n, b, blocks) for n, b in names) for rule in in_model.rules)
+        if chosen not in alike:
+            alike[chosen] = in_model.for_layer(names, blocks)
+        parts[name] = alike[chosen]
+    return ModelPlan(recipe, in_model, outline, parts)
+
+
+def operands_of(layer: Recipe) -> Iterator[tuple[str, Cast]]:
+    """The places of a layer's operands, `saved` included, with every cast that they have at any time."""
+    for casts in (layer.casts, *(rule.casts for rule in layer.rules)):
+        yield from casts.items()
+    if isinstance(layer.saved, Cast):
+        yield "saved", layer.saved
+
+
+def state_of(layer: Recipe) -> Iterator[tuple[str, Cast]]:
+    """The places of a layer's state, with every cast that they have at any time."""
+    for state in (layer.state, *(rule.state for rule in layer.rules)):
+        yield from ((place, cast) for place in STATE_PLACES if (cast := state.get(place)) is not None)
+
+
+def casts_at(layer: Recipe, step: int, steps: int | None, decay: int | None) -> dict[str, Cast]:
+    """The casts of a layer's operands in one step (`Rule.holds`)."""
+    casts = dict(layer.casts)
+    for rule in layer.rules:
+        if rule.is_for_all and rule.holds(step, steps, decay):
+            casts |= rule.casts
+    return casts
 
 
 def require_matches(recipe: Recipe, outline: Outline) -> None:
@@ -106,7 +153,7 @@ def require_matches(recipe: Recipe, outline: Outline) -> None:
     for rule in recipe.rules:
         names = outline.names_for(rule)
         word = "[keep]" if rule.keeps_state else "a [[rule]] with"
-        if rule.modules and not _found(rule.modules, names):
+        if rule.modules and not found_patterns(rule.modules, names):
             if rule.keeps_state and set(HEADS) & set(rule.modules) and not outline.head:
                 continue  # the model has no head to keep
             raise UserError(
@@ -134,55 +181,6 @@ def nearest(pattern: str, names: Iterable[str]) -> str:
     )
 
 
-def _found(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+def found_patterns(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     """The patterns that match any of some names."""
     return [p for p in patterns if any(matches(name, p) for name in names)]
-
-
-def kept_text(recipe: Recipe, outline: Outline) -> str:
-    """The layers that a narrow recipe leaves in `compute`, on one line; "" for a recipe that narrows none."""
-    wide = outline.wide_layers(recipe)
-    if not recipe.is_narrow:
-        return ""
-    words = _grouped(wide, outline.blocks, [*outline.layers, *outline.untouched]) if wide else "no layer"
-    notes = []
-    for rule in recipe.rules:
-        known = outline.names_for(rule)
-        lost = [p for p in rule.modules if p not in HEADS and not _found([p], known)]
-        notes += [f"{pattern!r} matches no layer" for pattern in lost]
-        if (rule.first_blocks or rule.last_blocks) and not outline.blocks:
-            notes.append("the model has no repeated blocks")
-    return "; ".join([f"kept in {recipe.compute}: {words}", *dict.fromkeys(notes)])
-
-
-def _grouped(layers: Sequence[str], blocks: Sequence[str], everything: Sequence[str]) -> str:
-    """Names on one line: whole blocks, then layers; many of one kind with `*` for their numbers."""
-    chosen, runs, rest = set(layers), list[list[str]](), []
-    inside = _by_block(everything, blocks)
-    before = -2
-    for number, block in enumerate(blocks):
-        if inside[block] and chosen.issuperset(inside[block]):
-            same_stack = runs and runs[-1][0].rpartition(".")[0] == block.rpartition(".")[0]
-            if same_stack and number == before + 1:
-                runs[-1].append(block)
-            else:
-                runs.append([block])
-            before = number
-            chosen.difference_update(inside[block])
-    whole = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
-    kinds: dict[str, list[str]] = {}
-    for name in (name for name in layers if name in chosen):
-        kinds.setdefault(".".join("*" if w.isdecimal() else w for w in name.split(".")), []).append(name)
-    for kind, names in kinds.items():
-        rest += names if len(names) <= _LISTED else [f"{kind} ({len(names)} layers)"]
-    return ", ".join([*whole, *rest])
-
-
-def _by_block(names: Sequence[str], blocks: Sequence[str]) -> dict[str, list[str]]:
-    """The layers of each block."""
-    found: dict[str, list[str]] = {block: [] for block in blocks}
-    for name in names:
-        words = name.split(".")
-        for end in range(1, len(words)):
-            found.get(".".join(words[:end]), []).append(name)
-    return found

@@ -10,6 +10,7 @@ and sums with the other processes; they belong to the room `distributed`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -78,9 +79,16 @@ class LinearShards:
     after: Exchange | None = None
     pool: PooledSequences | None = None
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether this process computes the layer alone."""
+        return self == LinearShards()
+
     def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
         """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; without those
         that are full."""
+        if self.tokens is None and self.inputs is None and self.outputs is None:
+            return {}
         M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
         N, K = self.outputs or full_axis(n), self.inputs or full_axis(k)
         shards = {"x": TensorShard((M, K)), "w": TensorShard((N, K)), "dy": TensorShard((M, N))}

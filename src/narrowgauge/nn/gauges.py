@@ -1,0 +1,157 @@
+"""The gauges of a model: an observer that reads operands, matmuls and state for one optimizer step.
+
+`Gauges` are attached to a model for one optimizer step. Layers and state tensors then show them what they
+have, before and after; nothing is changed. Each place is read once:
+
+    operands    of the first micro-batch: `fprop.x` ... `wgrad.x`, and `saved` where that is a cast of its
+                own. Numbers that two products share stand under the place that made them (fp8: `fprop.w`, and
+                no `dgrad.w`). A second forward pass (recompute) finds its places read. A head that is
+                computed together with the loss (`kernels.head_loss`) shows none
+    products    of the first micro-batch: `fprop.y`, `dgrad.dx`, `wgrad.dw`, each against the product in
+                float32 of what came before any rounding, at 64 rows of y and dx and 64 columns of dw, evenly
+                spaced
+    state       of matrices: `grad` when the last micro-batch has been added, before it is clipped; `weight`,
+                `master`, `m`, `v` as the update left them
+
+Figures stay on the device as small vectors until `lines`, which waits for all of them once.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from narrowgauge.nn.observer import Observation, evenly
+from narrowgauge.quantization import Cast, QuantizedState, cast, plain_gradient
+from narrowgauge.quantization.blocks import blocks_of
+from narrowgauge.quantization.gauges.figures import (
+    cosine_similarity,
+    figures,
+    gauge,
+    gauge_operand,
+    gauge_product,
+    gauge_state,
+)
+
+DIGITS = 6  # of what is written
+
+
+class Key(NamedTuple):
+    """The layer and the place that a gauge reads."""
+
+    layer: str
+    place: str
+
+
+class Gauges:
+    """The gauges of a model during one optimizer step: the calls below, in their order."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, torch.nn.Module],
+        state: Mapping[tuple[str, str], QuantizedState | torch.Tensor],
+    ) -> None:
+        """Prepare for a step; nothing is read yet.
+
+        Args:
+            layers: The `nn.Linear`s of a converted model, by name.
+            state: The state tensors and the plain parameters, by (layer, place). The gradient of a plain
+                parameter is read from it.
+        """
+        self.layers = dict(layers)
+        self.state = {Key(*key): tensor for key, tensor in state.items()}
+        self.vectors: dict[Key, tuple[Cast, torch.Tensor]] = {}  # made by `quantization.gauges.gauge`
+        self.products: dict[Key, torch.Tensor] = {}
+
+    def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:
+        """Attach the gauges to what this micro-batch is to show."""
+        for name, layer in self.layers.items():
+            layer.observer = LayerGauge(name, self) if is_first else None  # type: ignore[assignment]
+        self._attach(lambda place: is_last and place == "grad")
+
+    def after_backward(self) -> None:
+        """Detach the gauges from layers, read plain gradients, and observe what the update writes."""
+        self.begin_micro_batch(is_first=False, is_last=False)
+        for key, tensor in self.state.items():
+            if key.place != "weight" or isinstance(tensor, QuantizedState):
+                continue
+            if (gradient := plain_gradient(tensor)) is not None:
+                self._read_plain(Key(key.layer, "grad"), gradient)
+        self._attach(lambda place: place != "grad")
+
+    def after_step(self) -> None:
+        """Detach all gauges, and read the state that was updated in place."""
+        self._attach(lambda place: False)
+        for key, tensor in self.state.items():
+            if isinstance(tensor, torch.Tensor):
+                self._read_plain(key, tensor.detach())
+            elif tensor.cast.name == "fp32" and key.place != "grad":
+                self._read_plain(key, tensor.read())
+
+    def lines(self, step: int) -> list[dict[str, Any]]:
+        """One object for each layer and place, ready for JSON; waits for the device."""
+        casts = {key: cast.name for key, (cast, _) in self.vectors.items()}
+        vectors = _fetched({key: vector for key, (_, vector) in self.vectors.items()})
+        readings = {key: figures(vector, self.vectors[key][0].element) for key, vector in vectors.items()}
+        products = {key: cosine_similarity(v) for key, v in _fetched(self.products).items()}
+        return [
+            {"step": step, **key._asdict(), "cast": casts.get(key), **_rounded(values)}
+            for key, values in (readings | products).items()
+        ]
+
+    def _attach(self, is_wanted: Callable[[str], bool]) -> None:
+        for key, tensor in self.state.items():
+            if isinstance(tensor, QuantizedState):
+                tensor.gauge = partial(self._observe, key) if is_wanted(key.place) else None
+
+    def _observe(self, key: Key, x: torch.Tensor, stored: QuantizedState) -> None:
+        """Read a tensor that has been stored; only the first time counts."""
+        if key not in self.vectors:
+            self.vectors[key] = stored.cast, gauge_state(x, stored)
+
+    def _read_plain(self, key: Key, x: torch.Tensor) -> None:
+        if key not in self.vectors:
+            x = x.to_local() if isinstance(x, DTensor) else x  # the local shard
+            plain = cast("fp32")
+            self.vectors[key] = plain, gauge(x, x, blocks_of(x.shape, plain, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGauge:
+    """The observer of one layer, which reads for the gauges of the model."""
+
+    layer: str
+    gauges: Gauges
+
+    def operand(self, observation: Observation) -> None:
+        """Read an operand against the matrix that it was made of."""
+        key, o = Key(self.layer, observation.place), observation
+        if key not in self.gauges.vectors:
+            self.gauges.vectors[key] = o.cast, gauge_operand(o.x, o.seen, o.cast, o.axis, o.context)
+
+    def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
+        """Read some rows of a product against the same rows in high precision."""
+        key = Key(self.layer, place)
+        if key not in self.gauges.products:
+            wide_RN = evenly(a_RK).float() @ b_NK.float().T
+            self.gauges.products[key] = gauge_product(evenly(c_MN), wide_RN)
+
+
+def _fetched(vectors: Mapping[Key, torch.Tensor]) -> dict[Key, list[float]]:
+    """Vectors of one length, brought from the device at once."""
+    return dict(zip(vectors, torch.stack(list(vectors.values())).tolist(), strict=True)) if vectors else {}
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers in few digits; None for those that are not finite, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _rounded(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value

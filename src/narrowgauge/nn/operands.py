@@ -1,0 +1,281 @@
+"""What each GEMM of a linear layer sees: the operands of one forward pass and its backward pass.
+
+`Operands` turns a matrix into the operand of a place: it finds the cast of the place, the circumstances under
+which the cast is applied (random bits, delayed scale, kept channels, shard), and applies it. Three records
+decide:
+
+    LayerSpec    fixed by `convert`: the cast of each place, the dtype of the matmuls, the hardware
+    StepState    fixed by a step: random keys, histories of delayed scales
+    shards       the positions of this pass's tensors in the global ones
+
+It also holds what the layer keeps of its input for the backward pass, the place `saved`:
+
+    input      the tensor as it came, or the operand where wgrad sees the same values as fprop
+    operand    the values of fprop.x in the bytes of their format: one byte an element in FP8, half in FP4.
+               Where wgrad sees the same values (one scale per tensor), nothing else changes; elsewhere its
+               operand is quantized from these values, a second time
+    a cast     the same, in another format than fprop.x's
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+
+from narrowgauge.formats import RandomStream, decode, encode, pack, unpack
+from narrowgauge.kernels import emulate, quantize
+from narrowgauge.kernels.amax import DelayedScale
+from narrowgauge.kernels.cast import emulate_rows
+from narrowgauge.nn.gemm import AnyOperand, Operand, QuantizedOperand, RowOperand, quantized_operand
+from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax
+from narrowgauge.nn.observer import Observation, Observer
+from narrowgauge.nn.step_state import StepState
+from narrowgauge.nn.weight import GatheredWeight, WeightUse
+from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, TensorShard, local_channels
+from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.kept_channels import CHOOSES
+from narrowgauge.recipes.places import have_same_numbers, reuses
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+#: Elements; to copy the codes of such a weight to the other axis takes little more than the launch itself.
+_SMALL_WEIGHT = 10**7
+_WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
+
+Tensors = tuple[torch.Tensor | None, ...]
+#: The three tensors that were kept, to the operand.
+Restore = Callable[..., AnyOperand]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSpec:
+    """How a layer computes."""
+
+    casts: Mapping[str, Cast]  #: by GEMM place; rules that wait for a step change it
+    compute: torch.dtype  #: of matmuls, and of everything that is not narrow
+    saved: str | Cast = "input"  #: what is kept of the input for the backward pass
+    native: bool = False  #: whether narrow operands stay codes, for the hardware to multiply
+    transposed: bool = False  #: whether the weight is stored (K, N)
+    #: Whether wgrad sees the operand of x of the forward pass, or something made from it.
+    reuses_x: bool = field(init=False)
+    #: The same of dgrad and the weight.
+    reuses_w: bool = field(init=False)
+    #: Whether no place rounds to anything but `compute`, so that torch's own matmuls have the same values.
+    is_wide: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        has_all = {"wgrad.x", "dgrad.w"} <= self.casts.keys()
+        facts = {
+            "reuses_x": has_all and reuses("wgrad.x", self.casts, self.saved),
+            "reuses_w": has_all and reuses("dgrad.w", self.casts, self.saved),
+            "is_wide": isinstance(self.saved, str)
+            and all(cast == _WIDE[self.compute] for cast in self.casts.values()),
+        }
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """The operands of the three GEMMs of one forward and backward pass."""
+
+    layer: LayerSpec
+    step: StepState = field(default_factory=StepState)
+    num_samples: int | Fraction = 1  #: sequences in x and dy
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)  #: by "x", "w", "dy"; only real shards
+    weight: WeightUse = field(default_factory=WeightUse)
+    observer: Observer | None = None  #: sees every operand and product
+    input_amax: torch.Tensor | None = None  #: max |x|, where the kernel that wrote the input has found it
+
+    def of(
+        self,
+        tensor: torch.Tensor,
+        place: str,
+        axis: int,
+        both: bool = False,
+        amax: torch.Tensor | None = None,
+    ) -> AnyOperand:
+        """The operand that the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
+
+        Args:
+            tensor: The matrix.
+            place: The place.
+            axis: The axis.
+            both: Whether the same values are also contracted along the other axis.
+            amax: Max |tensor|, 0-dim fp32, if it is known.
+        """
+        if isinstance(tensor, GatheredWeight):  # it travelled in these values: there is no loss to gauge
+            gathered = tensor.operand(self.layer.compute, self.layer.native)
+            return gathered if axis == -1 else gathered.transposed()
+        cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
+        if self.layer.native and cast.is_scaled:
+            q, other_codes = quantize(tensor, cast, axis, context, both)
+            if self.observer is not None:
+                observed = Observation(place, tensor, q.dequantize(), None, cast, axis, context)
+                self.observer.operand(observed)
+            return quantized_operand(q, axis, other_codes)
+        has_rows = place in ("fprop.x", "fprop.w") and self.layer.compute == torch.bfloat16  # both operands
+        parts = emulate_rows(tensor, cast, context) if has_rows else None
+        if parts is not None:
+            rows = RowOperand(*parts)
+            if self.observer is not None:
+                self.observer.operand(Observation(place, tensor, rows.numbers(), None, cast, axis, context))
+            return rows
+        operand = Operand(*emulate(tensor, cast, axis, self.layer.compute, context))
+        if self.observer is not None:
+            self.observer.operand(Observation(place, tensor, *operand, cast, axis, context))
+        return operand if axis == -1 else operand.transposed()
+
+    def of_weight(self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False) -> AnyOperand:
+        """`of` the weight whose parameter is `w_NK`.
+
+        Its codes are made once a step where that is allowed, and where they are the same in each micro-batch.
+        They are then kept along one axis only, except those of a small weight where memory is not short.
+        """
+        cast, kept = self.layer.casts[place], self.weight.accumulation
+        is_same = not (cast.is_random or cast.signs == "random" or cast.refresh)
+        is_codes = self.layer.native and cast.is_scaled and not isinstance(w_NK, GatheredWeight)
+        if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
+            return self.of(self.weight.values(w_NK), place, axis, both)
+        both = both and kept.keeps_both and w_NK.numel() <= _SMALL_WEIGHT
+        key = place, axis, self.step.is_training  # a history sees the weight in the first training pass
+        return kept.once(key, lambda: self.of(self.weight.values(w_NK), place, axis, both))
+
+    def again(self, operand: AnyOperand, place: str) -> AnyOperand:
+        """The operand of a place that takes the values of another one, contracted along the other axis.
+
+        Args:
+            operand: The operand of that other place.
+            place: The place. Where its cast has scales, the values are rounded once more.
+        """
+        if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
+            return operand.transposed()
+        assert not isinstance(operand, QuantizedOperand)  # such a matmul has no native scheme
+        return self.of(operand.numbers(), place, 0)
+
+    def shared(self, a: str, b: str) -> bool:
+        """Whether two places see the same values of the same tensor, whatever the axis."""
+        return have_same_numbers(self.layer.casts, a, b)
+
+    def shard(self, place: str) -> TensorShard | None:
+        """The shard that the tensor of a place is; None if this process holds all of it."""
+        return self.shards.get(place.partition(".")[2])
+
+    def quant_context(
+        self, tensor: torch.Tensor, place: str, amax: torch.Tensor | None = None
+    ) -> QuantContext:
+        """The context of a place's cast; the cast updates a history with the tensor (again does no harm)."""
+        cast, step, held, scale, seen = self.layer.casts[place], self.step, None, None, None
+        if cast.history or cast.refresh:
+            scale, seen = self.delayed_scale(place)
+        if cast.refresh:
+            history = step.histories[place]
+            assert isinstance(history, HeldAmax)
+            held = history.current()
+        signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
+        channels = self.kept_channels(place) if cast.keep_channels else None
+        stream = None
+        if cast.is_random:
+            stream = step.operand_stream(place, self.elements(place, tensor) // self.num_samples)
+        return QuantContext(stream, signs, scale, self.shard(place), held, seen, channels, amax=amax)
+
+    def delayed_scale(self, place: str) -> DelayedScale:
+        """The scale that a place's history gives, and its amax, which a training pass raises.
+
+        A held amax gives no scale.
+        """
+        cast = self.layer.casts[place]
+        if not (cast.history or cast.refresh):
+            return DelayedScale(None, None)
+        history = self.step.histories[place]
+        assert isinstance(history, AmaxHistory)
+        scale = history.scale if cast.history else None
+        return DelayedScale(scale, history.amax if self.step.is_training else None)
+
+    def kept_channels(self, place: str) -> torch.Tensor:
+        """The channels that the layer keeps in another cast, of those that a place's tensor has."""
+        choice = self.step.histories[CHOOSES]
+        assert isinstance(choice, ChannelChoice)
+        return local_channels(choice.chosen, self.shard(place))
+
+    def choose_channels(self, x_MK: torch.Tensor) -> None:
+        """Let the layer's choice of kept channels see its input, once a pass that a backward pass follows."""
+        choice = self.step.histories.get(CHOOSES)
+        is_wanted = self.step.is_training and self.layer.casts[CHOOSES].keep_channels
+        if is_wanted and isinstance(choice, ChannelChoice):
+            choice.update(x_MK, self.shard(CHOOSES))
+
+    def gradient_stream(self, dw_NK: torch.Tensor) -> RandomStream | None:
+        """The random bits with which `dw_NK` is added to a narrow gradient; None for any other."""
+        if not self.weight.has_narrow_gradient:
+            return None
+        return self.step.gradient_stream(self.elements("fprop.w", dw_NK))
+
+    def elements(self, place: str, tensor: torch.Tensor) -> int:
+        """The number of elements of the global tensor of a place."""
+        shard = self.shard(place)
+        return tensor.numel() if shard is None else shard.shape.numel()
+
+
+def keep_input(x_MK: torch.Tensor, operand: AnyOperand, operands: Operands) -> tuple[Tensors, Restore]:
+    """Keep a layer's input; `operand` is what fprop saw of it."""
+    layer, amax = operands.layer, operands.input_amax
+    saved, fprop = layer.saved, layer.casts["fprop.x"]
+    if layer.reuses_x:
+        has_one_scale = fprop.is_scaled and fprop.block is None
+        if saved == "operand" and has_one_scale and isinstance(operand, Operand):
+            return _keep_codes(operand, fprop)
+        keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
+        if keeps_codes and layer.casts["wgrad.x"].of:
+            context = operands.quant_context(x_MK, "fprop.x", amax)
+            return _keep_quantized(quantize(x_MK, fprop, -1, context)[0], layer.compute, is_operand=True)
+        return keep_operand(operand)
+    if saved == "input":
+        return keep_operand(Operand(x_MK))
+    cast = fprop if isinstance(saved, str) else saved
+    if not cast.is_scaled:
+        return keep_operand(Operand(emulate(x_MK, cast, -1, layer.compute)[0]))
+    if saved == "operand":
+        context = operands.quant_context(x_MK, "fprop.x", amax)
+    else:
+        context = QuantContext(shard=operands.shard("fprop.x"), amax=amax)
+    q, _ = quantize(x_MK, cast, -1, context)
+    if operands.observer is not None and saved != "operand":
+        observed = Observation("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
+        operands.observer.operand(observed)
+    return _keep_quantized(q, x_MK.dtype)
+
+
+def keep_operand(operand: AnyOperand) -> tuple[Tensors, Restore]:
+    """Keep an operand in the tensors that it has."""
+    if isinstance(operand, RowOperand):
+        return tuple(operand), RowOperand
+    if isinstance(operand, QuantizedOperand):
+        cast = operand.cast
+        codes = operand.codes if operand.other is None else operand.other.T  # the backward pass wants these
+        return (codes, *operand[1:3]), lambda codes, scales, tensor_scale: QuantizedOperand(
+            codes, scales, tensor_scale, cast
+        )
+    return (*operand, None), lambda values, scale, _: Operand(values, scale)
+
+
+def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
+    """Keep an operand with one scale (`emulate`) as bytes."""
+    values, scale = operand
+    element, width, dtype = cast.element, values.shape[-1], values.dtype
+
+    def restore(packed: torch.Tensor, scale: torch.Tensor | None, _: None) -> Operand:
+        return Operand(decode(unpack(packed, element, width), element, dtype), scale)
+
+    return (pack(encode(values, element), element), scale, None), restore
+
+
+def _keep_quantized(q: QTensor, dtype: torch.dtype, is_operand: bool = False) -> tuple[Tensors, Restore]:
+    """Keep a quantized tensor: packed codes, scales, tensor scale; restored as a tensor, or as an operand."""
+    cast, blocks, width, element = q.cast, q.blocks, q.codes.shape[-1], q.cast.element
+
+    def restore(packed: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> Operand:
+        q = QTensor(unpack(packed, element, width), scales, None, tensor_scale, cast, blocks)
+        return Operand(*q.operand(dtype)) if is_operand else Operand(q.dequantize(dtype))
+
+    return (q.packed(), q.scales, q.tensor_scale), restore

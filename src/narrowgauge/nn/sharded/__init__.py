@@ -1,1 +1,0 @@
-"""How does a layer compute when several processes hold it together? Weights that travel, and shards."""

@@ -1,0 +1,109 @@
+"""A recipe's places in a model, in sentences: which layers stay wide, and which blocks do not fit.
+
+Blocks are laid from the first row and the first column on, and what is left at the edge is a block as well.
+It is computed as if zeros filled it up: its scale is that of fewer values. Where all blocks are cut, the cast
+is another one than it says: blocks of 4096 rows on 257 rows are blocks of 257. So the plan, a run and its
+page name what is cut.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes.places import DIMENSIONS
+from narrowgauge.recipes.resolve import HEADS, ModelPlan, found_patterns, operands_of, state_of
+
+_LISTED = 4  # names of one kind up to which each is written out
+_WORDS = {"M": "tokens", "N": "outputs", "K": "inputs"}
+
+
+def kept_text(plan: ModelPlan) -> str:
+    """The layers that a narrow recipe leaves in `compute`, on one line; "" for a recipe that narrows none."""
+    recipe, outline, wide = plan.own, plan.outline, plan.wide_layers
+    if not recipe.is_narrow:
+        return ""
+    words = _grouped(wide, outline.blocks, [*outline.layers, *outline.untouched]) if wide else "no layer"
+    notes = []
+    for rule in recipe.rules:
+        known = outline.names_for(rule)
+        lost = [p for p in rule.modules if p not in HEADS and not found_patterns([p], known)]
+        notes += [f"{pattern!r} matches no layer" for pattern in lost]
+        if (rule.first_blocks or rule.last_blocks) and not outline.blocks:
+            notes.append("the model has no repeated blocks")
+    return "; ".join([f"kept in {recipe.compute}: {words}", *dict.fromkeys(notes)])
+
+
+def _grouped(layers: Sequence[str], blocks: Sequence[str], everything: Sequence[str]) -> str:
+    """Names on one line: whole blocks, then layers; many of one kind with `*` for their numbers."""
+    chosen, runs, rest = set(layers), list[list[str]](), []
+    inside = _by_block(everything, blocks)
+    before = -2
+    for number, block in enumerate(blocks):
+        if inside[block] and chosen.issuperset(inside[block]):
+            same_stack = runs and runs[-1][0].rpartition(".")[0] == block.rpartition(".")[0]
+            if same_stack and number == before + 1:
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+            before = number
+            chosen.difference_update(inside[block])
+    whole = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
+    kinds: dict[str, list[str]] = {}
+    for name in (name for name in layers if name in chosen):
+        kinds.setdefault(".".join("*" if w.isdecimal() else w for w in name.split(".")), []).append(name)
+    for kind, names in kinds.items():
+        rest += names if len(names) <= _LISTED else [f"{kind} ({len(names)} layers)"]
+    return ", ".join([*whole, *rest])
+
+
+def _by_block(names: Sequence[str], blocks: Sequence[str]) -> dict[str, list[str]]:
+    """The layers of each block."""
+    found: dict[str, list[str]] = {block: [] for block in blocks}
+    for name in names:
+        words = name.split(".")
+        for end in range(1, len(words)):
+            found.get(".".join(words[:end]), []).append(name)
+    return found
+
+
+def cut_blocks(plan: ModelPlan, tokens: int = 0) -> list[str]:
+    """A sentence for each size of blocks, or of a transform, that does not divide the tensors of some layers.
+
+    Args:
+        plan: The recipe in a model.
+        tokens: The tokens of a forward pass; 0 where they are not known, as in an expert.
+    """
+    found: dict[tuple[str, str, int], dict[str, dict[str, None]]] = {}
+    sizes: dict[tuple[str, str, int], dict[str, int]] = {}
+    outline = plan.outline
+    for layer in outline.layers:
+        outputs, inputs = outline.shapes[layer]
+        extents = {"M": 0 if ".experts." in layer else tokens, "N": outputs, "K": inputs}
+        for place, cast in (*operands_of(plan.parts[layer]), *state_of(plan.parts[layer])):
+            for what, dimension, size in _spans(place, cast):
+                if extents[dimension] % size:
+                    key = (what, dimension, size)
+                    found.setdefault(key, {}).setdefault(place, {})[layer] = None
+                    sizes.setdefault(key, {})[layer] = extents[dimension]
+    return [_sentence(key, list(places), sizes[key], len(outline.layers)) for key, places in found.items()]
+
+
+def _sentence(key: tuple[str, str, int], places: list[str], sizes: dict[str, int], layers: int) -> str:
+    what, dimension, size = key
+    layer, extent = max(sizes.items(), key=lambda item: size - item[1] % size)
+    which = "only" if extent < size else "last"
+    return (
+        f"{what}s of {size} in {', '.join(places)} do not divide the {_WORDS[dimension]} of {len(sizes)} of "
+        f"{layers} layers: {layer} has {extent}, so its {which} {what} holds {extent % size}, "
+        "padded with zeros"
+    )
+
+
+def _spans(place: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
+    """(what, dimension, size) of all that a cast lays along a dimension in pieces of a fixed size."""
+    if not cast.is_scaled:
+        return
+    for dimension, size in zip(DIMENSIONS[place], cast.block or (0, 0), strict=True):
+        if size > 1:
+            yield "block", dimension, size
+    if cast.hadamard:
+        yield "transform", DIMENSIONS[place][1], cast.hadamard
