@@ -6,10 +6,13 @@ Machine code for sm_XY runs on a GPU of capability X.Z with Z >= Y; PTX, called 
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from narrowgauge.cluster.doctor.facts import LIMITS, Facts, Gpu, Verdict, count, dotted, miss, ok, warn
 from narrowgauge.cluster.doctor.torch_setup.builds import right_build
+from narrowgauge.devices import Device
+from narrowgauge.recipes import choose_backend, recipe, recipe_names
 from narrowgauge.units import human_bytes
 
 
@@ -21,9 +24,7 @@ def check_gpus(facts: Facts) -> dict[str, Verdict]:
     """
     verdicts = {"gpus": _gpus(facts)}
     if facts.software.works:
-        from narrowgauge.cluster.doctor.check_recipes import check_recipes  # it imports torch
-
-        verdicts |= {"recipes": check_recipes(facts), "nccl": _nccl(facts)}
+        verdicts |= {"recipes": _recipes(facts), "nccl": _nccl(facts)}
     if len(facts.hardware.gpus) > 1:
         verdicts["peers"] = _peers(facts)
     if facts.hardware.gpus:
@@ -169,3 +170,29 @@ def _jobs(facts: Facts) -> Verdict:
     if all(gpu.used is None for gpu in gpus):
         return ok("not known: the driver does not tell")
     return ok("no other work on the GPUs")
+
+
+def _recipes(facts: Facts) -> Verdict:
+    """Which recipes run natively on all GPUs, and which would under a newer CUDA."""
+    kinds = dict.fromkeys(_device(gpu, facts.software.library) for gpu in facts.hardware.gpus)
+    devices = list(kinds) or [Device(maker="cpu")]
+    native = [name for name in recipe_names() if all(_is_native(name, device) for device in devices)]
+    emulated = [name for name in recipe_names() if name not in native]
+    found = f"native: {', '.join(native)}; emulated: {', '.join(emulated) or 'none'}"
+    latest = [replace(device, library=(99, 0)) for device in devices]
+    gained = [name for name in emulated if all(_is_native(name, device) for device in latest)]
+    if gained:
+        device = next(d for d in devices if not _is_native(gained[0], d))
+        reason = choose_backend(recipe(gained[0]), device).reason.partition(";")[0]
+        fix = f"install a torch of a newer CUDA to run {', '.join(gained)} natively: {reason}"
+        return warn(found, fix)
+    return ok(found)
+
+
+def _device(gpu: Gpu, library: tuple[int, int]) -> Device:
+    """A GPU as recipes see it, with the library that drives it."""
+    return Device(maker=gpu.maker, capability=gpu.capability, architecture=gpu.architecture, library=library)
+
+
+def _is_native(name: str, device: Device) -> bool:
+    return choose_backend(recipe(name), device).name == "native"
