@@ -25,16 +25,18 @@ def results_markdown(
     """The part of the page that is made from the rows."""
     family = asked_arms(predictions, rows)
     results = arm_results(rows, family=family, undecided="open")
+    lower = [one for one in results if one.rung < max(row.rung for row in rows)]
+    judged = [one for one in predictions if outcome(one, rows)[1] != "not run"]
     parts = [
         f"![Gaps over tokens, and at the highest rung with their intervals]({picture})",
         " ".join([*facts(rows), _control(predictions, rows)]).strip(),
         " ".join(_rule_in_figures(rows, results, family)),
         "### At the highest rung\n\n" + markdown(*main_table(results)),
         "### Predictions and outcomes\n\n" + _counted(predictions, rows),
-        markdown(*prediction_table(predictions, rows), left=("arm", "what", "outcome")),
-        "### At every rung\n\n" + markdown(*rung_table(results)),
+        markdown(*prediction_table(judged, rows), left=("arm", "what", "outcome")),
     ]
-    if len({row.rung for row in rows}) > 1:
+    if lower:
+        parts.append("### At the lower rungs\n\n" + markdown(*rung_table(lower)))
         head = "### Against each run of the reference\n\n"
         parts.append(head + markdown(*growth_table(rows), left=("arm", "to")))
     if shares(rows):
