@@ -13,7 +13,6 @@ import pytest
 from hypothesis import settings
 
 from narrowgauge.runs.monitor.products import PRODUCTS
-from support.estimates import VARIABLE, keep_estimates
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
@@ -41,13 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Prepared corpora go here, and never to the user's cache; and what runs are expected to take."""
-    cache, estimates = (tmp_path_factory.mktemp(name) for name in ("cache", "estimates"))
+    """Prepared corpora go here, and never to the user's cache."""
+    cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NARROWGAUGE_CACHE", str(cache))
-        patch.setenv(VARIABLE, str(estimates))
         patch.setenv(PRODUCTS, "onednn")  # not what a moment of this machine measures
-        keep_estimates(estimates, patch)
         yield cache
 
 

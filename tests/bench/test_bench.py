@@ -14,10 +14,12 @@ from narrowgauge.bench.work import Attention, Gemm, work_of
 from narrowgauge.bench.worker import random_batches
 from narrowgauge.devices import imagine
 from narrowgauge.models import flops_per_token
-from narrowgauge.recipes import named_device
+from narrowgauge.recipes import named_device, recipe_names
+from narrowgauge.simulate import count_step
 from narrowgauge.torch_compat import scaled_mm
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
+from support.quick import quick
 
 CPU = torch.device("cpu")
 
@@ -82,6 +84,24 @@ def test_casts_move_what_they_read_and_write(config):
     native = work_of(config(recipe__name="fp8"), native=True).moved["casts"]
     emulated = work_of(config(recipe__name="fp8"), native=False).moved["casts"]
     assert 0 < native < emulated
+
+
+FLOOR = {"dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 512, "layers": 2, "vocab_size": 512}
+
+
+@pytest.mark.parametrize("recipe", quick(recipe_names(), "bf16", "fp8-delayed", "nvfp4"))
+def test_the_floor_is_never_above_the_count_of_the_step(recipe):
+    """FLOPs, bytes, and the bytes of the update. Kernels that cast on the way make no class of their own."""
+    h200, batches = named_device("h200"), {"batch_size": 4, "micro_batch_size": 2}
+    sizes = {"model": {"name": "debug", **FLOOR}, "data": {"sequence_length": 256}, "training": batches}
+    c = make_config(sizes | {"recipe": {"name": recipe}})
+    count = count_step(c, h200)
+    with imagine(h200):
+        work = work_of(c, native=count.backend == "native")
+    micro, update = count.micro_batch(), count.of_update()
+    assert work.flops <= count.micro_batches * micro.flops
+    assert sum(work.moved.values()) <= count.micro_batches * micro.bytes + update.bytes
+    assert work.moved["optimizer"] <= update.bytes
 
 
 def test_narrow_state_moves_less(config):

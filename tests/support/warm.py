@@ -29,7 +29,6 @@ import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
 import narrowgauge.cli.line  # noqa: F401
 from narrowgauge.cli.parsing.verbs import VERBS
-from support.estimates import keep_estimates_as_told
 
 
 def become(job: dict) -> None:
@@ -68,7 +67,6 @@ def wait(pid: int, seconds: float) -> int | None:
 def main() -> None:
     for verb in VERBS.values():
         verb.load()
-    keep_estimates_as_told()
     gc.freeze()  # a child does not look through, at its end, what it never touched
     for line in sys.stdin:
         job = json.loads(line)

@@ -3,8 +3,9 @@
     GEMMs        2 M N K operations each: forward, input gradient, weight gradient; forward again where a
                  block is recomputed; each in the format that the hardware multiplies
     attention    forward and backward of every layer, as one kernel each
-    casts        each operand is read once and written once in the format of its product, unless it has that
-                 format already; an operand that two places share is made once
+    casts        each operand is written once in the format of its product, unless it has that format already;
+                 an operand that two places share is made once. The kernel that computes an activation or a
+                 gradient can write the operand as well, so only a weight is read, once for all its operands
     norms ...    the rest, fused as far as possible: a norm with the sum before it, an activation, rotary
                  positions; the embedding
     loss         logits read forward, read and written backward
@@ -213,12 +214,14 @@ def _add_operands(
         cast = casts[place]
         if (cast.ignores_axis and (tensor, cast) in made) or cast.name == source[tensor]:
             continue
+        if tensor == "w" and "w" not in dict(made):
+            work.moved["casts"] += int(times * elements["w"] * DTYPES[source["w"]].itemsize)
         made.add((tensor, cast))
         axis = 0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1
         for part, share in _parts(cast):
             count = int(share * passes.get(gemm, times) * elements[tensor])
             bits = part.element.bits if native and part.is_scaled else 8 * DTYPES[compute].itemsize
-            work.moved["casts"] += int(count * (DTYPES[source[tensor]].itemsize + bits / 8))
+            work.moved["casts"] += int(count * bits / 8)
             work.operands[Operand(part, source[tensor], axis, part.ignores_axis)] += count
 
 
