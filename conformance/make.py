@@ -7,7 +7,6 @@ import json
 import math
 import struct
 import sys
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,10 +116,10 @@ def _code(value: float, fmt: Format) -> int:
 
 def described(c: Cast) -> Vector:
     """A cast by its facts; what is at its default is left out."""
-    every = {f.name: getattr(c, f.name) for f in fields(c)}
+    every, default = ({"name": one.name, **one.values()} for one in (c, DEFAULT))
     every["element"] = c.element.name
     every["candidates"], every["elements"] = c.elements or c.candidates, ()  # as a recipe says it
-    return {k: v for k, v in every.items() if v != getattr(DEFAULT, k)} | {"element": c.element.name}
+    return {k: v for k, v in every.items() if v != default[k]} | {"element": c.element.name}
 
 
 def vector(name: str, tensor: str, c: Cast, axis: int, full: bool = False, **given: object) -> Vector:
@@ -148,8 +147,8 @@ def _vector(
     draws = scale_draws = None
     if c.is_random:
         padded = list(x.shape)
-        if c.hadamard:
-            padded[axis] += -padded[axis] % c.hadamard
+        if c.hadamard.size:
+            padded[axis] += -padded[axis] % c.hadamard.size
         draws, scale_draws = bits(tuple(padded)), bits(tuple(padded), OF_SCALES)  # no block has two scales
         out |= {"key": list(KEY), "random": _drawn(draws) if full else None}
     hand = reference_quantize(x, c, axis, draws, signs, scale, dtype, scale_draws)  # type: ignore[arg-type]
@@ -170,9 +169,9 @@ def _vector(
         seconds = {(*k[:row], k[row] // columns, *k[row + 1 :]): s for k, s in hand.tensor_scales.items()}
         above = [s for _, s in sorted(seconds.items())] if c.is_scaled_by_row else [hand.tensor_scale]
         out["tensor_scale"] = hexadecimal(np.array(above), format("fp32"))
-    if c.compensate:
+    if c.clamp.adds_back:
         out["rest"] = hexadecimal(hand.rest, format("fp32"))
-    if c.center:
+    if c.mean.over:
         out["mean"] = hexadecimal(np.array(hand.mean), format("fp32"))
     if hand.kept is not None:
         out["channels"], out["kept"] = list(hand.channels), hexadecimal(hand.kept, format("fp32"))
@@ -314,7 +313,7 @@ def recipe_vectors() -> Vector:
                 first, numbers = next(v for v in operands.values() if v[0]["name"] == places[c.of])
                 assert numbers is not None
                 of = first["name"], numbers
-            given: Vector = {"signs": SIGNS_32[: c.hadamard]} if c.signs == "random" else {}
+            given: Vector = {"signs": SIGNS_32[: c.hadamard.size]} if c.hadamard.signs == "random" else {}
             given |= {"amaxes": [0.5, 8.0, 3.0]} if c.history else {}
             key = json.dumps([tensor, axis, of and of[0], described(c)])
             if key not in operands:

@@ -107,7 +107,7 @@ def test_the_configuration_is_one_and_the_recipe_another():
     assert config.spec.recipe.casts["wgrad.dy"].rounding == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2
     assert parse_recipe(attention, "attention.toml").narrows_attention
-    assert parse_recipe(channels, "channels.toml").casts["fprop.x"].keep_channels == 0.1
+    assert parse_recipe(channels, "channels.toml").casts["fprop.x"].channels.share == 0.1
 
 
 def first_column(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from narrowgauge.kernels.product import scaled_rows_and_rounded
 from narrowgauge.nn.gemm import Operand, RowOperand, multiply
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch
-from narrowgauge.quantization.outliers import quantile_ranks, ranked
+from narrowgauge.quantization.stages.clamp import quantile_ranks, ranked
 
 
 def launch_ranked(*args):

@@ -177,4 +177,4 @@ def test_it_is_emulated_everywhere_and_refused_by_exporters():
 def test_both_operands_that_keep_channels_are_widened_together():
     assert places_with(recipe_with(), "fprop.w") == ("fprop.x", "fprop.w", "wgrad.dy", "wgrad.x")
     widened = rule_for(recipe_with(), "wgrad.x", "")
-    assert not any(c.keep_cast for c in recipe_with().with_rules([widened]).rules[0].casts.values())
+    assert not any(c.channels.cast for c in recipe_with().with_rules([widened]).rules[0].casts.values())

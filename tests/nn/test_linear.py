@@ -31,13 +31,13 @@ def numbers(tensor: torch.Tensor, cast: Cast, axis: int, place: str) -> torch.Te
         return round_to(tensor, cast.element).double()
     bits = random_stream(SEED, STEP, INDEX * len(GEMM_PLACES) + GEMM_PLACES.index(place))
     signs = None
-    if cast.signs == "random":
+    if cast.hadamard.signs == "random":
         gemm = ("fprop", "dgrad", "wgrad").index(place.split(".")[0])
-        signs = 1 - 2 * (random_stream(SEED, STEP, 2**32 + 3 * INDEX + gemm).bits((cast.hadamard,)) & 1)
+        signs = 1 - 2 * (random_stream(SEED, STEP, 2**32 + 3 * INDEX + gemm).bits((cast.hadamard.size,)) & 1)
     stored = quantize_in_context(tensor, cast, axis, QuantContext(bits, signs)).dequantize().double()
-    if cast.compensate:
+    if cast.clamp.adds_back:
         ranked = tensor.flatten().sort().values
-        low, high = (ranked[int(q * tensor.numel())] for q in (1 - cast.outliers, cast.outliers))
+        low, high = (ranked[int(q * tensor.numel())] for q in (1 - cast.clamp.quantile, cast.clamp.quantile))
         stored = stored + (tensor.double() - tensor.clamp(low, high).double())
     return stored
 

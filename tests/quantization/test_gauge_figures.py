@@ -25,7 +25,7 @@ from narrowgauge.quantization.gauges.figures import (
     gauge_product,
     gauge_state,
 )
-from narrowgauge.quantization.hadamard import hadamard
+from narrowgauge.quantization.stages.hadamard import hadamard
 
 CASTS = [
     "e4m3",

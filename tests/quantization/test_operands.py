@@ -25,7 +25,9 @@ CASTS = sorted({*SHIPPED, *map(make_cast, FREE), *map(cast, cast_names())}, key=
 
 @pytest.mark.parametrize("c", CASTS, ids=lambda c: c.name)
 def test_its_dtype_and_its_scale(c):
-    context = QuantContext(random=torch.Generator(), signs=torch.ones(c.hadamard) if c.hadamard else None)
+    context = QuantContext(
+        random=torch.Generator(), signs=torch.ones(c.hadamard.size) if c.hadamard.size else None
+    )
     operand, scale = emulate(torch.randn(128, 128).bfloat16(), c, -1, torch.bfloat16, context)
     assert (operand.dtype == torch.float32) == c.has_wide_operand
     assert (scale is not None) == c.scales_result

@@ -1,6 +1,5 @@
 """Remedies for FP4 and delayed scales, against published cases and the formulas by hand."""
 
-import dataclasses
 import math
 
 import pytest
@@ -17,7 +16,7 @@ from narrowgauge.quantization import (
     make_cast,
     quantize_in_context,
 )
-from narrowgauge.quantization.hadamard import hadamard
+from narrowgauge.quantization.stages.hadamard import hadamard
 
 FP4_POW2 = make_cast({"cast": "fp4-row", "power_of_two": True})
 
@@ -102,7 +101,7 @@ def test_what_comes_back_is_added_to_the_stored_numbers(name, transform):
     """Under a tensor scale and after a transform, too: the rest is of the tensor that was clamped."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     stored = make_cast({"cast": name, "outliers": 0.97} | transform)
-    operand, scale = emulate(x, dataclasses.replace(stored, compensate=True), -1, torch.bfloat16)
+    operand, scale = emulate(x, stored.having(compensate=True), -1, torch.bfloat16)
     before = hadamard(x, 16, -1) if transform else x
     expected = ng.quantize(x, stored).dequantize() + (before - clamp_outliers(before, 0.97))
     assert scale is None

@@ -8,8 +8,8 @@ import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream
 from narrowgauge.quantization import QuantContext, make_cast, quantize_in_context
-from narrowgauge.quantization.hadamard import transform
 from narrowgauge.quantization.oracle import reference_quantize
+from narrowgauge.quantization.stages.hadamard import transform
 from quantization.by_hand import SMALL, assert_as_by_hand, inputs, integers
 
 EDEN = {"cast": "nvfp4", "correct": "projection", "scale_rounding": "stochastic", "scale_target": 256}

@@ -31,8 +31,8 @@ def normal(rows, seed):
 def seen(x, cast, draw=0, number=0):
     """The numbers of a cast, in float64; the transform is undone by that of the other operand."""
     signs = None
-    if cast.hadamard:
-        signs = 1 - 2 * (random_stream(0, draw, 9).bits((cast.hadamard,)) & 1)
+    if cast.hadamard.size:
+        signs = 1 - 2 * (random_stream(0, draw, 9).bits((cast.hadamard.size,)) & 1)
     values, scale = emulate(x, cast, -1, torch.float32, QuantContext(random_stream(0, draw, number), signs))
     return values.double() * (1.0 if scale is None else scale.double())
 
@@ -44,7 +44,7 @@ def bits(got, exact):
 @pytest.mark.parametrize("name", BITS)
 def test_bits_of_a_tensor(name):
     x, cast = normal(256, 0), CASTS[name]
-    plain = make_cast({"cast": "fp32", "hadamard": cast.hadamard, "signs": cast.signs})
+    plain = make_cast({"cast": "fp32", "hadamard": cast.hadamard.size, "signs": cast.hadamard.signs})
     assert bits(seen(x, cast), seen(x, plain)) == pytest.approx(BITS[name], abs=0.02)
 
 

@@ -178,7 +178,7 @@ def test_stochastic_rounding_is_unbiased_through_quantize():
 
 
 def test_hadamard_keeps_products_and_spreads_outliers():
-    from narrowgauge.quantization.hadamard import hadamard
+    from narrowgauge.quantization.stages.hadamard import hadamard
 
     a, b = torch.randn(8, 64).double(), torch.randn(5, 64).double()
     product = hadamard(a, 16, -1) @ hadamard(b, 16, -1).T

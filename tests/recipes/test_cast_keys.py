@@ -3,8 +3,9 @@ plain operations compute it. A key that is new in casts is one that no consumer 
 
 import dataclasses
 from collections.abc import Callable, Collection
+from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -24,23 +25,45 @@ from narrowgauge.kernels.cast import (
     _is_operator,
     emulate_rows,
 )
-from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast
+from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast, quantize_in_context
+from narrowgauge.quantization import emulate as emulate_in_torch
+from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import _ON_NO_AXIS, STATE_KEYS
+from narrowgauge.quantization.passes.in_c import KEYS as C_KEYS
+from narrowgauge.quantization.passes.in_c import takes
+from narrowgauge.quantization.stages.stage import Transform
 from narrowgauge.recipes import named_device, places, recipe, wire
 from narrowgauge.recipes.attention_places import ATTENTION_KEYS, STREAM_KEYS, attention_casts, stream_cast
 from narrowgauge.recipes.backend import NATIVE_KEYS, SCHEMES
+from narrowgauge.recipes.describe import changed_keys
 from narrowgauge.recipes.exporting import TARGETS, refusals
 from narrowgauge.runs.use.trained_model import TOKENWISE_KEYS, is_tokenwise
+from support.unchecked import unchecked, with_keys
 
 E4M3, NVFP4, ROW = cast("e4m3"), cast("nvfp4"), cast("fp8-row")
 STREAM = RandomStream(torch.zeros(2, dtype=torch.int32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Twist(Transform):
+    """A transform that no consumer knows."""
+
+    angle: int = 0
+    KEYS: ClassVar = {"angle": "angle"}
+
+    def rules(self, cast):
+        return [("angle", self.angle < 360, "it must lie below 360")]
+
+
+NO_TWIST = Twist()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Tomorrow(Cast):
-    """Casts after somebody has added a key to them, and nothing else."""
+    """Casts with a key and a transform that were added to the record, and nowhere else."""
 
     unheard: int = 0
+    twist: Twist = NO_TWIST
 
 
 def accepts(refuse: Callable[[Cast], object]) -> Callable[[Cast], bool]:
@@ -75,6 +98,11 @@ def is_one_operator(c: Cast) -> bool:
         return _is_operator(torch.ones(16, 32), c, QuantContext(random=STREAM))
 
 
+def has_passes(c: Cast) -> bool:
+    x = torch.ones(16, 32)
+    return takes(x, Blocks.of(x.shape, (1, 16)), c)
+
+
 def compressed(c: Cast) -> None:
     _scheme("a layer", SimpleNamespace(spec=SimpleNamespace(casts={**OPERANDS, "fprop.w": c})))
 
@@ -94,6 +122,7 @@ CONSUMERS = {
     "a kernel of a tensor's scale": Consumer(KERNEL_KEYS, E4M3, launches_a_cast),
     "the kernel of scaled rows": Consumer(ROW_KEYS, ROW, launches_rows),
     "the operator of a compiled graph": Consumer(OPERATOR_KEYS, NVFP4, is_one_operator),
+    "the passes in C": Consumer(C_KEYS, NVFP4, has_passes),
     "the kernels of AdamW": Consumer(KERNEL_STATE_KEYS, E4M3, _takes_cast),
     "a product of torch": Consumer(NATIVE_KEYS, E4M3, lambda c: any(s.is_of(c, c) for s in SCHEMES)),
     "state": Consumer(STATE_KEYS, E4M3, accepts(lambda c: QuantizedState(torch.Size((4, 8)), c))),
@@ -126,10 +155,10 @@ CONSUMERS = {
     ),
     **{
         f"{target} in {place}": Consumer(
-            [f.name for f in dataclasses.fields(Cast)],  # key by key in test_exporting.py
+            list(Cast.defaults()),  # key by key in test_exporting.py
             OPERANDS[place],
             lambda c, target=target, place=place: (
-                not refusals(_unchecked(recipe("fp8"), casts={**OPERANDS, place: c}), target)
+                not refusals(unchecked(recipe("fp8"), casts={**OPERANDS, place: c}), target)
             ),
         )
         for target in TARGETS
@@ -179,30 +208,22 @@ VALUES = {
 }
 
 
-def _unchecked(record, **changes):
-    """A copy of a frozen record with other values, whatever its rules say."""
-    made = object.__new__(type(record))
-    for field in dataclasses.fields(record):
-        object.__setattr__(made, field.name, changes.get(field.name, getattr(record, field.name)))
-    return made
-
-
 def test_there_is_a_value_of_every_key():
-    assert list(VALUES) == [f.name for f in dataclasses.fields(Cast) if f.name != "name"]
+    assert set(VALUES) == set(Cast.defaults())
 
 
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_a_consumer_takes_its_cast_and_names_keys_that_exist(name):
     consumer = CONSUMERS[name]
     assert consumer.takes(consumer.base)
-    assert set(consumer.keys) <= {f.name for f in dataclasses.fields(Cast)}
+    assert set(consumer.keys) <= set(Cast.defaults())
 
 
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_a_key_that_a_consumer_does_not_name_is_not_taken(name):
     consumer = CONSUMERS[name]
     others = {key: value for key, value in VALUES.items() if key not in consumer.keys}
-    taken = [k for k, v in others.items() if consumer.takes(_unchecked(consumer.base, **{k: v}))]
+    taken = [k for k, v in others.items() if consumer.takes(with_keys(consumer.base, **{k: v}))]
     assert not taken
 
 
@@ -212,8 +233,20 @@ def test_a_key_that_is_new_tomorrow_is_not_taken_by_any_consumer(name):
     known = {f.name: getattr(consumer.base, f.name) for f in dataclasses.fields(Cast)}
     assert consumer.takes(consumer.base)
     assert not consumer.takes(Tomorrow(**known, unheard=1))
+    assert not consumer.takes(Tomorrow(**known, twist=Twist(angle=1)))
 
 
-def test_the_name_of_a_graphs_operator_has_a_new_key():
+def test_a_new_key_is_written_and_its_rule_holds():
     known = {f.name: getattr(NVFP4, f.name) for f in dataclasses.fields(Cast)}
-    assert "unheard=1" in repr(Tomorrow(**known, unheard=1))
+    new = Tomorrow(**known, unheard=1).having(angle=90)
+    assert repr(new).endswith("unheard=1, angle=90)")
+    assert changed_keys(new, NVFP4) == {"unheard": 1, "angle": 90}
+    with pytest.raises(UserError, match=r"angle = 360, but it must lie below 360"):
+        new.having(angle=360)
+
+
+@pytest.mark.parametrize("compute", [quantize_in_context, partial(emulate_in_torch, dtype=torch.bfloat16)])
+def test_the_references_refuse_a_transform_that_they_do_not_know(compute):
+    known = {f.name: getattr(NVFP4, f.name) for f in dataclasses.fields(Cast)}
+    with pytest.raises(UserError, match="nothing computes angle; remove the key"):
+        compute(torch.ones(4, 32), Tomorrow(**known, twist=Twist(angle=1)), axis=-1, context=QuantContext())

@@ -71,7 +71,7 @@ def test_fp8_is_hybrid_and_keeps_the_head():
 def test_nvfp4_has_its_four_remedies():
     r = recipe("nvfp4")
     assert r.casts["fprop.w"] == r.casts["dgrad.w"] == make_cast("nvfp4-2d")
-    assert {p for p, c in r.casts.items() if c.hadamard == 16} == {"wgrad.dy", "wgrad.x"}
+    assert {p for p, c in r.casts.items() if c.hadamard.size == 16} == {"wgrad.dy", "wgrad.x"}
     assert {p for p, c in r.casts.items() if c.rounding == "stochastic"} == {"dgrad.dy", "wgrad.dy"}
     assert r.rules[-1].last_blocks == 0.15
 

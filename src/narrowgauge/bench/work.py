@@ -179,8 +179,8 @@ def _add_products(
             pair = [cast for place, cast in casts.items() if place.startswith(gemm)]
             kind = _kind(pair, recipe.compute, native)
             work.gemms[Gemm(m, n, k, kind)] += passes
-            if gemm == "wgrad" and casts and casts["wgrad.dy"].keep_cast:
-                columns = kept_count(casts["wgrad.x"].keep_channels, K)
+            if gemm == "wgrad" and casts and casts["wgrad.dy"].channels.cast:
+                columns = kept_count(casts["wgrad.x"].channels.share, K)
                 work.gemms[Gemm(N, columns, M, kind)] += passes
             if not native and any(cast.scales_result for cast in pair):
                 work.scaled_results += m * n * passes
@@ -227,7 +227,7 @@ def _add_operands(
 
 def _parts(cast: Cast) -> list[tuple[Cast, float]]:
     """(cast, share of the elements) of what an operand is made of; `keep_cast` alone is a second operand."""
-    if not cast.keep_cast:
+    if not cast.channels.cast:
         return [(cast, 1.0)]
-    kept = named_cast(cast.keep_cast)
-    return [(cast.of_the_rest, 1 - cast.keep_channels), (kept, cast.keep_channels or 1.0)]
+    kept = named_cast(cast.channels.cast)
+    return [(cast.of_the_rest, 1 - cast.channels.share), (kept, cast.channels.share or 1.0)]

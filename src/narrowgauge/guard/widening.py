@@ -68,6 +68,9 @@ def places_with(recipe: Recipe, place: str) -> tuple[str, ...]:
             if (is_same or cast.of) and {later, earlier} & found:
                 found |= {later, earlier}
         for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-            if (casts[a].hadamard or (casts[a].keep_cast and casts[b].keep_cast)) and {a, b} & found:
+            if (casts[a].hadamard.size or (casts[a].channels.cast and casts[b].channels.cast)) and {
+                a,
+                b,
+            } & found:
                 found |= {a, b}
     return tuple(p for p in GEMM_PLACES if p in found)

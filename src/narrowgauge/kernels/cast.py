@@ -35,8 +35,8 @@ from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
-from narrowgauge.quantization.outliers import quantile_ranks
 from narrowgauge.quantization.passes.c_call import c_library
+from narrowgauge.quantization.stages.clamp import quantile_ranks
 
 #: The keys that the kernels of a cast implement; of any other, the references compute it.
 KERNEL_KEYS = (
@@ -124,15 +124,15 @@ def emulate_rows(
         again); None where no kernel computes them.
     """
     is_by_row = cast.scale == "fp32" and cast.block == (1, 0)
-    is_plain = not cast.beyond(ROW_KEYS) and not cast.is_random
+    is_plain = is_by_row and not cast.beyond(ROW_KEYS) and not cast.is_random
     is_own = context.shard is None and context.scale is None and context.held is None
-    has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.outliers)
-    if not (is_by_row and is_plain and is_own and has_rows and cast.element.bits <= 8 and use_kernels(x)):
+    has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.clamp.quantile)
+    if not (is_plain and is_own and has_rows and cast.element.bits <= 8 and use_kernels(x)):
         return None
     from narrowgauge.kernels.triton.remedies import launch_rows
 
-    limits = _limits(x, cast.outliers) if cast.outliers else None
-    return launch_rows(x, cast, limits, bool(cast.outliers) and cast.compensate)
+    limits = _limits(x, cast.clamp.quantile) if cast.clamp.quantile else None
+    return launch_rows(x, cast, limits, bool(cast.clamp.quantile) and cast.clamp.adds_back)
 
 
 def random_signs(key: torch.Tensor, size: int) -> torch.Tensor:
@@ -149,10 +149,10 @@ def _with_limits(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantCon
 
     Torch selects among all elements of a tensor in one thread block, which takes tens of milliseconds.
     """
-    is_whole = context.shard is None and not cast.hadamard
-    if not (cast.outliers and is_whole and x.dtype == torch.bfloat16 and use_kernels(x)):
+    is_whole = context.shard is None and not cast.hadamard.size
+    if not (cast.clamp.quantile and is_whole and x.dtype == torch.bfloat16 and use_kernels(x)):
         return context
-    return replace(context, limits=_limits(x.detach(), cast.outliers))
+    return replace(context, limits=_limits(x.detach(), cast.clamp.quantile))
 
 
 def _limits(x: torch.Tensor, quantile: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,12 +167,12 @@ def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     is_alone = context.shard is None and context.held is None
     return (
         x.ndim == 2
-        and not cast.beyond(KERNEL_KEYS)
         and cast.is_scaled
+        and not cast.beyond(KERNEL_KEYS)
         and cast.element.bits <= 8
         and is_alone
         and _fits_tiles(cast)
-        and cast.hadamard in (0, 16, 32, 64, 128)
+        and cast.hadamard.size in (0, 16, 32, 64, 128)
         and (isinstance(context.random, RandomStream) or cast.rounding != "stochastic")
         and use_kernels(x)
     )
@@ -194,7 +194,7 @@ def _seen(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantContext:
     """The context without `seen`, which is raised; with it, where the kernel of the cast raises it."""
     if context.seen is None:
         return context
-    if context.scale is not None and not cast.hadamard and _has_kernel(x, cast, context):
+    if context.scale is not None and not cast.hadamard.size and _has_kernel(x, cast, context):
         return context
     raise_amax(context.seen, x, context.amax)
     return replace(context, seen=None)
@@ -205,7 +205,11 @@ def _fields(
 ) -> tuple[RandomStream | None, torch.Tensor | tuple[int, ...], DelayedScale]:
     """(random stream, signs of the transform, the scale that is given)."""
     stream = context.random if isinstance(context.random, RandomStream) else None
-    return stream, context.signs_of(cast) if cast.hadamard else (), DelayedScale(context.scale, context.seen)
+    return (
+        stream,
+        context.signs_of(cast) if cast.hadamard.size else (),
+        DelayedScale(context.scale, context.seen),
+    )
 
 
 _casts: dict[str, Cast] = {}  # those that graphs of this process name
@@ -271,7 +275,7 @@ def _(
     x: torch.Tensor, cast: str, axis: int, dtype: torch.dtype, *_: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     c, shape = _casts[cast], list(x.shape)
-    if c.hadamard:
-        shape[axis] = (shape[axis] + c.hadamard - 1) // c.hadamard * c.hadamard
+    if c.hadamard.size:
+        shape[axis] = (shape[axis] + c.hadamard.size - 1) // c.hadamard.size * c.hadamard.size
     operand = x.new_empty(shape, dtype=torch.float32 if c.has_wide_operand else dtype)
     return operand, x.new_empty(() if c.scales_result else (0,), dtype=torch.float32)

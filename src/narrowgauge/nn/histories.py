@@ -184,12 +184,12 @@ class ChannelChoice(History):
     @torch.no_grad()
     def end_step(self) -> None:
         """Choose, if the step is one of those to choose from; no branch depends on a value."""
-        steps, every = self.cast.keep_steps, self.cast.keep_every
+        steps, every = self.cast.channels.steps, self.cast.channels.every
         has_input = (self.squares > 0).any()  # else there was no step, or only zeros
         counts = has_input & (self.age < steps)
         sums = torch.where(self.age == 0, 0.0, self.sums) + self.squares
         self.sums.copy_(torch.where(counts, sums, self.sums))
-        chosen = largest_channels(self.sums, self.cast.keep_channels)
+        chosen = largest_channels(self.sums, self.cast.channels.share)
         self.chosen.copy_(torch.where(counts, chosen, self.chosen))
         older = (self.age + 1) % every if every else (self.age + 1).clamp(max=steps)
         self.age.copy_(torch.where(has_input, older, self.age))
@@ -230,7 +230,7 @@ def history_of(place: str, cast: Cast, channels: int) -> History | None:
         cast: The cast.
         channels: The channels of the full layer.
     """
-    if cast.keep_channels:
+    if cast.channels.share:
         return ChannelChoice(cast, channels) if place == CHOOSES else None
     if cast.refresh:
         return HeldAmax(cast)

@@ -125,7 +125,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self.gathering: WeightGather | None = None
         operands = [(place, cast) for place, cast in operands_of(recipe) if place != "saved"]
         casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
-        self.is_random = any(c.is_random or c.signs == "random" for c in casts)
+        self.is_random = any(c.is_random or c.hadamard.signs == "random" for c in casts)
         histories = {place: history for place, cast in operands if (history := history_of(place, cast, k))}
         self.histories: dict[str, History] = histories
         for place, history in self.histories.items():

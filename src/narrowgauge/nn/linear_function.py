@@ -116,7 +116,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # A sum that lacks the tokens of other processes is not rounded before it is complete.
         dtype = layer.compute if operands.shard("wgrad.x") is None else torch.float32
         dw_NK = multiply(dy, x, dtype)
-        if layer.casts["wgrad.dy"].keep_cast and layer.casts["wgrad.x"].keep_channels:
+        if layer.casts["wgrad.dy"].channels.cast and layer.casts["wgrad.x"].channels.share:
             dw_NK = _with_kept(operands, dw_NK, dy_MN, x, dtype, dy_amax)
         if observer is not None:
             observer.product("wgrad.dw", dw_NK.T, some_x_RM, dy_MN.T)
@@ -151,12 +151,12 @@ def _with_kept(
         dy_amax: Max |dy|, if it is known.
     """
     casts, shard = operands.layer.casts, operands.shard("wgrad.x")
-    channels, cast = operands.kept_channels("wgrad.x"), named_cast(casts[MEETS].keep_cast)
+    channels, cast = operands.kept_channels("wgrad.x"), named_cast(casts[MEETS].channels.cast)
     context = QuantContext(shard=operands.shard(MEETS), amax=dy_amax)
     dy = Operand(*emulate(dy_MN, cast, 0, operands.layer.compute, context))
     assert isinstance(x, Operand)  # such a matmul has no native scheme
     everywhere = len(channels) if shard is None else shard.axes[-1].size
-    most = min(kept_count(casts["wgrad.x"].keep_channels, everywhere), len(channels))
+    most = min(kept_count(casts["wgrad.x"].channels.share, everywhere), len(channels))
     columns = channels.to(torch.int8).topk(most).indices  # with some that are not kept, where few are
     kept = Operand(x.values[columns, : dy_MN.shape[0]], x.scale)
     there = multiply(dy.transposed(), kept, dtype).to(dw_NK.dtype)

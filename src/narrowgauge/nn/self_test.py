@@ -11,7 +11,6 @@ loses (14 bits). A scale or a block at the wrong place is off by a factor. What 
 said.
 """
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -62,7 +61,7 @@ def product_failure(
     for cast, rows in ((x_cast, M), (w_cast, N)):
         x_RK = torch.randn(rows, K, dtype=torch.float32, generator=generator) * torch.arange(1, K + 1)
         # A product knows nothing of how its numbers were made; random bits would be torch's own.
-        plain = replace(cast, hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
+        plain = cast.having(hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
         q = quantize_in_context(x_RK.to(device), plain, -1, DEFAULT_CONTEXT)
         operands.append(quantized_operand(q, -1))
         wide.append(q.dequantize().double().cpu())

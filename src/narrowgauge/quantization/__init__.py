@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.named_casts import is_cast_table as is_cast_table
     from narrowgauge.quantization.named_casts import make_cast as make_cast
     from narrowgauge.quantization.named_casts import state_cast_names as state_cast_names
-    from narrowgauge.quantization.outliers import clamp_outliers as clamp_outliers
-    from narrowgauge.quantization.outliers import kept_count as kept_count
-    from narrowgauge.quantization.outliers import largest_channels as largest_channels
-    from narrowgauge.quantization.outliers import local_channels as local_channels
-    from narrowgauge.quantization.outliers import squared_norms as squared_norms
     from narrowgauge.quantization.quantize import QTensor as QTensor
     from narrowgauge.quantization.quantize import emulate as emulate
     from narrowgauge.quantization.quantize import quantize as quantize
@@ -27,6 +22,8 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.sharding.shard import ShardAxis as ShardAxis
     from narrowgauge.quantization.sharding.shard import TensorShard as TensorShard
     from narrowgauge.quantization.sharding.shard import full_axis as full_axis
+    from narrowgauge.quantization.stages.channels import kept_count as kept_count
+    from narrowgauge.quantization.stages.channels import largest_channels as largest_channels
     from narrowgauge.quantization.state.gradient_state import GradientState as GradientState
     from narrowgauge.quantization.state.parameter_state import ParamState as ParamState
     from narrowgauge.quantization.state.parameter_state import ensure_state as ensure_state
@@ -43,5 +40,8 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.state.parameter_state import write_weight as write_weight
     from narrowgauge.quantization.state.prescale import PreScale as PreScale
     from narrowgauge.quantization.state.quantized_state import QuantizedState as QuantizedState
+    from narrowgauge.quantization.transforms import clamp_outliers as clamp_outliers
+    from narrowgauge.quantization.transforms import local_channels as local_channels
+    from narrowgauge.quantization.transforms import squared_norms as squared_norms
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -9,8 +9,6 @@ A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite e
 formats that have no code for it.
 """
 
-from dataclasses import replace
-
 import torch
 
 from narrowgauge.formats import Randomness
@@ -34,8 +32,9 @@ def scales_of(
         by_row = cast.is_scaled_by_row
         over = context.row_amax(finite, blocks, axis, cast) if by_row else context.tensor_amax(finite)
     random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
-    first = replace(cast, scale_rounding="nearest-even", correct="") if cast.correct else cast
-    best = _best(split, blocks, axis, amax, over, first, context, None if cast.correct else random)
+    best = _best(
+        split, blocks, axis, amax, over, cast.with_nearest_scales, context, None if cast.correct else random
+    )
     return _corrected(best, split, blocks, axis, cast, context, random) if cast.correct else best
 
 
@@ -84,7 +83,7 @@ def _corrected(
     assert cast.block is not None
     dim = blocks.grid_dim(axis % len(blocks.size))
     above, below = projection_sums(split, blocks, axis, found, cast, context)
-    per_group = max(cast.hadamard // cast.block[1], 1)
+    per_group = max(cast.hadamard.size // cast.block[1], 1)
     above, below = (in_order(t.unflatten(dim, (-1, per_group)), dim + 1) for t in (above, below))
     factor = torch.where(below == 0, 1.0, above / below)
     factor = factor.repeat_interleave(per_group, dim + 1).flatten(dim, dim + 1)

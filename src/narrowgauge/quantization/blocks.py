@@ -24,23 +24,27 @@ class Blocks:
         size: The extent of a block along each dimension.
         grid: The number of blocks along each dimension.
         inner: The dimensions of a split tensor that lie inside a block.
+        aligned: The shape of a tensor of one entry a block that broadcasts over a split tensor.
     """
 
     shape: tuple[int, ...]
     size: tuple[int, ...]
     grid: tuple[int, ...]
     inner: tuple[int, ...]
+    aligned: tuple[int, ...]
 
     @classmethod
     def of(cls, shape: Sequence[int], size: Sequence[int]) -> "Blocks":
         """The blocks of a size on a tensor; the last of a dimension may reach beyond the tensor."""
         grid = tuple([-(-n // b) if n else 0 for n, b in zip(shape, size, strict=True)])
-        inner, position = [], 0
-        for b in size:
+        inner: list[int] = []
+        aligned: list[int] = []
+        for count, b in zip(grid, size, strict=True):
+            aligned.append(count)
             if b > 1:
-                inner.append(position + 1)
-            position += 1 + (b > 1)
-        return cls(tuple(shape), tuple(size), grid, tuple(inner))
+                inner.append(len(aligned))
+                aligned.append(1)
+        return cls(tuple(shape), tuple(size), grid, tuple(inner), tuple(aligned))
 
     def grid_dim(self, dim: int) -> int:
         """The dimension of a split tensor that counts the blocks along dimension `dim`."""

@@ -4,17 +4,26 @@ A cast is an element format, a block, a scale and a rounding:
 
     x  ~  element(code) * scale(block) * tensor_scale
 
+and the stages that a tensor goes through before (`stages/`), each a record that is at its defaults where a
+cast does not have it. A recipe's table has flat keys; `Cast.from_keys` and `Cast.having` take those.
+
 The block is (rows, columns) with columns along the axis that a GEMM contracts; None is the full tensor, and
 a 0 means "the full extent". A cast without a scale is a plain conversion (bf16, fp16, fp32). The casts that
 have a name are data in `named_casts.py`, what does not fit together is in `cast_rules.py`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from narrowgauge.formats import RANDOM_BITS, Format, format
 from narrowgauge.quantization.cast_rules import ROUNDED_SCALES, require_valid
+from narrowgauge.quantization.stages.channels import Channels
+from narrowgauge.quantization.stages.clamp import Clamp
+from narrowgauge.quantization.stages.hadamard import Hadamard
+from narrowgauge.quantization.stages.mean import Mean
+from narrowgauge.quantization.stages.stage import Stage, Transform
 
 #: Keys whose whole effect is which codes and scales `quantize` stores: who quantizes by it and reads those
 #: implements them.
@@ -30,6 +39,11 @@ BY_LAYER = (
     *("of", "history", "history_algorithm", "margin", "refresh", "estimator_k", "estimator_cap"),
     *("keep_cast", "keep_steps", "keep_every"),
 )
+
+
+#: Keys that are not written with the others of their stage.
+_WRITTEN_AFTER = {"signs": "power_of_two"}
+_CHANNELS, _MEAN, _HADAMARD, _CLAMP = Channels(), Mean(), Hadamard(), Clamp()  # of a cast without them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,38 +70,27 @@ class Cast:
             errors), or "max" (its largest error); the first of equals.
         refresh: 0 takes the largest magnitude under a tensor scale from the tensor itself; n takes it once
             in n steps, and holds it in between.
-        center: "tokens" quantizes what is left after the mean over tokens, and adds that mean to the operand
-            in high precision (mean-residual splitting); "" does not.
-        center_cast: The name of a cast in which that mean is rounded to nearest, as a row of its own: blocks
-            lie along its channels; "" leaves it wide.
+        mean: The mean over tokens that is quantized apart (`center`).
         correct: "projection" multiplies the scales of a Hadamard group (of a block, without a transform) by
             what makes the projection of its numbers on themselves exact (MS-EDEN), before they are rounded
             by `scale_rounding`; elements are those under the nearest scale. "" does not.
         feedback: "momentum" puts what rounding takes from a weight that has no master into the first moment
             (ECO; `optim.feedback`); "" does not.
         of: The place whose numbers are taken in place of the tensor's, such as "fprop.w".
-        keep_channels: 0, or the share of channels (columns, as stored) that are held in `keep_cast`, those of
-            the largest norm; all others count as zero there, and they as zero here (`outliers`).
-        keep_cast: The name of their cast. Alone, in wgrad.dy: the cast in which the output gradient meets
-            the channels that wgrad.x keeps.
-        keep_steps: The steps whose numbers a layer's channels are chosen from.
-        keep_every: 0 chooses them once, n anew after n steps.
+        channels: The channels that are kept in another cast (`keep_channels` and its like in a recipe).
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
         rounding: A name of `formats.ROUNDINGS`.
-        hadamard: 0, or the size of the Hadamard transform applied along the contraction axis first.
+        hadamard: The Hadamard transform along the contraction (`hadamard`, `signs`).
         headroom: The share of the largest element that scales aim at. 16/17 makes NVFP4 free of clipping,
             because rounding a scale to E4M3 lowers it by at most 1/17; above 1, the largest are clipped.
         power_of_two: Whether an "fp32" encoding scale is cut to its power of two.
-        signs: The signs of the Hadamard transform: () for those of its size (TransformerEngine's for 16, else
-            all +1), "random" for new ones in each step, or one +1 or -1 for each element of a group.
         random_bits: Random bits an element of stochastic rounding: 24 is unbiased, 8 is what sm_100 does.
         history: 0 takes a tensor's scale from the tensor itself, n from its largest magnitudes in the last
             n steps (delayed scaling).
         history_algorithm: "max" of the history, or its "most_recent" entry.
         margin: With a history, the binades that are left free above the largest magnitude.
-        outliers: 0, or the quantile beyond which (on both sides) a tensor is clamped before it is quantized.
-        compensate: Whether what clamping took away is added again, in high precision.
+        clamp: The clamp of outliers (`outliers`, `compensate`).
         expand: Whether each block is stretched to the format's full range first (COAT; state only).
         codebook: A table of numbers that codes index, "dynamic" or "dynamic-unsigned" (state only); the
             element then only says how wide a code is.
@@ -110,27 +113,21 @@ class Cast:
     choose: str = ""
     feedback: str = ""
     of: str = ""
-    keep_channels: float = 0.0
-    keep_cast: str = ""
-    keep_steps: int = 1
-    keep_every: int = 0
+    channels: Channels = _CHANNELS
     refresh: int = 0
-    center: str = ""
-    center_cast: str = ""
+    mean: Mean = _MEAN
     correct: str = ""
     block: tuple[int, int] | None = None
     scale_rule: str | None = None
     rounding: str = "nearest-even"
-    hadamard: int = 0
+    hadamard: Hadamard = _HADAMARD
     headroom: float = 1.0
     power_of_two: bool = False
-    signs: tuple[int, ...] | str = ()
     random_bits: int = RANDOM_BITS
     history: int = 0
     history_algorithm: str = "max"
     margin: int = 0
-    outliers: float = 0.0
-    compensate: bool = False
+    clamp: Clamp = _CLAMP
     expand: bool = False
     codebook: str = ""
     split: bool = False
@@ -142,8 +139,9 @@ class Cast:
         require_valid(self)
 
     def __repr__(self) -> str:
-        values = [(key, getattr(self, key)) for key in self.beyond(())]
-        keys = (f"{key}={v.name if isinstance(v, Format) else repr(v)}" for key, v in values)
+        values = self.values()
+        shown = ((key, values[key]) for key in self.beyond(()))
+        keys = (f"{key}={v.name if isinstance(v, Format) else repr(v)}" for key, v in shown)
         return f"Cast({', '.join([repr(self.name), *keys])})"
 
     def beyond(self, known: Collection[str]) -> tuple[str, ...]:
@@ -156,9 +154,51 @@ class Cast:
 
     @cached_property
     def changed_keys(self) -> tuple[str, ...]:
-        """The keys that are not at their defaults."""
-        keys = (f for f in fields(self) if f.name != "name")
-        return tuple(f.name for f in keys if getattr(self, f.name) != f.default)
+        """The keys that are not at their defaults, in the order in which casts are written."""
+        defaults = self.defaults()
+        return tuple(key for key, value in self.values().items() if value != defaults[key])
+
+    @classmethod
+    def from_keys(cls, name: str, **keys: Any) -> "Cast":
+        """The cast of a name and some flat keys; all others are at their defaults."""
+        return cls(name=name, **_grouped(cls, {}, keys))
+
+    def having(self, **keys: Any) -> "Cast":
+        """The same cast with other values of some flat keys, or another name."""
+        stages = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **_grouped(type(self), stages, keys))
+
+    def values(self) -> dict[str, Any]:
+        """The value of each key that a recipe's table can have, in the order in which casts are written."""
+        found: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "name":
+                found |= value.values() if isinstance(value, Stage) else {f.name: value}
+        keys = [key for key in found if key not in _WRITTEN_AFTER]
+        for key, other in _WRITTEN_AFTER.items():
+            keys.insert(keys.index(other) + 1, key)
+        return {key: found[key] for key in keys}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The default of each key; `MISSING` for the element."""
+        found: dict[str, Any] = {}
+        for f in fields(cls):
+            if f.name != "name":
+                found |= f.default.values() if isinstance(f.default, Stage) else {f.name: f.default}
+        return found
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that the cast has."""
+        values = [(f.default, getattr(self, f.name)) for f in fields(self)]
+        return tuple(value for default, value in values if isinstance(value, Stage) and value != default)
+
+    @cached_property
+    def transforms(self) -> tuple[Transform, ...]:
+        """The transforms that a tensor goes through before its blocks get scales, in order."""
+        return tuple(stage for stage in self.stages if isinstance(stage, Transform))
 
     @cached_property
     def is_scaled(self) -> bool:
@@ -223,9 +263,14 @@ class Cast:
         return replace(self, element=format(self.elements[1]), elements=(), choose="")
 
     @cached_property
+    def with_nearest_scales(self) -> "Cast":
+        """The cast whose scales `correct` corrects: rounded to nearest."""
+        return replace(self, scale_rounding="nearest-even", correct="") if self.correct else self
+
+    @cached_property
     def of_the_rest(self) -> "Cast":
         """The cast of the channels that are not kept in `keep_cast`."""
-        return replace(self, keep_channels=0.0, keep_cast="", keep_steps=1, keep_every=0)
+        return replace(self, channels=_CHANNELS)
 
     @cached_property
     def stretch(self) -> tuple[float, float]:
@@ -251,12 +296,12 @@ class Cast:
     @cached_property
     def adds_to_operand(self) -> bool:
         """Whether something is multiplied by or added to the operand once more, in float32."""
-        return self.compensate or self.is_scaled_by_row or bool(self.center)
+        return self.clamp.adds_back or self.is_scaled_by_row or bool(self.mean.over)
 
     @cached_property
     def scales_result(self) -> bool:
         """Whether `emulate` gives a tensor's scale apart, to be applied to the result of the product."""
-        is_apart = self.adds_to_operand or bool(self.keep_channels)
+        is_apart = self.adds_to_operand or bool(self.channels.share)
         return self.is_scaled and not is_apart and (self.block is None or self.tensor_scale == "tensor")
 
     @cached_property
@@ -264,9 +309,20 @@ class Cast:
         """Whether `emulate` gives an operand in float32, because bfloat16 would round it."""
         if not self.is_scaled:
             return self.element.bits > 16
-        if self.keep_channels and (self.block is None or self.tensor_scale == "tensor"):
+        if self.channels.share and (self.block is None or self.tensor_scale == "tensor"):
             return True
         return self.adds_to_operand or not (self.block is None or self.is_exact_in_bf16)
+
+
+def _grouped(cls: type[Cast], stages: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a cast that flat keys give; a stage is the one in `stages`, or its default, changed."""
+    found = dict(keys)
+    for f in fields(cls):
+        of_stage = f.default.KEYS if isinstance(f.default, Stage) else {}
+        changes = {attribute: found.pop(key) for key, attribute in of_stage.items() if key in found}
+        if changes:
+            found[f.name] = replace(stages.get(f.name, f.default), **changes)
+    return found
 
 
 #: Keys under which numbers do not depend on the axis, if the block does not.

@@ -7,6 +7,7 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, format
+from narrowgauge.quantization.stages.stage import Rules
 
 SCALES = ("none", "fp32", "bf16", "e8m0", "e4m3", "e5m3")
 TENSOR_SCALES = ("none", "tensor", "row")
@@ -17,8 +18,6 @@ HISTORY_ALGORITHMS = ("max", "most_recent")
 E8M0_RULES = ("floor", "ceil", "even", "rceil")
 CODEBOOKS = ("dynamic", "dynamic-unsigned")
 
-Rules = list[tuple[str, bool, str]]
-
 
 def require_valid(cast: Any) -> None:
     """Refuse a cast with an unknown name, a value out of bounds, or keys that do not fit together."""
@@ -28,7 +27,7 @@ def require_valid(cast: Any) -> None:
         ("scale rule", cast.scale_rule, (*E8M0_RULES, None)),
         ("rounding", cast.rounding, ROUNDINGS),
         ("scale rounding", cast.scale_rounding, ROUNDINGS),
-        ("center", cast.center, ("", "tokens")),
+        ("center", cast.mean.over, ("", "tokens")),
         ("correction", cast.correct, ("", "projection")),
         ("feedback", cast.feedback, ("", "momentum")),
         ("choice", cast.choose, ("", *CHOICES)),
@@ -41,11 +40,11 @@ def require_valid(cast: Any) -> None:
         *_rules_of_scales(cast),
         *_rules_of_candidates(cast),
         *_rules_of_elements(cast),
-        *_rules_of_channels(cast),
+        *(rule for stage in cast.stages for rule in stage.rules(cast)),
         *_rules(cast),
     ):
         if not is_right:
-            value = getattr(cast, key)
+            value = cast.values()[key]
             shown = value.name if key == "element" else value
             raise UserError(f"cast {cast.name!r}: {key} = {shown!r}, but {rule}")
 
@@ -124,7 +123,7 @@ def _rules_of_scales(cast: Any) -> Rules:
 
 
 def _rules_of_candidates(cast: Any) -> Rules:
-    """The same of candidates, the choice between them, and the mean."""
+    """The same of candidates, and of the choice between them."""
     candidates, block = cast.candidates, cast.block
     is_fixed = block is not None and block[1] != 0
     rounds = f"it belongs to scales in {', '.join(ROUNDED_SCALES)}, which are rounded to their format"
@@ -158,29 +157,14 @@ def _rules_of_candidates(cast: Any) -> Rules:
         ),
         (
             "refresh",
-            not cast.refresh or not (cast.hadamard or cast.center or cast.outliers),
+            not cast.refresh or not cast.transforms,
             "what is held is of the tensor as it comes; leave out hadamard, center and outliers",
         ),
         ("correct", not cast.correct or cast.scale in ROUNDED_SCALES, rounds),
         (
             "correct",
-            not cast.correct or (is_fixed and block[0] == 1 and cast.hadamard % block[1] == 0),
+            not cast.correct or (is_fixed and block[0] == 1 and cast.hadamard.size % block[1] == 0),
             "it needs blocks of one row that divide the size of the Hadamard transform, such as 16",
-        ),
-        (
-            "center",
-            not cast.center or cast.is_scaled,
-            "it is for narrow elements; leave it out",
-        ),
-        (
-            "center_cast",
-            not cast.center_cast or bool(cast.center),
-            "no mean is taken away; add center = 'tokens'",
-        ),
-        (
-            "center",
-            not cast.center or not (cast.outliers or cast.history),
-            "outliers and histories are of the tensor with its mean; leave one of them out",
         ),
         ("candidates", not candidates or is_fixed, "they need blocks of a fixed size, such as 16"),
     ]
@@ -212,52 +196,20 @@ def _rules_of_elements(cast: Any) -> Rules:
     ]
 
 
-def _rules_of_channels(cast: Any) -> Rules:
-    """The same of channels that are kept in another cast."""
-    if not (cast.keep_channels or cast.keep_cast or cast.keep_steps != 1 or cast.keep_every):
-        return []
-    remembers = cast.history or cast.refresh or cast.outliers or cast.estimator_k
-    clock = "without keep_channels there is nothing to choose; leave it out"
-    return [
-        ("keep_channels", 0 <= cast.keep_channels < 1, "it is a share of channels, above 0 and below 1"),
-        ("keep_channels", not cast.keep_channels or cast.keep_cast, "their cast is missing; add keep_cast"),
-        ("keep_cast", cast.is_scaled, "the cast itself is wide; leave the key out"),
-        (
-            "keep_channels",
-            not (cast.keep_channels and remembers),
-            "histories, outliers and estimators are of the whole tensor; leave out history, refresh, "
-            "outliers and estimator_k",
-        ),
-        ("keep_steps", cast.keep_steps >= 1, "it is a number of steps, one or more"),
-        ("keep_steps", cast.keep_steps == 1 or cast.keep_channels, clock),
-        ("keep_every", not cast.keep_every or cast.keep_channels, clock),
-        (
-            "keep_every",
-            not cast.keep_every or cast.keep_every >= cast.keep_steps,
-            "it is a number of steps, at least keep_steps",
-        ),
-    ]
-
-
 def _rules(cast: Any) -> Rules:
     """(key, whether its value is right, the rule) of each key that is bounded or must fit others."""
     fp32, block = cast.scale == "fp32", cast.block is not None
-    size, signs, k = cast.hadamard, cast.signs, cast.estimator_k
-    is_signs = signs in ((), "random") or (len(signs) == size and set(signs) <= {1, -1})
-    is_quantile = cast.outliers == 0 or 0.5 < cast.outliers < 1
+    k = cast.estimator_k
     is_plain = fp32 and cast.rounding == "nearest-even" and not cast.expand
     is_byte = fp32 and not block and not cast.history and cast.element.bits == 8
     maps = f"{' and '.join(CODEBOOKS)} are possible, with fp32 scales and the nearest number"
     byte = "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has"
     blocks = "it needs fp32 scales of blocks, as fp8-1x128 has"
     return [
-        ("hadamard", not size or (size > 1 and not size & (size - 1)), "it must be 0 or a power of two"),
-        ("signs", is_signs, '"random" or one +1 or -1 for each element of a group are possible'),
         ("random_bits", 1 <= cast.random_bits <= RANDOM_BITS, f"it must lie in 1 to {RANDOM_BITS}"),
         ("history", cast.history >= 0, "it must be a number of steps"),
         ("history", not cast.history or (fp32 and not block), "it needs one fp32 scale a tensor"),
         ("margin", 0 <= cast.margin < 64, "it must lie in 0 to 63"),
-        ("outliers", is_quantile, "it must be 0 or a quantile such as 0.99"),
         ("estimator_k", k == 0 or k >= 1, "it must be 0, or at least 1"),
         ("estimator_k", k == 0 or fp32, "it needs fp32 scales"),
         ("estimator_cap", cast.estimator_cap > 0, "it must be positive"),

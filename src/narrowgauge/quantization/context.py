@@ -81,16 +81,16 @@ class QuantContext:
         """
         if self.signs is not None:
             return self.signs
-        if isinstance(cast.signs, str):
+        if isinstance(cast.hadamard.signs, str):
             raise UserError(
                 f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
             )
-        return cast.signs
+        return cast.hadamard.signs
 
     def require_groups(self, cast: Cast, axis: int) -> None:
         """Refuse a sharding that cuts the groups of a cast's Hadamard transform along `axis`."""
         if self.shard is not None:
-            self.shard.require_aligned(cast.hadamard, axis, cast)
+            self.shard.require_aligned(cast.hadamard.size, axis, cast)
 
     def random_over(self, blocks: Blocks) -> Randomness:
         """The source of random bits for a tensor that is split into blocks; numbers are split with it.

@@ -128,13 +128,13 @@ def make_cast(value: str | Table) -> Cast:
     name = changes.pop("cast", "(none named)" if "element" not in changes else None)
     if name is None:
         fields = _fields(changes)
-        return _named(Cast(name=_described(fields), **fields))
+        return _named(Cast.from_keys(_described(fields), **fields))
     base = cast(name)
     fields = _fields(changes, base)
     if any(fields.get(key, getattr(base, key)) != getattr(base, key) for key in _IDENTITY):
         whole = {key: getattr(base, key) for key in _IDENTITY} | fields
-        return _named(dataclasses.replace(base, **fields, name=_described(whole)))
-    return dataclasses.replace(base, **fields)
+        return _named(base.having(**fields, name=_described(whole)))
+    return base.having(**fields)
 
 
 _IDENTITY = ("element", "block", "scale", "tensor_scale")  # another of these, and the name is another
@@ -227,4 +227,4 @@ def _named(made: Cast) -> Cast:
     return made
 
 
-_CASTS = {name: Cast(name=name, **_fields(t)) for name, t in {**SHORTHANDS, **STATE_SHORTHANDS}.items()}
+_CASTS = {name: Cast.from_keys(name, **_fields(t)) for name, t in {**SHORTHANDS, **STATE_SHORTHANDS}.items()}

@@ -18,13 +18,11 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
-from narrowgauge.quantization.outliers import clamped, joined, kept_channels, may_pick, parted
-from narrowgauge.quantization.passes import in_c
-from narrowgauge.quantization.passes.chunks import chunks
 from narrowgauge.quantization.passes.rounding import round_blocks, round_elements
+from narrowgauge.quantization.stages.channels import joined, may_pick, parted
+from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +138,12 @@ def quantize(
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
     """`quantize` under a context: given signs, a given scale, or as the shard of a global tensor."""
     require_codes(cast)
-    if cast.keep_channels:
+    if cast.channels.share:
         channels, rest, kept = _apart(x.detach(), cast, axis, torch.float32, context)
         q = quantize_in_context(rest, cast.of_the_rest, axis, context)
         return replace(q, cast=cast, channels=channels, kept=_as_long(kept, q.codes.shape))
-    x, mean = centered(x.detach(), cast, axis, context)
-    x = clamped(transformed(x, cast, axis, context), cast, context)
+    prepared = prepared_by(x.detach(), cast, axis, context)
+    x = prepared.x
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
@@ -170,7 +168,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         tensor_scale=_above(x, scales.tensor, blocks, cast, axis),
         cast=cast,
         blocks=blocks,
-        mean=mean,
+        mean=prepared.mean,
         second=second,
     )
 
@@ -188,14 +186,13 @@ def emulate(
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
     """
-    if cast.keep_channels:
+    if cast.channels.share:
         channels, rest, kept = _apart(x, cast, axis, dtype, context)
         values, scale = emulate(rest, cast.of_the_rest, axis, dtype, context)
         values = values if scale is None else values.float().mul_(scale)
         return joined(values, _as_long(kept, values.shape), channels), None
-    x, mean = centered(x, cast, axis, context)
-    unclamped = transformed(x, cast, axis, context)
-    x = clamped(unclamped, cast, context)
+    prepared = prepared_by(x, cast, axis, context)
+    x = prepared.x
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
@@ -211,21 +208,23 @@ def emulate(
         return operand, scales.tensor
     if scales.tensor is not None:
         _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.columns_above, axis)
-    if mean is not None:
-        operand.add_(mean)
-    # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
-    if cast.compensate:
-        for chunk in chunks(operand):
-            cut = chunk.of(unclamped).to(torch.float32, copy=True).sub_(chunk.of(x))
-            chunk.of(operand).add_(cut)
-    return operand, None
+    return prepared.restored(operand, cast.clamp), None
+
+
+def prepared_by(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Prepared:
+    """A tensor after the transforms of its cast."""
+    return prepare(x, cast, axis, context, _row_of_mean)
+
+
+def _row_of_mean(row: torch.Tensor, name: str, context: QuantContext) -> torch.Tensor:
+    return quantize_in_context(row, named_cast(name), -1, context).dequantize()
 
 
 def _apart(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(which channels are kept, the tensor without them, the numbers of these alone in their cast)."""
-    channels, keep = kept_channels(x, cast, context), named_cast(cast.keep_cast)
+    channels, keep = kept_channels(x, cast, context), named_cast(cast.channels.cast)
     plain = QuantContext(shard=context.shard)
     is_by_column = context.shard is None and keep.block is not None
     if may_pick(x) and is_by_column and blocks_of(x.shape, keep, axis).size[-1] == 1:
@@ -247,25 +246,6 @@ def _as_long(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if not any(missing):
         return x
     return torch.nn.functional.pad(x, [n for extra in reversed(missing) for n in (0, extra)])
-
-
-def centered(
-    x: torch.Tensor, cast: Cast, axis: int, context: QuantContext
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the tensor that is quantized, what is to be added to its numbers), if the cast takes the mean away.
-
-    The mean over tokens is in the dtype of the tensor; `center_cast` rounds what is added again. It is
-    transformed as the rest is, so that the sum of both is the transformed tensor.
-    """
-    if not cast.center:
-        return x, None
-    mean = context.token_mean(x, in_c.token_sums(x)).float()
-    rest = x - mean  # in float32
-    if cast.center_cast:
-        row = QuantContext(shard=None if context.shard is None else context.shard.row())
-        mean = quantize_in_context(mean.flatten(0, -2), named_cast(cast.center_cast), -1, row).dequantize()
-        mean = mean.view([1] * (x.ndim - 1) + [-1])
-    return rest, transformed(mean.expand_as(x), cast, axis, context) if cast.hadamard else mean
 
 
 def _above(

@@ -53,7 +53,7 @@ def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
         raise unknown("recipe place", place, (ATTENTION, *ATTENTION_PLACES))
     _refuse_state(place, cast)
     _refuse(place, cast, ATTENTION_KEYS, "attention takes every scale from the tensor at hand, as it comes")
-    if cast.signs == "random":
+    if cast.hadamard.signs == "random":
         raise UserError(
             f'recipe place {place!r}: signs = "random", but transforms of attention have fixed signs; leave '
             "the key out"
@@ -74,7 +74,7 @@ def stream_cast(cast: Cast) -> Cast:
 
 def _refuse(place: str, cast: Cast, known: Collection[str], why: str) -> None:
     for key in cast.beyond(known):
-        value = getattr(cast, key)
+        value = cast.values()[key]
         raise UserError(f"recipe place {place!r}: {key} = {value!r}, but {why}; leave the key out")
 
 
@@ -101,8 +101,8 @@ def require_attention(attention: Mapping[str, Cast | None], where: str) -> None:
         is_backward = "do" in product or "ds" in product
         if is_backward and (gradient is None or not gradient.is_scaled):
             continue
-        sizes = [0 if cast is None else cast.hadamard for cast in (attention.get(a), attention.get(b))]
-        signs = [() if cast is None else cast.signs for cast in (attention.get(a), attention.get(b))]
+        sizes = [0 if cast is None else cast.hadamard.size for cast in (attention.get(a), attention.get(b))]
+        signs = [() if cast is None else cast.hadamard.signs for cast in (attention.get(a), attention.get(b))]
         if sizes[0] != sizes[1] or signs[0] != signs[1]:
             raise UserError(
                 f"{where}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but their product stays the "

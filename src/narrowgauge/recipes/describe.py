@@ -26,12 +26,8 @@ def default_of(owner: Any, name: str) -> Any:
 
 def changed_keys(c: Cast, base: Cast | None = None) -> dict[str, Any]:
     """The keys in which a cast differs from another (None: from the defaults), as a recipe writes them."""
-    found = {}
-    for f in fields(c):
-        value = getattr(c, f.name)
-        other = default_of(c, f.name) if base is None else getattr(base, f.name, default_of(c, f.name))
-        if f.name != "name" and value != other:
-            found[f.name] = key_value(f.name, value)
+    other = c.defaults() | ({} if base is None else base.values())
+    found = {key: key_value(key, value) for key, value in c.values().items() if value != other[key]}
     if base is None and found.get("scale_rule") == "rceil":
         del found["scale_rule"]  # what E8M0 scales have if nothing is said
     return found

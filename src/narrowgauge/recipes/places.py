@@ -116,9 +116,10 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
 
 def require_operand(place: str, cast: Cast) -> None:
     """Refuse a cast that the operand of a GEMM cannot have."""
-    if cast.center and place.endswith(".w"):
+    if cast.mean.over and place.endswith(".w"):
         raise UserError(
-            f"recipe place {place!r}: center = {cast.center!r}, but a weight has no tokens; leave the key out"
+            f"recipe place {place!r}: center = {cast.mean.over!r}, but a weight has no tokens; leave the key "
+            "out"
         )
     if cast.feedback:
         raise UserError(
@@ -281,9 +282,10 @@ def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
 def require_products(casts: Mapping[str, Cast], where: str) -> None:
     """Refuse operands that cannot be multiplied: both have the same transform, or none has one."""
     for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-        if casts[a].hadamard != casts[b].hadamard or casts[a].signs != casts[b].signs:
+        first, second = casts[a].hadamard, casts[b].hadamard
+        if first != second:
             raise UserError(
-                f"{where}: hadamard = {casts[a].hadamard} in {a} and {casts[b].hadamard} in {b}, but the "
-                "product stays the same only if both operands are transformed alike; "
-                "give both places the same size and signs"
+                f"{where}: hadamard = {first.size} in {a} and {second.size} in {b}, but the product stays "
+                "the same only if both operands are transformed alike; give both places the same size and "
+                "signs"
             )

@@ -52,7 +52,7 @@ def _passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Foun
 
 def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Found:
     """Codes, scales and emulated numbers of a matrix, whose columns have many sizes."""
-    if cast.hadamard:  # of whole numbers, whose sums are exact in any order
+    if cast.hadamard.size:  # of whole numbers, whose sums are exact in any order
         x = (2 * drawn(shape, 0, device, torch.float32)).round().clamp(-8, 8).bfloat16()
     else:
         x = drawn(shape, 0, device) * torch.exp2(torch.arange(shape[1], device=device) % 23 - 11).bfloat16()

@@ -177,7 +177,7 @@ def _scheme(name: str, layer: Linear) -> CompressionScheme:
     beside = min(
         (_differing(w, layout) for layout in layouts.values()), key=lambda k: ("element" in k, len(k))
     )
-    keys = ", ".join(f"{key} = {toml_value(key_value(key, getattr(w, key)))}" for key in beside)
+    keys = ", ".join(f"{key} = {toml_value(key_value(key, w.values()[key]))}" for key in beside)
     raise UserError(
         f"layer {name!r} has weights in {w.name!r} with {keys}, for which compressed-tensors has no name; "
         f"use --to hf, or a recipe whose weights are {', '.join(layouts)}"
@@ -191,7 +191,7 @@ def _differing(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
 
 def _layout(cast: Cast) -> dict[str, Any]:
     """The keys of a cast on which it depends what its codes and scales stand for."""
-    return {key: getattr(cast, key) for key in cast.beyond(CHOOSES_CODES)}
+    return {key: cast.values()[key] for key in cast.beyond(CHOOSES_CODES)}
 
 
 def _split(counterpart: NamePair, q: QTensor) -> list[tuple[str, Parts]]:

@@ -14,7 +14,7 @@ from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_conver
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.hadamard import hadamard, transform
+from narrowgauge.quantization.stages.hadamard import hadamard, transform
 
 Signs = torch.Tensor | tuple[int, ...]
 #: Instructions of a cast, in fp32 lanes an element, its largest magnitude included: (along the contraction,
@@ -48,7 +48,7 @@ class _View(NamedTuple):
 
 def _view(x: torch.Tensor, cast: Cast, axis: int) -> _View:
     R, K = x.shape if axis == -1 else (x.shape[1], x.shape[0])
-    K_OUT = K + -K % cast.hadamard if cast.hadamard else K
+    K_OUT = K + -K % cast.hadamard.size if cast.hadamard.size else K
     s0, s1 = x.stride()
     if axis == -1:
         return _View(R, K, K_OUT, (s0, s1), (K_OUT, 1), torch.Size((R, K_OUT)))
@@ -175,8 +175,8 @@ def _cast_given(
 
     Scales in fp32 are made by the kernel that casts, from largest magnitudes; others by plain operations.
     """
-    if cast.hadamard:
-        x, known = hadamard(x, cast.hadamard, axis, signs), None
+    if cast.hadamard.size:
+        x, known = hadamard(x, cast.hadamard.size, axis, signs), None
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
     if known is None or cast.block is not None:
@@ -245,7 +245,7 @@ def _cast_blocks(
     assert cast.block is not None
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
-    matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
+    matrix = transform(cast.hadamard.size, signs, x) if cast.hadamard.size else None
     over = tensor_scale = None
     if cast.tensor_scale != "none":
         over = _largest(x, cast, view, axis, blocks, matrix, known)
@@ -266,7 +266,7 @@ def _cast_blocks(
         x if matrix is None else matrix, *_random(x, stream),
         view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
         writes="out scales scale_codes tensor_scale",
-        TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
+        TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard.size,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
         RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
@@ -322,12 +322,12 @@ def _kind(cast: Cast) -> str:
     """The row of `_LANES` that a cast belongs to."""
     if cast.tensor_scale != "none":
         is_square = cast.block is not None and cast.block[0] > 1
-        return "nvfp4, square" if is_square else "nvfp4, hadamard" if cast.hadamard else "nvfp4"
+        return "nvfp4, square" if is_square else "nvfp4, hadamard" if cast.hadamard.size else "nvfp4"
     if cast.block is None:
         return "tensor"
     if _scale_is_known_first(cast):
         return "row" if _is_by_row(cast) else "square"
-    return "block, hadamard" if cast.hadamard else "block"
+    return "block, hadamard" if cast.hadamard.size else "block"
 
 
 def _is_by_row(cast: Cast) -> bool:

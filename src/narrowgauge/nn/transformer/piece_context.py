@@ -14,8 +14,8 @@ import torch
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization import Cast, QuantContext
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.passes.rounding import block_amax
+from narrowgauge.quantization.transforms import transformed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,12 +44,12 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
-from narrowgauge.quantization.hadamard import transformed
-from narrowgauge.quantization.outliers import clamped, kept_channels, parted
 from narrowgauge.quantization.passes.chunks import chunks
 from narrowgauge.quantization.passes.rounding import block_amax
-from narrowgauge.quantization.quantize import centered
+from narrowgauge.quantization.quantize import prepared_by
+from narrowgauge.quantization.stages.channels import parted
 from narrowgauge.quantization.state.quantized_state import QuantizedState
+from narrowgauge.quantization.transforms import kept_channels
 
 BINADES = 16
 _SLACK = 2.0**-20
@@ -81,13 +81,13 @@ def gauge_operand(
     if not cast.is_scaled:
         return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
     context = context.local()
-    if cast.keep_channels:
+    if cast.channels.share:
         return _gauge_parts(x, seen, cast, axis, context)
-    rest, mean = centered(x, cast, axis, context)
-    seen = seen if mean is None else seen.float() - mean
-    x = transformed(rest, cast, axis, context)
+    prepared = prepared_by(x, cast, axis, context)
+    seen = seen if prepared.mean is None else seen.float() - prepared.mean
+    x = prepared.x if prepared.unclamped is None else prepared.unclamped
     blocks = blocks_of(x.shape, cast, axis)  # a transform may have lengthened the axis
-    scales = scales_of(blocks.split(clamped(x, cast, context)), blocks, cast, axis, context)
+    scales = scales_of(blocks.split(prepared.x), blocks, cast, axis, context)
     scale = scales.block if scales.tensor is None else scales.block * scales.tensor
     return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
 

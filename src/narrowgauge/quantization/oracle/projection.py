@@ -28,7 +28,7 @@ def corrected_scales(
         axis: The axis that groups lie along.
     """
     assert cast.block is not None
-    size = cast.hadamard or cast.block[1]
+    size = cast.hadamard.size or cast.block[1]
     groups: dict[Index, list[Index]] = {}
     for c in sorted(scales):
         groups.setdefault((*c[:axis], c[axis] // size, *c[axis + 1 :]), []).append(c)

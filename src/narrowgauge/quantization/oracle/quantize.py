@@ -21,18 +21,17 @@ from fractions import Fraction
 
 import numpy as np
 
-from narrowgauge.formats import format
-from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
+from narrowgauge.formats.oracle import code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.oracle.candidates import error_of_block
-from narrowgauge.quantization.oracle.channels import largest_channels, parted
-from narrowgauge.quantization.oracle.mean import less_mean, token_mean
 from narrowgauge.quantization.oracle.projection import corrected_scales
-from narrowgauge.quantization.oracle.scales import LARGEST, scales_of_block
+from narrowgauge.quantization.oracle.scales import scales_of_block
 from narrowgauge.quantization.oracle.tensor import Index, ReferenceTensor
-
-TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+from narrowgauge.quantization.stages.channels import largest_channels_by_hand, parted_by_hand
+from narrowgauge.quantization.stages.clamp import clamp_by_hand
+from narrowgauge.quantization.stages.hadamard import transform_by_hand
+from narrowgauge.quantization.stages.mean import less_mean_by_hand, token_mean_by_hand
 
 
 def reference_quantize(
@@ -68,10 +67,10 @@ def reference_quantize(
         ValueError: A transform whose sums float32 could not hold exactly, so that they would depend on order.
     """
     axis, x = axis % max(x.ndim, 1), x.astype(np.float64)
-    if not cast.keep_channels:
+    if not cast.channels.share:
         return _quantized(x, cast, axis, draws, signs, encode_scale, dtype, scale_draws, held)
-    apart = largest_channels(x, cast.keep_channels) if channels is None else tuple(channels)
-    rest, alone = parted(x, apart)
+    apart = largest_channels_by_hand(x, cast.channels.share) if channels is None else tuple(channels)
+    rest, alone = parted_by_hand(x, apart)
     found = _quantized(rest, cast.of_the_rest, axis, draws, signs, encode_scale, dtype, scale_draws, held)
     return _with_kept(found, alone, apart, cast, axis, dtype)
 
@@ -89,10 +88,12 @@ def _quantized(
 ) -> ReferenceTensor:
     """`reference_quantize` of float64 numbers that are all in one cast."""
     x, mean = _centered(x, cast, dtype)
-    if cast.hadamard:
-        named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
-        x = transform(x, cast.hadamard, axis, named, dtype)
-    clamped = clamp(x, cast.outliers) if cast.outliers else x
+    if cast.hadamard.size:
+        named = (
+            cast.hadamard.signs if not isinstance(cast.hadamard.signs, str) and cast.hadamard.signs else signs
+        )
+        x = transform_by_hand(x, cast.hadamard.size, axis, named, dtype)
+    clamped = clamp_by_hand(x, cast.clamp.quantile) if cast.clamp.quantile else x
     blocks = _blocks(x.shape, cast, axis)
     amax = {c: float(np.abs(clamped[block]).max()) for c, block in blocks.items()}
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
@@ -116,7 +117,7 @@ def _quantized(
     if cast.correct:
         scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
     codes = _codes(values, blocks, second, cast)
-    rest = x - clamped if cast.outliers else np.zeros_like(x)
+    rest = x - clamped if cast.clamp.quantile else np.zeros_like(x)
     back = fl(Fraction(cast.stretch[1])) if cast.elements else Fraction(1)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean, frozenset(second), back)
 
@@ -125,7 +126,7 @@ def _with_kept(
     rest: ReferenceTensor, alone: np.ndarray, channels: Index, cast: Cast, axis: int, dtype: str
 ) -> ReferenceTensor:
     """What was quantized of the rest, and the channels that are kept apart in their own cast."""
-    kept_cast = named_cast(cast.keep_cast)
+    kept_cast = named_cast(cast.channels.cast)
     if kept_cast.is_scaled:
         kept = reference_quantize(alone, kept_cast, axis, dtype=dtype).dequantize()
     else:
@@ -148,12 +149,14 @@ def _codes(
 
 def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """(what is left without the mean over tokens, what is added again), if the cast takes it away."""
-    if not cast.center:
+    if not cast.mean.over:
         return x, np.zeros(1)
-    mean = token_mean(x, dtype)
-    if not cast.center_cast:
-        return less_mean(x, mean), mean
-    return less_mean(x, mean), reference_quantize(mean[None], named_cast(cast.center_cast)).dequantize()[0]
+    mean = token_mean_by_hand(x, dtype)
+    if not cast.mean.cast:
+        return less_mean_by_hand(x, mean), mean
+    return less_mean_by_hand(x, mean), reference_quantize(
+        mean[None], named_cast(cast.mean.cast)
+    ).dequantize()[0]
 
 
 def _quantize_block(
@@ -208,44 +211,6 @@ def _round(x: float, factor: Fraction, cast: Cast, draw: int | None, into: Fract
     magnitude = float(round_magnitude(abs(scaled), cast.element, rounding, uniform))
     is_negative = math.copysign(1, x) < 0 and (magnitude != 0 or cast.element.has_negative_zero)
     return -magnitude if is_negative else magnitude
-
-
-def transform(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
-    """x D H / sqrt(size) along `axis`; the entries of the matrix are rounded to x's dtype first."""
-    fmt = format(dtype)
-    entry = Fraction(round_scalar(1 / math.sqrt(size), fmt))
-    d = tuple(signs) or (TRANSFORMER_ENGINE if size == 16 else (1,) * size)
-    x = np.moveaxis(x, axis, -1)
-    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
-    groups = x.reshape(-1, size)
-    result = np.zeros_like(groups)
-    for row, group in enumerate(groups):
-        if not np.isfinite(group).all():
-            result[row] = math.nan
-            continue
-        terms = [d[i] * Fraction(float(v)) * entry for i, v in enumerate(group)]
-        _require_exact_sums(terms)
-        for j in range(size):
-            total = sum((-1) ** (i & j).bit_count() * t for i, t in enumerate(terms))
-            result[row, j] = math.copysign(round_magnitude(abs(total), fmt), total)
-    return np.moveaxis(result.reshape(x.shape), -1, axis)
-
-
-def _require_exact_sums(terms: Sequence[Fraction]) -> None:
-    """Refuse terms if some sum of them, in some order, has more bits than a float32."""
-    largest = sum(abs(t) for t in terms)
-    if largest == 0:
-        return
-    quantum = min(Fraction(1, t.denominator) * (t.numerator & -t.numerator) for t in terms if t)
-    if largest / quantum > 2**24 or largest > LARGEST or quantum < Fraction(FP32.smallest_subnormal):
-        raise ValueError("the sums of this transform are not exact in float32, so they depend on their order")
-
-
-def clamp(x: np.ndarray, quantile: float) -> np.ndarray:
-    """x, clipped to its numbers of ranks (1 - quantile) n and quantile n (from 0, in ascending order)."""
-    ranked = np.sort(x.ravel())
-    low, high = ranked[int((1 - quantile) * x.size)], ranked[min(int(quantile * x.size), x.size - 1)]
-    return np.clip(x, low, high)
 
 
 def _blocks(shape: Index, cast: Cast, axis: int) -> dict[Index, tuple[slice, ...]]:

@@ -15,10 +15,24 @@ import torch
 from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
-from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, Cast
 from narrowgauge.quantization.passes.c_call import MODES, SIZES, Pass, c_library, fields_of, run
 from narrowgauge.quantization.scales import Scales
 
+#: The keys of a cast that the passes implement, or that others do around them.
+KEYS = (
+    *(
+        *CODES_AND_SCALES,
+        *BY_LAYER,
+        "elements",
+        "hadamard",
+        "signs",
+        "center",
+        "center_cast",
+        "keep_channels",
+    ),
+    *("outliers", "compensate", "feedback", "expand", "prescale"),
+)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 RESULTS = ("values", "stored", "codes")  # the number on the grid, it times its block's scale, its code
 _CHOICES = ("mae", "mse", "max")
@@ -74,7 +88,7 @@ def takes(
     is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and is_here
     if not is_plain or split.dtype not in (torch.float32, torch.bfloat16) or not split.numel():
         return False
-    if dtype not in _TYPES or (cast is not None and cast.element.exponent_bits == 8):
+    if dtype not in _TYPES or (cast is not None and (cast.element.exponent_bits == 8 or cast.beyond(KEYS))):
         return False
     is_flat = all(size == 1 for size in blocks.size[:-2]) or (_is_one(blocks) and not is_whole)
     is_followed = split.requires_grad and torch.is_grad_enabled()
@@ -212,15 +226,12 @@ def _sizes(split: torch.Tensor, blocks: Blocks, is_whole: bool = False) -> dict[
 
 
 def _grid(sizes: dict[str, int]) -> tuple[int, int, int]:
-    rows, columns = (-(-sizes[d] // sizes[f"block_{d.removesuffix('s')}s"]) for d in ("rows", "columns"))
-    return sizes["batch"], rows, columns
+    rows, columns = sizes["rows"], sizes["columns"]
+    return sizes["batch"], -(-rows // sizes["block_rows"]), -(-columns // sizes["block_columns"])
 
 
 def _entries(of: torch.Tensor, blocks: Blocks, sizes: dict[str, int]) -> torch.Tensor:
     """What stands over a split tensor, float32, with one entry a block in memory, or a piece of one."""
     if prod(_grid(sizes)) != prod(blocks.grid):
         return of.reshape(()).float().expand(_grid(sizes)).contiguous()
-    inner = blocks.inner
-    counts = iter(blocks.grid)
-    aligned = [1 if dim in inner else next(counts) for dim in range(len(blocks.grid) + len(inner))]
-    return of.float().expand(aligned).contiguous()
+    return of.float().expand(blocks.aligned).contiguous()

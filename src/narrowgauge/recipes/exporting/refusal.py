@@ -143,13 +143,13 @@ def _distance(c: Cast, other: Cast) -> tuple[bool, bool, int]:
 
 def _differing(c: Cast, other: Cast) -> list[str]:
     """The keys that differ, without those that follow from another one."""
-    names = [f.name for f in fields(c) if f.name != "name"]
-    found = [n for n in names if getattr(c, n) != getattr(other, n, default_of(c, n))]
+    others = c.defaults() | other.values()
+    found = [key for key, value in c.values().items() if value != others[key]]
     follow = {"scale": "scale_rule", "candidates": "choose", "hadamard": "signs"}
     follow = {key: other for key, other in follow.items() if key in found}
     return [n for n in found if n not in follow.values()] or ["name"]
 
 
 def _shown(key: str, c: Cast) -> str:
-    value = key_value(key, getattr(c, key, None))
+    value = key_value(key, c.values().get(key))
     return toml_value(value) if value or value is False else "none"

@@ -8,20 +8,51 @@ a constant row to a single spike. For n = 16 they are the fixed ones of Transfor
 Arithmetic follows it too: x times the matrix in x's own dtype, accumulated in fp32.
 """
 
-import math
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from narrowgauge.devices import imagined, is_shape_only
 from narrowgauge.errors import UserError
-from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.context import QuantContext
+from narrowgauge.formats import format
+from narrowgauge.formats.oracle import FP32, round_magnitude, round_scalar
+from narrowgauge.quantization.stages.stage import Rules, Transform
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 # TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
 SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hadamard(Transform):
+    """A Hadamard transform along the contraction.
+
+    Attributes:
+        size: The elements of a group; 0 for no transform.
+        signs: () for those of the size (TransformerEngine's for 16, else all +1), "random" for new ones in
+            each step, or one +1 or -1 for each element of a group.
+    """
+
+    size: int = 0
+    signs: tuple[int, ...] | str = ()
+    KEYS: ClassVar[Mapping[str, str]] = {"hadamard": "size", "signs": "signs"}
+
+    def rules(self, cast: Any) -> Rules:
+        """The rules of its keys."""
+        size, signs = self.size, self.signs
+        is_signs = signs in ((), "random") or (len(signs) == size and set(signs) <= {1, -1})
+        return [
+            ("hadamard", not size or (size > 1 and not size & (size - 1)), "it must be 0 or a power of two"),
+            ("signs", is_signs, '"random" or one +1 or -1 for each element of a group are possible'),
+        ]
 
 
 @cache
@@ -33,6 +64,8 @@ def _matrix(size: int) -> tuple[tuple[float, ...], ...]:
 
 def transform(size: int, signs: torch.Tensor | Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """The matrix D H / sqrt(size) that rows are multiplied by, in the dtype and on the device of `like`."""
+    import torch
+
     if isinstance(signs, torch.Tensor):
         return signs.to(like.device, like.dtype).unsqueeze(-1) * _constant(size, (1,) * size, like)
     return _constant(size, tuple(signs) or SIGNS.get(size, (1,) * size), like)
@@ -46,6 +79,8 @@ def _constant(size: int, signs: tuple[int, ...], like: torch.Tensor) -> torch.Te
 
     A tensor without storage, or one of a compiler, belongs to its context and is not kept.
     """
+    import torch
+
     key = (size, signs, like.dtype, like.device, imagined(like.device))
     is_plain = not torch.compiler.is_compiling() and type(like) in (torch.Tensor, torch.nn.Parameter)
     if is_plain and key in _KEPT:
@@ -73,6 +108,8 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
     Raises:
         UserError: `size` is no power of two.
     """
+    import torch
+
     if size < 2 or size & (size - 1):
         raise UserError(f"a Hadamard transform of size {size}: the size must be a power of two, such as 16")
     matrix = transform(size, signs, x)
@@ -87,9 +124,40 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
     return (matrix.T @ rows).view(groups.shape).flatten(axis, axis + 1)
 
 
-def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
-    """The tensor after the cast's Hadamard transform, if it has one."""
-    if not cast.hadamard:
-        return x
-    context.require_groups(cast, axis)
-    return hadamard(x, cast.hadamard, axis, context.signs_of(cast))
+SIGNS_BY_HAND = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def transform_by_hand(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
+    """The oracle of `hadamard`: x D H / sqrt(size) along `axis`.
+
+    The entries of the matrix are rounded to x's dtype first.
+    """
+    import numpy as np
+
+    fmt = format(dtype)
+    entry = Fraction(round_scalar(1 / math.sqrt(size), fmt))
+    d = tuple(signs) or (SIGNS_BY_HAND if size == 16 else (1,) * size)
+    x = np.moveaxis(x, axis, -1)
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
+    groups = x.reshape(-1, size)
+    result = np.zeros_like(groups)
+    for row, group in enumerate(groups):
+        if not np.isfinite(group).all():
+            result[row] = math.nan
+            continue
+        terms = [d[i] * Fraction(float(v)) * entry for i, v in enumerate(group)]
+        _require_exact_sums(terms)
+        for j in range(size):
+            total = sum((-1) ** (i & j).bit_count() * t for i, t in enumerate(terms))
+            result[row, j] = math.copysign(round_magnitude(abs(total), fmt), total)
+    return np.moveaxis(result.reshape(x.shape), -1, axis)
+
+
+def _require_exact_sums(terms: Sequence[Fraction]) -> None:
+    """Refuse terms if some sum of them, in some order, has more bits than a float32."""
+    largest = sum(abs(t) for t in terms)
+    if largest == 0:
+        return
+    quantum = min(Fraction(1, t.denominator) * (t.numerator & -t.numerator) for t in terms if t)
+    if largest / quantum > 2**24 or largest > FP32.max or quantum < Fraction(FP32.smallest_subnormal):
+        raise ValueError("the sums of this transform are not exact in float32, so they depend on their order")

@@ -1,0 +1,138 @@
+"""Channels that are kept in another cast, where outliers stay in the same few columns of an activation.
+
+These columns C are held in a wider cast P (`keep_channels`; TetraJet-v2, arXiv 2510.27527):
+
+    x = x_C + x_R       x_C: the other columns are zeros; x_R: those of C are
+    operand             P(x_C) in the columns of C, Q(x_R) in all others
+
+Blocks and scales of either cast are those of the full tensor with its zeros, so that no process that holds
+some columns has to know the others. If x and w are split alike, y = x w^T is the sum of a matmul in Q and
+one in P. C is the share of columns with the largest sums of squares over all rows; of equals, the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from narrowgauge.quantization.stages.stage import Rules, Stage
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels(Stage):
+    """Channels in another cast.
+
+    Attributes:
+        share: The share of channels (columns, as stored) that are kept, those of the largest norm; all others
+            count as zero there, and they as zero here. 0 for none.
+        cast: The name of their cast. Alone, in wgrad.dy: the cast in which the output gradient meets the
+            channels that wgrad.x keeps.
+        steps: The steps whose values a layer's channels are chosen from.
+        every: 0 chooses them once, n anew after n steps.
+    """
+
+    share: float = 0.0
+    cast: str = ""
+    steps: int = 1
+    every: int = 0
+    KEYS: ClassVar[Mapping[str, str]] = {
+        **{"keep_channels": "share", "keep_cast": "cast"},
+        **{"keep_steps": "steps", "keep_every": "every"},
+    }
+
+    def rules(self, cast: Any) -> Rules:
+        """The rules of its keys."""
+        remembers = cast.history or cast.refresh or cast.clamp.quantile or cast.estimator_k
+        clock = "without keep_channels there is nothing to choose; leave it out"
+        return [
+            ("keep_channels", 0 <= self.share < 1, "it is a share of channels, above 0 and below 1"),
+            ("keep_channels", not self.share or bool(self.cast), "their cast is missing; add keep_cast"),
+            ("keep_cast", cast.is_scaled, "the cast itself is wide; leave the key out"),
+            (
+                "keep_channels",
+                not (self.share and remembers),
+                "histories, outliers and estimators are of the whole tensor; leave out history, refresh, "
+                "outliers and estimator_k",
+            ),
+            ("keep_steps", self.steps >= 1, "it is a number of steps, one or more"),
+            ("keep_steps", self.steps == 1 or bool(self.share), clock),
+            ("keep_every", not self.every or bool(self.share), clock),
+            (
+                "keep_every",
+                not self.every or self.every >= self.steps,
+                "it is a number of steps, at least keep_steps",
+            ),
+        ]
+
+
+def kept_count(share: float, channels: int) -> int:
+    """How many of so many channels are kept."""
+    return max(1, round(share * channels))
+
+
+def largest_channels(norms: torch.Tensor, share: float) -> torch.Tensor:
+    """Which channels are kept, bool, by norms of all of them; none if all are 0."""
+    import torch
+
+    order = torch.sort(norms, descending=True, stable=True).indices[: kept_count(share, len(norms))]
+    chosen = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, order, True)
+    return chosen & (norms > 0)
+
+
+def parted(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the tensor without the kept channels, the tensor with nothing else)."""
+    import torch
+
+    if not may_pick(x):
+        return torch.where(channels, 0.0, x), torch.where(channels, x, 0.0)
+    columns = channels.nonzero().flatten()
+    alone = torch.zeros_like(x).index_copy_(-1, columns, x.index_select(-1, columns))
+    return x.clone().index_fill_(-1, columns, 0.0), alone
+
+
+def joined(rest: torch.Tensor, kept: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """Both parts as one tensor, in the wider dtype of the two; `rest` may be overwritten."""
+    import torch
+
+    if not may_pick(rest):
+        return torch.where(channels, kept, rest)
+    wider, columns = torch.promote_types(rest.dtype, kept.dtype), channels.nonzero().flatten()
+    return rest.to(wider).index_copy_(-1, columns, kept.index_select(-1, columns).to(wider))
+
+
+def may_pick(x: torch.Tensor) -> bool:
+    """Whether columns may be picked by number: a GPU's host would wait for them, and a graph has none."""
+    import torch
+
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not x.requires_grad
+
+
+def largest_channels_by_hand(x: np.ndarray, share: float) -> tuple[int, ...]:
+    """The share of columns, rounded and at least one, with the largest exact sums of squares.
+
+    Of equal sums the first columns are taken, and none whose sum is 0, or whose numbers are not all finite.
+    """
+    import numpy as np
+
+    columns = [x[..., k].ravel() for k in range(x.shape[-1])]
+    finite = [c if np.isfinite(c).all() else np.zeros(0) for c in columns]
+    norms = [sum((Fraction(float(v)) ** 2 for v in column), Fraction(0)) for column in finite]
+    ranked = sorted(range(len(norms)), key=lambda k: (-norms[k], k))
+    return tuple(sorted(k for k in ranked[: max(1, round(share * len(norms)))] if norms[k]))
+
+
+def parted_by_hand(x: np.ndarray, channels: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(x with zeros in these columns, x with zeros in all others)."""
+    import numpy as np
+
+    rest, alone = x.copy(), np.zeros_like(x)
+    for k in channels:
+        rest[..., k] = 0.0
+        alone[..., k] = x[..., k]
+    return rest, alone

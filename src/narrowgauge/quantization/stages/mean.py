@@ -1,0 +1,68 @@
+"""The mean over tokens, taken away before a tensor is quantized and added to the operand in high precision.
+
+Mean-residual splitting: what is left has a smaller range than x, and the mean is one row.
+
+    x = mean + rest             operand  Q(rest) + mean
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from narrowgauge.formats import format
+from narrowgauge.formats.oracle import fl, round_magnitude
+from narrowgauge.quantization.stages.stage import Rules, Transform
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean(Transform):
+    """A mean that is quantized apart.
+
+    Attributes:
+        over: "tokens", or "" for none.
+        cast: The name of a cast in which the mean is rounded to nearest, as a row of its own: blocks lie
+            along its channels; "" leaves it wide.
+    """
+
+    over: str = ""
+    cast: str = ""
+    KEYS: ClassVar[Mapping[str, str]] = {"center": "over", "center_cast": "cast"}
+
+    def rules(self, cast: Any) -> Rules:
+        """The rules of its keys."""
+        return [
+            ("center", not self.over or cast.is_scaled, "it is for narrow elements; leave it out"),
+            (
+                "center_cast",
+                not self.cast or bool(self.over),
+                "no mean is taken away; add center = 'tokens'",
+            ),
+            (
+                "center",
+                not self.over or not (cast.clamp.quantile or cast.history),
+                "outliers and histories are of the tensor with its mean; leave one of them out",
+            ),
+        ]
+
+
+def token_mean_by_hand(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The exact mean over all dimensions but the last, rounded to x's dtype."""
+    import numpy as np
+
+    columns = [[Fraction(float(v)) for v in x[..., k].ravel()] for k in range(x.shape[-1])]
+    means = [sum(column, Fraction(0)) / len(column) for column in columns]
+    return np.array([math.copysign(float(round_magnitude(abs(m), format(dtype))), m) for m in means])
+
+
+def less_mean_by_hand(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Every number less the mean of its column, rounded to float32."""
+    import numpy as np
+
+    return np.vectorize(lambda v, m: float(fl(Fraction(v) - Fraction(m))), otypes=[np.float64])(x, mean)

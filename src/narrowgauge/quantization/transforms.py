@@ -1,0 +1,157 @@
+"""A tensor on its way to its blocks: the transforms of its cast, and the channels that another cast keeps.
+
+`prepare` applies the transforms of a cast in turn; `Prepared.restored` adds to an operand what they removed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from narrowgauge.collectives import all_reduce_sum
+from narrowgauge.errors import UserError
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
+from narrowgauge.quantization.passes import in_c
+from narrowgauge.quantization.passes.chunks import chunks
+from narrowgauge.quantization.sharding.shard import TensorShard
+from narrowgauge.quantization.stages.channels import largest_channels
+from narrowgauge.quantization.stages.clamp import Clamp, quantile_ranks, ranked
+from narrowgauge.quantization.stages.hadamard import Hadamard, hadamard
+from narrowgauge.quantization.stages.mean import Mean
+
+Narrow = Callable[[torch.Tensor, str, QuantContext], torch.Tensor]
+
+
+class Prepared(NamedTuple):
+    """A tensor after the transforms of its cast.
+
+    Attributes:
+        x: The tensor that is quantized.
+        mean: The mean that was taken away, float32, transformed like x; None if none was.
+        unclamped: x before its outliers were clamped; None if they were not.
+    """
+
+    x: torch.Tensor
+    mean: torch.Tensor | None = None
+    unclamped: torch.Tensor | None = None
+
+    def restored(self, operand: torch.Tensor, clamp: Clamp) -> torch.Tensor:
+        """A float32 operand with what was taken away, in place."""
+        if self.mean is not None:
+            operand.add_(self.mean)
+        # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
+        if clamp.adds_back and self.unclamped is not None:
+            for chunk in chunks(operand):
+                cut = chunk.of(self.unclamped).to(torch.float32, copy=True).sub_(chunk.of(self.x))
+                chunk.of(operand).add_(cut)
+        return operand
+
+
+def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narrow: Narrow) -> Prepared:
+    """Apply the transforms of a cast to a tensor.
+
+    Args:
+        x: The tensor.
+        cast: The cast.
+        axis: The axis that a GEMM contracts.
+        context: The context of the cast.
+        narrow: Quantizes a row in a named cast under a context, and gives its values.
+
+    Raises:
+        UserError: The cast has a transform that is not known here.
+    """
+    prepared = Prepared(x)
+    for stage in cast.transforms:
+        if type(stage) not in _STEPS:
+            raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(stage.KEYS)}; remove the key")
+        prepared = _STEPS[type(stage)](prepared, cast, axis, context, narrow)
+    return prepared
+
+
+def _without_mean(
+    prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow
+) -> Prepared:
+    """Take the mean over tokens away. It is in x's dtype; `center_cast` rounds what is added back."""
+    x = prepared.x
+    mean = context.token_mean(x, in_c.token_sums(x)).float()
+    rest = x - mean  # in float32
+    if cast.mean.cast:
+        row = QuantContext(shard=None if context.shard is None else context.shard.row())
+        mean = narrow(mean.flatten(0, -2), cast.mean.cast, row).view([1] * (x.ndim - 1) + [-1])
+    return Prepared(rest, mean)
+
+
+def _transformed(
+    prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow
+) -> Prepared:
+    """Transform the tensor and its mean, so that the sum of both is the transformed tensor."""
+    x, mean = prepared.x, prepared.mean
+    of_mean = None if mean is None else transformed(mean.expand_as(x), cast, axis, context)
+    return Prepared(transformed(x, cast, axis, context), of_mean)
+
+
+def _clamped(prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow) -> Prepared:
+    """Clamp the outliers."""
+    x, quantile = prepared.x, cast.clamp.quantile
+    return prepared._replace(x=clamp_outliers(x, quantile, context) if quantile else x, unclamped=x)
+
+
+_STEPS: Mapping[type, Callable[..., Prepared]] = {
+    Mean: _without_mean,
+    Hadamard: _transformed,
+    Clamp: _clamped,
+}
+
+
+def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
+    """The tensor after the cast's Hadamard transform, if it has one."""
+    if not cast.hadamard.size:
+        return x
+    context.require_groups(cast, axis)
+    return hadamard(x, cast.hadamard.size, axis, context.signs_of(cast))
+
+
+def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:
+    """Clamp a tensor to its quantiles 1 - `quantile` and `quantile`.
+
+    Both are elements of the tensor, no mean of two. Those of a global tensor are found among all its
+    elements, which are brought to every process that holds some.
+    """
+    if context.limits is not None:
+        return x.clamp(*context.limits)
+    elements = context.global_elements(x.detach())
+    if not elements.numel():
+        return x
+    low, high = ranked(elements, *quantile_ranks(elements.numel(), quantile))
+    return x.clamp(low, high)
+
+
+def squared_norms(x: torch.Tensor, shard: TensorShard | None = None) -> torch.Tensor:
+    """The sum of squares of each channel (last dimension) of the global tensor: this process's part, float64.
+
+    The order of a float64 sum over processes decides between two channels by the rarest chance only. A
+    channel that is not finite counts as nothing: it breaks its own blocks.
+    """
+    sums = x.detach().double().square().flatten(0, -2).sum(0)
+    sums = torch.where(sums.isfinite(), sums, 0.0)
+    if shard is None or not shard.axes[-1].groups:
+        return sums
+    columns = shard.axes[-1]
+    return sums.new_zeros(columns.size).index_copy(0, columns.global_indices.to(x.device), sums)
+
+
+def kept_channels(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
+    """Which channels of a local tensor are kept, bool: the given ones, else those of its global tensor."""
+    if context.channels is not None:
+        return context.channels
+    shard = context.shard
+    norms = all_reduce_sum(squared_norms(x, shard), [] if shard is None else shard.groups)
+    return local_channels(largest_channels(norms, cast.channels.share), shard)
+
+
+def local_channels(channels: torch.Tensor, shard: TensorShard | None) -> torch.Tensor:
+    """The part of a row of all channels that a local tensor has."""
+    if shard is None or not shard.axes[-1].groups:
+        return channels
+    return channels[shard.axes[-1].global_indices.to(channels.device)]
