@@ -29,6 +29,6 @@ def test_the_program_of_one_process_trains_and_resumes(tmp_path, monkeypatch):
 def test_each_row_is_a_test():
     assert test_own_loop
     assert test_own_loop_state
-    table = PAGE[PAGE.index("| | products") :]
+    table = PAGE[PAGE.index("| | GEMMs") :]
     rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]
     assert sorted(rows) == sorted(ROWS | OF_TWO_PROCESSES | {RESUME, MIXTURES})

@@ -25,9 +25,6 @@ NOT_YET = {
     "docs/recipes.md",
     "docs/results.md",
     "docs/which-number-hurts.md",
-    "docs/how-to/my-run-diverged.md",
-    "docs/how-to/trainers.md",
-    "docs/how-to/your-own-loop.md",
 }
 PAGES = sorted(
     {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - EXEMPT
