@@ -1,4 +1,4 @@
-"""The tables of docs/recipes.md: the casts of each place of each recipe, and what other tools cannot say."""
+"""The tables of docs/recipes.md: the casts of each recipe, and the keys that other tools lack."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from narrowgauge.recipes.describe import NONE, WORDS, recipe_facts
 from narrowgauge.recipes.exporting import TARGETS, Refusal, refusals
 from narrowgauge.recipes.places import GEMM_PLACES
-from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.registry import recipe, recipe_names
 
 # What stands for a source, and where that is.
@@ -65,28 +64,21 @@ def linked(source: str) -> str:
 
 
 def refusals_table() -> list[str]:
-    """The Markdown table recipe x target: "written", or the keys that the target cannot say."""
+    """The Markdown table recipe x target: "written", or the keys that the target lacks."""
     rows = []
     for name in recipe_names():
-        cells = [refused_keys(recipe(name), refusals(recipe(name), target)) for target in TARGETS]
+        cells = [refused_keys(refusals(recipe(name), target)) for target in TARGETS]
         rows.append([f"`{name}`", *cells])
     heads = [f"`{target}`: {TARGETS[target].version.partition(' (')[0]}" for target in TARGETS]
     return _markdown(["recipe", *heads], rows)
 
 
-def refused_keys(chosen: Recipe, found: Iterable[Refusal]) -> str:
-    """The keys of refusals, each with its places: "all" of them, or some."""
-    places: dict[str, list[str]] = {}
-    for r in found:
-        places.setdefault(r.key, []).append(r.place)
-    if "compute" in places:
+def refused_keys(found: Iterable[Refusal]) -> str:
+    """The keys of refusals; `narrowgauge recipes NAME --to TARGET` prints their places."""
+    keys = list(dict.fromkeys(r.key for r in found))
+    if "compute" in keys:
         return "nothing to quantize"
-    parts = []
-    for key, held in places.items():
-        narrow = [place for place in GEMM_PLACES if chosen.casts[place].is_scaled]
-        where = "" if held in ([key], [""]) or set(held) >= set(narrow) else f" ({', '.join(held)})"
-        parts.append(f"`{key}`{where}")
-    return ", ".join(parts) or "**written**"
+    return ", ".join(f"`{key}`" for key in keys) or "**written**"
 
 
 def generated(page: str, tables: Mapping[str, Sequence[str]]) -> str:
