@@ -2,7 +2,8 @@
 dying with the launcher.
 
 A run that is asked to stop saves after its step. Before its first step there is nothing to save, and it
-stops at once; during the seconds of importing torch it only notes what it was asked. Exit code 75 either way.
+stops at once; while it imports torch, or looks for the other ranks, it only notes the request, because a rank
+that ended before it met the others would leave them waiting. Exit code 75 either way.
 
 A second Ctrl-C, or another signal than the first, stops the run at once. The first one again does not: a
 scheduler that tells every process of a job tells a run of `compare` twice, directly and through its parent.
@@ -11,10 +12,12 @@ This file imports nothing that takes time, because signals arrive from the first
 """
 
 import ctypes
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -47,6 +50,7 @@ class Requests(list[str]):
     """The names of the signals that asked, in their order; itself the handler of these signals."""
 
     at_once = False  # whether there is nothing to save, and a request need not wait for a step
+    noted_at = math.inf  # when the first came, on the clock of `time.monotonic`
 
     @property
     def number(self) -> int:
@@ -69,6 +73,7 @@ class Requests(list[str]):
         if self and (number == signal.SIGINT or name not in self):
             raise KeyboardInterrupt
         self.append(name)
+        self.noted_at = min(self.noted_at, time.monotonic())
         if self.at_once and len(self) == 1:
             raise _early(name)
 
@@ -96,6 +101,18 @@ def stop_requests(at_the_end: bool = False) -> Iterator[Requests]:
     finally:
         for n, handler in previous.items():
             signal.signal(n, signal.SIG_IGN if at_the_end else handler)
+
+
+def heed_early(after_s: float = 0.0) -> None:
+    """Raise `StoppedEarly` for a request that was noted `after_s` seconds ago or earlier.
+
+    With 0 later requests raise it too, since the run has nothing to save yet.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not isinstance(handler, Requests):
+        return
+    if not after_s or time.monotonic() - handler.noted_at >= after_s:
+        handler.nothing_to_save()
 
 
 def heed_no_more() -> None:

@@ -7,6 +7,7 @@ raise=R@S      rank R raises in step S: a ValueError, or what `error` names
 hang=R@S       rank R never leaves step S
 hang_s=X       the run's patience
 rendezvous_s=X how long to wait for missing ranks
+wait=X         seconds between the first moment that a signal is noted and looking for the other ranks
 """
 
 import os
@@ -83,7 +84,8 @@ def main() -> int:
     hang_s, rendezvous_s = float(options.get("hang_s", 60)), float(options.get("rendezvous_s", 60))
     try:
         with stop_requests() as requests:
-            requests.nothing_to_save()
+            (run / f"ready-{world.rank}").touch()
+            time.sleep(float(options.get("wait", 0)))
             with init_process_group(world, torch.device("cpu"), hang_s, rendezvous_s) as coordinator:
                 work(coordinator, run, requests, options)
     except (Preempted, StoppedEarly) as stop:

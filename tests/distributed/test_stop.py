@@ -42,6 +42,17 @@ def test_a_signal_before_all_have_come_stops_those_that_are_here(rank, run):
     assert "SIGUSR1 before a step was done" in ended[1].err
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_is_asked_before_it_meets_the_others_ends_them_all(rank, run, first):
+    asked = rank(first, "wait=0.5")
+    run.until((run.path / f"ready-{first}").exists)
+    asked.send(signal.SIGTERM)
+    other = rank(1 - first)
+    ended = {first: asked.wait(), 1 - first: other.wait()}
+    assert [ended[r].code for r in (0, 1)] == [75, 75], ended
+    assert "SIGTERM before a step was done" in ended[first].err
+
+
 def test_torchrun_hands_a_signal_on_and_its_processes_save(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)

@@ -38,16 +38,19 @@ def lock_run(directory: Path, rank: int = 0, barrier: Callable[[], None] | None 
         UserError: another run holds it, named by its process id and host; or the directory or its file
             system cannot be locked.
     """
+    own_line = f"process {os.getpid()} on host {socket.gethostname()}\n".encode()
     with _opened(directory, LOCK) as lock, _opened(directory, RANKS) as ranks:
         if rank == 0:
             _take(lock, lock, directory, fcntl.LOCK_EX)
             _take(ranks, lock, directory, fcntl.LOCK_EX)  # no rank of another run is left
             os.ftruncate(lock, 0)
+            os.write(lock, own_line)  # the first line, which messages name
             fcntl.flock(ranks, fcntl.LOCK_UN)
         if barrier is not None:
             barrier()  # rank 0 holds the first lock
             _take(ranks, lock, directory, fcntl.LOCK_SH)
-        os.write(lock, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
+        if rank != 0:
+            os.write(lock, own_line)
         if barrier is not None:
             barrier()  # all ranks hold the second lock
         yield

@@ -37,6 +37,7 @@ from narrowgauge.distributed.process_group.failure import (
     store_gone,
 )
 from narrowgauge.distributed.process_group.rendezvous import (
+    MEET_S,
     await_leavers,
     hosts_store,
     leave,
@@ -46,7 +47,7 @@ from narrowgauge.distributed.process_group.rendezvous import (
     register,
 )
 from narrowgauge.distributed.process_group.watchdog import Watchdog
-from narrowgauge.signals import Preempted, heed_no_more
+from narrowgauge.signals import Preempted, StoppedEarly, heed_early, heed_no_more
 
 HANG_S, RENDEZVOUS_S = 600.0, 300.0
 START = 3.0  # patience for what happens once: restoring, compiling, the first step
@@ -207,6 +208,7 @@ def init_process_group(
     """
     coordinator = Coordinator(world, device)
     if world.size == 1:
+        heed_early()
         yield coordinator
         return
     hosts = hosts_store(world, environ)
@@ -214,6 +216,7 @@ def init_process_group(
     coordinator._store = store
     try:
         with coordinator.first_failure():
+            heed_early()  # not before: the other ranks learn of a request from the store
             register(store, world, rendezvous_s)
             coordinator.watchdog = Watchdog(world, open_store(world, environ, rendezvous_s), hang_s)
             coordinator.progress("the start", START)
@@ -230,12 +233,17 @@ def init_process_group(
             raise preempted
     except Preempted:
         raise
-    except BaseException:
+    except BaseException as error:
+        is_alone = coordinator.control is None
         if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for ever
             coordinator.control = None
             dist.destroy_process_group()  # ends the waiting of the others
         if hosts:
-            await_leavers(store, _LINGER_S)  # the others still have to read the cause
+            # The others still have to read the cause, also those that have not arrived yet.
+            if is_alone and isinstance(error, StoppedEarly | StoppedByPeer):
+                await_leavers(store, MEET_S, world.size)
+            else:
+                await_leavers(store, _LINGER_S)
         raise
     finally:
         if coordinator.watchdog is not None:

@@ -21,11 +21,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from narrowgauge.distributed.launch.world import World
 from narrowgauge.distributed.process_group.failure import Failure, PeerGone
 from narrowgauge.errors import UserError
+from narrowgauge.signals import heed_early
 
 # In the environment: a name for each of several runs of one launcher. The second is the variable's old name.
 RENDEZVOUS, _FORMER = "NARROWGAUGE_RENDEZVOUS", "NARROWGAUGE_MEETING"
 _POLL_S = 0.1
 NEVER = timedelta(days=30)
+MEET_S = 10.0  # how long a rank that is asked to stop waits for ranks that do not know of it yet
 
 
 def hosts_store(world: World, environ: Mapping[str, str]) -> bool:
@@ -82,6 +84,7 @@ def _wait_until_open(world: World, timeout_s: float) -> None:
             reason = f"no host has the name {world.master_addr!r} ({error.strerror})"
         except OSError as error:
             reason = error.strerror or str(error)
+        heed_early(MEET_S)
         if time.monotonic() > deadline:
             raise UserError(
                 f"rank {world.rank} finds nobody at {world.master_addr}:{world.master_port} after "
@@ -111,11 +114,13 @@ def register(store: Store, world: World, timeout_s: float) -> None:
         )
     arrived = store.add("arrived", 1)
     deadline = time.monotonic() + timeout_s
-    while arrived < world.size:
-        if time.monotonic() > deadline:
-            raise UserError(_missing(store, world, timeout_s))
+    while True:
         if Failure.find(store) is not None:
             raise PeerGone("another rank has ended the run while this one waited for the others")
+        if arrived >= world.size:
+            return
+        if time.monotonic() > deadline:
+            raise UserError(_missing(store, world, timeout_s))
         time.sleep(_POLL_S)
         arrived = store.add("arrived", 0)
 
@@ -125,10 +130,10 @@ def leave(store: Store) -> None:
     store.add("left", 1)
 
 
-def await_leavers(store: Store, seconds: float) -> None:
-    """Wait until all registered processes have left, but at most `seconds`: some may have been killed."""
+def await_leavers(store: Store, seconds: float, ranks: int = 0) -> None:
+    """Wait until all registered processes, and at least `ranks`, have left; at most `seconds`."""
     deadline = time.monotonic() + seconds
-    while store.add("left", 0) < store.add("arrived", 0) and time.monotonic() < deadline:
+    while store.add("left", 0) < max(ranks, store.add("arrived", 0)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 

@@ -77,7 +77,6 @@ def run(
         stop_requests() as requests,
         Display(console, resolved.steps, resolved.every.log) as display,
     ):
-        requests.nothing_to_save()
         patience = resolved.config.training.hang_timeout
         with init_process_group(resolved.world, resolved.device, patience) as coordinator:
             dataset = open_checked_data(resolved.config, coordinator, display.stage)
