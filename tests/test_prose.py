@@ -13,25 +13,17 @@ ROOT = Path(__file__).parents[1]
 EXEMPT = {"docs/lab-log-archive.md", "docs/faults.md"}
 #: Pages that are still to be rewritten. Take a page out of this list once it is; add none.
 NOT_YET = {
-    "docs/compare.md",
-    "docs/dependencies.md",
     "docs/design.md",
     "docs/evidence.md",
-    "docs/fp8-in-100-lines.md",
-    "docs/gauges.md",
-    "docs/models.md",
     "docs/performance.md",
-    "docs/plan.md",
     "docs/recipes.md",
-    "docs/results.md",
-    "docs/which-number-hurts.md",
 }
 PAGES = sorted(
     {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - EXEMPT
     | {"README.md", "CONTRIBUTING.md"}
 )
 #: How often each pattern still occurs in docstrings of src. Lower a count as you rewrite; never raise it.
-IN_DOCSTRINGS = dict(zip(PATTERNS, (40, 38, 23, 27, 116, 22, 0, 0, 2, 0, 67, 38, 112, 31, 0), strict=True))
+IN_DOCSTRINGS = dict(zip(PATTERNS, (39, 38, 23, 26, 115, 22, 0, 0, 2, 0, 57, 38, 106, 28, 0), strict=True))
 EXAMPLES = (
     "The moments are narrow, too.",
     "A micro-batch is no step.",

@@ -20,7 +20,7 @@ PATTERNS = {
     r"\bthat which\b": "the noun",
     r"\bmend(?:s|ed|ing)?\b": '"fix"',
     r"\bplugs?\b(?! ?-?in)": '"integration"',
-    rf"\b{_OWN}(?=[.,;:)])|\bof {_OWN}": '"its", "your", "separate"',
+    rf"\bof {_OWN}": '"its", "your", "separate"',
     r"\bbeside\b": '"next to", "with", "along with"',
     r"\bproducts\b": '"matmuls", "GEMMs"',
     r"\bnarrow numbers\b": '"low precision", "narrow formats"',
