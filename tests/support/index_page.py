@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "index.md"
-LAST = "## Contribute\n"  # links to files outside of docs/, which the site does not have
+LAST = "## Alternatives\n"  # what follows compares libraries, and links to files outside docs/
 
 
 def text() -> str:
-    """The README up to its last section, with links relative to docs/."""
+    """The README up to `LAST`, with links relative to docs/."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     kept, found, _ = readme.partition(LAST)
     assert found, f"the README has no section {LAST!r}"
