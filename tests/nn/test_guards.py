@@ -56,7 +56,7 @@ def test_what_fills_no_block_is_filled_with_zeros(name, m, k, n):
         "compensate": False,
     }
     plain |= {"center": "", "center_cast": ""}
-    r = replace(r, casts={p: replace(c, **plain) if c.is_scaled else c for p, c in r.casts.items()})
+    r = replace(r, casts={p: c.having(**plain) if c.is_scaled else c for p, c in r.casts.items()})
     g = torch.Generator().manual_seed(2)
     x, w, dy = (torch.randn(*size, generator=g) for size in ((m, k), (n, k), (m, n)))
 

@@ -23,7 +23,6 @@ from narrowgauge.devices import is_gpu
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import KnownAmax
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.kernels.recompute import is_unread
 from narrowgauge.nn.fused_mlp import fp8_scaling, swiglu_mlp
 from narrowgauge.nn.gemm import QuantizedOperand
 from narrowgauge.nn.histories import History, history_of
@@ -192,7 +191,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         weight, shares = self.weight, self.is_sharded or not self.shards.is_whole
         is_fp32 = input.dtype == weight.dtype == self.spec.compute == torch.float32
         is_other = self.state_at_rest is not None or self.has_memory or self.spec.transposed or shares
-        is_watched = self.observer is not None or self.accumulation is not None or is_unread()
+        is_watched = self.observer is not None or self.accumulation is not None
         is_here = input.device.type == "cpu" and type(weight) is torch.nn.Parameter
         is_eager = not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
         return is_fp32 and is_here and is_eager and not (is_other or is_watched)

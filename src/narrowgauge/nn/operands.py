@@ -69,7 +69,7 @@ class LayerSpec:
             "reuses_x": has_all and reuses("wgrad.x", self.casts, self.saved),
             "reuses_w": has_all and reuses("dgrad.w", self.casts, self.saved),
             "is_wide": isinstance(self.saved, str)
-            and all(cast == _WIDE[self.compute] for cast in self.casts.values()),
+            and all(cast == _WIDE.get(self.compute) for cast in self.casts.values()),
         }
         for name, value in facts.items():
             object.__setattr__(self, name, value)
