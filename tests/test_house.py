@@ -326,3 +326,23 @@ def test_what_make_test_does_not_wait_for_exists():
     for name in THOROUGH:
         file, *_, function = name.split("::")
         assert f"def {function}(" in (tests / file).read_text(encoding="utf-8"), name
+
+
+# Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
+SOURCE_LINES, READING_PATH_LINES = 62_703, 3_515
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_the_source_does_not_grow_unnoticed():
+    assert sum(map(lines_of, FILES)) <= SOURCE_LINES
+
+
+def test_the_reading_path_does_not_grow_unnoticed():
+    page = (ROOT.parents[1] / "docs" / "reading-order.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| (.*?) \|", page, re.MULTILINE)
+    files = [ROOT / name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(files) >= len(rows) > 10
+    assert sum(map(lines_of, files)) <= READING_PATH_LINES

@@ -27,6 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from narrowgauge.distributed.launch.world import World
 from narrowgauge.distributed.process_group.failure import (
     EXIT_FAILED,
+    EXIT_PREEMPTED,
     Failure,
     StoppedByPeer,
     await_failure,
@@ -178,6 +179,12 @@ class Coordinator:
         return local_failure.publish(store)
 
 
+def _asked_early(error: BaseException) -> bool:
+    """Whether the run ends because some rank was asked to stop before a step."""
+    is_of_peer = isinstance(error, StoppedByPeer) and error.code == EXIT_PREEMPTED
+    return is_of_peer or isinstance(error, StoppedEarly)
+
+
 def _wait_for_the_watchdog() -> NoReturn:
     """Wait for the watchdog, which has detected a hang, to end this process."""
     while True:
@@ -234,13 +241,11 @@ def init_process_group(
     except Preempted:
         raise
     except BaseException as error:
-        is_alone = coordinator.control is None
         if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for ever
             coordinator.control = None
             dist.destroy_process_group()  # ends the waiting of the others
         if hosts:
-            # The others still have to read the cause, also those that have not arrived yet.
-            if is_alone and isinstance(error, StoppedEarly | StoppedByPeer):
+            if _asked_early(error):  # ranks that have not arrived yet have to read it, as all others do
                 await_leavers(store, MEET_S, world.size)
             else:
                 await_leavers(store, _LINGER_S)
