@@ -70,6 +70,8 @@ def processes_of(words: list[str]) -> int:
 def check(words: list[str], processes: int = 1) -> list[Path]:
     """Read a line of `narrowgauge`, and lay it out; the run directories that it would make."""
     words = words[: words.index("|")] if "|" in words else words
+    if words == ["--help"]:
+        return []
     if "--help" in words:
         with pytest.raises(SystemExit):
             read_line(words)

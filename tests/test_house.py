@@ -20,6 +20,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "signals": (),
     "processes": (),
     "units": (),
+    "once": (),
     "t_interval": (),
     "files": (),
     "json_lines": (),
@@ -329,7 +330,7 @@ def test_what_make_test_does_not_wait_for_exists():
 
 
 # Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
-SOURCE_LINES, READING_PATH_LINES = 62_703, 3_515
+SOURCE_LINES, READING_PATH_LINES = 62_753, 3_540
 
 
 def lines_of(path: Path) -> int:

@@ -5,6 +5,7 @@ Reading this imports no torch, so that help and mistakes are answered at once.
 
 import argparse
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 from narrowgauge.cli.parsing.key_parser import KeyParser
@@ -306,6 +307,11 @@ def _runs(p: KeyParser) -> None:
     p.add_argument("--json", action="store_true", help="for programs: a list, a run without a loss has null")
 
 
+def _doctor(p: KeyParser) -> None:
+    """Add the options that stand with the verb, which also works where packages are missing."""
+    import_module("narrowgauge.cli.verbs.doctor").add_options(p)
+
+
 def _completion(p: KeyParser) -> None:
     p.add_argument("shell", metavar="bash|zsh|fish", help="for which the script is printed")
 
@@ -315,6 +321,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "compare": _compare,
     "plan": _plan,
     "bench": _bench,
+    "doctor": _doctor,
     "scaling": _scaling,
     "convert": _convert,
     "prepare": _prepare,

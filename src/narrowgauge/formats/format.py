@@ -21,7 +21,8 @@ section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
 import math
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+
+from narrowgauge.once import compute_all, computed_once
 
 
 class Specials(Enum):
@@ -47,31 +48,34 @@ class Format:
     twos_complement: bool = False  # True: the code is a signed integer, not sign and magnitude
     source: str = ""
 
+    def __post_init__(self) -> None:
+        compute_all(self)
+
     def __repr__(self) -> str:
         bits = f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}, bias={self.bias}"
         return f"Format({self.name!r}, {bits}, max={self.max:g})"
 
-    @cached_property
+    @computed_once
     def bits(self) -> int:
         """Bits of one code."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
-    @cached_property
+    @computed_once
     def is_fixed_point(self) -> bool:
         """Whether all numbers are evenly spaced: no exponent, so nothing but subnormals."""
         return self.exponent_bits == 0
 
-    @cached_property
+    @computed_once
     def fraction_bits(self) -> int:
         """Bits after the leading one in the highest binade."""
         return self.mantissa_bits - self.is_fixed_point
 
-    @cached_property
+    @computed_once
     def emin(self) -> int:
         """Exponent of the smallest normal number."""
         return (1 if self.zero else 0) - self.bias
 
-    @cached_property
+    @computed_once
     def emax(self) -> int:
         """Exponent of the largest finite number."""
         top_is_taken = self.specials is Specials.IEEE or (
@@ -79,40 +83,40 @@ class Format:
         )
         return 2**self.exponent_bits - 1 - top_is_taken - self.bias
 
-    @cached_property
+    @computed_once
     def max(self) -> float:
         """Largest finite number; finite overflow saturates here."""
         lost_to_nan = self.specials is Specials.NAN_ONLY and self.mantissa_bits > 0
         steps = 2**self.fraction_bits - 1 - lost_to_nan
         return math.ldexp(1 + steps * 2.0**-self.fraction_bits, self.emax)
 
-    @cached_property
+    @computed_once
     def smallest_normal(self) -> float:
         """2^emin; in fixed point the smallest positive number."""
         return self.smallest_subnormal if self.is_fixed_point else math.ldexp(1.0, self.emin)
 
-    @cached_property
+    @computed_once
     def smallest_subnormal(self) -> float:
         """The smallest positive number: the spacing of the grid around zero."""
         return math.ldexp(1.0, self.emin - self.mantissa_bits)
 
-    @cached_property
+    @computed_once
     def eps(self) -> float:
         """Distance from 1 to the next larger number."""
         return 2.0**-self.fraction_bits
 
-    @cached_property
+    @computed_once
     def has_infinity(self) -> bool:
         """Whether an infinity can be stored."""
         return self.specials is Specials.IEEE
 
-    @cached_property
+    @computed_once
     def has_negative_zero(self) -> bool:
         """Whether -0 has a code of its own."""
         is_magnitude = self.signed and not self.twos_complement
         return is_magnitude and self.zero and self.specials is not Specials.NEGATIVE_ZERO
 
-    @cached_property
+    @computed_once
     def nan_code(self) -> int | None:
         """The code written for NaN (positive, quiet), or None where the format has none."""
         match self.specials:
@@ -126,7 +130,7 @@ class Format:
             case Specials.NONE:
                 return None
 
-    @cached_property
+    @computed_once
     def infinity_code(self) -> int | None:
         """The code of +infinity, or None where the format has none."""
         return (2**self.exponent_bits - 1) << self.mantissa_bits if self.has_infinity else None

@@ -188,13 +188,14 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
 
         That is so in fp32 on a CPU, where nothing is cast, observed, added on the side or shared.
         """
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
         weight, shares = self.weight, self.is_sharded or not self.shards.is_whole
         is_fp32 = input.dtype == weight.dtype == self.spec.compute == torch.float32
         is_other = self.state_at_rest is not None or self.has_memory or self.spec.transposed or shares
         is_watched = self.observer is not None or self.accumulation is not None
         is_here = input.device.type == "cpu" and type(weight) is torch.nn.Parameter
-        is_eager = not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
-        return is_fp32 and is_here and is_eager and not (is_other or is_watched)
+        return is_fp32 and is_here and not (is_other or is_watched)
 
     def _plain_forward(self, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
         """`forward` by torch's matmul; the bias is added to the rounded sum, as it is elsewhere."""

@@ -10,11 +10,11 @@ and sums with the other processes; they belong to the room `distributed`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
+from narrowgauge.once import computed_once
 from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -79,7 +79,7 @@ class LinearShards:
     after: Exchange | None = None
     pool: PooledSequences | None = None
 
-    @cached_property
+    @computed_once
     def is_whole(self) -> bool:
         """Whether this process computes the layer alone."""
         return self == LinearShards()

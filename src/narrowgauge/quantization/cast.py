@@ -14,10 +14,10 @@ have a name are data in `named_casts.py`, what does not fit together is in `cast
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 
 from narrowgauge.formats import RANDOM_BITS, Format, format
+from narrowgauge.once import compute_all, computed_once
 from narrowgauge.quantization.cast_rules import ROUNDED_SCALES, require_valid
 from narrowgauge.quantization.stages.channels import Channels
 from narrowgauge.quantization.stages.clamp import Clamp
@@ -137,6 +137,7 @@ class Cast:
 
     def __post_init__(self) -> None:
         require_valid(self)
+        compute_all(self)
 
     def __repr__(self) -> str:
         values = self.values()
@@ -152,7 +153,7 @@ class Cast:
         """
         return tuple([key for key in self.changed_keys if key not in known])
 
-    @cached_property
+    @computed_once
     def changed_keys(self) -> tuple[str, ...]:
         """The keys that are not at their defaults, in the order in which casts are written."""
         defaults = self.defaults()
@@ -189,101 +190,101 @@ class Cast:
                 found |= f.default.values() if isinstance(f.default, Stage) else {f.name: f.default}
         return found
 
-    @cached_property
+    @computed_once
     def stages(self) -> tuple[Stage, ...]:
         """The stages that the cast has."""
         values = [(f.default, getattr(self, f.name)) for f in fields(self)]
         return tuple(value for default, value in values if isinstance(value, Stage) and value != default)
 
-    @cached_property
+    @computed_once
     def transforms(self) -> tuple[Transform, ...]:
         """The transforms that a tensor goes through before its blocks get scales, in order."""
         return tuple(stage for stage in self.stages if isinstance(stage, Transform))
 
-    @cached_property
+    @computed_once
     def is_scaled(self) -> bool:
         """Whether elements are stored with scales."""
         return self.scale != "none"
 
-    @cached_property
+    @computed_once
     def is_for_state(self) -> bool:
         """Whether only state can have it: its elements are wider than a byte, or stretched, or split."""
         is_wide = self.element.bits > 8 or self.expand or bool(self.codebook) or self.prescale
         return self.split or (self.is_scaled and is_wide)
 
-    @cached_property
+    @computed_once
     def ignores_axis(self) -> bool:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
         return is_square and not self.is_scaled_by_row and not self.beyond(_ON_NO_AXIS)
 
-    @cached_property
+    @computed_once
     def has_scale_codes(self) -> bool:
         """Whether a scale is stored as a code of a byte."""
         return self.is_scaled and format(self.scale).bits == 8
 
-    @cached_property
+    @computed_once
     def is_random(self) -> bool:
         """Whether elements or scales are rounded stochastically."""
         return "stochastic" in (self.rounding, self.scale_rounding)
 
-    @cached_property
+    @computed_once
     def is_nvfp4(self) -> bool:
         """Whether scales follow TransformerEngine's arithmetic for NVFP4: E4M3 under a second scale."""
         return self.scale == "e4m3" and self.tensor_scale != "none"
 
-    @cached_property
+    @computed_once
     def is_scaled_by_row(self) -> bool:
         """Whether there are second scales of rows, or of some columns of a row."""
         return self.tensor_scale not in ("none", "tensor")
 
-    @cached_property
+    @computed_once
     def columns_above(self) -> int:
         """The columns of a row that share a second scale; 0 for all of them."""
         return int(self.tensor_scale) if self.tensor_scale.isdigit() else 0
 
-    @cached_property
+    @computed_once
     def has_rounded_scale(self) -> bool:
         """Whether a block's scale is a quotient that is rounded to a format: elements are divided by it."""
         return self.scale in ROUNDED_SCALES and not self.is_nvfp4
 
-    @cached_property
+    @computed_once
     def target(self) -> float:
         """What the largest block scale aims at under a tensor scale."""
         return self.scale_target or (256.0 if self.candidates else 448.0)
 
-    @cached_property
+    @computed_once
     def aim(self) -> float:
         """The magnitude, in units of the scale, that the largest of a block aims at."""
         return self.element.max * self.headroom
 
-    @cached_property
+    @property
     def with_second(self) -> "Cast":
         """The cast of the blocks that have the second of `elements`."""
         return replace(self, element=format(self.elements[1]), elements=(), choose="")
 
-    @cached_property
+    @property
     def with_nearest_scales(self) -> "Cast":
         """The cast whose scales `correct` corrects: rounded to nearest."""
         return replace(self, scale_rounding="nearest-even", correct="") if self.correct else self
 
-    @cached_property
+    @property
     def of_the_rest(self) -> "Cast":
         """The cast of the channels that are not kept in `keep_cast`."""
         return replace(self, channels=_CHANNELS)
 
-    @cached_property
+    @property
     def stretch(self) -> tuple[float, float]:
         """What numbers of the second of `elements` are multiplied by before they are rounded, and after."""
         first, second = (format(name).max for name in self.elements)
         return second / first, first / second
 
-    @cached_property
+    @computed_once
     def zero_rule(self) -> str:
         """What a scale that rounds to 0 becomes: one of `ZERO_SCALES`."""
         return self.zero_scale or ("zero" if self.is_nvfp4 else "one")
 
-    @cached_property
+    @property
     def is_exact_in_bf16(self) -> bool:
         """Whether bfloat16 holds every product of an element and its block's scale."""
         if self.elements:
@@ -293,18 +294,18 @@ class Cast:
         bits, scale_bits = self.element.fraction_bits + 1, format(self.scale).mantissa_bits + 1
         return bits + (scale_bits if scale_bits > 1 else 0) <= 8
 
-    @cached_property
+    @computed_once
     def adds_to_operand(self) -> bool:
         """Whether something is multiplied by or added to the operand once more, in float32."""
         return self.clamp.adds_back or self.is_scaled_by_row or bool(self.mean.over)
 
-    @cached_property
+    @computed_once
     def scales_result(self) -> bool:
         """Whether `emulate` gives a tensor's scale apart, to be applied to the result of the product."""
         is_apart = self.adds_to_operand or bool(self.channels.share)
         return self.is_scaled and not is_apart and (self.block is None or self.tensor_scale == "tensor")
 
-    @cached_property
+    @computed_once
     def has_wide_operand(self) -> bool:
         """Whether `emulate` gives an operand in float32, because bfloat16 would round it."""
         if not self.is_scaled:

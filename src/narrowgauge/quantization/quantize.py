@@ -131,7 +131,8 @@ def quantize(
         UserError: Unknown cast, rule or rounding; a cast without scales; a shape that the blocks do not fit.
     """
     c = cast if isinstance(cast, Cast) else make_cast(cast)
-    c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
+    if scale_rule or rounding:
+        c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
     return quantize_in_context(x, c, axis, QuantContext(random=generator))
 
 

@@ -13,7 +13,6 @@ from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import SHORT
 from narrowgauge.cli.parsing.parser import command_parser
 from narrowgauge.cli.parsing.verbs import VERBS
-from narrowgauge.cli.verbs import doctor
 from narrowgauge.errors import unknown
 from narrowgauge.models import model_names
 from narrowgauge.quantization import cast_names, state_cast_names
@@ -59,7 +58,7 @@ def _parsers() -> Mapping[str, KeyParser]:
     """The parsers of all verbs, by name."""
     _, verbs = command_parser(KeyParser)
     for name in VERBS:
-        doctor.add_options(verbs[name]) if name == "doctor" else add_options(name, verbs[name])
+        add_options(name, verbs[name])
     return verbs
 
 

@@ -12,7 +12,6 @@ several segments, as those of a fused [q | k | v] do, where each rank holds some
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from narrowgauge.collectives import all_reduce_max, comm_tag
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
+from narrowgauge.once import computed_once
 from narrowgauge.quantization.cast import Cast
 
 
@@ -43,7 +43,7 @@ class ShardAxis:
         """Number of local entries."""
         return sum(length for _, length in self.segments)
 
-    @cached_property
+    @computed_once
     def global_indices(self) -> torch.Tensor:
         """Index of each local entry in the global dimension, int64, on the CPU."""
         return torch.cat(

@@ -8,11 +8,11 @@ no gradient, and pays the memory of a wide one.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import torch
 
 from narrowgauge.formats import RandomStream
+from narrowgauge.once import computed_once
 from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 from narrowgauge.quantization.state.prescale import PreScale, Prescaled, prescaled
 from narrowgauge.quantization.state.quantized_state import QuantizedState
@@ -33,7 +33,7 @@ class GradientState(QuantizedState):
     wide: torch.Tensor | None = None
     is_summed: bool = False
 
-    @cached_property
+    @computed_once
     def prescale(self) -> PreScale | None:
         """The automatic pre-scaling factor, where the cast has one."""
         return PreScale(self.device) if self.cast.prescale else None
