@@ -245,10 +245,9 @@ def init_process_group(
             coordinator.control = None
             dist.destroy_process_group()  # ends the waiting of the others
         if hosts:
-            if _asked_early(error):  # ranks that have not arrived yet have to read it, as all others do
-                await_leavers(store, MEET_S, world.size)
-            else:
-                await_leavers(store, _LINGER_S)
+            is_early, is_stop = _asked_early(error), isinstance(error, KeyboardInterrupt)
+            # the others have to read the cause, before the first step also ranks that have not arrived yet
+            await_leavers(store, MEET_S if is_early or is_stop else _LINGER_S, world.size if is_early else 0)
         raise
     finally:
         if coordinator.watchdog is not None:
