@@ -1,13 +1,15 @@
-"""A process that answers requests: its answers, its end, and an answer that does not come."""
+"""Programs side by side; a process that answers requests: its answers, its end, an answer that is late."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
 import pytest
 
-from narrowgauge.processes import Answering, Ended, Late
+from narrowgauge.processes import Answering, Ended, Late, Programs
 
 
 @contextmanager
@@ -68,3 +70,69 @@ def test_a_late_answer_is_an_error_and_the_process_can_be_ended(process):
 def test_ctrl_c_is_left_to_the_parent(process):
     os.kill(process.ask("pid"), signal.SIGINT)
     assert process.ask(1) == 3
+
+
+def python(text):
+    return [sys.executable, "-S", "-c", text]
+
+
+def test_programs_that_still_run_are_killed_at_the_end_of_the_block():
+    with Programs() as programs:
+        started = [programs.start(python("import time; time.sleep(60)"), os.environ) for _ in range(2)]
+    assert [program.returncode for program in started] == [-signal.SIGKILL] * 2
+
+
+def test_the_wait_for_programs_ends_soon_after_a_failure():
+    start = time.monotonic()
+    with Programs() as programs:
+        for text in ("import time; time.sleep(60)", "raise SystemExit(3)"):
+            programs.start(python(text), os.environ)
+        assert programs.wait(0.1) == 3
+    assert time.monotonic() - start < 30
+
+
+def test_a_stop_signal_is_noted_and_sent_on_and_ctrl_c_is_noted_alone():
+    seen = []
+    with Programs() as programs:
+        program = programs.start(python("import time; time.sleep(60)"), os.environ)
+        with programs.forwarding(seen.append):
+            signal.raise_signal(signal.SIGINT)
+            assert program.poll() is None
+            signal.raise_signal(signal.SIGTERM)
+        assert program.wait() == -signal.SIGTERM
+    assert seen == [signal.SIGINT, signal.SIGTERM]
+
+
+PARENT = """
+import sys, time
+from narrowgauge.processes import Answering
+from test_processes import adding
+if __name__ == "__main__":
+    process = Answering(adding, 2)
+    print(process.ask("pid"), flush=True)
+    process.ask("late")
+"""
+
+
+def test_a_process_that_answers_ends_with_its_parent_however_busy_it_is(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py")], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and _is_alive(pid):
+        time.sleep(0.05)
+    assert not _is_alive(pid)
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"

@@ -58,6 +58,11 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}{hint}{listed}")
 
 
+def words_of(error: Exception) -> str:
+    """The system's name for an error; never more, because the rest may quote what was asked."""
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip(" .")
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name that looks most like another one, or None where none looks like it.
 

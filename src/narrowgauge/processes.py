@@ -1,20 +1,141 @@
-"""A process that answers the requests of this one, over a pipe.
+"""Child processes: programs side by side, the output of a program, a process that answers requests.
 
-The process is spawned, so that it shares nothing with this one. It leaves Ctrl-C to its parent, and ends when
-the parent's end of the pipe closes: the parent has ended it, or has itself ended in any way.
+No child outlives this process, however it ends. A process that answers, and the workers of a pool, call
+`depend_on_parent`; `narrowgauge` itself, started as a program, calls `signals.die_with_launcher`.
 """
 
+import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from multiprocessing import get_context
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
-from typing import Any
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
 
+from narrowgauge.errors import words_of
+from narrowgauge.operating_system import STOP_SIGNALS
+
+T = TypeVar("T")
 _END_S = 10.0  # for a process that is asked to end
 
 #: Prepares the process and gives, for the length of a `with`, the function that answers; a name of a module.
 Prepare = Callable[..., AbstractContextManager[Callable[[Any], object]]]
+
+
+class Programs:
+    """Programs that run side by side; those that still run are killed at the end of the `with` block."""
+
+    def __init__(self) -> None:
+        self._started: list[Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for program in self._started:
+            program.kill()  # does nothing to one that has ended
+        for program in self._started:
+            program.wait()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> Popen[bytes]:
+        """Start a program; `options` are those of `subprocess.Popen`."""
+        program = Popen(command, env=environment, **options)
+        self._started = [*(one for one in self._started if one.returncode is None), program]
+        return program
+
+    def wait(self, grace_s: float) -> int:
+        """Wait for all programs; returns 0, or the exit code of one that failed, negative if it was killed.
+
+        After a failure the others have `grace_s` seconds, in which they end because of it. A killed program
+        cannot report to the others, so its death ends the wait at once.
+        """
+        deadline = float("inf")
+        while True:
+            codes = [program.poll() for program in self._started]
+            failed = [code for code in codes if code]
+            if failed and deadline == float("inf"):
+                deadline = time.monotonic() + grace_s
+            if None not in codes or min(failed, default=0) < 0 or time.monotonic() > deadline:
+                return min(failed, default=0)
+            time.sleep(0.02)
+
+    @contextmanager
+    def forwarding(self, note: Callable[[int], None]) -> Iterator[None]:
+        """Within the block, pass each stop signal to `note`, and send it on to the programs.
+
+        Ctrl-C is not sent on: it reaches every process of a terminal, and a second one stops a run at once.
+        """
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            note(number)
+            if number != signal.SIGINT:
+                for program in self._started:
+                    program.send_signal(number)  # does nothing to one that has ended
+
+        previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Output of a program, and its exit code; None: it could not be started, or did not end in time."""
+
+    code: int | None
+    out: str = ""
+    error: str = ""
+
+
+def output_of(command: Sequence[str], seconds: float) -> Output:
+    """Run a command for at most `seconds`. One that not even a kill ends is left behind."""
+    try:
+        process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace")
+    except OSError as error:
+        return Output(None, error=words_of(error))
+    try:
+        out, words = process.communicate(timeout=seconds)
+        return Output(process.returncode, out, words)
+    except TimeoutExpired:
+        process.kill()
+    try:
+        process.communicate(timeout=1)
+    except TimeoutExpired:  # stuck in the kernel
+        for stream in (process.stdout, process.stderr):
+            if stream:
+                stream.close()
+    return Output(None, error=f"no answer in {seconds:.0f} s")
+
+
+def in_time(ask: Callable[[], T], seconds: float, late: T) -> T:
+    """The result of `ask`, or `late` if that takes more than `seconds`; its thread is then left behind."""
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else late
+
+
+def depend_on_parent() -> None:
+    """Leave Ctrl-C to the parent, and end when the parent ends; for processes of `multiprocessing`."""
+
+    def exit_with_parent() -> None:
+        parent = parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 class Ended(Exception):
@@ -34,7 +155,11 @@ class Late(Exception):
 
 
 class Answering:
-    """The parent's side of a process that answers requests, one at a time."""
+    """The parent's side of a process that answers requests, one at a time.
+
+    The process is spawned, so it shares nothing with this one. It ends when the parent closes its end of the
+    pipe, or ends.
+    """
 
     def __init__(self, prepare: Prepare, *arguments: object) -> None:
         """Start the process; `prepare(*arguments)` is called there."""
@@ -93,7 +218,7 @@ class Answering:
 
 def _serve(prepare: Prepare, arguments: tuple[object, ...], connection: Connection) -> None:
     """Prepare, then answer requests until the parent closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    depend_on_parent()
     with prepare(*arguments) as answer:
         try:
             connection.send(None)

@@ -14,20 +14,17 @@ ranks of one run. Their rendezvous uses the run's name, because a launcher's sto
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import BinaryIO
+from subprocess import DEVNULL, Popen
 
 import torch
 
 from narrowgauge.distributed import RENDEZVOUS
 from narrowgauge.errors import ProcessFailed
 from narrowgauge.experiment.jobs import Job, state_of
-from narrowgauge.operating_system import STOP_SIGNALS
+from narrowgauge.processes import Programs
 from narrowgauge.report.read.records import read_status
 from narrowgauge.runs.monitor.products import PRODUCTS
 from narrowgauge.signals import COMPARED
@@ -51,8 +48,7 @@ class Place:
     number: int
     jobs: Iterator[Job] = field(default_factory=lambda: iter(()))
     job: Job | None = None
-    process: subprocess.Popen[bytes] | None = None
-    log: BinaryIO | None = None
+    process: Popen[bytes] | None = None
 
 
 @dataclass
@@ -88,19 +84,12 @@ class Engine:
         """
         waiting = list(chains)[::-1]
         places = [Place(number) for number in range(self.places)]
-        with self._signals(places):
-            try:
-                self._fill(places, waiting)
-                while any(place.process for place in places):
-                    time.sleep(_POLL_S)
-                    self._collect(places)
-                    self._fill(places, waiting)
-            finally:
-                for place in places:
-                    if place.process is not None:
-                        place.process.kill()
-                        place.process.wait()
-                    _close(place)
+        with Programs() as programs, programs.forwarding(self._note_signal):
+            self._fill(places, waiting, programs)
+            while any(place.process for place in places):
+                time.sleep(_POLL_S)
+                self._collect(places)
+                self._fill(places, waiting, programs)
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
         left = [place.jobs for place in places] + waiting if self.stop else []
@@ -108,28 +97,27 @@ class Engine:
             raise ComparisonFailed(job.name, _STOPPED)
         return list(self.failed)
 
-    def _fill(self, places: Sequence[Place], waiting: list[Iterator[Job]]) -> None:
+    def _fill(self, places: Sequence[Place], waiting: list[Iterator[Job]], programs: Programs) -> None:
         """Start a job in every free place, as long as there are any."""
         for place in places:
             while place.process is None and not self.stop:
                 if (job := next(place.jobs, None)) is not None:
-                    self._start(place, job)
+                    self._start(place, job, programs)
                 elif waiting:
                     place.jobs = waiting.pop()
                 else:
                     break
 
-    def _start(self, place: Place, job: Job) -> None:
+    def _start(self, place: Place, job: Job, programs: Programs) -> None:
         environment = {**os.environ, COMPARED: "1", RENDEZVOUS: job.name, **self.environment}
         if self.places > 1:
             environment |= _gpu(place.number)
-        if self.has_logs:
-            place.log = job.directory.with_name(f"{job.directory.name}.log").open("ab")
-        stdin = subprocess.DEVNULL if self.has_logs else None
-        place.process = subprocess.Popen(
-            job.command, env=environment, stdin=stdin, stdout=place.log, stderr=place.log
-        )
         place.job = job
+        if not self.has_logs:
+            place.process = programs.start(job.command, environment)
+            return
+        with job.directory.with_name(f"{job.directory.name}.log").open("ab") as log:
+            place.process = programs.start(job.command, environment, stdin=DEVNULL, stdout=log, stderr=log)
 
     def _collect(self, places: Sequence[Place]) -> None:
         """Note the processes that have ended."""
@@ -137,7 +125,6 @@ class Engine:
             if place.process is None or (code := place.process.poll()) is None:
                 continue
             ended, place.process, place.job = place.job, None, None
-            _close(place)
             assert ended is not None
             if code:
                 self._note_failure(place, ended, code)
@@ -153,25 +140,8 @@ class Engine:
             self.lost[job.name] = code
             self.stop = self.stop or signal.SIGTERM
 
-    @contextmanager
-    def _signals(self, places: Sequence[Place]) -> Iterator[None]:
-        """For the length of a `with`, what asks this process to stop is handed on to its runs.
-
-        Ctrl-C reaches every process of a terminal; a second one would stop a run at once.
-        """
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            self.stop = self.stop or number
-            for place in places:
-                if place.process is not None and number != signal.SIGINT:
-                    place.process.send_signal(number)
-
-        previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _note_signal(self, number: int) -> None:
+        self.stop = self.stop or number
 
 
 def environment_of(threads: int, products: str) -> dict[str, str]:
@@ -187,9 +157,3 @@ def _gpu(place: int) -> Mapping[str, str]:
         return {}
     visible = os.environ.get(_GPUS, "").split(",") if os.environ.get(_GPUS) else list(map(str, range(count)))
     return {_GPUS: visible[place % count]}
-
-
-def _close(place: Place) -> None:
-    if place.log is not None:
-        place.log.close()
-        place.log = None

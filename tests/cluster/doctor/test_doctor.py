@@ -23,8 +23,8 @@ from narrowgauge.cluster.doctor.collect_gpus import (
     parse_use,
 )
 from narrowgauge.cluster.doctor.collect_host import collect_disk
-from narrowgauge.cluster.doctor.commands import Answer, answer_of
 from narrowgauge.cluster.doctor.torch_setup.ask_torch import ask_torch, parse_report
+from narrowgauge.processes import Output, output_of
 
 NAMES = [
     *(
@@ -163,8 +163,8 @@ def test_a_folder_that_cannot_be_written_to_or_is_not_there_yet(tmp_path):
 
 def test_a_program_that_hangs_is_left():
     start = time.monotonic()
-    assert answer_of(["sleep", "30"], 0.1).error == "no answer in 0 s"
-    assert answer_of(["no-such-program"], 1).code is None
+    assert output_of(["sleep", "30"], 0.1).error == "no answer in 0 s"
+    assert output_of(["no-such-program"], 1).code is None
     assert time.monotonic() - start < 5
 
 
@@ -183,16 +183,16 @@ def test_what_torch_says_is_joined_with_what_the_driver_says():
     ]
     software = {"version": "2.13.0+cu130", "cuda": "13.0"}
     told = {"software": software, "gpus": cards, "gpu_error": "", "asked": True}
-    report = parse_report(Answer(0, "a warning\nnarrowgauge-doctor:" + json.dumps(told)))
+    report = parse_report(Output(0, "a warning\nnarrowgauge-doctor:" + json.dumps(told)))
     assert (report.error, report.gpu_error, report.software) == ("", "", software)
     first, second = joined(report.gpus, {"GPU-a": (7, 50)}, {"GPU-a": (4711,)})
     assert (first.used, first.busy, first.processes, first.peers) == (7, 50, (4711,), (1,))
     assert (second.used, second.busy, second.processes, second.capability) == (6, None, (), (9, 0))
     before = "narrowgauge-doctor:" + json.dumps(told | {"gpus": [], "asked": False})
-    crashed = parse_report(Answer(-11, before))  # the driver crashed it when torch asked for the GPUs
+    crashed = parse_report(Output(-11, before))  # the driver crashed it when torch asked for the GPUs
     assert (crashed.software, crashed.gpu_error) == (software, "its process was killed by SIGSEGV")
-    assert parse_report(Answer(-4)).error == "its process was killed by SIGILL"
-    assert parse_report(Answer(None, error="no answer in 120 s")).error == "no answer in 120 s"
+    assert parse_report(Output(-4)).error == "its process was killed by SIGILL"
+    assert parse_report(Output(None, error="no answer in 120 s")).error == "no answer in 120 s"
 
 
 def test_what_nvidia_smi_says():

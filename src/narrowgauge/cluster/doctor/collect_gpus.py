@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.cluster.doctor.commands import answer_of
 from narrowgauge.cluster.doctor.facts import LIMITS, Gpu, Hardware, Version, release
 from narrowgauge.cluster.doctor.torch_setup.ask_torch import TorchReport
+from narrowgauge.processes import output_of
 
 Use = Mapping[str, tuple[int | None, int | None]]  # (bytes in use, percent busy) by GPU id
 _TOOL_SECONDS = 15.0
@@ -24,7 +24,7 @@ def collect_hardware(torch: TorchReport) -> Hardware:
     driver = _nvidia_driver() if is_nvidia else _text("/sys/module/amdgpu/version") if makers else ""
     use = parse_use(_smi(_USE)) if is_nvidia else {}
     processes = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid")) if is_nvidia else {}
-    links = parse_links(answer_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out) if is_nvidia else ()
+    links = parse_links(output_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out) if is_nvidia else ()
     gpus = joined(torch.gpus, use, processes)
     makers = makers or tuple(gpu.maker for gpu in gpus)
     return Hardware(
@@ -90,7 +90,7 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 def _smi(query: str) -> str:
     """The answer of nvidia-smi as comma-separated values."""
-    return answer_of(["nvidia-smi", query, "--format=csv,noheader,nounits"], _TOOL_SECONDS).out
+    return output_of(["nvidia-smi", query, "--format=csv,noheader,nounits"], _TOOL_SECONDS).out
 
 
 def _rows(text: str, columns: int) -> list[list[str]]:

@@ -13,9 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import narrowgauge
-from narrowgauge.cluster.doctor.commands import answer_of, in_time, words_of
 from narrowgauge.cluster.doctor.facts import Compiler, Disk, System, Version
+from narrowgauge.errors import words_of
 from narrowgauge.operating_system import limits_of, system_name
+from narrowgauge.processes import in_time, output_of
 
 _SHARED = Path("/dev/shm")
 _PIECE, _WRITING = 1 << 22, 2.0  # bytes of a piece of a test file, seconds that all may take
@@ -154,7 +155,7 @@ def collect_compiler() -> Compiler:
             break
     else:
         return Compiler(cc=cc, error=f"CXX={named}, which is no program" if named else "", triton=triton)
-    first = (answer_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
+    first = (output_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
     return Compiler(cc=cc, cxx=cxx, version=first, error=_compile(cxx), triton=triton)
 
 
@@ -170,7 +171,7 @@ def _compile(cxx: str) -> str:
         source.write_text(_PROGRAM)
         headers = sysconfig.get_path("include")
         flags = ["-std=c++17", "-fopenmp", "-shared", "-fPIC", f"-I{headers}"]
-        made = answer_of([cxx, *flags, str(source), "-o", str(source.with_suffix(".so"))], _COMPILER_SECONDS)
+        made = output_of([cxx, *flags, str(source), "-o", str(source.with_suffix(".so"))], _COMPILER_SECONDS)
     if made.code == 0:
         return ""
     lines = [line for line in made.error.splitlines() if "error" in line.lower()]

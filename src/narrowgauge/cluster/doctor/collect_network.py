@@ -20,8 +20,9 @@ import urllib.request
 from dataclasses import dataclass, replace
 from urllib.parse import unquote, urlsplit
 
-from narrowgauge.cluster.doctor.commands import in_time, words_of
 from narrowgauge.cluster.doctor.facts import Hub
+from narrowgauge.errors import words_of
+from narrowgauge.processes import in_time
 
 _HUB, _STAGES = "https://huggingface.co", 3
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -6,15 +6,15 @@ this process, which kills them, since a measurement has nothing to save.
 """
 
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from subprocess import DEVNULL
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from narrowgauge.distributed.launch.launcher_env import launch_info
 from narrowgauge.errors import ProcessFailed, UserError
+from narrowgauge.processes import Programs
 
 # Variables of launchers, which the workers must not inherit.
 _OF_LAUNCHERS = (
@@ -61,26 +61,12 @@ def run_world(size: int, arguments: Sequence[str], threads: int) -> None:
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "narrowgauge", *arguments]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
+    with Programs() as programs:
         for rank in range(size):
             environment = _environment(rank, size, store.port, threads)
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    process_group=0,
-                )
-            )
-        if code := _wait(processes):
+            programs.start(command, environment, stdin=DEVNULL, stdout=DEVNULL, process_group=0)
+        if code := programs.wait(_GRACE_S):
             raise WorldFailed(size, code)
-    finally:
-        for process in processes:
-            process.kill()  # does nothing to one that has ended
-        for process in processes:
-            process.wait()
 
 
 def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str]:
@@ -104,19 +90,3 @@ def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str
         "OMP_NUM_THREADS": threads,
     }
     return inherited | {name: str(value) for name, value in variables.items()}
-
-
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait for all processes; returns 0, or the exit code of a failed one.
-
-    A killed process cannot report to the others, so its death ends the wait at once.
-    """
-    deadline = float("inf")
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if failed and deadline == float("inf"):
-            deadline = time.monotonic() + _GRACE_S
-        if None not in codes or min(failed, default=0) < 0 or time.monotonic() > deadline:
-            return min(failed, default=0)
-        time.sleep(0.02)

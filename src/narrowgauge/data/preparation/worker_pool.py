@@ -11,8 +11,6 @@ more than one worker needs `if __name__ == "__main__":`.
 
 import multiprocessing
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from narrowgauge.errors import UserError
+from narrowgauge.processes import depend_on_parent
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -102,20 +101,12 @@ _function: Callable[[Any], Any]  # of a worker process
 
 
 def _start_worker(make: Callable[[], Callable[[Any], Any]]) -> None:
-    """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
+    """Prepare a worker process."""
     global _function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    depend_on_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _function = make()
 
 
 def _call(item: Any) -> Any:
     return _function(item)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

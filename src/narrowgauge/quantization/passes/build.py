@@ -19,7 +19,6 @@ import platform
 import shlex
 import shutil
 import stat
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from narrowgauge.files import cache_directory, make_directory, open_regular
 from narrowgauge.operating_system import is_private, user_id
+from narrowgauge.processes import output_of
 
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 _FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows
@@ -77,13 +77,7 @@ def built(directory: Path) -> Path | None:
     file.write_text(source(), encoding="utf-8")
     for own in _FOR_THIS_CPU:
         flags = [*_FLAGS, *filter(None, [own])]
-        with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                [*command, *flags, str(file), "-o", str(library), "-lm"],
-                check=True,
-                timeout=_SECONDS,
-                capture_output=True,
-            )
+        if output_of([*command, *flags, str(file), "-o", str(library), "-lm"], _SECONDS).code == 0:
             return library
     return None
 

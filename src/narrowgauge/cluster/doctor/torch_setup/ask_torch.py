@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
-from narrowgauge.cluster.doctor.commands import Answer, answer_of
 from narrowgauge.cluster.doctor.torch_setup.import_errors import UNKNOWN, words_of_import
+from narrowgauge.processes import Output, output_of
 
 _SECONDS = 120.0
 _ASK = "from narrowgauge.cluster.doctor.torch_setup.ask_torch import answer; answer()"
@@ -21,13 +21,13 @@ _MARK = "narrowgauge-doctor:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchReport:
-    """What torch said of itself and of the GPUs that it sees.
+    """What torch output of itself and of the GPUs that it sees.
 
     Attributes:
         error: Why torch does not import; "" if it does.
         software: `version`, `cuda`, `hip`, `architectures`, `backends` and `nccl` of torch.
         gpus: The fields of `Gpu` for each GPU, and its `uuid`.
-        gpu_error: What torch said when it was asked for the GPUs, if it was not an answer.
+        gpu_error: What torch output when it was asked for the GPUs, if it was not an answer.
     """
 
     error: str = ""
@@ -41,26 +41,26 @@ def ask_torch() -> TorchReport:
     torch = sys.modules.get("torch")
     if torch is not None and not (torch.version.cuda or torch.version.hip):
         return TorchReport(software=_software(torch))
-    return parse_report(answer_of([sys.executable, "-c", _ASK], _SECONDS))
+    return parse_report(output_of([sys.executable, "-c", _ASK], _SECONDS))
 
 
-def parse_report(said: Answer) -> TorchReport:
+def parse_report(output: Output) -> TorchReport:
     """The report in the line that `answer` prints, or why there is no such line."""
-    lines = [line for line in said.out.splitlines() if line.startswith(_MARK)]
-    told: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
-    if "software" in told:
-        crash = "" if told["asked"] else _end_of(said)
+    lines = [line for line in output.out.splitlines() if line.startswith(_MARK)]
+    report: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
+    if "software" in report:
+        crash = "" if report["asked"] else _end_of(output)
         return TorchReport(
-            software=told["software"], gpus=tuple(told["gpus"]), gpu_error=crash or told["gpu_error"]
+            software=report["software"], gpus=tuple(report["gpus"]), gpu_error=crash or report["gpu_error"]
         )
-    return TorchReport(error=told.get("error") or _end_of(said))
+    return TorchReport(error=report.get("error") or _end_of(output))
 
 
-def _end_of(said: Answer) -> str:
+def _end_of(output: Output) -> str:
     """How a process ended that did not answer."""
-    if said.code is not None and said.code < 0:
-        return f"its process was killed by {Signals(-said.code).name}"
-    lines = said.error.strip().splitlines()
+    if output.code is not None and output.code < 0:
+        return f"its process was killed by {Signals(-output.code).name}"
+    lines = output.error.strip().splitlines()
     return lines[-1][:300] if lines else "its process ended without an answer"
 
 
@@ -76,15 +76,15 @@ def answer() -> None:
     except Exception as error:
         print(_MARK + json.dumps({"error": f"{UNKNOWN}: {words_of_import(error)}"}))
         return
-    told: dict[str, Any] = {"software": software, "gpus": [], "gpu_error": "", "asked": False}
-    print(_MARK + json.dumps(told), flush=True)
+    report: dict[str, Any] = {"software": software, "gpus": [], "gpu_error": "", "asked": False}
+    print(_MARK + json.dumps(report), flush=True)
     try:
         if software["cuda"] or software["hip"]:
             torch.cuda.init()
-            told["gpus"] = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
+            report["gpus"] = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
     except Exception as error:
-        told["gpu_error"] = words_of_import(error)
-    print(_MARK + json.dumps(told | {"asked": True}), flush=True)
+        report["gpu_error"] = words_of_import(error)
+    print(_MARK + json.dumps(report | {"asked": True}), flush=True)
 
 
 def _software(torch: Any) -> dict[str, Any]:
