@@ -1,4 +1,4 @@
-"""What an experiment will take, before it starts: runs, tokens, hours. Speeds are measured, on some steps."""
+"""What an experiment will take, before it starts: runs, tokens, time. Speeds are measured, on some steps."""
 
 import os
 import time
@@ -16,7 +16,7 @@ from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.products import measured_products
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
-from narrowgauge.units import human_count
+from narrowgauge.units import human_count, human_duration
 
 _STEPS = 2  # that are timed, after a first
 
@@ -83,22 +83,22 @@ def _threads(experiment: Experiment) -> int:
 
 def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
     """The plan for people: a line for each arm, then the sum."""
-    lines, hours = [], 0.0
+    lines, seconds = [], 0.0
     for arm in experiment.arms:
         chains = [chain for chain in experiment.chains if chain.arm == arm]
         left = sum(tokens_left(chain, out) for chain in chains)
-        took = left / speeds[arm] / 3600
-        hours += took
+        took = left / speeds[arm]
+        seconds += took
         runs = sum(len(chain.runs) for chain in chains)
         done = sum(state_of(out / run.name) != "open" for chain in chains for run in chain.runs)
         lines.append(
             f"{arm:24} {runs:4} runs, {done} done, {human_count(left):>7} tokens left, "
-            f"{speeds[arm]:8,.0f} tokens/s, {took:6.1f} h"
+            f"{speeds[arm]:8,.0f} tokens/s, {human_duration(took):>11}"
         )
     total = sum(tokens_left(chain, out) for chain in experiment.chains)
-    wall = hours / experiment.jobs
+    jobs = experiment.jobs
     lines.append(
-        f"in all {human_count(total)} tokens left, {hours:.1f} hours of {_threads(experiment)} thread(s), "
-        f"{wall:.1f} h with {experiment.jobs} at a time on {os.cpu_count()} cores"
+        f"in all {human_count(total)} tokens left, {human_duration(seconds)} of {_threads(experiment)} "
+        f"thread(s), {human_duration(seconds / jobs)} with {jobs} at a time on {os.cpu_count()} cores"
     )
     return lines
