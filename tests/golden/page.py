@@ -1,19 +1,30 @@
-"""The tables of docs/recipes.md, made from the recipes that ship and from what other tools can say."""
+"""The table of docs/recipes.md that lists which recipes can be written for another tool."""
 
 from pathlib import Path
 
-from narrowgauge.recipes.tables import generated, places_table, refusals_table
+from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.recipes.exporting import TARGETS, refusals
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+BEGIN, END = "<!-- table: written -->\n", "<!-- end -->"
+
+
+def written_table() -> str:
+    """A Markdown row for each target: its version, and the recipes that it can express."""
+    lines = ["| `--to` | version | recipes |", "| --- | --- | --- |"]
+    for name, target in TARGETS.items():
+        written = ", ".join(f"`{r}`" for r in recipe_names() if not refusals(recipe(r), name))
+        lines.append(f"| `{name}` | {target.version.partition(' (')[0]} | {written} |")
+    return "\n".join(lines)
 
 
 def text() -> str:
-    """The page with its tables made anew."""
-    tables = {"places": places_table(), "refusals": refusals_table()}
-    return generated(PAGE.read_text(encoding="utf-8"), tables)
+    """The page with its table made anew."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{written_table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def write() -> None:
-    """Keeps the page."""
+    """Writes the page."""
     PAGE.write_text(text(), encoding="utf-8")
     print(PAGE)
