@@ -16,9 +16,8 @@ from narrowgauge.runs.monitor.products import PRODUCTS
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
-from support.thorough import mark_thorough
 
-pytest_plugins = ["support.fault_report", "golden.report"]
+pytest_plugins = ["support.fault_report", "support.tiers", "golden.report"]
 
 # Nothing is asserted of the time that an example takes: another program may have the core.
 settings.register_profile("narrowgauge", deadline=None)
@@ -34,7 +33,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes minutes by itself begins first, beside the others and not after them."""
-    mark_thorough(items)
     items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 

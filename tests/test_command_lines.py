@@ -112,6 +112,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("page", PAGES)
 def test_every_line_of_narrowgauge_can_start(page, folder, capsys):
     for name, text in titled(PAGES[page]).items():

@@ -178,6 +178,7 @@ def test_scales_that_are_not_finite_are_marked():
     assert decode(torch.tensor([0xFF], dtype=torch.uint8), format("e8m0")).isnan()
 
 
+@pytest.mark.tier("thorough")
 def test_the_oracle_makes_these_inputs_and_one_vector_of_every_cast_and_option():
     """As far as a commit waits for Fractions; what is left out is the same function of other numbers."""
     make = runpy.run_path(str(FOLDER / "make.py"))
@@ -198,7 +199,7 @@ def test_the_oracle_makes_these_inputs_and_one_vector_of_every_cast_and_option()
         assert v in [other | {"name": ""} for other in CASTS["vectors"]], (name, options)
 
 
-@pytest.mark.slow  # twenty seconds of Fractions
+@pytest.mark.tier("slow")  # twenty seconds of Fractions
 def test_the_files_are_what_the_oracle_makes(tmp_path):
     subprocess.run([sys.executable, FOLDER / "make.py", tmp_path], check=True)
     for name in FILES:

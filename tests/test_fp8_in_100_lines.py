@@ -24,6 +24,7 @@ def program():
     return names, printed.getvalue()
 
 
+@pytest.mark.tier("thorough")  # trains
 def test_it_prints_what_the_page_shows_but_for_the_digits(program):
     shown = next(block for block in blocks(PAGE, "text") if block.startswith("step"))
 
@@ -33,12 +34,14 @@ def test_it_prints_what_the_page_shows_but_for_the_digits(program):
     assert words(program[1]) == words(shown)
 
 
+@pytest.mark.tier("thorough")  # trains
 def test_it_learns(program):
     for losses in (program[0]["wide"], program[0]["narrow"]):
         assert losses[0] > 5.4  # log 256 is 5.545
         assert sum(losses[-50:]) / 50 < 2.5
 
 
+@pytest.mark.tier("thorough")  # trains
 def test_it_is_what_convert_computes(program):
     names, _ = program
     model = names["make_model"](torch.nn.Linear)

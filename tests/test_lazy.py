@@ -61,6 +61,7 @@ ng.format("e4m3").nosuch
 """
 
 
+@pytest.mark.tier("thorough")  # mypy reads torch for a minute; the test above compares the names
 def test_a_type_checker_knows_every_name_and_no_other(tmp_path):
     (tmp_path / "snippet.py").write_text(SNIPPET, encoding="utf-8")
     options = ("--strict", "--no-error-summary", "--hide-error-context", "--cache-dir", tmp_path / "cache")

@@ -11,11 +11,13 @@ from support.plan_pages import ROWS
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+@pytest.mark.tier("thorough", keep=1)  # plans of real models
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{Path(row.page).stem} {row.options}")
 def test_a_row_is_made_by_its_command(row):
     assert row.text() in (DOCS / row.page).read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.tier("thorough")  # plans of real models
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_page_of_plans_shows_what_its_commands_print(number, narrowgauge):
     """Line breaks aside; `...` stands for what is left out."""

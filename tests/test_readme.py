@@ -80,6 +80,7 @@ def run(narrowgauge, tmp_path_factory):
     return run
 
 
+@pytest.mark.tier("thorough")  # each verb has its own test
 @pytest.mark.parametrize("page", PAGES)
 def test_command_lines_run_as_they_stand(page, run):
     """Only the size of the model and the number of steps are made small."""

@@ -36,6 +36,7 @@ def probed(subject):
     return {p.recipe: p for p in probe(subject, [recipe(name) for name in names], draws=4)}
 
 
+@pytest.mark.tier("thorough")
 def test_exact_arithmetic_has_no_error(probed):
     figures = probed["fp32"].figures
     assert figures["loss_increase"].mean == 0

@@ -175,6 +175,7 @@ def test_a_budget_between_whole_gemms_is_refused():
     assert solve(kept, bits_budget(CASTS, 14.322))["head", "fprop"] == "mxfp4"
 
 
+@pytest.mark.tier("thorough")
 def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
     run, out = tmp_path / "run", tmp_path / "found.toml"
     assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
@@ -205,6 +206,7 @@ def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
     assert narrowgauge(*line({"recipe.name": str(out)}), "--out", tmp_path / "narrow").code == 0
 
 
+@pytest.mark.tier("thorough")
 def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgauge, line, tmp_path):
     run, out = tmp_path / "run", tmp_path / "mine.toml"
     assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0

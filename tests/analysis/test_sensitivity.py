@@ -47,6 +47,7 @@ def costs(trained):
     )
 
 
+@pytest.mark.tier("thorough")
 def test_every_layer_has_every_place(costs):
     forward, estimated, exact = costs
     assert sorted(c.name for c in estimated) == sorted(c.name for c in exact)
@@ -218,6 +219,7 @@ def test_a_cast_of_state_is_refused(narrowgauge, trained):
     assert "is for state" in done.err
 
 
+@pytest.mark.tier("thorough")
 def test_dropout_and_z_loss_are_left_out(narrowgauge, line, tmp_path):
     """Both belong to training; with them the same weights would have another loss each time."""
     changes = {"model.dropout": 0.5, "training.z_loss": 1e-2, "training.steps": 2, "recipe.name": "bf16"}

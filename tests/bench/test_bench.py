@@ -19,7 +19,6 @@ from narrowgauge.simulate import count_step
 from narrowgauge.torch_compat import scaled_mm
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
-from support.quick import quick
 
 CPU = torch.device("cpu")
 
@@ -38,6 +37,7 @@ def test_products_are_those_that_mfu_counts(config):
     assert (work.attention_forward, work.attention_backward) == (2 * model.layers, 2 * model.layers)
 
 
+@pytest.mark.tier("thorough")  # counts of seconds
 def test_recomputed_blocks_do_their_forward_products_again(config):
     once = work_of(config(), native=False)
     again = work_of(config(training__recompute=True), native=False)
@@ -57,6 +57,7 @@ def test_recomputed_blocks_do_their_forward_products_again(config):
     )
 
 
+@pytest.mark.tier("thorough")  # gpu_budget/ counts native matmuls of a real step
 def test_native_products_are_counted_in_their_own_format(config):
     """And the one that is timed for it is a product of that scheme, which torch's own checks take."""
     kinds = {"fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "fp4"}
@@ -76,6 +77,7 @@ def test_on_a_gpu_each_contestant_has_the_memory_for_itself():
     assert alive_at_once(names, CPU) == [names]
 
 
+@pytest.mark.tier("thorough")  # counts of seconds
 def test_casts_move_what_they_read_and_write(config):
     """Of one layer of 32 -> 96 tokens and so on, under a recipe in which nothing but the weight is cast."""
     work = work_of(config(recipe__name="bf16"), native=False)
@@ -89,7 +91,8 @@ def test_casts_move_what_they_read_and_write(config):
 FLOOR = {"dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 512, "layers": 2, "vocab_size": 512}
 
 
-@pytest.mark.parametrize("recipe", quick(recipe_names(), "bf16", "fp8-delayed", "nvfp4"))
+@pytest.mark.tier("slow", keep=("bf16", "fp8-delayed", "nvfp4"))
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_the_floor_is_never_above_the_count_of_the_step(recipe):
     """FLOPs, bytes, and the bytes of the update. Kernels that cast on the way make no class of their own."""
     h200, batches = named_device("h200"), {"batch_size": 4, "micro_batch_size": 2}
@@ -104,6 +107,7 @@ def test_the_floor_is_never_above_the_count_of_the_step(recipe):
     assert work.moved["optimizer"] <= update.bytes
 
 
+@pytest.mark.tier("thorough")  # counts of seconds
 def test_narrow_state_moves_less(config):
     """Of 4096 elements and more; the bytes are those of the account of memory."""
     wide = {"model__dim": 128, "model__ffn_dim": 256, "model__heads": 2, "model__kv_heads": 2}
@@ -144,6 +148,7 @@ def test_the_word_follows_the_figure_and_its_spread():
     assert speed_in_words([0.57]) == "open, 0.57x in 1 round"
 
 
+@pytest.mark.tier("thorough")
 def test_the_command(narrowgauge, line, tmp_path):
     file = tmp_path / "found.json"
     ended = narrowgauge("bench", *line()[1:], "--rounds", "2", "--peers", "torch fp32", "--json", file)

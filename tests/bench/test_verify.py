@@ -79,6 +79,8 @@ def some_checks(device):
     ]
 
 
+# real processes; other tests look at the checks, the file and the page without one
+@pytest.mark.tier("thorough")
 def test_a_check_that_breaks_its_process_stops_no_other():
     """Real processes: one that fails in any way costs itself alone."""
     told = []
@@ -104,6 +106,8 @@ def few_checks(device):
     ]
 
 
+# real processes; other tests look at the checks, the file and the page without one
+@pytest.mark.tier("thorough")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a CPU lacks")
 def test_the_command_writes_one_file_and_one_page(tmp_path, monkeypatch, capsys):
     """With few of its checks, which it really runs; and no step is timed."""

@@ -259,6 +259,7 @@ def test_a_run_without_a_name_says_what_differs(tmp_path, monkeypatch):
     assert name(many) != name(many | {"optimizer": {"lr": 1.5e-3}})
 
 
+@pytest.mark.tier("thorough")
 def test_the_same_line_finds_a_run_under_an_older_name(tmp_path, monkeypatch, narrowgauge, line, look):
     """Before names carried keys, every line went to MODEL-SOURCE-RECIPE."""
     words = line({"training.steps": 2})

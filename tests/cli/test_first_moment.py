@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from support.quick import quick
-
 COMMAND = [sys.executable, "-X", "importtime", "-m", "narrowgauge"]
 
 
@@ -29,9 +27,9 @@ def while_importing():
     return do
 
 
-@pytest.mark.parametrize(
-    "number", quick([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], signal.SIGINT), ids=lambda n: n.name
-)
+@pytest.mark.tier("thorough")
+@pytest.mark.tier("slow", keep=("SIGINT",))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda n: n.name)
 def test_a_run_that_is_asked_in_its_first_second_ends_with_75(while_importing, line, tmp_path, number):
     start = time.monotonic()
     code, said = while_importing(*line(), "--out", str(tmp_path / "run"), number=number)

@@ -33,6 +33,7 @@ def ladder(line, tmp_path):
     return words
 
 
+@pytest.mark.tier("thorough")  # experiment/ and runs/use/test_branch.py prove its parts in this process
 def test_it_is_the_same_after_a_kill(narrowgauge, ladder, look, tmp_path):
     ended = narrowgauge(*ladder("whole"))
     assert ended.code == 0, ended.err
@@ -69,6 +70,7 @@ def test_a_plan_is_said_and_nothing_is_trained(narrowgauge, ladder, tmp_path):
     assert not (tmp_path / "planned").exists()
 
 
+@pytest.mark.tier("thorough")  # experiment/ and runs/use/test_branch.py prove its parts in this process
 def test_a_gate_accepts_and_refuses_at_the_highest_rung(narrowgauge, line, tmp_path):
     keys = {"model.dim": 64, "schedule.kind": "wsd", "checkpoint.every": 2, "recipe.name": "bf16"}
     words = ["compare", "--recipes", "bf16,mxfp8", "--seeds", "2", "--rungs", "10,20", "--jobs", "2"]
@@ -91,6 +93,7 @@ def test_a_gate_accepts_and_refuses_at_the_highest_rung(narrowgauge, line, tmp_p
     assert "Gaps over the lengths of training" in page
 
 
+@pytest.mark.tier("thorough")  # experiment/ and runs/use/test_branch.py prove its parts in this process
 def test_a_run_that_diverges_beside_others_is_a_row_and_fails_the_gate(narrowgauge, line, tmp_path):
     words = ["compare", *line({"recipe.name": "bf16", "training.steps": 2})[1:], "--jobs", "2"]
     words += ["--variant", "cold:optimizer.lr=1e-4", "--variant", "hot:optimizer.lr=1e30,guard.max_skips=0"]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import narrowgauge as ng
 
 # torch and the other packages run on Windows: they are imported before these parts of Python are taken away.
@@ -48,6 +50,7 @@ sys.exit(main(["doctor", "--json"]) if said["formats"] == said["recipes"] == 0 e
 """
 
 
+@pytest.mark.tier("thorough")
 def test_the_library_and_the_doctor_work_and_a_run_is_refused(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", CHILD],

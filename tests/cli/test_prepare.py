@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.tier("thorough")  # the README's lines prepare, train and continue
 def test_text_is_prepared_and_trained_on(narrowgauge, line, text, tmp_path, look):
     ended = narrowgauge(
         "prepare", text, "--out", tmp_path / "corpus", "--tokenizer", "bytes", "--workers", "2"

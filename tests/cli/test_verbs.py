@@ -175,6 +175,7 @@ def test_recipes_of_another_device(narrowgauge):
     assert "unknown device 'rtx490'; the nearest are rtx4090" in ended.err
 
 
+@pytest.mark.tier("thorough")  # cluster/plan/ plans in this process
 def test_plan_says_what_fits_and_what_would_help(narrowgauge, line, tmp_path):
     words = ["plan", *line({"training.micro_batch_size": 2})[1:]]
     ended = narrowgauge(*words)
@@ -190,6 +191,7 @@ def test_plan_says_what_fits_and_what_would_help(narrowgauge, line, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.tier("thorough")
 def test_a_limit_ends_a_run_before_it_begins(narrowgauge, refused, line, tmp_path):
     ended = narrowgauge(*line(), "--memory-limit", "10KB", "--out", tmp_path / "run")
     refused(ended, "a step is expected to take", "training.memory_limit is 10KB", "choose a smaller --model")

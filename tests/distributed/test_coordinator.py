@@ -33,6 +33,7 @@ def test_a_port_in_use_is_named_with_the_fix(rank, port):
     assert "set MASTER_PORT to a free one" in ended.err
 
 
+@pytest.mark.tier("thorough")
 def test_something_else_at_the_port_is_an_error(rank, port):
     with socket.create_server(("localhost", port)):
         ended = rank(1, "rendezvous_s=3").wait()
@@ -46,6 +47,7 @@ def test_a_rank_that_finds_nobody_says_where(rank, port):
     assert f"finds nobody at localhost:{port} after 1 s" in one_sentence(ended)
 
 
+@pytest.mark.tier("thorough")
 def test_missing_ranks_are_named_once(rank):
     ranks = [rank(r, "rendezvous_s=2", size=4) for r in (0, 2)]
     ended = [p.wait() for p in ranks]
@@ -104,6 +106,7 @@ def test_an_error_that_all_ranks_have_is_printed_once(rank):
     assert one_sentence(*ended) == "rank: the trouble of step 5"
 
 
+@pytest.mark.tier("thorough", keep=("0",))
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_is_killed_is_detected_by_its_silence(rank, run, port, number):
     both = [rank(r) for r in (0, 1)]

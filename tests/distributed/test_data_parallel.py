@@ -8,6 +8,7 @@ from support.markdown import blocks
 EVERY = [*WIDE, *NARROW]
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("name", ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "nvfp4"])
 def test_ddp_of_a_prepared_model_trains_as_the_package(ranks, name):
     """Bit for bit: weights, masters, scales and norms, though the ranks start from different weights."""
@@ -41,6 +42,7 @@ def test_ddp_of_a_model_that_nobody_prepared(ranks, name):
     assert is_on_page(found) if name in NARROW else found is True
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("torchs_clip", [True, False], ids=["clip of torch's", "ours"])
 def test_fsdp_trains_as_one_process(ranks, name, torchs_clip):

@@ -35,6 +35,7 @@ def same(path, other):
     return {g for g in one if all(torch.equal(t, two[g][name]) for name, t in one[g].items())}
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["msamp-o2", "fp8-delayed"])
 def test_a_checkpoint_is_resumed_to_the_bit_and_by_one_process(ranks, text, tmp_path, recipe):
     values = {

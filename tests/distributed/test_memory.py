@@ -15,18 +15,19 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
     [
         ("bf16", {"shard": 2}),
-        pytest.param("fp8", {"shard": 2}, marks=pytest.mark.slow),
+        pytest.param("fp8", {"shard": 2}, marks=pytest.mark.tier("slow")),
         ("msamp-o3", {"shard": 2}),
-        pytest.param("bf16", {"shard": 2, "zero": 1}, marks=pytest.mark.slow),
-        pytest.param("bf16", {"replicate": 2}, marks=pytest.mark.slow),
+        pytest.param("bf16", {"shard": 2, "zero": 1}, marks=pytest.mark.tier("slow")),
+        pytest.param("bf16", {"replicate": 2}, marks=pytest.mark.tier("slow")),
         ("bf16", {"shard": 2, "expert": 2}),
         ("bf16", {"tensor": 2}),
         ("bf16", {"context": 2}),
-        pytest.param("fp4", {"context": 2}, marks=pytest.mark.slow),
+        pytest.param("fp4", {"context": 2}, marks=pytest.mark.tier("slow")),
     ],
     ids=str,
 )

@@ -13,7 +13,6 @@ from math import inf, isfinite
 import pytest
 
 from narrowgauge.recipes import recipe_names
-from support.quick import quick
 
 LAYOUTS = {
     "fsdp 2": (2, {}),
@@ -147,7 +146,9 @@ PAIRS = [(recipe, layout) for recipe in ("fp8", "fp8-delayed", "nvfp4", "quartet
 QUICK = [pair for pair in PAIRS if pair[0] == "nvfp4"] + [("fp8-delayed", "fsdp 2"), ("quartet", "tp 2")]
 
 
-@pytest.mark.parametrize(("recipe", "layout"), quick(PAIRS, *QUICK))
+@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("slow", keep=QUICK)
+@pytest.mark.parametrize(("recipe", "layout"), PAIRS)
 def test_two_processes_train_as_one(parity, recipe, layout):
     check(*parity(layout, recipe))
 
@@ -170,12 +171,15 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("layout", quick(["tp 2", "cp 2"], "cp 2"))
+@pytest.mark.tier("slow", keep=("cp 2",))
+@pytest.mark.parametrize("layout", ["tp 2", "cp 2"])
 def test_means_are_of_all_tokens(parity, layout):
     check(*parity(layout, "bf16", MEANS))
 
 
-@pytest.mark.parametrize("layout", quick(["fsdp 2", "tp 2", "cp 2"], "tp 2", "cp 2"))
+@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("slow", keep=("tp 2", "cp 2"))
+@pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "cp 2"])
 def test_keys_of_casts_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "bf16", KEYS))
 
@@ -191,7 +195,8 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("layout", quick(["fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2"], "fsdp 2", "tp 2"))
+@pytest.mark.tier("slow", keep=("fsdp 2", "tp 2"))
+@pytest.mark.parametrize("layout", ["fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2"])
 def test_kept_channels_are_those_of_the_global_tensor(parity, layout):
     alone, everyone = parity(layout, "bf16", KEPT)
     check(alone, everyone)
@@ -210,7 +215,9 @@ OF_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("layout", quick(["fsdp 2", "tp 2", "cp 2", "pp 2"], "fsdp 2", "tp 2"))
+@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("slow", keep=("fsdp 2", "tp 2"))
+@pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "cp 2", "pp 2"])
 def test_attention_and_the_stream_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "fp8-attention", OF_BLOCKS))
 
@@ -226,6 +233,7 @@ GPT_2 = {
 DOCUMENTS = {"data.separate_documents": True, "training.micro_batch_size": 2}
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("layout", [*TWO, "pp 2 x fsdp 2"])
 def test_a_tied_head_learned_positions_and_documents_kept_apart(parity, layout):
     """Micro-batches of two sequences, but in a pipeline, which needs two micro-batches."""
@@ -242,7 +250,9 @@ DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 PARTS = DROPOUT | {"model.qk_norm": True, "model.kv_heads": 4, "training.z_loss": 0.01}
 
 
-@pytest.mark.parametrize("layout", quick([*TWO, "tp 2 x cp 2"], "tp 2 x cp 2"))
+@pytest.mark.tier("thorough")
+@pytest.mark.tier("slow", keep=("tp 2 x cp 2",))
+@pytest.mark.parametrize("layout", [*TWO, "tp 2 x cp 2"])
 def test_dropout_z_loss_and_the_norm_of_heads(parity, layout):
     """Masks of tokens and of heads, of which each process has some."""
     check(*parity(layout, "fp8-row", PARTS))
@@ -251,6 +261,7 @@ def test_dropout_z_loss_and_the_norm_of_heads(parity, layout):
 EXPERTS = {"model.experts": 4, "model.ffn_dim": 32}
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
     ("recipe", "layout", "changes"),
     [
@@ -286,6 +297,7 @@ GPT_2_MLP = {"model.mlp": "gelu", "model.bias": True, "training.recompute": True
 OTHER_TEXT = 0.01  # one process validates on batches of two sequences, the others on batches of one
 
 
+@pytest.mark.tier("thorough", keep=1)  # test_experts.py compares one layer, to the bit
 @pytest.mark.parametrize(("recipe", "layout"), EXPERT_PAIRS)
 def test_experts_on_different_processes(parity, recipe, layout):
     """Two processes send each other the tokens that one alone has in a micro-batch of two sequences."""
@@ -293,6 +305,7 @@ def test_experts_on_different_processes(parity, recipe, layout):
     check(*parity(EXPERT_LAYOUTS[layout], recipe, EXPERTS | ROWS | changes, alone=2), val=OTHER_TEXT)
 
 
+@pytest.mark.tier("thorough")  # test_experts.py compares one layer, to the bit
 @pytest.mark.parametrize("layout", ["ep 2", "pp 2 x ep 2"])
 def test_wide_experts_on_different_processes(parity, layout):
     """An expert that is not narrow computes the same whichever tokens it has together."""
@@ -304,6 +317,7 @@ def test_wide_experts_on_different_processes(parity, layout):
 STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [((2, {"pipeline": 2}), "selective"), ((2, {"pipeline": 2, "chunks": 2}), True), ("fsdp 2", "selective")],
@@ -325,18 +339,21 @@ UNEVEN = {
 }
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("processes", [3, 4])
 def test_rows_that_cannot_be_shared_out_evenly(parity, processes):
     """Of 9 rows 3 processes have as many; of 4 the last has none, nor of what belongs to them."""
     check(*parity((processes, {}), "msamp-o2", GPT_2 | UNEVEN | WIDE_SUMS))
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "pp 2"])
 def test_muon_makes_the_whole_momentum_orthogonal(parity, layout):
     """Two sequences, so that gradients are bit-equal: its bfloat16 iteration magnifies any last bit."""
     check(*parity(layout, "mxfp8", {"optimizer.name": "muon", "training.batch_size": 2}))
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("layout", ["tp 2", "tp 2 x fsdp 2"])
 def test_narrow_weights_that_every_process_of_a_tensor_group_has(parity, layout):
     """The head: its gradient rests beside it, and is summed over processes that see different tokens."""
@@ -344,6 +361,7 @@ def test_narrow_weights_that_every_process_of_a_tensor_group_has(parity, layout)
     check(*parity(layout, "bf16", weights))
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("layout", ["zero 1", "ddp 2", "pp 2"])
 def test_overflow_is_everyones(parity, layout):
     """fp16, its loss scaled so far that gradients overflow: all skip the step, and scale it less."""
@@ -354,9 +372,11 @@ def test_overflow_is_everyones(parity, layout):
     check(alone, everyone)
 
 
-LAST_BIT = quick([("fsdp 2", 2), ("zero 1", 2), ("ddp 2", 2), ("pp 2", 4)], ("fsdp 2", 2), ("pp 2", 4))
+LAST_BIT = [("fsdp 2", 2), ("zero 1", 2), ("ddp 2", 2), ("pp 2", 4)]
 
 
+@pytest.mark.tier("slow", keep=(("fsdp 2", 2), ("pp 2", 4)))
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(("layout", "micro_batches"), LAST_BIT)
 def test_what_the_page_promises_to_the_last_bit(parity, layout, micro_batches):
     """In the recipe's own numbers: where two processes add in the order of one (`docs/parallel.md`)."""
@@ -378,6 +398,7 @@ def narrow_sums(alone, everyone):
     return found
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("layout", ["fsdp 2", "ddp 2"])
 def test_sums_in_narrow_numbers_are_near(parity, layout):
     narrow_sums(*parity(layout, "msamp-o3"))
@@ -387,7 +408,7 @@ def test_sums_in_narrow_numbers_are_near(parity, layout):
 LARGE = {"model.dim": 256, "model.ffn_dim": 256, "data.sequence_length": 256, "optimizer.lr": 1e-6}
 
 
-@pytest.mark.slow
+@pytest.mark.tier("slow")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_on_every_grid(parity, recipe, layout, record_property):
@@ -397,7 +418,7 @@ def test_every_recipe_on_every_grid(parity, recipe, layout, record_property):
         record_property(kind, figure)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("slow")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", NARROW_SUMS)
 def test_every_recipe_with_narrow_sums_on_every_grid(parity, recipe, layout, record_property):

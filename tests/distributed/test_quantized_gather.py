@@ -30,6 +30,7 @@ def bytes_of_a_gather(world, width, size):
     return (world - 1) * (size * sum(weights) + 4 * others)
 
 
+@pytest.mark.tier("thorough", keep=3)
 @pytest.mark.parametrize("recipe", SIZES)
 def test_two_ranks_compute_as_one(ranks, recipe):
     for found in ranks(2, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE):
@@ -39,6 +40,7 @@ def test_two_ranks_compute_as_one(ranks, recipe):
             assert calls["gather"] == 4
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("recipe", ["fp8", "bf16-sr", "msamp-o2", "msamp-o3"])
 def test_three_ranks_with_rows_that_do_not_divide(ranks, recipe):
     size = {"fp8": 1, "msamp-o3": 1}.get(recipe, 2)

@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-from support.quick import quick
-
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(rank, run, number):
@@ -78,6 +76,7 @@ def test_when_torchrun_is_killed_its_processes_die(torchrun, run):
     run.until(lambda: all(map(run.ended, pids)), 5)
 
 
+@pytest.mark.tier("thorough")  # test_coordinator.py shows it without torchrun
 def test_when_one_process_is_killed_torchrun_ends_the_others(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)
@@ -96,7 +95,9 @@ def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run):
     assert "onnection closed" not in shown
 
 
-@pytest.mark.parametrize("number", quick([0, 1], 0))
+@pytest.mark.tier("thorough")  # test_coordinator.py names ranks without torchrun
+@pytest.mark.tier("slow", keep=(0,))
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_stopped_process_is_found_and_named(rank, run, number):
     """Rank 0 keeps the store, which is then silent too."""
     both = [rank(r, "hang_s=3") for r in (0, 1)]
@@ -119,6 +120,7 @@ def test_a_stopped_process_is_found_and_named(rank, run, number):
         both[number].wait()
 
 
+@pytest.mark.tier("thorough")  # test_coordinator.py names ranks without torchrun
 def test_a_rank_that_never_arrives_is_named_with_the_stacks_of_all(rank, run):
     both = [rank(r, "hang_s=3", "hang=1@7") for r in (0, 1)]
     ended = [p.wait() for p in both]
@@ -150,6 +152,7 @@ def test_a_run_is_in_use_while_any_rank_lives(rank, run, port):
     assert [p.wait().code for p in last] == [0, 0], "what is left of killed processes does not block"
 
 
+@pytest.mark.tier("thorough")  # test_coordinator.py stops ranks without torchrun
 def test_a_rank_in_a_place_without_return_is_ended_when_another_fails(rank):
     both = [rank(r, "raise=0@5", "hang=1@5") for r in (0, 1)]
     ended = [p.wait() for p in both]

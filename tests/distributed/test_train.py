@@ -7,7 +7,8 @@ import pytest
 from support.processes import TORCHRUN
 
 
-@pytest.mark.parametrize("kind", ["tensor", pytest.param("context", marks=pytest.mark.slow)])
+@pytest.mark.tier("thorough")  # test_parity.py trains in ranks
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("context", marks=pytest.mark.tier("slow"))])
 def test_fp4_is_trained_by_two_processes(narrowgauge, line, look, tmp_path, kind):
     """Its quantiles are those of elements on both, and the estimate before step 1 has none to read."""
     changes = {"recipe.name": "fp4", "model.kv_heads": 2, f"parallel.{kind}": 2, "training.steps": 2}
@@ -17,6 +18,7 @@ def test_fp4_is_trained_by_two_processes(narrowgauge, line, look, tmp_path, kind
     assert [step["step"] for step in look(tmp_path / "run").steps] == [1, 2]
 
 
+@pytest.mark.tier("thorough")  # test_parity.py trains in ranks
 def test_a_run_goes_on_on_another_number_of_processes(narrowgauge, line, look, tmp_path):
     """Begun by one process, which computes both sequences at once; two have one each; one goes on so."""
     out, words = tmp_path / "run", line({"checkpoint.every": 2, "training.steps": 4})

@@ -14,6 +14,7 @@ def others(elements):
     return elements["all"] - elements["matrices"]
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(
     ("recipe", "each"), [("fp8", 1), ("bf16", 2), ("fp32", 4), ("msamp-o2", 2), ("msamp-o3", 1)]
 )
@@ -35,6 +36,7 @@ def test_gathers_of_weights_that_are_cut_again(ranks, recipe, each):
         assert found["sent"]["gather"] == 2 * (2 * blocks + root) // 2
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(("recipe", "each"), [("msamp-o2", 1), ("msamp-o1", 1), ("fp8", 4)])
 def test_sums_of_gradients_of_replicas(ranks, recipe, each):
     """An all-reduce sends every element twice: one byte under MS-AMP, once a step."""
@@ -44,6 +46,7 @@ def test_sums_of_gradients_of_replicas(ranks, recipe, each):
         assert "gather" not in found["sent"]
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(("recipe", "each"), [("msamp-o2", 1), ("fp8", 4)])
 @pytest.mark.parametrize(("layout", "times"), [(ZERO_1, 1), (ZERO_3, 2)], ids=["zero 1", "zero 3"])
 def test_sums_of_gradients_that_are_cut(ranks, recipe, each, layout, times):
@@ -53,6 +56,7 @@ def test_sums_of_gradients_that_are_cut(ranks, recipe, each, layout, times):
         assert found["sent"]["reduce"] == times * (each * elements["matrices"] + 4 * others(elements)) // 2
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("layout", [{"replicate": 2}, ZERO_3, {"tensor": 2}], ids=str)
 def test_scales_are_a_small_part(ranks, layout):
     for recipe in ("fp8", "msamp-o2"):

@@ -100,6 +100,7 @@ def test_a_gate_is_a_number_of_nats_or_percent():
             parse_gate(text)
 
 
+@pytest.mark.tier("thorough")
 def test_the_exit_code_is_the_word(narrowgauge, line, tmp_path):
     words = [
         *line({"training.steps": 2})[1:],

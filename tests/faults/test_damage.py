@@ -20,6 +20,7 @@ def continues_from_before(runs, out, ranks, named):
     assert runs.look(out).trajectory == runs.undisturbed(SHORT, ranks).trajectory
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 @case("C1", quick=True)
 @RANKS
 def test_one_flipped_bit_in_each_file_of_the_newest_checkpoint(runs, tmp_path, ranks):
@@ -80,6 +81,7 @@ def test_a_file_that_does_not_belong_there(runs, out, ranks):
     continues_from_before(runs, out, ranks, f"{out}/checkpoints/step-12/more.safetensors")
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 @case("C2", quick=True)
 @RANKS
 def test_a_checkpoint_of_another_run_is_passed_over(runs, out, ranks):

@@ -21,6 +21,7 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.tier("thorough")  # ten seconds and more
 @case("F1", quick=True)
 def test_a_malformed_line_is_named_or_set_aside(narrowgauge, tmp_path):
     """Strict: file, line, reason. Tolerant: counted and kept aside, up to a share."""
@@ -43,6 +44,7 @@ def test_a_malformed_line_is_named_or_set_aside(narrowgauge, tmp_path):
         assert not (tmp_path / f"{name} few").exists()
 
 
+@pytest.mark.tier("thorough")
 @case("F1", quick=True)
 @pytest.mark.parametrize("content", [b"", b"\n \n\t\n" * 50], ids=["empty", "only blanks"])
 def test_a_file_without_a_record_is_refused(narrowgauge, tmp_path, content):

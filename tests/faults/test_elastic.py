@@ -38,6 +38,7 @@ def goes_through(runs, out, changes, meshes):
         assert_same_bits(state(newest(out), *MOVED), before)
 
 
+@pytest.mark.tier("thorough")  # ten seconds and more
 @case("B1", quick=True)
 @pytest.mark.parametrize(
     "recipe", ["nvfp4", *(pytest.param(r, marks=LATER) for r in ("bf16", "mxfp8", "msamp-o2"))]

@@ -49,6 +49,7 @@ def crash_and_go_on(runs, out, ranks, point):
     assert not list((out / "checkpoints").glob("*.tmp-*")), point
 
 
+@pytest.mark.tier("thorough", keep=1)
 @case("A3", quick=True)
 @pytest.mark.parametrize(
     "point",

@@ -85,6 +85,7 @@ def test_bad_steps_in_a_row_end_the_run_and_the_last_good_state_stays(runs, out,
     assert runs.look(out).column("loss")[:9] == good
 
 
+@pytest.mark.tier("thorough")  # ten seconds and more
 @case("E4", quick=True)
 @RANKS
 def test_one_bad_step_and_two_hundred_good_ones(runs, tmp_path, ranks):

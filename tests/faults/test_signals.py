@@ -38,6 +38,7 @@ def stops_and_goes_on(runs, out, ranks, number):
     assert look.status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")
 @case("G1", quick=True)
 @RANKS
 def test_asked_to_stop_it_saves_once_and_the_same_line_goes_on(runs, out, ranks):

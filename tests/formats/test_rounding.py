@@ -15,7 +15,6 @@ import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Specials, decode, encode, pack, random_stream, torch_dtype, unpack
 from narrowgauge.formats.oracle import round_scalar
-from support.quick import quick
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -200,9 +199,11 @@ def test_round_to_keeps_the_dtype_and_gives_grid_values(dtype):
     assert set(y.abs().unique().tolist()) == {0, 0.5, 1, 1.5, 2, 3, 4, 6}
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds; nn/test_compile.py keeps some
+@pytest.mark.tier("slow", keep=("e4m3", "e2m1"))
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it compiles
-@pytest.mark.parametrize("name", quick(NARROW, "e4m3", "e2m1"))
+@pytest.mark.parametrize("name", NARROW)
 def test_compiled_rounding_is_bit_identical(name):
     x = torch.cat([all_16_bit(torch.bfloat16).float(), torch.randn(4096) * 10])
     compiled = torch.compile(ng.round_to, fullgraph=True)(x, name)

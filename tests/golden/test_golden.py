@@ -37,10 +37,12 @@ def require_none(differences):
 
 # A commit does not wait for all of them.
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if run.is_slow else []) for name, run in cells.RUNS.items()
+    pytest.param(name, marks=[pytest.mark.tier("slow")] if run.is_slow else [])
+    for name, run in cells.RUNS.items()
 ]
 
 
+@pytest.mark.tier("thorough", keep=10)
 @pytest.mark.parametrize("name", NAMES)
 def test_digits(pinned, digits, bounds, other_arithmetic, record_property, name):
     assert name in digits["runs"], "no digits are kept of it: see tests/golden/make.py"
@@ -58,6 +60,8 @@ def test_nothing_is_kept_that_no_test_compares(digits):
     assert set(digits["runs"]) == set(cells.RUNS)
 
 
+# the others are plans of seconds; test_time_obeys_its_ceilings plans as well
+@pytest.mark.tier("thorough", keep=("words", "exports", "report"))
 @pytest.mark.parametrize("name", outputs.OUTPUTS)
 def test_outputs(pinned, other_arithmetic, record_property, name):
     kept, now = read_kept(name), outputs.OUTPUTS[name](pinned)

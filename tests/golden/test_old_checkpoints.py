@@ -22,6 +22,7 @@ def same_arithmetic(pinned):
 KEPT = read_kept("old_checkpoints")
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o3",))  # test_golden.py shows the digits of all
 @pytest.mark.parametrize("recipe", KEPT)
 def test_an_old_checkpoint_is_resumed_to_the_bit(pinned, same_arithmetic, record_property, tmp_path, recipe):
     run = old_checkpoints.extract(recipe, tmp_path)

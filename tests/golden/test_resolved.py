@@ -6,6 +6,7 @@ from golden import page, resolved
 from narrowgauge.recipes import recipe_names
 
 
+@pytest.mark.tier("thorough", keep=8)
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_resolves_to_what_it_did(name):
     file = resolved.FOLDER / f"{name}.txt"

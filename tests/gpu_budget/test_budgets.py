@@ -72,6 +72,7 @@ def test_fp8_is_worth_it_at_0_5b():
     ceiling(fp8 / bf16, today=1 / 1.2, goal=1 / 1.2)
 
 
+@pytest.mark.tier("thorough", keep=("mxfp8-1.25",))  # each takes ten seconds
 @pytest.mark.parametrize(
     ("recipe", "today"),
     [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.25), ("quartet", 1.25), ("fp4", 1.5437)],
@@ -81,6 +82,7 @@ def test_emulation_at_1_5b(recipe, today):
     ceiling(big(recipe).seconds / big("bf16").seconds, today, goal=1.25)
 
 
+@pytest.mark.tier("thorough")  # test_emulation_at_1_5b keeps one
 def test_msamp_at_1_5b():
     """The device's time of a micro-batch over that of fp8; the goal is a step at 0.9 of its speed."""
     ceiling(big("msamp-o2").seconds / big("fp8").seconds, today=1 / 0.9, goal=1 / 0.9)

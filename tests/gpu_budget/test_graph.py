@@ -94,6 +94,7 @@ def middle(journal):
     return one, two
 
 
+@pytest.mark.tier("thorough", keep=("bf16", "fp8"))
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8", "fp4"])
 def test_a_micro_batch_asks_for_what_the_one_before_it_asked(recipe):
     one, two = middle(journal_of(recipe))
@@ -116,6 +117,7 @@ def test_under_random_bits_only_these_differ(recipe):
     assert numbers == {"full"}
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed"])
 def test_from_step_to_step_only_these_are_new_memory(recipe):
     """Gradients, codes that are kept, and the sum of the losses: a graph of one step would need these where

@@ -16,6 +16,8 @@ def is_on_page(sentence):
     return " ".join(sentence.split()) in " ".join(PAGE.split())
 
 
+# a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("thorough")
 def test_one_process(torchrun, tmp_path):
     """All in one process, since it takes ten seconds to import torchtitan."""
     (found,) = torchrun(1, "jobs_torchtitan.one_process", folder=str(tmp_path / "out"))
@@ -40,6 +42,8 @@ def test_one_process(torchrun, tmp_path):
     assert "matches no linear layer" in found["no such layer"]
 
 
+# a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("thorough")
 def test_the_program_of_the_page(torchrun):
     (losses,) = torchrun(1, "jobs_torchtitan.page", program=PROGRAMS["torchtitan"])
     assert losses[-1] < 0.9 * losses[0]

@@ -10,6 +10,8 @@ def needs(*packages):
         pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+# a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trainer(torchrun, tmp_path, recipe):
     """Replicas stay equal, and a training that goes on from the trainer's checkpoint has the same digits."""
@@ -22,12 +24,16 @@ def test_trainer(torchrun, tmp_path, recipe):
     assert found["again"] == found["losses"]
 
 
+# a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("thorough")
 def test_trainer_with_fsdp2_is_refused(torchrun, tmp_path):
     needs("transformers", "accelerate")
     for sentence in torchrun(2, "jobs_trainers.refused_by_trainer", folder=str(tmp_path / "out")):
         assert "train with DDP (torchrun) under any recipe" in sentence
 
 
+# a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_lightning(torchrun, tmp_path, recipe):
     """Accumulation, clipping, DDP: equal replicas, resumed by Lightning's own means to the last digit."""
@@ -39,6 +45,8 @@ def test_lightning(torchrun, tmp_path, recipe):
         assert each["again"] == each["losses"]
 
 
+# a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):
     """Random bits are those of a sequence's place in the whole batch."""

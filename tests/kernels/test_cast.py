@@ -16,7 +16,6 @@ from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization import quantize as quantize_in_torch
 from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.recipes import named_device
-from support.quick import quick
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
 ROUNDINGS = ("nearest-even", "stochastic", "half-away", "toward-zero")
@@ -106,8 +105,10 @@ def assert_kinds(name, axis, device, kinds, kinds_of_variants, kinds_of_fp32):
 KINDS = ("e4m3", "fp8-row", "fp8-1x128", "fp8-128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4-2d")
 
 
+@pytest.mark.tier("thorough", keep=4)
+@pytest.mark.tier("slow", keep=KINDS)
 @pytest.mark.parametrize("axis", [-1, 0])
-@pytest.mark.parametrize("name", quick(SCALED, *KINDS))
+@pytest.mark.parametrize("name", SCALED)
 def test_equals_the_reference_bit_for_bit(name, axis, device):
     """The dtype of an operand is that of its last store: one input shows it."""
     kinds = WHERE_NUMBERS_LIE if axis == 0 else inputs(device)
@@ -124,6 +125,7 @@ FREE = {
 }
 
 
+@pytest.mark.tier("thorough", keep=4)
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", FREE)
 def test_free_keys_equal_the_reference_bit_for_bit(name, axis, device):
@@ -134,7 +136,9 @@ def test_free_keys_equal_the_reference_bit_for_bit(name, axis, device):
         assert_same_tensors(every[kind], make_cast(FREE[name]), axis, dtypes=dtypes)
 
 
-@pytest.mark.slow  # of the interpreter: what of it is new beside the test above would be news of Triton
+@pytest.mark.tier(
+    "slow"
+)  # of the interpreter: what of it is new beside the test above would be news of Triton
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", SCALED)
 def test_every_input_along_both_axes_in_both_dtypes(name, axis, device):
@@ -142,6 +146,7 @@ def test_every_input_along_both_axes_in_both_dtypes(name, axis, device):
     assert_kinds(name, axis, device, every, ("wide", "subnormal", "huge"), every)
 
 
+@pytest.mark.tier("thorough", keep=3)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(
     "name", ["e5m2", "e4m3fnuz", "mxint8", "mxfp6-e2m3", "nvfp4", "fp4-row", "fp8-128x128"]

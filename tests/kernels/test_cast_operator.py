@@ -7,7 +7,6 @@ from torch._dynamo.backends.common import aot_autograd
 from narrowgauge.kernels import cast
 from narrowgauge.nn import convert, set_step
 from narrowgauge.quantization.passes import build
-from support.quick import quick
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own tracing
@@ -41,7 +40,9 @@ def outcomes(model, run):
     return results
 
 
-@pytest.mark.parametrize("name", quick(FORMS, "nvfp4"))
+@pytest.mark.tier("thorough")  # nn/test_compile.py compares fp8 and mxfp4, whose casts are operators there
+@pytest.mark.tier("slow", keep=("nvfp4",))
+@pytest.mark.parametrize("name", FORMS)
 def test_a_graph_of_operators_gives_the_eager_numbers(name, monkeypatch):
     monkeypatch.setattr(cast, "_casts", {})
     eager, model = make(name), make(name)
@@ -51,6 +52,7 @@ def test_a_graph_of_operators_gives_the_eager_numbers(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.tier("thorough")  # the test above runs this graph; here its size is bounded
 def test_no_cast_is_unrolled_in_a_graph():
     """The forward graph; its size decides how long torch compiles."""
     sizes = {}

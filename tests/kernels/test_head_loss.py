@@ -75,7 +75,7 @@ CHUNKS = [
         id=f"{rows}-dtype{number}-{targets}",
         marks=()
         if dtype is torch.float32 or (rows, targets) in ((8, None), (T, T - 3))
-        else pytest.mark.slow,
+        else pytest.mark.tier("slow"),
     )
     for rows in (1, 8, T, 128)
     for number, dtype in enumerate(BOUNDS)
@@ -83,11 +83,13 @@ CHUNKS = [
 ]
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(("rows", "dtype", "targets"), CHUNKS)
 def test_as_head_and_loss_apart(where, chunks, rows, dtype, targets):
     check_as_apart(where, chunks, rows, dtype, targets)
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_with_a_z_loss_as_head_and_loss_apart(where, chunks, dtype):
     check_as_apart(where, chunks, 8, dtype, T - 3, z_loss=0.05)
@@ -129,6 +131,7 @@ def test_against_float64(where, chunks, dtype):
     assert ((dw_VD.double() - w.grad).abs() <= dw_bound_VD).all()
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_the_size_of_a_chunk_changes_neither_loss_nor_dh(where, chunks, dtype):
     """Of exact products: a GEMM library may add up a row in another order where more rows stand beside it."""
@@ -148,6 +151,7 @@ def test_the_size_of_a_chunk_changes_neither_loss_nor_dh(where, chunks, dtype):
         torch.testing.assert_close(other[2], found[0][2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_power_of_two_from_above_scales_every_bit(where, chunks, dtype):
     chunks(16)
@@ -287,6 +291,7 @@ def test_compiled_it_is_one_operator_with_the_same_bits(where, chunks):
         assert torch.equal(a, b)
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own tracing
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 def test_a_compiled_model_has_it_in_one_graph():

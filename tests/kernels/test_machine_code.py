@@ -32,8 +32,9 @@ CODES = {"swiglu_codes": (1, 52), "swiglu_backward_codes": (3, 114)}
 FIRST = ("cuda:90",)
 
 
+@pytest.mark.tier("thorough")  # the interpreter shows the values; registers change with a kernel only
 @pytest.mark.parametrize(
-    "target", [pytest.param(t, marks=() if t in FIRST else pytest.mark.slow) for t in TARGETS]
+    "target", [pytest.param(t, marks=() if t in FIRST else pytest.mark.tier("slow")) for t in TARGETS]
 )
 def test_every_kernel_compiles_without_spilling_registers(target, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -84,13 +84,14 @@ PAIRS = [
     pytest.param(
         *(name, dtype),
         id=f"{name}-dtype{number}",
-        marks=() if (name == "llama") == (dtype is torch.bfloat16) else pytest.mark.slow,
+        marks=() if (name == "llama") == (dtype is torch.bfloat16) else pytest.mark.tier("slow"),
     )
     for name in MODELS
     for number, dtype in enumerate(NEAR)
 ]
 
 
+@pytest.mark.tier("thorough")  # each kernel has its own test in the interpreter
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_loss_and_all_gradients(device, without, name, dtype):
     torch.manual_seed(0)

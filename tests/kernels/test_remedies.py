@@ -67,6 +67,7 @@ def outlying(rows, columns):
     return x
 
 
+@pytest.mark.tier("thorough", keep=("cast0",))  # it clamps and compensates; the others do one of both
 @pytest.mark.parametrize(
     "cast", [APART, APART | {"compensate": False}, {"cast": "fp4-row"}, {"cast": "fp8-row"}]
 )

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from support.quick import quick
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "your-own-loop.md").read_text(encoding="utf-8")
 WIDE = ("fp8-delayed", "nvfp4", "coat")  # their weights and gradients are fp32
@@ -15,10 +14,10 @@ NARROW = ("bf16-sr", "msamp-o3")
 ROWS: set[str] = set()
 
 
-def row(title, *first):
-    """The test of a row of the page's table, under recipes of each column; others than `first` are slow."""
+def row(title):
+    """The test of a row of the page's table, under recipes of each column."""
     ROWS.add(title)
-    return pytest.mark.parametrize("name", quick((*WIDE, *NARROW), *(first or (*WIDE, *NARROW))))
+    return pytest.mark.parametrize("name", [*WIDE, *NARROW])
 
 
 def model(name, seed=0):

@@ -18,7 +18,6 @@ from narrowgauge.quantization import cast, emulate, gradient_of
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.torch_compat import compiled_as_eager
 from nn.plain_recipes import PLAIN
-from support.quick import quick
 
 # All come from torch's own tracing and compiling.
 pytestmark = [
@@ -64,7 +63,9 @@ def gradients(model, run, seed):
     return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("name", quick(PLAIN, "fp32", "bf16", "mxfp4", "fp8"))
+@pytest.mark.tier("thorough")  # compiles for seconds; the test of inductor's layers keeps some
+@pytest.mark.tier("slow", keep=("fp32", "bf16", "mxfp4", "fp8"))
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_traced_model_is_the_eager_one_bit_for_bit(name):
     eager, model = make(name), make(name)
     expected = outcomes(eager, eager)
@@ -72,6 +73,7 @@ def test_a_traced_model_is_the_eager_one_bit_for_bit(name):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds
 def test_random_bits_go_on_without_compiling_anew():
     eager, model = make("nvfp4"), make("nvfp4")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -84,6 +86,7 @@ def test_random_bits_go_on_without_compiling_anew():
 NARROW = {"attention": {"cast": "mxfp8", "block": 8, "rounding": "stochastic"}, "stream": "mxfp8"}
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_a_traced_model_with_narrow_attention_trains_as_the_eager_one(recompute):
     """Graphs end at attention, which runs as ever; a gradient of two graphs is summed in another order."""
@@ -119,6 +122,7 @@ def only_sums(found):
     return all(("bias" in name or "norm" in name) and value < 1e-6 for name, value in found.items())
 
 
+@pytest.mark.tier("thorough", keep=("fp8", "mxfp8", "mxfp4", "nvfp4"))  # compiles for seconds
 @needs_compiler
 @pytest.mark.parametrize("name", WITHOUT_ATTENTION)
 def test_inductors_layers_are_the_eager_ones_bit_for_bit(name):
@@ -151,6 +155,7 @@ def test_a_traced_cast_of_a_padded_block_has_the_bits_of_the_eager_one(columns):
     assert torch.equal(torch.compile(product)(x), product(x))
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "kind"),

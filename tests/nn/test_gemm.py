@@ -110,6 +110,7 @@ print(torch.equal(attend(q, k, v), attend(q.float(), k.float(), v.float()).bfloa
 """
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's switch is of x86")
 def test_a_cpu_without_bf16_multiplies_in_fp32():
     """oneDNN takes this CPU for one without AVX-512, as most laptops have."""

@@ -14,7 +14,7 @@ from nn.plain_recipes import PLAIN
 every_recipe = pytest.mark.parametrize("name", PLAIN)
 HALF_ULP = 2.0**-8  # of bf16, in which products are given back
 
-LONG = pytest.param(129, 40, 24, marks=pytest.mark.slow)
+LONG = pytest.param(129, 40, 24, marks=pytest.mark.tier("slow"))
 
 
 def make(name, k=96, n=64, bias=True):
@@ -162,7 +162,10 @@ def test_views_without_strides_of_their_own(name):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float64))],
+    [
+        torch.bfloat16,
+        *(pytest.param(d, marks=pytest.mark.tier("slow")) for d in (torch.float16, torch.float64)),
+    ],
 )
 @every_recipe
 def test_a_converted_model_changes_its_dtype_as_a_plain_one_does(name, dtype):

@@ -144,6 +144,7 @@ def test_without_set_step_or_an_optimizer_each_pass_whose_gradient_is_dropped_is
     assert layer.histories["fprop.x"].entries[-2:].tolist() == [1, 4], "the last is put in by the next pass"
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own tracing
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_steps_that_end_in_compiled_code(algorithm):

@@ -113,12 +113,13 @@ def test_tied_heads_stay_tied(kind):
 
 # Each recipe with one model, and each model with a third of the recipes; the other pairs are slow tests.
 PAIRS = [
-    pytest.param(kind, name, marks=[] if (i + j) % 3 == 0 else [pytest.mark.slow])
+    pytest.param(kind, name, marks=[] if (i + j) % 3 == 0 else [pytest.mark.tier("slow")])
     for i, kind in enumerate(MODELS)
     for j, name in enumerate(n for n in recipe_names() if not (waits(n) or recipe(n).narrows_attention))
 ]
 
 
+@pytest.mark.tier("thorough", keep=4)
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_every_recipe_trains_every_model(kind, name):
     """With torch's own optimizer where it can be, and no `set_step`, as people do who only convert."""

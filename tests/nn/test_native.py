@@ -232,12 +232,13 @@ def test_nothing_non_finite_comes_out_finite(name, poison):
     assert not layer.weight.grad[:, 5].isfinite().any()
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
 @needs_cpu_kernels
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo detected a call to a")  # torch's own
 @pytest.mark.parametrize(
     "name",
     # The last two are the second's and the first's calls with other dtypes.
-    ["fp8", "fp8-delayed", "fp8-row", *(pytest.param(n, marks=pytest.mark.slow) for n in ON_CPU[3:])],
+    ["fp8", "fp8-delayed", "fp8-row", *(pytest.param(n, marks=pytest.mark.tier("slow")) for n in ON_CPU[3:])],
 )
 def test_it_compiles_whole(name):
     torch._dynamo.reset()

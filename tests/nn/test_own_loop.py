@@ -181,7 +181,8 @@ def test_adapters(name):
     assert_same({key: m.state_dict()[key.replace(".", ".base_layer.")] for key in before}, before)
 
 
-@row("PEFT: `get_peft_model` with LoRA", "nvfp4", "msamp-o3")
+@row("PEFT: `get_peft_model` with LoRA")
+@pytest.mark.tier("slow", keep=("nvfp4", "msamp-o3"))
 @pytest.mark.filterwarnings("ignore")  # of PEFT's
 def test_peft(name):
     """Adapters are wide and train, what is frozen stays; saved alone, they go onto another model."""
@@ -231,7 +232,9 @@ def test_a_scaled_loss(name):
     assert not torch.equal(before["0.weight"], numbers_of(m)["0.weight"])
 
 
-@row("`torch.compile`", "coat", "msamp-o3")  # nvfp4: `test_compile.py`
+@pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
+@row("`torch.compile`")  # nvfp4: `test_compile.py`
+@pytest.mark.tier("slow", keep=("coat", "msamp-o3"))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -261,7 +264,8 @@ def test_compiled_each_pass_is_a_step_unless_the_loop_says_the_step(says_step, e
     assert layer[0].histories["fprop.x"].entries.count_nonzero() == ended, "the last has not ended"
 
 
-@row("`torch.export` for inference", "fp8-delayed", "msamp-o3")
+@row("`torch.export` for inference")
+@pytest.mark.tier("slow", keep=("fp8-delayed", "msamp-o3"))
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_exported(name):

@@ -7,7 +7,6 @@ from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert, set_step
 from narrowgauge.quantization import gradient_of
 from narrowgauge.recipes import recipe, recipe_names
-from support.quick import quick
 
 SIZES = {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 48, "vocab_size": 64, "max_sequence_length": 16}
 
@@ -32,9 +31,8 @@ def assert_same(name, **changes):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    "name", quick(recipe_names(), "bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat", "fp8-attention")
-)
+@pytest.mark.tier("slow", keep=("bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat", "fp8-attention"))
+@pytest.mark.parametrize("name", recipe_names())
 def test_losses_and_gradients_are_those_without_it(name):
     assert_same(name)
 

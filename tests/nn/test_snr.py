@@ -9,7 +9,6 @@ from narrowgauge.nn import Linear
 from narrowgauge.quantization import estimator_slope
 from narrowgauge.recipes import recipe
 from nn.plain_recipes import PLAIN
-from support.quick import quick
 
 K, N = 128, 256
 # Signal to noise in dB of (y, dx, dw), as measured on normal numbers: the lowest with and without a bias.
@@ -147,15 +146,19 @@ def compiled_case(name, of, bias=True):
 class TestCompiled:
     pytestmark = compiles
 
-    @pytest.mark.parametrize("name", quick(PLAIN, *COMPILED))
+    @pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
+    @pytest.mark.tier("slow", keep=COMPILED)
+    @pytest.mark.parametrize("name", PLAIN)
     def test_there_is_no_graph_break_and_nothing_changes(self, name):
         compiled_case(name, lambda layer: layer)
 
-    @pytest.mark.parametrize("name", quick(PLAIN, *RECOMPUTED_IN_COMPILED))
+    @pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
+    @pytest.mark.tier("slow", keep=RECOMPUTED_IN_COMPILED)
+    @pytest.mark.parametrize("name", PLAIN)
     def test_recomputation_within_compiled_code(self, name):
         compiled_case(name, recomputed)
 
-    @pytest.mark.slow
+    @pytest.mark.tier("slow")
     @pytest.mark.parametrize("name", PLAIN)
     def test_without_a_bias(self, name):
         compiled_case(name, lambda layer: layer, bias=False)

@@ -84,6 +84,7 @@ def _add(y, tokens, weights, expert, x):
         y[tokens] += expert(x[tokens]) * weights[tokens, None]
 
 
+@pytest.mark.tier("thorough", keep=("mxfp4",))
 @pytest.mark.parametrize("recipe", ["mxfp4", "fp8-row"])
 def test_each_expert_computes_as_a_linear_layer_of_its_slice(model, recipe):
     """One expert a token, so that an expert's blocks and rows are those of the loop."""

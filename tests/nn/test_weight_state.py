@@ -262,6 +262,7 @@ class TestWhatStaysWide:
         assert layer.bias.grad is not None
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", STATE_RECIPES)
 def test_nothing_is_kept_after_the_backward_pass(name, request):
     """Bytes of live tensors, counted: what a step leaves behind is its parameters' state."""
@@ -303,6 +304,7 @@ def test_a_gradient_that_is_not_finite_stays_so(poison):
     assert not gradient_of(layer.weight).isfinite().all()
 
 
+@pytest.mark.tier("thorough")
 def test_any_products_go_with_any_state():
     for name in ng.recipe_names():
         if name == "fp16":
@@ -323,6 +325,7 @@ def test_any_products_go_with_any_state():
         assert losses[-1] < losses[1], name
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds
 @pytest.mark.filterwarnings(  # torch's own
     "ignore::DeprecationWarning",
     "ignore:Dynamo detected a call to a",

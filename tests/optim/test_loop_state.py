@@ -11,7 +11,6 @@ from narrowgauge.errors import UserError
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
-from support.quick import quick
 
 STEPS = 6
 OF_LINEARS = [name for name in recipe_names() if not recipe(name).narrows_attention]
@@ -40,8 +39,9 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.tier("slow", keep=("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr", "coat"))
 @pytest.mark.parametrize("says_step", [True, False])
-@pytest.mark.parametrize("name", quick(OF_LINEARS, "fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr", "coat"))
+@pytest.mark.parametrize("name", OF_LINEARS)
 def test_it_goes_on_to_the_same_digits(name, says_step):
     m, optimizer = make(name)
     train(m, optimizer, range(1, 4), says_step)

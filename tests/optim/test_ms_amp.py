@@ -85,6 +85,7 @@ def test_what_is_not_finite_is_found_and_goes_nowhere(name, bad):
     assert not optimizer.clip_grad_norm_(1.0).isfinite()
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("name", LEVELS)
 def test_every_epoch_ends_lower(name, accumulated):

@@ -17,7 +17,7 @@ WALKS = [
     pytest.param(
         *(c, shape, axis, rounding),
         id=f"{c.name}-{shape}-{axis}-{rounding}",
-        marks=() if rounding == "stochastic" or shape == (150, 77) else pytest.mark.slow,
+        marks=() if rounding == "stochastic" or shape == (150, 77) else pytest.mark.tier("slow"),
     )
     for rounding in ("nearest-even", "stochastic")
     for axis in (-1, 0)

@@ -9,7 +9,6 @@ from narrowgauge.quantization import QuantizedState, cast, cast_names, emulate, 
 from narrowgauge.quantization.named_casts import SHORTHANDS, STATE_SHORTHANDS
 from narrowgauge.recipes import parse_recipe
 from quantization.by_hand import SMALL, assert_as_by_hand, inputs
-from support.quick import quick
 
 TABLES = {
     "fp4 ue5m3": {"element": "e2m1", "block": 16, "scale": "e5m3"},
@@ -26,6 +25,7 @@ TABLES = {
 KINDS = ("normal", "bf16", "wide", "tiny", "huge", "zeros", "one outlier", "ragged", "negative zero")
 
 
+@pytest.mark.tier("thorough", keep=3)
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_the_oracle_bit_for_bit(name, axis):
@@ -34,7 +34,8 @@ def test_equals_the_oracle_bit_for_bit(name, axis):
             assert_as_by_hand(x, make_cast(TABLES[name]), axis)
 
 
-@pytest.mark.parametrize("name", quick(TABLES, "fp4 ue5m3", "fp4 bf16 of 32", "int4 e4m3"))
+@pytest.mark.tier("slow", keep=("fp4 ue5m3", "fp4 bf16 of 32", "int4 e4m3"))
+@pytest.mark.parametrize("name", TABLES)
 def test_the_emulated_operand_is_the_stored_numbers(name):
     for kind in ("normal", "bf16", "ragged", "wide"):
         x, c = inputs()[kind], make_cast(TABLES[name])

@@ -23,6 +23,7 @@ TABLES = {
 }
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_the_oracle_bit_for_bit(name, axis):

@@ -15,7 +15,6 @@ from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import cast_names, emulate, make_cast
 from quantization.by_hand import SMALL, assert_as_by_hand, inputs
 from support.fault_table import case
-from support.quick import quick
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
 MX = [n for n in SCALED if cast_named(n).scale == "e8m0"]
@@ -43,13 +42,14 @@ def assert_variants_as_by_hand(x, name, axis):
         assert_as_by_hand(x, make_cast({"cast": name} | variant), axis)
 
 
+@pytest.mark.tier("thorough", keep=("wide",))
 @case("E2", quick=True)
 @pytest.mark.parametrize(("name", "kind", "axis"), ALONG)
 def test_equals_the_oracle_bit_for_bit(name, kind, axis):
     assert_variants_as_by_hand(inputs(SMALL)[kind], name, axis)
 
 
-@pytest.mark.slow  # the oracle takes its time for each number, and these are five times as many
+@pytest.mark.tier("slow")  # the oracle takes its time for each number, and these are five times as many
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize(("name", "kind"), INPUTS_OF)
 def test_many_numbers_equal_the_oracle_bit_for_bit(name, kind, axis):
@@ -189,9 +189,11 @@ def test_hadamard_keeps_products_and_spreads_outliers():
     assert torch.equal(hadamard(a.T, 16, 0), hadamard(a, 16, -1).T)
 
 
+@pytest.mark.tier("thorough")  # compiles for seconds; nn/test_compile.py keeps some
+@pytest.mark.tier("slow", keep=("fp8-row", "nvfp4"))
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it compiles
-@pytest.mark.parametrize("name", quick(["e5m2", "fp8-row", "mxfp8", "mxfp4", "nvfp4"], "fp8-row", "nvfp4"))
+@pytest.mark.parametrize("name", ["e5m2", "fp8-row", "mxfp8", "mxfp4", "nvfp4"])
 def test_compiled_emulation_is_bit_identical(name):
     def operand(x, name, axis):
         return emulate(x, cast_named(name), axis, torch.bfloat16)

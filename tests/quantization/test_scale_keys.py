@@ -49,6 +49,7 @@ KINDS = (
 )
 
 
+@pytest.mark.tier("thorough", keep=6)
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_the_oracle_bit_for_bit(name, axis):
@@ -57,6 +58,7 @@ def test_equals_the_oracle_bit_for_bit(name, axis):
             assert_as_by_hand(x, make_cast(TABLES[name]), axis)
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", RANDOM)
 def test_rounded_scales_take_the_bits_of_their_stream(name, axis):

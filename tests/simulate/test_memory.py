@@ -15,7 +15,6 @@ from narrowgauge.simulate.memory_estimate import estimate_memory
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import parse_bytes
-from support.quick import quick
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
@@ -55,7 +54,9 @@ def test_operations_are_counted_until_they_are_gone():
     assert watch.peak == 12000
 
 
-@pytest.mark.parametrize("name", quick(recipe_names(), "bf16", "fp8", "fp8-delayed", "msamp-o3", "coat"))
+@pytest.mark.tier("thorough", keep=("fp8", "msamp-o3"))
+@pytest.mark.tier("slow", keep=("bf16", "fp8", "fp8-delayed", "msamp-o3", "coat"))
+@pytest.mark.parametrize("name", recipe_names())
 def test_expected_state_is_the_runs(tiny, text, name):
     """Whatever the recipe, and so are activations; a CPU has its own workspace, for it works in pieces."""
     changes = {"recipe.name": name}
@@ -106,6 +107,7 @@ def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
         assert watch.alive == gradients
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("place", ["master", "grad", "m", "v"])
 def test_what_lies_on_the_host_is_told_apart(tiny, text, place):
     here = step(tiny, text, {"recipe.name": "msamp-o3"})[1]
@@ -116,6 +118,7 @@ def test_what_lies_on_the_host_is_told_apart(tiny, text, place):
     assert set(there.host) == {name}
 
 
+@pytest.mark.tier("thorough")
 def test_the_numbers_are_the_same_wherever_they_lie(train, look):
     narrow = {"recipe.name": "msamp-o3", **WIDE}
     here = train("here", narrow)

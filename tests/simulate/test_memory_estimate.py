@@ -6,7 +6,6 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import recipe_names
 from narrowgauge.simulate import estimate_step
 from narrowgauge.training import make_config
-from support.quick import quick
 
 KINDS = ("tensor", "context", "shard", "pipeline")
 # Two processes divide every dimension and the tokens into multiples of 128, the largest block of a recipe.
@@ -21,13 +20,16 @@ MODEL = {
 }
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kind"),
-    quick(
-        [(recipe, kind) for recipe in recipe_names() for kind in KINDS],
+@pytest.mark.tier(
+    "slow",
+    keep=(
         *(("fp4", "tensor"), ("fp4", "context"), ("fp8", "shard"), ("bf16", "pipeline")),
         ("fp8-attention", "shard"),
     ),
+)
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [(recipe, kind) for recipe in recipe_names() for kind in KINDS],
 )
 def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
     config = make_config(

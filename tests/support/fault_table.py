@@ -68,11 +68,11 @@ def case(*names: str, quick: bool = False) -> Callable[[Any], Any]:
 
     def mark(test: Any) -> Any:
         test = pytest.mark.case(*names)(test)
-        return test if quick else pytest.mark.faults(test)
+        return test if quick else pytest.mark.tier("faults")(test)
 
     return mark
 
 
 # For a test of every commit: those of its parameters that wait for `make faults`.
-LATER = pytest.mark.faults
+LATER = pytest.mark.tier("faults")
 RANKS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LATER)], ids=["1 rank", "2 ranks"])

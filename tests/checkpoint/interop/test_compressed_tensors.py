@@ -78,6 +78,7 @@ def expected(model, name):
     raise AssertionError(name)
 
 
+@pytest.mark.tier("thorough", keep=3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_package_reads_the_numbers_of_training(tmp_path, name):
     model = after_steps(trained(name), 1)

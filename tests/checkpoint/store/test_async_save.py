@@ -34,6 +34,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, on_ranks
         assert_of_step(tmp_path / f"step-{step}", step)
 
 
+@pytest.mark.tier("thorough")  # waits for a slow disk
 def test_a_slow_disk_does_not_hold_the_step_and_a_second_save_waits(tmp_path, on_ranks):
     world = on_ranks(2, "in_background", tmp_path, steps=[1, 2], delay=0.2)
     for said in world.said:
@@ -98,6 +99,7 @@ def test_leaving_the_block_waits_and_raises(tmp_path):
     assert load(tmp_path / "step-2").tensors["model"]["w"].eq(2).all()
 
 
+@pytest.mark.tier("thorough")  # waits for a slow disk
 def test_the_end_of_a_process_waits_for_its_save(tmp_path):
     script = (
         "import sys, torch; from pathlib import Path;"

@@ -119,6 +119,7 @@ def test_a_kill_while_a_damaged_step_is_replaced(tmp_path, in_process):
     assert_whole(tmp_path, 2)
 
 
+@pytest.mark.tier("thorough")
 @case("A8", quick=True)
 def test_files_are_synced_then_renamed_then_the_directory_is_synced(tmp_path):
     strace = shutil.which("strace")

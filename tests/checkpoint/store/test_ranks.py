@@ -94,6 +94,7 @@ def test_what_all_ranks_hold_is_written_once_and_by_turns(tmp_path, on_ranks):
         assert sum(own) == headers + data[group]
 
 
+@pytest.mark.tier("thorough", keep=8)
 @pytest.mark.parametrize("point", [*ON_FIRST, *ON_SECOND, "synced:state.json@0", f"{ON_SECOND[1]}@1"])
 def test_killed_at_any_point_of_any_rank_the_old_or_the_new_one_is_whole(start, on_ranks, point):
     world = on_ranks(2, "save", start, crash_at=point, steps=[3])

@@ -140,6 +140,7 @@ def test_a_process_alone_on_its_node_keeps_its_threads(
     assert (told(tmp_path)["OMP_NUM_THREADS"] or None) == threads
 
 
+@pytest.mark.tier("thorough")  # distributed/ meets without torchrun
 def test_torchrun_starts_two_processes_that_meet(write, start, tmp_path):
     train = ("train", "--log.every", "3", "--data", "it's $HOME; `id`", "--steps", "7")
     script = write("--torchrun", "--gpus-per-node", "2", train=train)
@@ -154,6 +155,7 @@ def test_torchrun_starts_two_processes_that_meet(write, start, tmp_path):
         assert place["folder"] == str(script.parent)
 
 
+@pytest.mark.tier("thorough")  # torchrun around a real run
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_torchrun_hands_the_signal_on_and_says_75_when_the_run_has_saved(write, start, tmp_path, number):
     process = start(write("--torchrun", "--gpus-per-node", "2"), WANTED="75")
@@ -204,6 +206,7 @@ def test_slurm_hands_the_signal_on_waits_and_goes_back_into_the_queue(
         assert (tmp_path / "scontrol").read_text() == "requeue 42\n"
 
 
+@pytest.mark.tier("thorough")  # torchrun around a real run
 def test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it(write, start, line, look, tmp_path):
     out = tmp_path / "run"
     script = write(

@@ -23,6 +23,8 @@ def plan(recipe, cluster, devices=1, model=SMALL, **training):
     return make_plan(make_config(values | {"recipe": {"name": recipe}}), devices, load_cluster(cluster))
 
 
+# one of each path: high precision, native, kernels, plain operations
+@pytest.mark.tier("thorough", keep=("fp32", "fp8", "nvfp4", "fp4"))
 @pytest.mark.parametrize("recipe", ng.recipe_names())
 def test_no_recipe_is_expected_to_be_faster_than_its_best(recipe):
     """Nothing is cut off at 100 %: a count below the best would be seen here, and by users."""

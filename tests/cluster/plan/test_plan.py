@@ -79,6 +79,7 @@ def test_an_unknown_cluster_is_told_the_nearest():
         load_cluster("fronteir")
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
     ("recipe", "mesh"),
     [("bf16", {}), ("bf16", {"shard": 2, "zero": 1}), ("bf16", {"pipeline": 2})],
@@ -110,6 +111,7 @@ def test_narrow_weights_and_gradients_travel_in_a_byte():
     assert of("bf16", "reduce") - of("msamp-o2", "reduce") == pytest.approx(3 / 4 * linear * 3 * 2, rel=0.01)
 
 
+@pytest.mark.tier("thorough")  # test_time_obeys_its_ceilings plans as well
 def test_a_mesh_too_large_to_try_is_planned_in_a_moment():
     many = config("bf16", {"name": "llama3-8b"}, batch_size=4096, micro_batch_size=1)
     plan = make_plan(many, 4096, load_cluster("frontier"))
@@ -136,6 +138,7 @@ def test_time_obeys_its_ceilings():
     assert estimate(again, dims, cluster, estimate_step(again, dims)).products > found.products
 
 
+@pytest.mark.tier("thorough")  # plans of seconds; test_time_obeys_its_ceilings stays
 def test_links_between_nodes_are_waited_for():
     cluster = load_cluster("rtx4090")
     tiny = config("fp32", {"name": "llama3-1b"}, batch_size=8, micro_batch_size=1)
@@ -249,6 +252,7 @@ def test_what_is_no_number_of_tokens_is_refused(text):
         tokens_of(text)
 
 
+@pytest.mark.tier("thorough")  # plans of seconds; test_time_obeys_its_ceilings stays
 def test_what_does_not_fit_is_told_what_would_help():
     big = config("bf16", SMALL | {"layers": 2}, batch_size=64)
     dims = ParallelDims(replicate=8)
@@ -265,6 +269,7 @@ def test_a_save_in_the_background_takes_the_hosts_memory():
     assert copy_of_save(memory, ParallelDims(replicate=2)) == state // 2
 
 
+@pytest.mark.tier("thorough")  # plans of seconds; test_time_obeys_its_ceilings stays
 def test_the_command(narrowgauge):
     words = ["plan", "--model", "llama3-8b", "--recipe", "bf16", "--cluster", "frontier", "--devices", "512"]
     words += ["--data.sequence_length", "8192", "--training.batch_size", "2048", "--tokens", "1T", "--json"]
@@ -294,6 +299,7 @@ def test_the_command(narrowgauge):
     assert narrowgauge("plan", "--devices", "0").code == 2
 
 
+@pytest.mark.tier("thorough")  # plans of seconds; test_time_obeys_its_ceilings stays
 def test_what_nobody_gave_is_chosen_and_said():
     """A batch that the devices can share, and micro-batches of it; `train` would refuse the default batch."""
     plan = make_plan(make_config({"model": SMALL, "data": {"sequence_length": 128}}), 16)
@@ -361,6 +367,7 @@ def test_gradients_on_the_host_travel_in_each_micro_batch():
     assert gradients > 0
 
 
+@pytest.mark.tier("thorough")  # other tests plan smaller models
 def test_8b_in_fp8_does_not_fit_on_one_h200():
     """Weights, gradients and moments of four bytes are 120 GiB; a step that is counted there takes 136."""
     values = make_config(

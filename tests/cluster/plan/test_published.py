@@ -49,6 +49,7 @@ def test_the_page_has_every_published_row_of_fp8_lm():
     assert len(names) == 12
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("row", WIDE, ids=lambda row: row.name)
 def test_wide_rows(row):
     least, most = MISSES.get(row.name, (0.85, 1.15))
@@ -60,14 +61,14 @@ def test_what_fitted_fits(row):
     assert check(row) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.tier("slow")
 @pytest.mark.parametrize("row", LLMQ_ROWS, ids=lambda row: row.name)
 def test_llmq(row):
     """Its activations are bf16 throughout and fused; ours, with a float32 stream, take up to half more."""
     assert (0.85 if not row.most else 0) <= check(row) <= (1.15 if not row.most else 1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("slow")
 @pytest.mark.parametrize("row", NARROW, ids=lambda row: row.name)
 def test_narrow_rows(row):
     least, most = MISSES.get(row.name, (0.85, 1.15))

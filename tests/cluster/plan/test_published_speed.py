@@ -46,7 +46,10 @@ def test_the_files_hold_these_runs(name):
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[] if row.name in QUICK else [pytest.mark.slow], id=row.name) for row in ROWS],
+    [
+        pytest.param(row, marks=[] if row.name in QUICK else [pytest.mark.tier("slow")], id=row.name)
+        for row in ROWS
+    ],
 )
 def test_the_best_is_what_the_estimate_says(row):
     (kept,) = (run for run in load_cluster(row.cluster).measured if run.run == row.name)

@@ -40,6 +40,7 @@ def lines(tmp_path, monkeypatch):
     return str(tmp_path / "lines.jsonl")
 
 
+@pytest.mark.tier("thorough")  # real processes
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
 def test_the_same_bytes_whatever_the_number_of_workers(lines, tmp_path, tokenizer):
     made = [
@@ -195,6 +196,7 @@ def below(root):
     return found - {root}
 
 
+@pytest.mark.tier("thorough")  # real processes
 @case("F4", quick=True)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
 def test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes(lines, tmp_path):

@@ -120,6 +120,7 @@ def test_a_run_that_diverged_gets_a_page(make_run):
     assert data_of(html)["runs"][0]["curves"]["loss"]["mean"][-1] is None
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("count", "steps"), [(1, 100_000), (40, 2000)])
 def test_the_page_stays_under_five_megabytes(make_run, tmp_path, count, steps):
     paths = [make_run("run0", steps=steps)]

@@ -57,7 +57,7 @@ def values(readout):
     return {name: float(readout[readout.index(name) + 1]) for name in RECIPES if name in readout}
 
 
-@pytest.mark.slow
+@pytest.mark.tier("slow")
 @needs_browser
 def test_eight_recipes_by_default(tmp_path):
     command = [sys.executable, "-m", "narrowgauge", "compare", "--recipes", ",".join(RECIPES)]

@@ -13,7 +13,6 @@ import pytest
 from narrowgauge.checkpoint import SaveError, newest_valid, steps
 from narrowgauge.training.step.trainer import Trainer
 from support.processes import TORCHRUN
-from support.quick import quick
 
 BEHIND = {"checkpoint.asynchronous": True}
 WAYS = pytest.mark.parametrize("way", [{}, BEHIND], ids=["at once", "behind"])
@@ -95,6 +94,7 @@ def test_a_slow_disk_does_not_hold_the_steps_and_a_second_save_waits(train, look
     assert sum(look(path).column("step_ms")[2:]) < 1000 * taken / 2
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 @WAYS
 def test_saves_that_fail_are_told_and_too_many_end_it(train, look, disk, in_step, way):
     in_step({5: disk.full})
@@ -129,9 +129,9 @@ def test_the_last_save_must_succeed(train, look, disk, in_step, way):
     assert [event["step"] for event in look(disk.place.parent).events("save failed")][-1] == 6
 
 
-@pytest.mark.parametrize(
-    "point", quick(["write:model.safetensors", "synced:optimizer.safetensors", "sealed"], "sealed")
-)
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
+@pytest.mark.tier("slow", keep=("sealed",))
+@pytest.mark.parametrize("point", ["write:model.safetensors", "synced:optimizer.safetensors", "sealed"])
 def test_killed_in_the_background(narrowgauge, line, look, tmp_path, train, point):
     """What is under way is invisible, the one before it is there, and the run goes on to the same digits."""
     out, changes = tmp_path / "run", BEHIND | {"training.steps": 40, "checkpoint.every": 8}
@@ -149,6 +149,7 @@ def test_killed_in_the_background(narrowgauge, line, look, tmp_path, train, poin
 TWO = {"training.micro_batch_size": 1, "recipe.name": "msamp-o2", "model.dim": 64}
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 def test_two_ranks_under_torchrun(narrowgauge, line, look, tmp_path):
     options = ["--standalone", "--nproc-per-node", "2", "-m", "narrowgauge"]
     runs = []
@@ -180,6 +181,7 @@ def two_ranks(narrowgauge):
     return run
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 @WAYS
 def test_a_disk_that_is_full_on_one_rank_ends_both_alike(two_ranks, look, tmp_path, line, way):
     """Every save fails in rank 1, whose files may have so many bytes and no more."""

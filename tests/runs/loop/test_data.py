@@ -69,6 +69,7 @@ def values(source, **data):
     }
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_a_model_learns_the_same_from_text_and_from_every_token_file(corpus, tmp_path):
     text, prepared = corpus
     expected = losses(run(values(str(text), tokenizer="bpe-300"), tmp_path / "text"))
@@ -108,6 +109,7 @@ def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_pat
     assert single.trajectory[0] == whole.trajectory[0]
 
 
+@pytest.mark.tier("thorough")  # a whole run
 @case("E9", quick=True)
 @pytest.mark.parametrize("layout", ["llm.c", "megatron"])
 def test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch(

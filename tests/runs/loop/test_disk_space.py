@@ -62,6 +62,7 @@ def at_step(monkeypatch):
     return do
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 def test_the_planned_space_of_a_checkpoint_is_that_of_its_files(train, tiny, tmp_path):
     for name in ("fp8", "msamp-o2"):
         path = train(name, {"recipe.name": name, "model.dim": 128, "training.steps": 2})
@@ -125,6 +126,7 @@ def test_a_save_without_room_is_told_and_training_goes_on(small_disk, at_step, t
     assert look(path).column("step") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 @pytest.mark.parametrize("name", ["metrics.jsonl", "gauges.jsonl"])
 def test_a_record_that_cannot_be_written_ends_nothing(train, look, at_step, tmp_path, name):
     """/dev/full answers every write with "No space left on device"."""
@@ -152,6 +154,7 @@ def test_a_record_that_cannot_be_written_ends_nothing(train, look, at_step, tmp_
     assert look(path).status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 def test_a_directory_that_went_away_ends_it(narrowgauge, line, look, tmp_path):
     """As when a network disk is gone: under the old name there may be a directory, and it is another one."""
     out = tmp_path / "run"

@@ -94,6 +94,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another(train, look):
     assert look(first).column("loss") != look(other).column("loss")
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_the_recipe_moves_the_losses(train, look):
     losses = [look(train(name, {"recipe.name": name})).column("loss") for name in ("fp32", "bf16", "nvfp4")]
     for a, b in ((0, 1), (0, 2), (1, 2)):
@@ -116,6 +117,7 @@ def test_micro_batches_add_up_to_the_batch(train, look):
     assert whole.column("tokens") == parts.column("tokens")
 
 
+@pytest.mark.tier("thorough")  # a whole run
 @pytest.mark.parametrize(("name", "recompute"), [("fp8", "selective"), ("nvfp4", True)])
 def test_recomputing_changes_no_bit(train, look, name, recompute):
     kept = train("kept", {"recipe.name": name})
@@ -130,6 +132,7 @@ def test_what_is_shown_and_kept_moves_nothing(train, look):
         assert plain.column(key) == chatty.column(key)
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

@@ -57,6 +57,7 @@ def raised(tiny, tmp_path_factory):
         return run(tiny(RUN), tmp_path_factory.mktemp("raised") / "run", Console(file=io.StringIO()))
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_the_place_that_broke_is_widened_and_the_run_goes_on(raised, look):
     ran = look(raised)
     (event,) = ran.events("raise")
@@ -73,6 +74,7 @@ def test_the_place_that_broke_is_widened_and_the_run_goes_on(raised, look):
     assert max(loss[FAULT:]) < 1.2 * max(loss[FAULT - 8 : FAULT - 1]), "no trace of the spike"
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_it_is_written_down_as_a_rule_of_the_recipe(raised, look, tmp_path):
     (event,) = look(raised).events("raise")
     text = (raised / "recipe.toml").read_text()
@@ -84,6 +86,7 @@ def test_it_is_written_down_as_a_rule_of_the_recipe(raised, look, tmp_path):
     assert make_config({"recipe": {"name": str(again)}}).spec.recipe.rules[0] == rule
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_whoever_opens_the_run_sees_the_wider_place(raised, look):
     (event,) = look(raised).events("raise")
     model = open_run(raised, "cpu").model
@@ -111,6 +114,7 @@ def kill_in(monkeypatch, step):
     monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_kills_around_a_raise_leave_no_trace(raised, look, train, outgrown, monkeypatch, tmp_path):
     seed = secrets.randbits(32)
     print(f"steps from random.Random({seed})")
@@ -130,6 +134,7 @@ def test_kills_around_a_raise_leave_no_trace(raised, look, train, outgrown, monk
     assert (tmp_path / "killed" / "recipe.toml").read_text() == (raised / "recipe.toml").read_text()
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_what_fits_again_is_lowered_again(train, look, outgrown):
     outgrown(last=FAULT + 1)
     ran = look(train("lowered", RUN | {"guard.lower_after": 6}))
@@ -141,6 +146,7 @@ def test_what_fits_again_is_lowered_again(train, look, outgrown):
     assert open_run(ran.path, "cpu").model.blocks[0].down.spec.casts["fprop.x"].name == "e4m3"
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_a_place_is_wide_for_as_long_as_is_said(train, look, outgrown):
     outgrown(last=FAULT + 1)
     ran = look(train("for a time", RUN | {"guard.raise_steps": 9}))
@@ -180,6 +186,7 @@ def trained(tiny):
     return config, trainer, corpus
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("place", ["v", "m", "weight", "master", "grad"])
 def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_path):
     config, trainer, corpus = trained
@@ -211,6 +218,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_pat
         assert now[place].cast == config.spec.recipe.state[place]
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_what_would_still_be_lost_stays_wide(tiny, train, look, monkeypatch):
     """Two places of state are raised. In E4M3 one would lose numbers again; the other may lose all."""
     take = Trainer.train_step
@@ -245,6 +253,7 @@ def test_what_would_still_be_lost_stays_wide(tiny, train, look, monkeypatch):
     assert {place: moments[place].cast.name for place in "mv"} == {"m": "e4m3", "v": "fp32"}
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_what_a_checkpoint_had_lost_is_raised_from_an_older_one(train, look, monkeypatch):
     """The norm is large in step 14, unless `v` was wide before step 12."""
     take = Trainer.train_step

@@ -8,7 +8,6 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
 from narrowgauge.training.config.schema import GAUGES_EVERY
-from support.quick import quick
 
 WIDE = {"model.dim": 64, "model.ffn_dim": 96, "training.steps": 4}  # large enough for narrow moments
 EVERY = {"gauges.every": 1}
@@ -25,13 +24,15 @@ def gauges(path):
     return [json.loads(line) for line in (path / "gauges.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.tier("thorough")  # whole runs
+@pytest.mark.tier("slow", keep=(("nvfp4", True),))
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        *quick(
-            [("fp8-delayed", True), ("nvfp4", True), ("msamp-o3", True), ("coat", False)], ("nvfp4", True)
-        ),
-        pytest.param("fp4", False, marks=pytest.mark.slow),  # has no state and no random bits to disturb
+        *[("fp8-delayed", True), ("nvfp4", True), ("msamp-o3", True), ("coat", False)],
+        pytest.param(
+            "fp4", False, marks=pytest.mark.tier("slow")
+        ),  # has no state and no random bits to disturb
     ],
 )
 def test_not_a_bit_of_the_trajectory_changes(train, name, recompute):
@@ -46,6 +47,7 @@ def test_not_a_bit_of_the_trajectory_changes(train, name, recompute):
     assert {line["step"] for line in gauges(read)} == {1, 2, 3, 4}
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_every_layer_and_place_is_read_once_a_step(train):
     lines = gauges(
         train("run", WIDE | {"recipe.name": "mxfp4", "gauges.every": 2, "training.recompute": True})
@@ -66,6 +68,7 @@ def test_every_layer_and_place_is_read_once_a_step(train):
     assert {"embedding", "head"} <= {line["layer"] for line in lines}
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_lines_after_the_checkpoint_are_made_again(train):
     changes = WIDE | EVERY | {"recipe.name": "nvfp4", "checkpoint.every": 2, "checkpoint.keep": 2}
     path = train("run", changes)
@@ -82,6 +85,7 @@ def test_lines_after_the_checkpoint_are_made_again(train):
         train("run", changes)
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_they_may_be_switched_on_in_a_run_that_goes_on(train):
     path = train("run", WIDE | OFF)
     shutil.rmtree(path / "checkpoints" / "step-4")
@@ -90,6 +94,7 @@ def test_they_may_be_switched_on_in_a_run_that_goes_on(train):
     assert {line["step"] for line in gauges(path)} == {3, 4}
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_a_step_that_is_skipped_is_read_all_the_same(train):
     changes = WIDE | EVERY | {"optimizer.lr": 1e30, "schedule.warmup_steps": 0, "guard.max_skips": 9}
     lines = gauges(train("run", changes | {"training.steps": 3, "optimizer.clip_norm": float("inf")}))

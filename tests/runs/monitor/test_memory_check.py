@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
 
 
+@pytest.mark.tier("thorough")
 def test_a_limit_is_obeyed_before_anything_is_trained(tiny):
     config = make_config(tiny(WIDE | {"training.micro_batch_size": 2}))
     peak = estimate_memory(config).peak
@@ -28,6 +29,7 @@ def test_a_limit_is_obeyed_before_anything_is_trained(tiny):
     assert require_memory(roomy, CPU).peak == peak
 
 
+@pytest.mark.tier("thorough")
 def test_what_is_cheaper(tiny):
     config = make_config(tiny(WIDE | {"training.micro_batch_size": 2}))
     peak, found = estimate_memory(config).peak, dict(cheaper(config))
@@ -43,6 +45,7 @@ def test_what_is_cheaper(tiny):
     assert whole < part < peak
 
 
+@pytest.mark.tier("thorough")
 def test_a_model_larger_than_the_machine_is_refused(tiny, monkeypatch):
     state = estimate_memory(make_config(tiny(WIDE))).state
     for there, way_out in (

@@ -16,6 +16,7 @@ def profiled(narrowgauge, line, tmp_path_factory):
     return path, ended
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_the_trace_has_the_steps_that_were_asked_for(profiled):
     path, _ = profiled
     with gzip.open(path / "profile" / "trace-rank-0.json.gz", "rt") as file:
@@ -30,6 +31,7 @@ def test_the_trace_has_the_steps_that_were_asked_for(profiled):
         assert part in names
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_the_classes_make_up_the_step(profiled, look):
     path, ended = profiled
     (event,) = look(path).events("step time")
@@ -43,18 +45,21 @@ def test_the_classes_make_up_the_step(profiled, look):
     assert ended.err == ""
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_to_be_watched_changes_no_number(profiled, narrowgauge, line, look, tmp_path):
     path, _ = profiled
     assert narrowgauge(*line({"recipe.name": "mxfp8"}), "--out", tmp_path / "run").code == 0
     assert look(path).trajectory == look(tmp_path / "run").trajectory
 
 
+@pytest.mark.tier("thorough")  # whole runs
 def test_a_run_that_ends_early_tells_of_the_steps_there_were(narrowgauge, line, look, tmp_path):
     changes = {"training.steps": 3}
     assert narrowgauge(*line(changes), "--profile", "--out", tmp_path / "run").code == 0
     assert [event["step"] for event in look(tmp_path / "run").events("step time")] == [3]
 
 
+@pytest.mark.tier("thorough")  # whole runs
 @pytest.mark.parametrize("word", ["0", "-1", "many"])
 def test_a_number_of_steps_that_is_none(narrowgauge, line, tmp_path, word):
     ended = narrowgauge(*line(), f"--profile={word}", "--out", tmp_path / "run")

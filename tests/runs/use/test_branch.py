@@ -6,7 +6,6 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import UserError
 from narrowgauge.runs import branch_run, run
 from narrowgauge.training import make_config
-from support.quick import quick
 
 LONG = {
     "training.steps": 12,
@@ -20,9 +19,9 @@ LONG = {
 SHORT = LONG | {"training.steps": 8}
 
 
-@pytest.mark.parametrize(
-    "recipe", quick(["bf16", "msamp-o2", "fp8-delayed", "nvfp4"], "msamp-o2", "fp8-delayed")
-)
+@pytest.mark.tier("thorough")
+@pytest.mark.tier("slow", keep=("msamp-o2", "fp8-delayed"))
+@pytest.mark.parametrize("recipe", ["bf16", "msamp-o2", "fp8-delayed", "nvfp4"])
 def test_a_branch_is_the_shorter_run_bit_for_bit(train, tiny, look, tmp_path, recipe):
     wide = {"model.dim": 128, "model.ffn_dim": 256, "recipe.name": recipe}
     whole = train("whole", SHORT | wide)

@@ -15,7 +15,6 @@ from narrowgauge.runs.use.export import export_run, import_model
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 from support.fault_table import case
-from support.quick import quick
 
 WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.steps": 8, "checkpoint.every": 4}
 
@@ -26,18 +25,16 @@ def session_of(path):
     return trainer
 
 
+@pytest.mark.tier("thorough")  # a whole run
+@pytest.mark.tier("slow", keep=(("msamp-o3", "bf16", 0), ("coat", "bf16-sr", 2.0**-8)))
 @pytest.mark.parametrize(
     ("first", "second", "rtol"),
-    quick(
-        [
-            ("bf16", "msamp-o1", 2.0**-10),
-            ("msamp-o3", "bf16", 0),
-            ("msamp-o2", "msamp-o2", 0),
-            ("coat", "bf16-sr", 2.0**-8),
-        ],
+    [
+        ("bf16", "msamp-o1", 2.0**-10),
         ("msamp-o3", "bf16", 0),
+        ("msamp-o2", "msamp-o2", 0),
         ("coat", "bf16-sr", 2.0**-8),
-    ),
+    ],
 )
 def test_the_numbers_stay(train, tmp_path, first, second, rtol):
     before = train("before", WIDE | {"recipe.name": first})
@@ -58,6 +55,7 @@ def records(path: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.tier("thorough")  # a whole run
 def test_a_stopped_run_goes_on(train, look, tmp_path):
     before = train("before", WIDE | {"recipe.name": "bf16"})
     whole = records(before)
@@ -103,6 +101,7 @@ def test_another_recipe_in_the_same_directory_is_refused_with_both_named(train):
         train("run", WIDE | {"recipe.name": "msamp-o2"})
 
 
+@pytest.mark.tier("thorough")  # a whole run
 @case("C8", quick=True)
 def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
     path = train("run", WIDE | {"recipe.name": "msamp-o1"})

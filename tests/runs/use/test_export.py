@@ -19,7 +19,6 @@ from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.use import export
 from narrowgauge.runs.use.convert import convert_run
 from narrowgauge.runs.use.export import export_run, import_model
-from support.quick import quick
 
 IDS = torch.arange(30)[None] % 257
 GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
@@ -35,10 +34,11 @@ def plain_logits(path):
 
 
 # Those that keep weights in other numbers, and some that do not; the others are slow tests.
-RECIPES = quick(recipe_names(), "fp8", "msamp-o3", "coat")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.tier("thorough")
+@pytest.mark.tier("slow", keep=("fp8", "msamp-o3", "coat"))
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
     path = train(changes={"recipe.name": name, "training.steps": 2})
     export_run(path, "hf", tmp_path / "out")
@@ -65,6 +65,7 @@ def test_what_goes_out_comes_in(train, tmp_path, to, text, look):
     assert (back / "recipe.toml").is_file()
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o3",))
 @pytest.mark.parametrize("recipe", ["fp32", "msamp-o3", "nvfp4"])
 def test_a_run_starts_from_imported_weights(train, tiny, tmp_path, text, recipe, look):
     base = train("base", {"recipe.name": "fp32"})
@@ -95,6 +96,7 @@ NOT_KEPT = {"auto_map": {"AutoTokenizer": ["evil.py", None]}, "tokenizer_class":
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
+@pytest.mark.tier("thorough")
 def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path, text):
     """As Qwen2.5-Instruct, which stops at another token than the end of a document."""
     export_run(train("base", {"recipe.name": "fp32", "training.steps": 1}), "hf", tmp_path / "hf")
@@ -191,6 +193,7 @@ def test_blocks_of_two_elements_and_kept_channels_have_no_name_in_compressed_ten
     export_run(path, "hf", tmp_path / "out")
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("to", EXPORT_FORMATS)
 def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatch):
     path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))

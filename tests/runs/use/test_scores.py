@@ -151,6 +151,7 @@ def test_tokens_of_another_tokenizer_are_refused(there, tmp_path):
         evaluate(without, path)
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -170,6 +171,7 @@ def test_a_damaged_file_is_refused(there, tmp_path, change, words):
         evaluate(without, path)
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
     ("line", "words"),
     [

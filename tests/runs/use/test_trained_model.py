@@ -15,6 +15,7 @@ from support.runs import write_text
 STOCHASTIC = {"recipe.name": "mxfp4", "recipe.fprop": {"x": {"cast": "mxfp4", "rounding": "stochastic"}}}
 
 
+@pytest.mark.tier("thorough", keep=("stochastic forward",))
 @pytest.mark.parametrize("changes", [{}, STOCHASTIC], ids=["fp8", "stochastic forward"])
 def test_the_newest_model_gives_the_recorded_loss(train, look, text, changes):
     path = train(changes=changes | {"training.batch_size": 4, "training.micro_batch_size": 2})

@@ -39,6 +39,7 @@ def test_every_difference_is_told(train, again):
     assert (path / "config.toml").read_text() == before
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_every_difference_is_told stays
 def test_what_is_not_named_stays_refused(train, again):
     train()
     with pytest.raises(UserError, match=r"with training\.seed = 0, and now it is 3; restore") as error:
@@ -54,6 +55,7 @@ def test_a_name_that_is_no_key(again):
         again({}, ["optimizer.lrr"])
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_every_difference_is_told stays
 def test_a_change_that_is_let_through(narrowgauge, line, look, tmp_path):
     out = tmp_path / "run"
     assert narrowgauge(*line(), "--out", out).code == 0
@@ -77,6 +79,7 @@ def test_a_change_that_is_let_through(narrowgauge, line, look, tmp_path):
     assert steps(out / "checkpoints") == [8, 9]
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_every_difference_is_told stays
 def test_older_checkpoints_stay_the_runs_own(train, again, look, tmp_path):
     path = interrupted(train())
     again({"training.seed": 3, "training.steps": 7}, ["training.seed", "training.steps"])
@@ -87,6 +90,7 @@ def test_older_checkpoints_stay_the_runs_own(train, again, look, tmp_path):
     assert look(path).events("resume")[-1]["step"] == 6, "made under the old values"
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_every_difference_is_told stays
 def test_the_order_of_the_data_goes_on_under_another_batch_size(train, again, look):
     path = interrupted(train())
     values = {"training.batch_size": 4, "training.steps": 8, "checkpoint.every": 7}
@@ -106,6 +110,7 @@ def test_tokens_are_those_that_were_seen(train, again, look):
     assert look(path).column("tokens") == seen
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_every_difference_is_told stays
 def test_what_cannot_be_restored_changes_nothing(train, again):
     path = interrupted(train())
     before = (path / "config.toml").read_text()
@@ -116,6 +121,7 @@ def test_what_cannot_be_restored_changes_nothing(train, again):
     again({})
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_every_difference_is_told stays
 def test_another_recipe(train, again, look, tmp_path):
     path = interrupted(train())
     with pytest.raises(UserError, match=r"it has no .blocks.0.qkv.fprop_x.amax. of .recipe."):
@@ -126,6 +132,7 @@ def test_another_recipe(train, again, look, tmp_path):
     assert (path / "recipe.toml").read_text() != ""
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_every_difference_is_told stays
 def test_another_text_of_the_recipe(tiny, tmp_path, look):
     mine = tmp_path / "mine.toml"
     mine.write_text('name = "mine"\n[fprop]\nx = "e4m3"\n')

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.tier("slow")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 @pytest.mark.parametrize(
     ("name", "of_loss", "of_norm"),

@@ -9,7 +9,6 @@ from narrowgauge.data import prepare
 from narrowgauge.training import make_config
 from narrowgauge.training.step.nan_tracer import COMPILED, NOTHING, FirstBad, earliest
 from narrowgauge.training.step.trainer import Trainer
-from support.quick import quick
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 64, "model.ffn_dim": 96}  # large enough for narrow moments
@@ -185,11 +184,11 @@ def test_compiled_code_cannot_be_looked_into(tiny):
     assert "training.compile" in str(COMPILED)
 
 
+@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("slow", keep=("fp8-delayed", "msamp-o3"))
 @pytest.mark.parametrize(
     "name",
-    quick(
-        ["fp32", "fp8-delayed", "nvfp4", "msamp-o2", "msamp-o3", "coat", "bf16-sr"], "fp8-delayed", "msamp-o3"
-    ),
+    ["fp32", "fp8-delayed", "nvfp4", "msamp-o2", "msamp-o3", "coat", "bf16-sr"],
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_bad_step_is_as_if_it_had_never_been(begin, name, recompute):

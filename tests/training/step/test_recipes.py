@@ -9,12 +9,13 @@ from narrowgauge.recipes import recipe_names
 from narrowgauge.runs import open_run
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
-from support.quick import quick
 
 
 # That each recipe repeats to its digits, and goes on to them, is shown in tests/golden: here by runs, under
 # the recipes with most state.
-@pytest.mark.parametrize("name", quick(recipe_names(), "msamp-o3", "quartet"))
+@pytest.mark.tier("thorough")  # a whole run; a test of the step shows its parts
+@pytest.mark.tier("slow", keep=("msamp-o3", "quartet"))
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_run_repeats_and_goes_on_to_the_same_digits(train, look, name):
     changes = {"recipe.name": name, "validation.every": 3}
     first, again = train("first", changes), train("again", changes)
@@ -37,6 +38,7 @@ def test_delayed_scales_are_in_the_checkpoint_and_used_by_who_opens_the_run(trai
     assert len(seen) == len(histories) / 2, "the others are of places that see another place's numbers"
 
 
+@pytest.mark.tier("thorough")  # a whole run; a test of the step shows its parts
 def test_a_rule_holds_from_its_share_of_the_run_on(train, look, tmp_path):
     file = tmp_path / "late.toml"
     everywhere = 'fprop = "mxfp4"\ndgrad = "mxfp4"\nwgrad = "mxfp4"\n'

@@ -56,6 +56,7 @@ def test_a_replica_that_differs_is_named(tiny, name):
         require_same_replicas(prints[:2], 7)
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4", "msamp-o2", "fp16"])
 def test_a_replay_changes_nothing(train, look, name):
     changes = {"recipe.name": name, "model.dim": 64, "model.ffn_dim": 96}

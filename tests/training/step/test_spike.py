@@ -39,6 +39,7 @@ def spiky(monotone):
     return changes
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_guard.py and this file show the step
 def test_a_warning_changes_nothing(train, spiky, look):
     off, warned = look(train("off", spiky("off"))), look(train("warned", spiky("warn")))
     assert warned.trajectory[0] == off.trajectory[0]
@@ -50,6 +51,7 @@ def test_a_warning_changes_nothing(train, spiky, look):
     assert warned.column("step") == list(range(1, 61))
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_guard.py and this file show the step
 def test_a_skipped_spike_leaves_weights_and_moments(train, spiky, look):
     run = look(train("skip", spiky("skip", **{"checkpoint.every": 1, "checkpoint.keep": 60})))
     skipped = [event["step"] for event in run.events("skip")]
@@ -63,6 +65,7 @@ def test_a_skipped_spike_leaves_weights_and_moments(train, spiky, look):
         assert after.state["guard"]["losses"] == before.state["guard"]["losses"]
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_guard.py and this file show the step
 def test_a_rollback_goes_on_with_other_data(train, spiky, look):
     said_skip, run = look(train("skip", spiky("skip"))), look(train("back", spiky("rollback")))
     spike = said_skip.events("skip")[0]["step"]
@@ -79,13 +82,14 @@ def test_a_rollback_goes_on_with_other_data(train, spiky, look):
     assert max(run.column("loss")[spike:]) < back[0]["figures"]["loss"]
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_guard.py and this file show the step
 def test_a_rollback_without_a_checkpoint_is_a_skip(train, spiky, look):
     run = look(train("none", spiky("rollback", **{"checkpoint.every": 1000})))
     assert not run.events("rollback")
     assert "there is no checkpoint to go back to" in run.events("skip")[0]["reason"]
 
 
-@pytest.mark.slow  # five runs; the test below kills one at the moment that matters
+@pytest.mark.tier("slow")  # five runs; the test below kills one at the moment that matters
 def test_rollbacks_that_survive_kills_are_the_same(narrowgauge, line, spiky, look, tmp_path):
     seed = secrets.randbits(32)
     print(f"delays from random.Random({seed})")
@@ -106,6 +110,7 @@ def test_rollbacks_that_survive_kills_are_the_same(narrowgauge, line, spiky, loo
     assert look(out).events("rollback") == expected.events("rollback")
 
 
+@pytest.mark.tier("thorough")  # a whole run; test_guard.py and this file show the step
 def test_killed_between_a_rollback_and_the_next_save(narrowgauge, line, spiky, look, tmp_path):
     words, out = line(spiky("rollback", **{"checkpoint.every": 8})), tmp_path / "killed"
     assert narrowgauge(*words, "--out", tmp_path / "whole").code == 0

@@ -1,0 +1,60 @@
+"""Tiers: which tests `make test` runs, and what runs the others.
+
+`@pytest.mark.tier("thorough", keep=...)` at a test moves it to the thorough tier but for the parameters that
+`keep` names: a number keeps the first ones; names keep those whose id, or one of whose values, is a name (a
+tuple is a set of values). A comment next to it says where the same is shown sooner. Without the marker a
+test is quick. As a mark of parameters, `tier` moves these.
+"""
+
+from collections import Counter
+
+import pytest
+
+#: After the quick tier. Where several markers apply, the last tier of this list wins.
+TIERS = ("thorough", "slow", "faults")
+
+
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, which `-m` then selects."""
+    counts: Counter[object] = Counter()
+    unknown: dict[str, bool] = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        for tier in reversed(TIERS):
+            moves = [_moves(mark, test, item, counts, unknown) for mark in _marks(item, tier)]
+            if any(moves):
+                item.add_marker(tier)
+                break
+    never = [name for name, is_unknown in unknown.items() if is_unknown]
+    if never and not any("::" in argument for argument in config.args):  # else only some were collected
+        raise pytest.UsageError(f"`keep` names parameters that do not exist: {', '.join(never)}")
+
+
+def _marks(item: pytest.Item, tier: str) -> list[pytest.Mark]:
+    return [mark for mark in item.iter_markers("tier") if mark.args == (tier,)]
+
+
+def _moves(
+    mark: pytest.Mark, test: str, item: pytest.Item, counts: Counter[object], unknown: dict[str, bool]
+) -> bool:
+    """Whether a mark moves an item; counts the items of `keep` and finds its names among theirs."""
+    keep = mark.kwargs.get("keep", 0)
+    if isinstance(keep, int):
+        counts[test, *mark.args] += keep > 0
+        return counts[test, *mark.args] > keep or not keep
+    found = {name: name in _names(item) for name in map(_name, keep)}
+    for name, is_found in found.items():
+        key = f"{test}: {name}"
+        unknown[key] = unknown.get(key, True) and not is_found
+    return not any(found.values())
+
+
+def _name(value: object) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _names(item: pytest.Item) -> set[str]:
+    """The id of an item's parameters, and each value."""
+    spec = getattr(item, "callspec", None)
+    return {spec.id, *map(str, spec.params.values())} if spec else set()
