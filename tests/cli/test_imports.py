@@ -23,7 +23,7 @@ print(json.dumps(sorted(sys.modules)))
 #: The verbs that compute with torch on every line.
 WITH_TORCH = {
     *("train", "compare", "plan", "bench", "scaling", "convert", "prepare", "sample", "eval", "export"),
-    *("import", "probe", "sensitivity", "search", "launch", "report"),
+    *("import", "probe", "sensitivity", "search", "launch"),
 }
 
 
@@ -74,6 +74,18 @@ def test_what_takes_no_torch_imports_its_own_verb_alone(tmp_path, line, verb):
     assert "torch" not in modules
 
 
+def test_the_report_of_a_run_needs_no_torch(tmp_path, finished):
+    modules = modules_of(tmp_path, "report", str(finished), "--out", str(tmp_path / "page.html"))
+    assert (tmp_path / "page.html").exists()
+    assert verbs_in(modules) == {"runs"}
+    assert "torch" not in modules
+
+
+def test_tables_import_neither_the_configuration_nor_numpy(tmp_path):
+    modules = modules_of(tmp_path, "formats")
+    assert not {"numpy", "pydantic", "narrowgauge.training.config.schema"} & modules
+
+
 def test_completion_imports_the_options_of_all_verbs_and_no_other_action(tmp_path):
     modules = modules_of(tmp_path, "completion", "bash")
     assert verbs_in(modules) == {"completion", "doctor"}
@@ -81,4 +93,4 @@ def test_completion_imports_the_options_of_all_verbs_and_no_other_action(tmp_pat
 
 
 def test_a_verb_that_computes_imports_no_other_verb(tmp_path):
-    assert verbs_in(modules_of(tmp_path, "report", "nothing")) == {"train"}
+    assert verbs_in(modules_of(tmp_path, "eval", "nothing")) == {"models"}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from narrowgauge.quantization import cast, quantize
+from narrowgauge.quantization.gauges.bins import bins_of
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
-from narrowgauge.quantization.gauges.histogram import bins_of
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxint8", "nvfp4"])

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
+from narrowgauge import cluster, data  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, positive_integer
-from narrowgauge.cluster import cluster_names, site_names
-from narrowgauge.data import DEFAULT_TOKENIZER, TOKEN_LAYOUTS
 from narrowgauge.recipes.exporting import TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, TASKS
 
@@ -81,7 +80,7 @@ def _compare(p: KeyParser) -> None:
 
 
 def _plan(p: KeyParser) -> None:
-    p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster_names())}, or a .toml file")
+    p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster.cluster_names())}, or a .toml file")
     p.add_argument("--devices", metavar="N", default="1", help="in all, laid out as [parallel] says (1)")
     p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
     p.add_argument(
@@ -130,12 +129,13 @@ _SOURCES = (
 
 
 def _prepare(p: KeyParser) -> None:
+    layouts = ", ".join((OWN, *data.TOKEN_LAYOUTS))
     p.add_argument("source", metavar="SOURCE", help=_SOURCES)
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus goes")
     p.add_argument(
         "--tokenizer",
         metavar="T",
-        help=f"bytes, bpe-N (learnt from the text) or a tokenizer's file ({DEFAULT_TOKENIZER})",
+        help=f"bytes, bpe-N (learnt from the text) or a tokenizer's file ({data.DEFAULT_TOKENIZER})",
     )
     p.add_argument(
         "--workers",
@@ -149,7 +149,7 @@ def _prepare(p: KeyParser) -> None:
         "--layout",
         default=OWN,
         metavar="L",
-        help=f"of the token files: {', '.join((OWN, *TOKEN_LAYOUTS))} ({OWN}, the only one with a manifest)",
+        help=f"of the token files: {layouts} ({OWN}, the only one with a manifest)",
     )
     p.add_argument(
         "--name",
@@ -269,7 +269,9 @@ def _launch(p: KeyParser) -> None:
     kind.add_argument("--torchrun", action="store_true", help="for each node, without a scheduler")
     p.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes (1)")
     p.add_argument("--gpus-per-node", type=int, metavar="G", help="processes on each (the site's, or 1)")
-    p.add_argument("--site", metavar="NAME", help=f"{', '.join(site_names())} or a .toml file of your own")
+    p.add_argument(
+        "--site", metavar="NAME", help=f"{', '.join(cluster.site_names())} or a .toml file of your own"
+    )
     p.add_argument("--time", default="", metavar="HH:MM:SS", help="Slurm: the time limit, also D-HH:MM:SS")
     p.add_argument("--account", default="", metavar="A", help="Slurm: who pays (the site's)")
     p.add_argument("--partition", default="", metavar="P", help="Slurm: which queue (the site's)")

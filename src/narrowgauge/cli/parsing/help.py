@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from narrowgauge import training  # each name is imported when it is used, and this one takes pydantic
 from narrowgauge.errors import unknown
-from narrowgauge.training import Key, config_keys
 
 ALL = "all"
 COLUMN = 34  # where the second column begins
@@ -96,9 +96,9 @@ def keys_text(topic: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sections() -> dict[str, dict[str, Key]]:
-    sections: dict[str, dict[str, Key]] = {}
-    for name, key in config_keys().items():
+def _sections() -> "dict[str, dict[str, training.Key]]":
+    sections: dict[str, dict[str, training.Key]] = {}
+    for name, key in training.config_keys().items():
         sections.setdefault(name.partition(".")[0], {})[name] = key
     return sections
 

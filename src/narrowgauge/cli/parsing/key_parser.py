@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from narrowgauge import training
 from narrowgauge.cli.parsing.help import COLUMN, HelpAction, sections_text
 from narrowgauge.cli.parsing.parser import Parser
 from narrowgauge.errors import UserError
-from narrowgauge.training import config_keys
 from narrowgauge.training.config.synonyms import key_of, other_names, plain, unknown_key
 
 LIST = "A,B"  # in the metavar of an option whose values, between commas, are names
@@ -33,7 +33,7 @@ class KeyParser(Parser):
 
     def take_keys(self) -> None:
         """Find options by the other names of the configuration's keys, and show the keys by `--help all`."""
-        self.names = (*config_keys(), "out")
+        self.names = (*training.config_keys(), "out")
         self.usage = "%(prog)s [CONFIG.toml] [OPTION VALUE ...]"
         self.formatter_class = partial(argparse.HelpFormatter, max_help_position=COLUMN)
         self.help_option.take_topic()

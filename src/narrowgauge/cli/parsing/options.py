@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import training
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import GROUPS
-from narrowgauge.training import config_keys, load_values
 from narrowgauge.training.config.synonyms import other_names, plain
 
 # Short options for the keys that are used most.
@@ -25,7 +25,7 @@ SHORT = {
 
 def add_config_options(p: KeyParser) -> None:
     """Add CONFIG.toml, --out, the short options and one option for each key of the configuration."""
-    keys = config_keys()
+    keys = training.config_keys()
     p.take_keys()
     p.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="a configuration file")
     p.add_argument("--out", type=Path, metavar="DIR", help="the run directory")
@@ -54,17 +54,17 @@ def positive_integer(text: str) -> int:
 
 def key_names() -> dict[str, str]:
     """The key of each name that means one: the short options, endings of keys, synonyms."""
-    names = {name: keys[0] for name, keys in other_names(config_keys()).items() if len(keys) == 1}
+    names = {name: keys[0] for name, keys in other_names(training.config_keys()).items() if len(keys) == 1}
     return names | {name.replace("-", "_"): key for name, key in names.items()} | SHORT
 
 
 def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Nested values of the TOML file; values of the command line replace them."""
-    if options.config and plain(str(options.config).partition("=")[0]) in other_names(config_keys()):
+    if options.config and plain(str(options.config).partition("=")[0]) in other_names(training.config_keys()):
         raise UserError(
             f"{str(options.config)!r} is no configuration file; options begin with --, as in --steps 100"
         )
-    values: dict[str, dict[str, Any]] = load_values(options.config) if options.config else {}
+    values: dict[str, dict[str, Any]] = training.load_values(options.config) if options.config else {}
     given = {key: value for key, value in vars(options).items() if "." in key and value is not None}
     for group, places in GROUPS.items():  # a group of the line replaces its places in the file
         if f"recipe.{group}" in given:

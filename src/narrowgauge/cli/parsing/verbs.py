@@ -63,7 +63,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "search": Verb("the recipe that costs a model least, with a share of its FLOPs in 4 bits", "search:run"),
     "launch": Verb("write the script that starts a run on a cluster", "launch:run"),
-    "report": Verb("(re)make the HTML report of one run or several", "train:run_report"),
+    "report": Verb("(re)make the HTML report of one run or several", "runs:run_report", has_torch=False),
     "recipes": Verb(
         "the recipes that ship, or the TOML of one; with --device, what another device multiplies",
         "recipes:run_recipes",
@@ -77,7 +77,10 @@ VERBS: Mapping[str, Verb] = {
         "the named sizes with their parameters", "recipes:run_models", has_torch=False, has_posix=False
     ),
     "runs": Verb(
-        "the run directories of a folder, with state and loss", "runs:run", has_torch=False, has_posix=False
+        "the run directories of a folder, with state and loss",
+        "runs:run_runs",
+        has_torch=False,
+        has_posix=False,
     ),
     "completion": Verb(
         "a script that completes verbs, options and names in bash, zsh or fish",

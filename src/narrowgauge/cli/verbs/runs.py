@@ -1,4 +1,4 @@
-"""`runs`: the run directories of a folder."""
+"""`runs` lists the run directories of a folder; `report` compares some of them on a page."""
 
 import argparse
 import json
@@ -12,10 +12,10 @@ from rich.text import Text
 from narrowgauge.cli.options import FOLDER
 from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
-from narrowgauge.report import RunSummary, list_runs
+from narrowgauge.report import RunSummary, list_runs, print_comparison, read_runs, write_report
 
 
-def run(options: argparse.Namespace) -> None:
+def run_runs(options: argparse.Namespace) -> None:
     """Print a line for each run, and below the table why some of them did not end well."""
     folder = options.folder
     if not folder.is_dir() and (folder.exists() or folder != FOLDER):
@@ -54,3 +54,11 @@ def _loss(loss: float) -> str:
 
 def _as_json(summary: RunSummary) -> dict[str, object]:
     return strict_json(asdict(summary) | {"path": str(summary.path)})
+
+
+def run_report(options: argparse.Namespace) -> None:
+    """Write the page and print the comparison of the runs."""
+    out = options.out or options.runs[0] / "report.html"
+    runs = read_runs(options.runs)
+    print(f"report: {write_report(options.runs, out)}")
+    print_comparison(runs, Console())

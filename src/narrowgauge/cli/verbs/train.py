@@ -1,4 +1,4 @@
-"""`train`, and the verbs on what it wrote: `convert`, `report`."""
+"""`train`, and `convert`, which writes a run for it to continue."""
 
 import argparse
 import os
@@ -6,13 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.parsing.options import (
-    config_values,
-    key_names,
-)
+from narrowgauge.cli.parsing.options import config_values, key_names
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
-from narrowgauge.report import print_comparison, read_run, read_runs, write_report
+from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.runs import branch_run, convert_run, default_out, run
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.convert import left_out
@@ -70,11 +67,3 @@ def run_convert(options: argparse.Namespace) -> None:
     if left := left_out(RunDirectory(options.run).config(own_recipe=True)):
         print(f"left out: {', '.join(left)}, set over the old recipe; a recipe file that has them keeps them")
     print(f"to go on: narrowgauge train {options.out}/config.toml --out {options.out}")
-
-
-def run_report(options: argparse.Namespace) -> None:
-    """Write the page and print the comparison of the runs."""
-    out = options.out or options.runs[0] / "report.html"
-    runs = read_runs(options.runs)
-    print(f"report: {write_report(options.runs, out)}")
-    print_comparison(runs, Console())

@@ -17,37 +17,17 @@ each. If a block at the edge of a tensor is ragged, its padding counts as zeros,
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from narrowgauge.formats import Format
+from narrowgauge.quantization.gauges.bins import BINS, Bins, bins_of
 
-BINS = 64
 SAMPLE = 4096  # elements, roughly
-UNDER, OVER = 6, 3  # octaves
 WIDTH = 2 * (BINS + 1)  # of the vector
 _NUDGE = 1 + 2.0**-20  # a number of the grid may have lost its last bit on the way through its scale
 _MANTISSA = 23  # bits of float32
-
-
-class Bins(NamedTuple):
-    """The bins of a format: the exponent at which they begin, and log2 of the bins in an octave."""
-
-    low: int
-    fine: int
-
-    @property
-    def per_octave(self) -> int:
-        """Bins in an octave."""
-        return 1 << self.fine
-
-
-def bins_of(fmt: Format) -> Bins:
-    """The bins that cover a format's range."""
-    low = math.frexp(fmt.smallest_subnormal)[1] - 1 - UNDER
-    high = math.frexp(fmt.max)[1] + OVER
-    return Bins(low, max(k for k in (0, 1, 2) if (high - low) << k <= BINS or k == 0))
 
 
 def histogram(

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowgauge.formats import format, format_names
-from narrowgauge.quantization.gauges.histogram import bins_of
+from narrowgauge.quantization.gauges.bins import bins_of
 from narrowgauge.recipes import ATTENTION_PLACES, GEMM_PLACES
 from narrowgauge.report.page.curves import round_digits, thin
 from narrowgauge.report.read.records import as_float
