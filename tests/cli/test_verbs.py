@@ -169,6 +169,7 @@ def test_recipes_of_another_device(narrowgauge):
     ended = narrowgauge("recipes", "fp4", "--device", "sm_89")
     assert re.search(r"^ fprop\.x, fprop\.w +fp4-row, fp4-row +emulated ", ended.out, re.MULTILINE)
     assert re.search(r"^ wgrad\.dy, wgrad\.x +e5m2, e4m3 +native ", ended.out, re.MULTILINE)
+    assert re.search(r"^ e5m2 +Triton kernel +dgrad\.dy, wgrad\.dy +$", ended.out, re.MULTILINE)
     assert "recipe fp4 as a whole is emulated" in ended.out
     ended = narrowgauge("recipes", "--device", "rtx490")
     assert (ended.code, ended.out) == (2, "")

@@ -218,6 +218,24 @@ def test_each_product_of_a_recipe_has_its_own_verdict():
     assert choose_backend(recipe("fp4"), named_device("rtx4090")).name == "emulated"
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "made_by", "gap"),
+    [
+        ("nvfp4", "b200", "Triton kernel", ""),
+        ("nvfp4-4over6", "b200", "torch operations", "no Triton kernel implements candidates, choose"),
+        ("nvfp4-4over6", "cpu", "C passes", ""),
+        ("fp4", "h100", "Triton kernel", ""),  # the row kernel, which knows outliers
+        ("fp4-ue5m3", "h100", "torch operations", "no Triton kernel implements refresh"),
+        ("fp8", "v100", "torch operations", "Triton has no kernels for compute capability 7.0"),
+        ("bf16", "h100", "torch conversion", ""),
+    ],
+)
+def test_each_operand_names_the_code_that_makes_it(name, device, made_by, gap):
+    (forward, *_) = products_on(recipe(name), named_device(device))
+    assert forward.made_by is not None
+    assert forward.made_by[0] == (made_by, gap)
+
+
 @pytest.mark.parametrize("name", ["p100", "v100", "t4", "rtx2080ti", "mi50"])
 def test_bf16_is_emulated_where_no_matrix_unit_has_it(name):
     """Matrix units for bf16 came with Ampere and CDNA; before, fp16 is what trains fast."""

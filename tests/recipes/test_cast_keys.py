@@ -17,19 +17,12 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.adamw import STATE_KEYS as KERNEL_STATE_KEYS
 from narrowgauge.kernels.adamw import _takes_cast
-from narrowgauge.kernels.cast import (
-    KERNEL_KEYS,
-    OPERATOR_KEYS,
-    ROW_KEYS,
-    _has_kernel,
-    _is_operator,
-    emulate_rows,
-)
+from narrowgauge.kernels.cast import _has_kernel, _is_operator, emulate_rows
 from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import _ON_NO_AXIS, STATE_KEYS
-from narrowgauge.quantization.passes.in_c import KEYS as C_KEYS
+from narrowgauge.quantization.passes.implementations import KERNEL_KEYS, OPERATOR_KEYS, PASS_KEYS, ROW_KEYS
 from narrowgauge.quantization.passes.in_c import takes
 from narrowgauge.quantization.stages.stage import Transform
 from narrowgauge.recipes import named_device, places, recipe, wire
@@ -122,7 +115,7 @@ CONSUMERS = {
     "a kernel of a tensor's scale": Consumer(KERNEL_KEYS, E4M3, launches_a_cast),
     "the kernel of scaled rows": Consumer(ROW_KEYS, ROW, launches_rows),
     "the operator of a compiled graph": Consumer(OPERATOR_KEYS, NVFP4, is_one_operator),
-    "the passes in C": Consumer(C_KEYS, NVFP4, has_passes),
+    "the passes in C": Consumer(PASS_KEYS, NVFP4, has_passes),
     "the kernels of AdamW": Consumer(KERNEL_STATE_KEYS, E4M3, _takes_cast),
     "a product of torch": Consumer(NATIVE_KEYS, E4M3, lambda c: any(s.is_of(c, c) for s in SCHEMES)),
     "state": Consumer(STATE_KEYS, E4M3, accepts(lambda c: QuantizedState(torch.Size((4, 8)), c))),

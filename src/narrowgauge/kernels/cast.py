@@ -9,17 +9,14 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
     a scale a row, 128 x 128, or a tensor   2 more for that; none if the context has it (`kernels.amax`)
     codes along both axes, from one read    1 more for the second
 
-The references compute tensors that several processes hold together, clamped outliers (whose quantiles a
-kernel finds), channels that are kept in another cast, tensors without their mean, blocks that fit no tile
-(48, 64 x 64), random bits that are not a `RandomStream`'s, tensors that are no matrices, and compiled code: a
-GPU's compiler fuses these passes.
+The reference computes casts that kernels do not know (`quantization.passes.implementations`), and casts of:
+tensors that are not matrices, tensors that several processes hold together, random bits that are not a
+`RandomStream`'s, and code under torch.compile, which fuses these passes on a GPU.
 
-In a graph that torch compiles for a CPU a cast is one operator. Traced, it is some sixty operations, six
-times in every layer, and the compiler takes minutes for them. The operator calls what runs without a
-compiler, the passes in C (`quantization.passes`), so a compiled model has the casts of one that is not, bit
-for bit (products and biases are operators for the same reason: `nn.gemm`). Traced are still the casts of
-tensors that several processes hold together, those that keep channels in another cast, and all where there is
-no C.
+In a graph that torch compiles for a CPU a cast is one operator, which runs the C passes: a compiled model has
+the casts of one that is not compiled, bit for bit. A traced cast is some 60 operations, six times in every
+layer, and compiling them takes minutes. Still traced are casts of tensors that several processes hold
+together, casts with kept channels, and all casts where there is no C.
 """
 
 import os
@@ -34,25 +31,9 @@ from narrowgauge.kernels.amax import DelayedScale, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
-from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
 from narrowgauge.quantization.passes.c_call import c_library
+from narrowgauge.quantization.passes.implementations import OPERATOR_KEYS, kernel_gap, rows_gap
 from narrowgauge.quantization.stages.clamp import quantile_ranks
-
-#: The keys that the kernels of a cast implement; of any other, the references compute it.
-KERNEL_KEYS = (
-    *("element", "block", "scale", "scale_rule", "power_of_two", "headroom", "tensor_scale", "scale_target"),
-    *("rounding", "random_bits", "hadamard", "signs", "prescale", *BY_LAYER),
-)
-#: The keys that the kernel of scaled rows implements (`emulate_rows`).
-ROW_KEYS = (
-    *("element", "block", "scale", "headroom", "rounding", "random_bits", "outliers", "compensate"),
-    *("estimator_k", "estimator_cap"),
-)
-#: The keys whose circumstances the operator of a compiled graph carries.
-OPERATOR_KEYS = (
-    *(*CODES_AND_SCALES, *BY_LAYER, "elements", "hadamard", "signs", "center", "center_cast"),
-    *("outliers", "compensate"),
-)
 
 
 def quantize(
@@ -64,8 +45,9 @@ def quantize(
         The quantized tensor and, with `both`, the same codes next to each other along the other axis, where
         a kernel writes both (None elsewhere; only casts whose numbers do not depend on the axis have them).
     """
-    context = _seen(x, cast, context)
-    if _has_kernel(x, cast, context):
+    has_kernel = _has_kernel(x, cast, context)
+    context = _seen(x, cast, context, has_kernel)
+    if has_kernel:
         from narrowgauge.kernels.triton.cast_launch import quantized
 
         return quantized(x, cast, axis, *_fields(cast, context), context.amax, both)
@@ -100,8 +82,9 @@ def emulate(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext = DEFAULT_CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`quantization.emulate` of a matrix; `axis` is -1 or 0."""
-    context = _seen(x, cast, context)
-    if _has_kernel(x, cast, context):
+    has_kernel = _has_kernel(x, cast, context)
+    context = _seen(x, cast, context, has_kernel)
+    if has_kernel:
         from narrowgauge.kernels.triton.cast_launch import emulated
 
         return emulated(x, cast, axis, dtype, *_fields(cast, context), context.amax)
@@ -123,11 +106,11 @@ def emulate_rows(
         Values in bf16, scales in float32, one a row, and in bf16 the rest (None where nothing is added
         again); None where no kernel computes them.
     """
-    is_by_row = cast.scale == "fp32" and cast.block == (1, 0)
-    is_plain = is_by_row and not cast.beyond(ROW_KEYS) and not cast.is_random
+    if not use_kernels(x) or rows_gap(cast):
+        return None
     is_own = context.shard is None and context.scale is None and context.held is None
     has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.clamp.quantile)
-    if not (is_plain and is_own and has_rows and cast.element.bits <= 8 and use_kernels(x)):
+    if not (is_own and has_rows):
         return None
     from narrowgauge.kernels.triton.remedies import launch_rows
 
@@ -164,37 +147,16 @@ def _limits(x: torch.Tensor, quantile: float) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
-    is_alone = context.shard is None and context.held is None
-    return (
-        x.ndim == 2
-        and cast.is_scaled
-        and not cast.beyond(KERNEL_KEYS)
-        and cast.element.bits <= 8
-        and is_alone
-        and _fits_tiles(cast)
-        and cast.hadamard.size in (0, 16, 32, 64, 128)
-        and (isinstance(context.random, RandomStream) or cast.rounding != "stochastic")
-        and use_kernels(x)
-    )
+    """Whether a Triton kernel computes the cast of this tensor in this context."""
+    if not cast.is_scaled or x.ndim != 2 or not use_kernels(x) or kernel_gap(cast):
+        return False
+    is_drawn = isinstance(context.random, RandomStream) or cast.rounding != "stochastic"
+    return is_drawn and context.shard is None and context.held is None
 
 
-def _fits_tiles(cast: Cast) -> bool:
-    """Whether the kernels' tiles, 32 x 128 and 128 x 32, are made of whole blocks, or lie within one.
-
-    A tensor scale is known only where its blocks lie in tiles, and only in the arithmetic of NVFP4.
-    """
-    rows, columns = cast.block or (0, 0)
-    is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
-    if cast.tensor_scale != "none":
-        return is_small and cast.is_nvfp4 and not cast.is_scaled_by_row
-    return is_small or columns == 0 or rows % 128 == columns % 128 == 0
-
-
-def _seen(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantContext:
+def _seen(x: torch.Tensor, cast: Cast, context: QuantContext, has_kernel: bool) -> QuantContext:
     """The context without `seen`, which is raised; with it, where the kernel of the cast raises it."""
-    if context.seen is None:
-        return context
-    if context.scale is not None and not cast.hadamard.size and _has_kernel(x, cast, context):
+    if context.seen is None or (has_kernel and context.scale is not None and not cast.hadamard.size):
         return context
     raise_amax(context.seen, x, context.amax)
     return replace(context, seen=None)

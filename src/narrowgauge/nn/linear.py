@@ -145,7 +145,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self._set_keys(0, 0, 0)
 
     def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        """Take these parameters, and keep what the recipe says of them."""
+        """Take these parameters, with their state."""
         self.weight, self.bias = weight, bias  # type: ignore[assignment]
         self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
 
@@ -215,9 +215,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """
         if not use_kernels(input) or not isinstance(gate_up, Linear):
             return None
-        if not (gate_up._is_alone(input) and self._is_alone(input)):
-            return None
-        if fp8_scaling(gate_up.spec) != fp8_scaling(self.spec):
+        are_alone = gate_up._is_alone(input) and self._is_alone(input)
+        if not are_alone or fp8_scaling(gate_up.spec) != fp8_scaling(self.spec):
             return None
         amax = None if known is None else known.of(input)
         both = gate_up.operands(input, gate_up.weight, amax), self.operands(input, self.weight)

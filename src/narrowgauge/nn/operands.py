@@ -34,6 +34,7 @@ from narrowgauge.nn.step_state import StepState
 from narrowgauge.nn.weight import GatheredWeight, WeightUse
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, TensorShard, local_channels
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.recipes.kept_channels import CHOOSES
 from narrowgauge.recipes.places import have_same_numbers, reuses
 
@@ -41,6 +42,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Elements; to copy the codes of such a weight to the other axis takes little more than the launch itself.
 _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
+#: Forms of an operand: codes and scales, which a scaled GEMM of torch multiplies; parts, where the row kernel
+#: takes the tensor; values.
+CODES, ROWS, VALUES = "codes", "rows", "values"
 
 Tensors = tuple[torch.Tensor | None, ...]
 #: The three tensors that were kept, to the operand.
@@ -56,6 +60,8 @@ class LayerSpec:
     saved: str | Cast = "input"  #: what is kept of the input for the backward pass
     native: bool = False  #: whether narrow operands stay codes, for the hardware to multiply
     transposed: bool = False  #: whether the weight is stored (K, N)
+    #: The form of each place's operand: `CODES`, `ROWS` or `VALUES`.
+    forms: Mapping[str, str] = field(init=False)
     #: Whether wgrad sees the operand of x of the forward pass, or something made from it.
     reuses_x: bool = field(init=False)
     #: The same of dgrad and the weight.
@@ -66,6 +72,7 @@ class LayerSpec:
     def __post_init__(self) -> None:
         has_all = {"wgrad.x", "dgrad.w"} <= self.casts.keys()
         facts = {
+            "forms": {place: self._form(place, cast) for place, cast in self.casts.items()},
             "reuses_x": has_all and reuses("wgrad.x", self.casts, self.saved),
             "reuses_w": has_all and reuses("dgrad.w", self.casts, self.saved),
             "is_wide": isinstance(self.saved, str)
@@ -73,6 +80,12 @@ class LayerSpec:
         }
         for name, value in facts.items():
             object.__setattr__(self, name, value)
+
+    def _form(self, place: str, cast: Cast) -> str:
+        if self.native and cast.is_scaled:
+            return CODES
+        has_rows = self.compute == torch.bfloat16 and place in ROW_PLACES and not rows_gap(cast)
+        return ROWS if has_rows else VALUES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,25 +110,21 @@ class Operands:
     ) -> AnyOperand:
         """The operand that the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
 
-        Args:
-            tensor: The matrix.
-            place: The place.
-            axis: The axis.
-            both: Whether the same values are also contracted along the other axis.
-            amax: Max |tensor|, 0-dim fp32, if it is known.
+        `both`: whether the same values are also contracted along the other axis. `amax`: max |tensor|, 0-dim
+        fp32, if it is known.
         """
         if isinstance(tensor, GatheredWeight):  # it travelled in these values: there is no loss to gauge
             gathered = tensor.operand(self.layer.compute, self.layer.native)
             return gathered if axis == -1 else gathered.transposed()
         cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
-        if self.layer.native and cast.is_scaled:
+        form = self.layer.forms[place]
+        if form == CODES:
             q, other_codes = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
                 observed = Observation(place, tensor, q.dequantize(), None, cast, axis, context)
                 self.observer.operand(observed)
             return quantized_operand(q, axis, other_codes)
-        has_rows = place in ("fprop.x", "fprop.w") and self.layer.compute == torch.bfloat16  # both operands
-        parts = emulate_rows(tensor, cast, context) if has_rows else None
+        parts = emulate_rows(tensor, cast, context) if form == ROWS else None
         if parts is not None:
             rows = RowOperand(*parts)
             if self.observer is not None:
@@ -134,7 +143,7 @@ class Operands:
         """
         cast, kept = self.layer.casts[place], self.weight.accumulation
         is_same = not (cast.is_random or cast.hadamard.signs == "random" or cast.refresh)
-        is_codes = self.layer.native and cast.is_scaled and not isinstance(w_NK, GatheredWeight)
+        is_codes = self.layer.forms[place] == CODES and not isinstance(w_NK, GatheredWeight)
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
             return self.of(self.weight.values(w_NK), place, axis, both)
         both = both and kept.keeps_both and w_NK.numel() <= _SMALL_WEIGHT
@@ -142,11 +151,9 @@ class Operands:
         return kept.once(key, lambda: self.of(self.weight.values(w_NK), place, axis, both))
 
     def again(self, operand: AnyOperand, place: str) -> AnyOperand:
-        """The operand of a place that takes the values of another one, contracted along the other axis.
+        """The operand of a place that takes another place's `operand`, contracted along the other axis.
 
-        Args:
-            operand: The operand of that other place.
-            place: The place. Where its cast has scales, the values are rounded once more.
+        Where the cast of the place has scales, the values are rounded once more.
         """
         if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
             return operand.transposed()

@@ -1,14 +1,13 @@
-"""The backend of a recipe on a device, after one tiny product of each kind that would be native.
+"""The backend of a recipe on a device, after one tiny GEMM of each kind that would be native.
 
-The facts of a device say which products torch has for it (`recipes.choose_backend`). Whether this torch, its
-libraries and this driver really multiply them is seen only by doing it: a product of 128 x 256 and 256 x 128
-narrow numbers is compared with the same numbers multiplied in float64. For each result
+The facts of a device say which scaled GEMMs torch has for it (`recipes.choose_backend`). Whether this torch,
+its libraries and this driver compute them correctly is tested by a GEMM of 128 x 256 and 256 x 128 quantized
+values, compared with the same values multiplied in float64. For each result
 
     |native - exact|  <=  2^-8 |exact| + 2^-10 sum_k |x_k w_k|
 
 The first term is the rounding of the result to bf16, the second more than what Hopper's fast accumulation
-loses (14 bits). A scale or a block at the wrong place is off by a factor. What fails is emulated, and it is
-said.
+loses (14 bits). A misplaced scale or block is off by a factor. What fails is emulated, with a reason.
 """
 
 from functools import cache

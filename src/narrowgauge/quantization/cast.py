@@ -39,8 +39,6 @@ BY_LAYER = (
     *("of", "history", "history_algorithm", "margin", "refresh", "estimator_k", "estimator_cap"),
     *("keep_cast", "keep_steps", "keep_every"),
 )
-
-
 #: Keys that are not written with the others of their stage.
 _WRITTEN_AFTER = {"signs": "power_of_two"}
 _CHANNELS, _MEAN, _HADAMARD, _CLAMP = Channels(), Mean(), Hadamard(), Clamp()  # of a cast without them
@@ -144,6 +142,16 @@ class Cast:
         shown = ((key, values[key]) for key in self.beyond(()))
         keys = (f"{key}={v.name if isinstance(v, Format) else repr(v)}" for key, v in shown)
         return f"Cast({', '.join([repr(self.name), *keys])})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @computed_once
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_hash"}  # of this process
 
     def beyond(self, known: Collection[str]) -> tuple[str, ...]:
         """The keys that are not at their defaults, without those in `known`.

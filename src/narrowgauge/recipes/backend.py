@@ -19,6 +19,7 @@ from narrowgauge.devices import Device
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
+from narrowgauge.quantization.passes.implementations import ROW_PLACES, Implementation, implementation_on
 from narrowgauge.recipes.attention_places import is_wide, operands_of_attention
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
@@ -127,14 +128,7 @@ SCHEMES = (
         only=True,
         cuda=(12, 9),
     ),
-    Scheme(
-        words="MXFP8",
-        scale="e8m0",
-        blocks=((ROW32, ROW32),),
-        elements=E4M3,
-        since=(10, 0),
-        cuda=(12, 8),
-    ),
+    Scheme(words="MXFP8", scale="e8m0", blocks=((ROW32, ROW32),), elements=E4M3, since=(10, 0), cuda=(12, 8)),
     Scheme(
         words="NVFP4",
         scale="e4m3",
@@ -199,7 +193,8 @@ class Product:
         places: The places of its two operands.
         operands: The casts of its two operands.
         scheme: The name of the scheme that the device has for it; empty for a plain product.
-        obstacle: Why the device cannot multiply these numbers, as a clause; empty if it can.
+        obstacle: Why the device cannot multiply these values, as a clause; empty if it can.
+        made_by: The code that makes each operand; None in attention, where the shapes at hand decide.
     """
 
     gemm: str
@@ -207,23 +202,30 @@ class Product:
     operands: tuple[Cast, Cast]
     scheme: str
     obstacle: str
+    made_by: tuple[Implementation, Implementation] | None = None
 
 
 def products_on(recipe: Recipe, device: Device) -> list[Product]:
     """Every product that a recipe has in some layer at some time, and whether a device multiplies it."""
-    products = [_product(gemm, a, b, device) for gemm in GEMMS for a, b in _pairs(recipe, gemm)]
+    products = [
+        _product(gemm, a, b, device, recipe.compute) for gemm in GEMMS for a, b in _pairs(recipe, gemm)
+    ]
     return products + (_products_of_attention(recipe, device) if recipe.narrows_attention else [])
 
 
-def _product(gemm: str, a: Cast, b: Cast, device: Device) -> Product:
+def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Product:
     first, second = (place for place in GEMM_PLACES if place.startswith(f"{gemm}."))
-    places, operands = (first, second), (a, b)
+    places, scheme = (first, second), None
     if a == b and not a.is_scaled:
-        return Product(gemm, places, operands, "", _lacks_units(a.name, device))
-    scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
-    if scheme is not None:
-        return Product(gemm, places, operands, scheme.words, "")
-    return Product(gemm, places, operands, "", _obstacle(gemm, a, b, device))
+        obstacle = _lacks_units(a.name, device)
+    else:
+        scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
+        obstacle = "" if scheme is not None else _obstacle(gemm, a, b, device)
+    x, w = (
+        implementation_on(cast, device, compute == "bf16" and place in ROW_PLACES)
+        for place, cast in zip(places, (a, b), strict=True)
+    )
+    return Product(gemm, places, (a, b), "" if scheme is None else scheme.words, obstacle, (x, w))
 
 
 def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:

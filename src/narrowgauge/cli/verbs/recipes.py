@@ -11,6 +11,7 @@ from narrowgauge.cli.installed import require_torch
 from narrowgauge.errors import UserError
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import count_parameters, model_config, model_names
+from narrowgauge.quantization.passes.implementations import Implementation
 from narrowgauge.recipes import (
     Device,
     Recipe,
@@ -100,9 +101,10 @@ def _print_recipes(console: Console, device: Device, where: str) -> None:
 
 
 def _print_places(console: Console, chosen: Recipe, device: Device) -> None:
-    """Print what a device does with each pair of places of a recipe, and with the recipe as a whole."""
+    """Print what a device does with each GEMM of a recipe, with each cast, and with the recipe as a whole."""
     table = Table("places", "casts", "there", "why", box=None, header_style="bold")
     gemms: list[str] = []
+    made: dict[tuple[str, Implementation], list[str]] = {}
     for product in products_on(chosen, device):
         places = ", ".join(product.places)
         where = f"{places} (by a rule)" if product.gemm in gemms else places
@@ -111,7 +113,15 @@ def _print_places(console: Console, chosen: Recipe, device: Device) -> None:
         why = product.obstacle.removeprefix(f"{product.gemm} ").removeprefix("attention ").partition(";")[0]
         why = why or product.scheme or f"a plain product of {a.name}"
         table.add_row(where, f"{a.name}, {b.name}", "emulated" if product.obstacle else "native", why)
+        for place, cast, code in zip(product.places, product.operands, product.made_by or (), strict=False):
+            if cast.is_scaled and place not in (known := made.setdefault((cast.name, code), [])):
+                known.append(place)
     console.print(table)
+    if made:
+        operands = Table("cast", "made by", "places", "why not faster", box=None, header_style="bold")
+        for (cast_name, code), of in made.items():
+            operands.add_row(cast_name, code.name, ", ".join(of), code.gap)
+        console.print(operands)
     backend = choose_backend(chosen, device)
     _say(console, f"recipe {chosen.name} as a whole is {backend.name}: {backend.reason}")
 

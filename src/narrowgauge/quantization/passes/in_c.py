@@ -15,24 +15,11 @@ import torch
 from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
-from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, Cast
+from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.passes.c_call import MODES, SIZES, Pass, c_library, fields_of, run
+from narrowgauge.quantization.passes.implementations import passes_gap
 from narrowgauge.quantization.scales import Scales
 
-#: The keys of a cast that the passes implement, or that others do around them.
-KEYS = (
-    *(
-        *CODES_AND_SCALES,
-        *BY_LAYER,
-        "elements",
-        "hadamard",
-        "signs",
-        "center",
-        "center_cast",
-        "keep_channels",
-    ),
-    *("outliers", "compensate", "feedback", "expand", "prescale"),
-)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 RESULTS = ("values", "stored", "codes")  # the number on the grid, it times its block's scale, its code
 _CHOICES = ("mae", "mse", "max")
@@ -88,7 +75,7 @@ def takes(
     is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and is_here
     if not is_plain or split.dtype not in (torch.float32, torch.bfloat16) or not split.numel():
         return False
-    if dtype not in _TYPES or (cast is not None and (cast.element.exponent_bits == 8 or cast.beyond(KEYS))):
+    if dtype not in _TYPES or (cast is not None and passes_gap(cast)):
         return False
     is_flat = all(size == 1 for size in blocks.size[:-2]) or (_is_one(blocks) and not is_whole)
     is_followed = split.requires_grad and torch.is_grad_enabled()

@@ -1,0 +1,114 @@
+"""Which code computes a cast, and why no faster code does.
+
+    Triton kernel       on a GPU: one pass over a matrix (`kernels.triton`)
+    row kernel          on a GPU: scaled rows, whose outliers may be clamped (`kernels.cast.emulate_rows`)
+    C passes            on a CPU (`passes`), in a compiled graph as one operator
+    torch operations    everything else: the reference, about a dozen passes over the tensor
+
+A gap is the reason why an implementation does not compute a cast, as a clause; "" if it does. It depends on
+the cast alone, so a plan knows it before there is a tensor. What depends on the tensor (its shape, device and
+sharding, the random bits, a compiler) is checked by the code that has the tensor: `kernels.cast`, `passes`.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from narrowgauge.devices import Device
+from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, Cast
+
+#: The keys that each implementation knows, those included that its callers implement around it.
+KERNEL_KEYS = (
+    *("element", "block", "scale", "scale_rule", "power_of_two", "headroom", "tensor_scale", "scale_target"),
+    *("rounding", "random_bits", "hadamard", "signs", "prescale"),
+    *(key for key in BY_LAYER if key != "refresh"),  # kernels measure the amax themselves
+)
+ROW_KEYS = (
+    *("element", "block", "scale", "headroom", "rounding", "random_bits", "outliers", "compensate"),
+    *("estimator_k", "estimator_cap"),
+)
+OPERATOR_KEYS = (
+    *(*CODES_AND_SCALES, *BY_LAYER, "elements", "hadamard", "signs", "center", "center_cast"),
+    *("outliers", "compensate"),
+)
+PASS_KEYS = (*OPERATOR_KEYS, "keep_channels", "feedback", "expand", "prescale")
+#: The places whose operands may stay in the parts that the row kernel writes, if a layer computes in bf16.
+ROW_PLACES = ("fprop.x", "fprop.w")
+
+CONVERSION, KERNEL, PASSES, TORCH = "torch conversion", "Triton kernel", "C passes", "torch operations"
+
+
+class Implementation(NamedTuple):
+    """The code that computes a cast.
+
+    Attributes:
+        name: `CONVERSION`, `KERNEL`, `PASSES` or `TORCH`.
+        gap: Why no faster code does, as a clause; "" if this is the fastest.
+    """
+
+    name: str
+    gap: str
+
+
+def implementation_on(cast: Cast, device: Device, by_rows: bool = False) -> Implementation:
+    """The code that computes a cast of a matrix on a device; a CPU is taken to have a C compiler.
+
+    `by_rows`: whether the operand may stay in the parts that the row kernel writes.
+    """
+    if not cast.is_scaled:
+        return Implementation(CONVERSION, "")
+    if device.maker == "cpu":
+        gap, fast = passes_gap(cast), PASSES
+    elif device.has_triton:
+        gap, fast = "" if by_rows and not rows_gap(cast) else kernel_gap(cast), KERNEL
+    else:
+        gap, fast = f"Triton has no kernels for {device}", KERNEL
+    return Implementation(TORCH if gap else fast, gap)
+
+
+@cache
+def kernel_gap(cast: Cast) -> str:
+    """Why no Triton kernel computes a cast with scales, as a clause; "" if one does."""
+    if gap := _key_gap("Triton kernel", cast, KERNEL_KEYS):
+        return gap
+    if cast.element.bits > 8:
+        return "a code of a Triton kernel is one byte"
+    if cast.hadamard.size not in (0, 16, 32, 64, 128):
+        return f"no Triton kernel transforms {cast.hadamard.size} elements"
+    return _tile_gap(cast)
+
+
+def _tile_gap(cast: Cast) -> str:
+    """Why a cast does not fit the kernels' tiles, 32 x 128 and 128 x 32, as a clause; "" if it does.
+
+    A tile holds whole blocks, or lies within one. A tensor scale is known only in the first case, and only in
+    the arithmetic of NVFP4.
+    """
+    rows, columns = cast.block or (0, 0)
+    is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
+    if cast.tensor_scale != "none" and (not cast.is_nvfp4 or cast.is_scaled_by_row):
+        return f"no Triton kernel has {cast.scale} scales under one in fp32 for each {cast.tensor_scale}"
+    is_large = cast.tensor_scale == "none" and (columns == 0 or rows % 128 == columns % 128 == 0)
+    return "" if is_small or is_large else f"blocks of {rows} x {columns} do not divide a kernel's tile"
+
+
+@cache
+def rows_gap(cast: Cast) -> str:
+    """Why the row kernel does not compute a cast, as a clause; "" if it does."""
+    if cast.scale != "fp32" or cast.block != (1, 0):
+        return "the cast does not have a scale in fp32 for each row"
+    if cast.is_random or cast.element.bits > 8:
+        return "the row kernel rounds to nearest, to codes of a byte"
+    return _key_gap("row kernel", cast, ROW_KEYS)
+
+
+@cache
+def passes_gap(cast: Cast) -> str:
+    """Why the C passes do not compute a cast, as a clause; "" if they do."""
+    if cast.element.exponent_bits == 8:
+        return "the C passes do not round to elements with 8 exponent bits"
+    return _key_gap("C pass", cast, PASS_KEYS)
+
+
+def _key_gap(name: str, cast: Cast, known: tuple[str, ...]) -> str:
+    unknown = cast.beyond(known)
+    return f"no {name} implements {', '.join(unknown)}" if unknown else ""
