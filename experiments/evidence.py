@@ -18,6 +18,7 @@ from publish.rows import read_rows
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, ROWS, PROBE = DOCS / "evidence.md", DOCS / "evidence" / "runs.csv", DOCS / "evidence" / "probe.json"
 RATES = DOCS / "evidence" / "rates.csv"
+PREDICTIONS = Path(__file__).parent / "predictions.md"
 PICTURE = DOCS / "images" / "evidence.svg"
 BEGIN, END = (f"<!-- made by `make evidence`: {word} -->" for word in ("begin", "end"))
 PARAMETERS = 851_968  # of ladder-1m, in linear layers without the head
@@ -30,7 +31,7 @@ def main() -> None:
     rates = read_rows(RATES) if RATES.exists() else []
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     after = rest.split(END)[1]
-    predictions = read_predictions(before)
+    predictions = read_predictions(PREDICTIONS.read_text(encoding="utf-8"))
     text = results_markdown(rows, predictions, f"images/{PICTURE.name}", probe, rates)
     write_whole(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
     results = arm_results(rows, family=asked_arms(predictions, rows), undecided="open")

@@ -11,11 +11,6 @@ from support.prose import PATTERNS, docstrings, findings, of_page
 ROOT = Path(__file__).parents[1]
 #: Kept as it was written, or written by a tool.
 EXEMPT = {"docs/lab-log-archive.md", "docs/faults.md"}
-#: Pages that are still to be rewritten. Take a page out of this list once it is; add none.
-NOT_YET = {
-    "docs/evidence.md",
-    "docs/performance.md",
-}
 PAGES = sorted(
     {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - EXEMPT
     | {"README.md", "CONTRIBUTING.md"}
@@ -41,7 +36,7 @@ EXAMPLES = (
 )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in NOT_YET])
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_free_of_the_patterns(page):
     found = findings(of_page((ROOT / page).read_text(encoding="utf-8")))
     lines = [f'{page}:{line}: "{words}": write {PATTERNS[pattern]}' for line, words, pattern in found]
@@ -64,10 +59,6 @@ def test_a_pattern_finds_its_example(pattern, example):
 def test_code_is_not_prose():
     page = "Run `narrowgauge said`:\n\n```text\nis no key, too\n```\n\n    [a](beside.md) is told\n"
     assert [(line, words) for line, words, _ in findings(of_page(page))] == [(7, "told")]
-
-
-def test_pages_that_are_to_be_rewritten_exist():
-    assert set(PAGES) >= NOT_YET
 
 
 def test_the_start_page_is_the_readme():

@@ -5,14 +5,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowgauge.experiment.power import Plan, seeds_for_equality, smallest_gap
-from narrowgauge.report.page.rungs import facts, probe_table, rung_table
+from narrowgauge.report.page.rungs import facts, probe_table
 from narrowgauge.report.table.rungs import ends, percent
 from narrowgauge.report.verdict.rows import Row
 from narrowgauge.report.verdict.rule import MARGIN, Judgement, is_control
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results
 from publish.contrasts import shares, unpaired_deviation
 from publish.predictions import Prediction, outcome
-from publish.tables import growth_table, main_table, markdown, prediction_table, rate_table, share_table
+from publish.tables import (
+    growth_table,
+    lower_table,
+    main_table,
+    markdown,
+    prediction_table,
+    rate_table,
+    share_table,
+)
 
 
 def results_markdown(
@@ -36,9 +44,13 @@ def results_markdown(
         markdown(*prediction_table(judged, rows), left=("arm", "what", "outcome")),
     ]
     if lower:
-        parts.append("### At the lower rungs\n\n" + markdown(*rung_table(lower)))
-        head = "### Against each run of the reference\n\n"
-        parts.append(head + markdown(*growth_table(rows), left=("arm", "to")))
+        parts.append(
+            "### At the lower rungs\n\nGaps, with the intervals of all arms at once.\n\n"
+            + markdown(*lower_table(lower))
+        )
+        head, lines = growth_table(rows)
+        if lines:
+            parts.append("### Against the mean of both references\n\n" + markdown(head, lines))
     if shares(rows):
         head = "### The share of the forward pass\n\n"
         parts.append(head + markdown(*share_table(rows), left=("part", "of the gap of", "to")))
@@ -47,7 +59,8 @@ def results_markdown(
             "### Learning rates\n\nHeld-out loss by learning rate.\n\n" + markdown(*rate_table(rates))
         )
     if probe is not None:
-        parts.append("### The probe\n\n" + markdown(*probe_table(probe, results)))
+        trained = {arm: probe["recipes"][arm] for arm in _arms(rows) if arm in probe["recipes"]}
+        parts.append("### The probe\n\n" + markdown(*probe_table({"recipes": trained}, results)))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -96,5 +109,9 @@ def _counted(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
 def asked_arms(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[str]:
     """The arms that share the 5 %: those of which the plan asked, as far as they were run."""
     asked, reference = {one.arm for one in predictions}, rows[0].arm
-    trained = dict.fromkeys(row.arm for row in rows)
-    return [arm for arm in trained if arm in asked and not is_control(arm, reference)]
+    return [arm for arm in _arms(rows) if arm in asked and not is_control(arm, reference)]
+
+
+def _arms(rows: Sequence[Row]) -> list[str]:
+    """The arms that were trained, in the order of their first runs."""
+    return list(dict.fromkeys(row.arm for row in rows))

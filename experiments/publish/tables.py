@@ -8,7 +8,7 @@ from narrowgauge.report.table.rungs import COLUMNS, cells, ends, percent
 from narrowgauge.report.verdict.rows import Row
 from narrowgauge.report.verdict.rungs import ArmResult
 from narrowgauge.units import human_count
-from publish.contrasts import growth, share_cells, shares
+from publish.contrasts import MEAN, growth, share_cells, shares
 from publish.predictions import Prediction, outcome
 
 PREDICTED = ("arm", "what", "predicted", "measured", "95 % interval", "outcome")
@@ -28,6 +28,17 @@ def main_table(results: Sequence[ArmResult]) -> Table:
     top = [result for result in results if result.rung == last]
     top.sort(key=lambda r: math.inf if math.isnan(r.gap.mean) else r.gap.mean)
     return COLUMNS, [cells(result) for result in top]
+
+
+def lower_table(results: Sequence[ArmResult]) -> Table:
+    """A line for each arm: its gap at each rung, with the interval of all arms at once."""
+    tokens = sorted({result.tokens for result in results})
+    found = {(r.arm, r.tokens): f"{percent(r.gap.mean)} ({ends(r.at_once)})" for r in results}
+    lines = [
+        [arm, *(found.get((arm, count), "-") for count in tokens)]
+        for arm in dict.fromkeys(a for a, _ in found)
+    ]
+    return ("arm", *map(human_count, tokens)), lines
 
 
 def prediction_table(predictions: Sequence[Prediction], rows: Sequence[Row]) -> Table:
@@ -56,12 +67,13 @@ def rate_table(rows: Sequence[Row]) -> Table:
 
 
 def growth_table(rows: Sequence[Row]) -> Table:
-    """Each arm against each run of the reference: the gap at the highest rung, and its growth."""
+    """Each arm against the mean of the runs of the reference: gap at the highest rung, and growth."""
     low, high = (of(row.rung for row in rows) for of in (min, max))
-    head = ("arm", "to", f"gap, rung {high}", "95 % interval", f"growth since rung {low}", "95 % interval")
+    head = ("arm", f"gap, rung {high}", "95 % interval", f"growth since rung {low}", "95 % interval")
     lines = [
-        [arm, reference, percent(gap.mean), ends(gap), percent(more.mean), ends(more)]
+        [arm, percent(gap.mean), ends(gap), percent(more.mean), ends(more)]
         for arm, reference, gap, more in growth(rows)
+        if reference == MEAN
     ]
     return head, lines
 

@@ -157,7 +157,7 @@ def test_a_finished_run_of_other_values_or_another_recipe_text_is_refused(tmp_pa
 def test_the_projects_own_ladder_can_be_laid_out_and_has_a_prediction_for_each_arm(monkeypatch):
     monkeypatch.chdir(ROOT)
     ladder = ladder_of((ROOT / "experiments" / "ladder.toml").read_text(encoding="utf-8"))
-    predictions = read_predictions((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8"))
+    predictions = read_predictions((ROOT / "experiments" / "predictions.md").read_text(encoding="utf-8"))
     predicted = {one.arm for one in predictions} | {one.against for one in predictions}
     assert set(ladder.arms) <= predicted
     assert [chain.trunk.config.validation.batches * 16 * 128 for chain in ladder.chains[:1]] == [262_144]

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 def test_the_page_is_made_from_the_rows_alone(tmp_path):
     for folder in ("experiments", "docs/evidence", "docs/images"):
         (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "experiments" / "evidence.py", tmp_path / "experiments")
+    for name in ("evidence.py", "predictions.md"):
+        shutil.copy(ROOT / "experiments" / name, tmp_path / "experiments")
     page = tmp_path / "docs" / "evidence.md"
     shutil.copy(ROOT / "docs" / "evidence.md", page)
     rows = [
