@@ -1,4 +1,4 @@
-"""The names by which other trainers call our keys, and where each of them leads.
+"""The names by which other trainers call the everyday keys, and where each of them leads.
 
 An option of the command line is found by (in this order)
 
@@ -7,9 +7,10 @@ An option of the command line is found by (in this order)
     the last part of a key      --lr, --batch-size, --fprop.x
     a synonym                   --learning-rate, --seq-len, --max-grad-norm
 
-A synonym leads to a key only if it means exactly the same. If it means something near, or something that
-nobody has to ask for here, the answer is a sentence that says what to write instead. A file has the names of
-the keys alone, and its errors lead from the others to them.
+Synonyms are spellings of torchtitan, Hugging Face's Trainer, llm.c, nanoGPT and Megatron that mean exactly
+the same as the key. For a name that means something near, or that needs no option here, the error names what
+to write instead; for any other, the nearest name. Files take only the names of the keys, and their errors
+lead from the other names to them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,55 +21,31 @@ from narrowgauge.recipes import CAST_TABLE, RECIPE_KEYS
 
 #: Other names of a key, by key. A name under two keys may mean either, and the answer names both.
 SYNONYMS: Mapping[str, str] = {
-    "model.name": "arch model-name model-size",
-    "model.layers": "n-layer n-layers num-layers num-hidden-layers depth",
-    "model.heads": "n-head n-heads num-heads num-attention-heads",
-    "model.kv_heads": "n-kv-heads num-kv-heads num-key-value-heads num-query-groups",
-    "model.dim": "n-embd d-model hidden-size embedding-dim n-embed",
-    "model.ffn_dim": "d-ff intermediate-size ffn-hidden-size moe-intermediate-size moe-ffn-hidden-size",
-    "model.experts": "num-experts num-local-experts n-routed-experts",
-    "model.experts_per_token": "num-experts-per-tok top-k-experts moe-router-topk",
-    "training.balance_loss": "router-aux-loss-coef moe-aux-loss-coeff load-balance-coeff",
-    "model.max_sequence_length": (
-        "max-position-embeddings n-positions block-size max-seq-len max-seq-length context-length n-ctx"
-    ),
-    "data.source": "dataset dataset-name dataset-path data-path data-dir data-files train-data corpus",
-    "data.sequence_length": (
-        "seq-len seq-length seqlen sequence-len block-size max-seq-len max-seq-length context-length n-ctx"
-    ),
-    "training.steps": (
-        "max-steps num-steps n-steps total-steps train-steps training-steps iters iterations num-iterations "
-        "max-iters num-iters train-iters"
-    ),
-    "training.batch_size": "bs global-batch-size total-batch-size train-batch-size",
-    "training.seed": "random-seed",
-    "training.compile": "torch-compile",
-    "training.recompute": "gradient-checkpointing activation-checkpointing checkpoint-activations",
-    "training.memory_limit": "max-memory",
-    "optimizer.name": "optimizer optim optimizer-type opt",
-    "optimizer.lr": "learning-rate max-lr peak-lr base-lr",
-    "optimizer.weight_decay": "wd",
-    "optimizer.eps": "epsilon adam-eps adam-epsilon",
-    "optimizer.clip_norm": (
-        "grad-clip clip-grad gradient-clip gradient-clipping gradient-clip-val max-grad-norm max-norm clip "
-        "grad-norm-clip"
-    ),
-    "schedule.kind": "schedule scheduler lr-schedule lr-scheduler lr-scheduler-type lr-decay-style",
-    "schedule.warmup_steps": "warmup warmup-iters lr-warmup-steps lr-warmup-iters num-warmup-steps",
-    "parallel.replicate": "ddp data-parallel data-parallel-size dp dp-size",
-    "parallel.shard": "fsdp data-parallel data-parallel-size dp dp-size",
-    "parallel.tensor": "tp tp-size tensor-parallel tensor-parallel-size tensor-model-parallel-size",
-    "parallel.pipeline": "pp pp-size pipeline-parallel pipeline-parallel-size pipeline-model-parallel-size",
-    "parallel.context": "cp cp-size context-parallel context-parallel-size",
-    "parallel.zero": "zero-stage",
-    "parallel.expert": "ep ep-size expert-parallel expert-parallel-size expert-model-parallel-size",
-    "validation.every": "eval-every eval-interval eval-steps val-every val-interval eval-freq",
-    "validation.batches": "eval-iters eval-batches val-batches",
-    "checkpoint.every": "save-every save-interval save-steps ckpt-every ckpt-interval checkpoint-interval",
-    "checkpoint.keep": "save-total-limit",
-    "log.every": "log-interval logging-steps log-freq print-every",
-    "log.sinks": "report-to",
-    "out": "output-dir output out-dir outdir save-dir run-dir logdir log-dir checkpoint-dir",
+    "model.layers": "n-layer num-layers num-hidden-layers",
+    "model.heads": "n-head num-attention-heads",
+    "model.kv_heads": "num-key-value-heads",
+    "model.dim": "n-embd hidden-size",
+    "model.ffn_dim": "intermediate-size ffn-hidden-size",
+    "model.max_sequence_length": "block-size max-seq-len max-position-embeddings",
+    "data.source": "dataset data-path",
+    "data.sequence_length": "block-size max-seq-len seq-len seq-length",
+    "training.steps": "max-steps max-iters train-iters num-iterations",
+    "training.batch_size": "global-batch-size",
+    "training.recompute": "gradient-checkpointing",
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "learning-rate",
+    "optimizer.clip_norm": "grad-clip clip-grad max-grad-norm",
+    "schedule.kind": "lr-scheduler-type lr-decay-style",
+    "schedule.warmup_steps": "warmup-iters lr-warmup-iters",
+    "parallel.replicate": "ddp",
+    "parallel.shard": "fsdp",
+    "parallel.tensor": "tp",
+    "parallel.pipeline": "pp",
+    "validation.every": "eval-interval eval-steps",
+    "validation.batches": "eval-iters",
+    "checkpoint.every": "save-interval save-steps",
+    "log.every": "log-interval logging-steps",
+    "out": "out-dir output-dir",
 }
 
 _AGAIN = "the same line again continues a run that stopped; leave it out, and give the --out that the run had"
@@ -87,33 +64,28 @@ _WEIGHTS = (
 
 #: Names that no key answers to exactly, and what to write instead.
 INSTEAD: Mapping[str, str] = {
-    "resume continue load auto-resume resume-from resume-from-checkpoint load-checkpoint restart": _AGAIN,
-    "checkpoint ckpt checkpoint-path": f"{_AGAIN}; --model.weights RUN starts from another run's weights",
-    "init-from pretrained finetune-from from-pretrained model-name-or-path": _WEIGHTS,
-    "epochs epoch num-epochs n-epochs max-epochs num-train-epochs train-epochs": _LONG,
-    "tokens max-tokens total-tokens num-tokens train-tokens token-budget": _LONG,
-    "fp8 fp16 bf16 fp32 fp4 amp tf32 half": "the format is a recipe; write --recipe {name}",
-    "dtype precision mixed-precision torch-dtype format bits quantization quantize": _FORMAT,
-    "config config-file cfg conf": _ALONE,
-    "gpus n-gpus num-gpus ngpus nproc nproc-per-node gpus-per-node world-size devices nodes nnodes": _START,
-    "local-rank rank": "the launcher says the rank to each process by its environment; leave it out",
-    "gpu cuda use-cuda": "write --device cuda",
-    "cpu no-cuda use-cpu": "write --device cpu",
-    "gradient-accumulation-steps grad-accum grad-accum-steps accumulate accumulation-steps": _ACCUMULATE,
-    "grad-acc accumulate-grad-batches": _ACCUMULATE,
-    "per-device-train-batch-size per-device-batch-size device-batch-size local-batch-size mbs": _ACCUMULATE,
-    "min-lr lr-min final-lr": "write --schedule.final_lr_fraction, a share of the peak (0.1)",
-    "warmup-ratio warmup-fraction": "write --schedule.warmup_steps, a number of steps (100)",
-    "lr-decay-iters lr-decay-steps": "write --schedule.decay_steps, the step at which the fall ends",
-    "beta1 beta2 adam-beta1 adam-beta2 adam-betas": "write both with --optimizer.betas 0.9,0.95",
+    "resume continue resume-from-checkpoint load": _AGAIN,
+    "checkpoint ckpt": f"{_AGAIN}; --model.weights RUN starts from another run's weights",
+    "init-from pretrained model-name-or-path": _WEIGHTS,
+    "epochs num-epochs num-train-epochs tokens max-tokens": _LONG,
+    "fp8 fp16 bf16 fp32 fp4 amp": "the format is a recipe; write --recipe {name}",
+    "dtype precision mixed-precision format quantize": _FORMAT,
+    "config config-file": _ALONE,
+    "gpus num-gpus nproc-per-node world-size devices nodes": _START,
+    "local-rank rank": "the launcher passes the rank to each process by its environment; leave it out",
+    "gpu cuda": "write --device cuda",
+    "cpu no-cuda": "write --device cpu",
+    "grad-accum gradient-accumulation-steps per-device-train-batch-size local-batch-size": _ACCUMULATE,
+    "min-lr": "write --schedule.final_lr_fraction, a share of the peak (0.1)",
+    "warmup-ratio": "write --schedule.warmup_steps, a number of steps (100)",
+    "lr-decay-iters": "write --schedule.decay_steps, the step at which the fall ends",
+    "beta1 beta2 adam-beta1 adam-beta2": "write both with --optimizer.betas 0.9,0.95",
     "wandb tensorboard trackio": "write --log.sinks {name}",
-    "wandb-project wandb-name run-name experiment-name exp-name project": "a run has the name of its --out",
-    "overwrite force overwrite-output-dir": "no run is overwritten; name another --out",
-    "workers num-workers dataloader-num-workers": "the loader reads ahead by itself; leave it out",
-    "dry-run dryrun check validate": (
-        "'narrowgauge plan' with the same options trains nothing: it prints memory, time and cost"
-    ),
-    "verbose quiet debug": "write --log.every N for more or fewer lines of progress",
+    "wandb-project wandb-name run-name": "a run has the name of its --out",
+    "overwrite force": "a run is never overwritten; name another --out",
+    "workers num-workers": "the loader reads ahead by itself; leave it out",
+    "dry-run check": "'narrowgauge plan' with the same options prints memory, time and cost",
+    "verbose quiet": "write --log.every N for more or fewer lines of progress",
 }
 
 
