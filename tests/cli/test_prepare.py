@@ -71,8 +71,8 @@ def test_bad_lines_stop_it_or_are_set_aside(narrowgauge, refused, tmp_path):
     [
         (["--workers", "0"], "--workers 0 must be at least 1"),
         (["--workers", "many"], "'many' is not a whole number"),
-        (["--val-fraction", "1"], "held-out share 1.0 is not between 0 and 1"),
-        (["--tolerant", "2"], "tolerated share 2.0 is not between 0 and 1"),
+        (["--val-fraction", "1"], "held-out share 1.0 must be between 0 and 1"),
+        (["--tolerant", "2"], "tolerated share 2.0 must be between 0 and 1"),
         (["--layout", "mega"], "unknown layout 'mega'; the nearest is 'megatron'"),
         (["--tokenizer", "bpe"], "unknown tokenizer 'bpe'"),
         (["--dedupe"], "unknown option '--dedupe'; the nearest is '--dedup'"),

@@ -59,9 +59,9 @@ def test_a_manifest_that_promises_a_smaller_vocabulary_is_refused_with_the_posit
     directory = prepare(source, "bpe-300", tmp_path / "out").directory
     manifest = dataclasses.replace(open_corpus(directory).manifest, vocab_size=280)
     (directory / "manifest.json").write_text(manifest.to_json())
-    with pytest.raises(UserError, match=r"token \d+ has id 2\d\d, and the vocabulary ends at 279"):
+    with pytest.raises(UserError, match=r"token \d+ has id 2\d\d, but the vocabulary ends at 279"):
         open_corpus(directory)
-    with pytest.raises(UserError, match="it has 300 ids, and the tokens 280"):
+    with pytest.raises(UserError, match="it has 300 ids, but the tokens need 280"):
         open_corpus(directory, verify=False)
 
 
@@ -70,7 +70,9 @@ def test_a_manifest_of_another_kind_is_refused(source, tmp_path, change):
     directory = prepare(source, "bytes", tmp_path / "out").directory
     path = directory / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError, match=r"has layout 3|is damaged: it does not state just layout, version"):
+    with pytest.raises(
+        UserError, match=r"has layout 3|is damaged: its keys or their types are not those of layout, version"
+    ):
         open_corpus(directory)
 
 
@@ -81,4 +83,4 @@ def test_the_manifest_of_another_program_is_no_damage(tmp_path):
     with pytest.raises(UserError) as caught:
         prepare(str(tmp_path / "a.txt"), "bytes", tmp_path)
     path = tmp_path / "manifest.json"
-    assert str(caught.value) == f"{path} is not of a prepared corpus; name another directory"
+    assert str(caught.value) == f"{path} is not the manifest of a prepared corpus; name another directory"

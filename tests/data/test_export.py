@@ -56,7 +56,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(source, t
     data = open_data(source, "bytes")
     with pytest.raises(UserError, match="unknown token layout 'megatronn'; the nearest is 'megatron'"):
         export_tokens(data, "megatronn", tmp_path / "x")
-    with pytest.raises(UserError, match=r"--name '\.\./x' begins the names of files in --out; use letters"):
+    with pytest.raises(
+        UserError, match=r"--name '\.\./x' begins the names of files in --out; use only letters"
+    ):
         export_tokens(data, "llmc", tmp_path / "x", "../x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()

@@ -1,7 +1,9 @@
 """Patterns of English that the project does not write, each with better words; and the prose of a file."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +44,30 @@ def docstrings(path: Path) -> str:
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, nodes)]
-    return re.sub(r"``?[^`\n]*``?", "`code`", "\n\n".join(filter(None, found)))
+    return _without_code("\n\n".join(filter(None, found)))
+
+
+def comments(path: Path) -> str:
+    """The comments of a Python file, one a line, without code."""
+    with io.BytesIO(path.read_bytes()) as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    return _without_code("\n".join(token.string for token in tokens if token.type == tokenize.COMMENT))
+
+
+def sentences(path: Path) -> str:
+    """The strings of a Python file that have three words or more (messages, help texts), without code."""
+    found = list[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "`code`" for part in node.values)
+            found.append("".join(map(str, parts)))
+    return _without_code("\n\n".join(text for text in found if len(text.split()) >= 3))
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"``?[^`\n]*``?", "`code`", text)
 
 
 def findings(text: str) -> Iterator[tuple[int, str, str]]:

@@ -1,4 +1,4 @@
-"""Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
+"""The data of a run: sources of text, tokenizers, token files, the order of samples, and batches."""
 
 from typing import TYPE_CHECKING
 

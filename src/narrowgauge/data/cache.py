@@ -1,8 +1,8 @@
-"""The reports while something is prepared once, for the cache."""
+"""Progress reports of work whose result is cached, such as the preparation of a corpus."""
 
 from collections.abc import Callable
 
-# (stage, bytes done, total bytes or 0 if not known, further facts in words)
+# (stage, bytes done, total bytes or 0 if unknown, further facts as text)
 Progress = Callable[[str, int, int, str], None]
 
 

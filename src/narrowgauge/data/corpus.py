@@ -2,16 +2,17 @@
 
 | file             | content                                                                          |
 |------------------|----------------------------------------------------------------------------------|
-| `train.bin`      | the tokens that are trained on, in the layout of `token_file`; if there are too  |
-|                  | many for a file, `train_000000.bin` and so on                                    |
-| `val.bin`        | the tokens of the held-out documents, likewise                                   |
-| `tokenizer.json` | how text became these tokens                                                     |
-| `rejected.jsonl` | the rejected records, where and why; missing if there are none                   |
-| `manifest.json`  | the sources and options it was made from, and the sha256 of the other files      |
+| `train.bin`      | the training tokens, in the layout of `token_file`; if there are too many for    |
+|                  | one file, `train_000000.bin` and so on                                           |
+| `val.bin`        | the tokens of the held-out documents, in the same layout                         |
+| `tokenizer.json` | the tokenizer                                                                    |
+| `rejected.jsonl` | the rejected records, with location and reason; absent if there are none         |
+| `manifest.json`  | sources, options, and the sha256 of the other files                              |
 
-The `digest` names the corpus: it is computed from the tokenizer, every document and the held-out share, and
-from nothing else. Two corpora with one digest hold the same tokens (trained by one version of `tokenizers`).
-The `request` names what was asked for: the digests of the files read, the tokenizer, the options.
+The `digest` identifies the content: it is computed from the tokenizer, every document and the held-out share,
+and from nothing else. Two corpora with the same digest hold the same tokens (if the same version of
+`tokenizers` trained them). The `request` identifies the inputs: the digests of the files read, the tokenizer
+and the options.
 """
 
 import json
@@ -39,13 +40,13 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """The facts of manifest.json; digests are hexadecimal sha256."""
+    """The content of manifest.json; digests are hexadecimal sha256."""
 
     layout: int
     version: str
     source: str
     files: list[dict[str, Any]]  # name, bytes and sha256 of each input
-    tokenizer: str  # the name that was asked for
+    tokenizer: str  # the name the user asked for
     tokenizer_identity: str  # `tokenization.names.tokenizer_identity` of it
     options: dict[str, Any]
     request: str
@@ -64,13 +65,13 @@ class CorpusManifest:
     tokenizer_sha256: str
 
     def to_json(self) -> str:
-        """The text of manifest.json: without times and paths, so that it can be compared."""
+        """The text of manifest.json. It has no times and no paths, so that manifests can be compared."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A prepared corpus: `train` and `val` are read-only token ids, mapped from their files."""
+    """A prepared corpus; `train` and `val` are read-only token ids, memory-mapped from their files."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -82,7 +83,7 @@ class Corpus:
 
 @dataclass(frozen=True, eq=False)
 class ConcatenatedTokens:
-    """The tokens of several files in order, read by ranges of positions and never all in memory."""
+    """The tokens of several files in order, read by ranges of positions without loading them all."""
 
     arrays: tuple[Tokens, ...]
 
@@ -99,15 +100,19 @@ class ConcatenatedTokens:
 
 
 def is_corpus(directory: Path) -> bool:
-    """Whether a prepared corpus, intact or damaged, is in the directory."""
+    """Whether the directory holds a prepared corpus, intact or damaged."""
     try:
         return (directory / MANIFEST_FILE).is_file() and (directory / TOKENIZER_FILE).is_file()
-    except OSError:  # a name too long, a folder that is locked: the next reader reports it
+    except OSError:  # a name that is too long, a locked folder: the next reader reports it
         return False
 
 
 def open_corpus(directory: Path, verify: bool = True) -> Corpus:
-    """The prepared corpus in `directory`; without `verify` only lengths and headers are checked, not digests.
+    """Open the prepared corpus in `directory`.
+
+    Args:
+        directory: The directory of the corpus.
+        verify: Whether to check the digest of every file, not only lengths and headers.
 
     Raises:
         UserError: the directory is not a prepared corpus, or a file has changed since it was written.
@@ -117,13 +122,13 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
     if not tokenizer_path.is_file():
         raise damaged(tokenizer_path, "it is missing")
     if verify and sha256_of(tokenizer_path, follow_links=True) != manifest.tokenizer_sha256:
-        raise damaged(tokenizer_path, "its sha256 is not the one it was written with")
+        raise damaged(tokenizer_path, "its sha256 has changed since it was written")
     train = _open_part(directory, manifest, manifest.train, verify)
     val = _open_part(directory, manifest, manifest.val, verify)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size != manifest.vocab_size:
         raise damaged(
-            tokenizer_path, f"it has {tokenizer.vocab_size} ids, and the tokens {manifest.vocab_size}"
+            tokenizer_path, f"it has {tokenizer.vocab_size} ids, but the tokens need {manifest.vocab_size}"
         )
     return Corpus(directory, tokenizer, train, val, manifest.digest, manifest)
 
@@ -141,11 +146,7 @@ def _open_part(
 
 
 def read_manifest(directory: Path) -> CorpusManifest:
-    """The manifest of the corpus in `directory`.
-
-    Raises:
-        UserError: it is missing or damaged, or of another version of the layout.
-    """
+    """The manifest of the corpus in `directory`; a `UserError` if it is missing, damaged or outdated."""
     path = directory / MANIFEST_FILE
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -157,18 +158,18 @@ def read_manifest(directory: Path) -> CorpusManifest:
     except ValueError as error:
         raise damaged(path, f"it is not JSON ({error})") from None
     if not isinstance(facts, dict) or "layout" not in facts:
-        raise UserError(f"{path} is not of a prepared corpus; name another directory")
+        raise UserError(f"{path} is not the manifest of a prepared corpus; name another directory")
     if type(layout := facts.get("layout")) is int and layout != LAYOUT_VERSION:
         raise UserError(
-            f"the corpus in {directory} has layout {layout}, and this narrowgauge reads layout "
+            f"the corpus in {directory} has layout {layout}, but this narrowgauge reads layout "
             f"{LAYOUT_VERSION}; delete the directory and prepare it again"
         )
     types = {field.name: get_origin(field.type) or field.type for field in fields(CorpusManifest)}
     if {name: type(value) for name, value in facts.items()} != types:
-        raise damaged(path, f"it does not state just {', '.join(types)}")
+        raise damaged(path, f"its keys or their types are not those of {', '.join(types)}")
     for part in (facts["train"], facts["val"]):
         if not part or not all(_is_file(entry) for entry in part):
-            raise damaged(path, "it does not state name, tokens and sha256 of each file of tokens")
+            raise damaged(path, "an entry for a token file lacks its name, token count or sha256")
     return CorpusManifest(**facts)
 
 

@@ -1,17 +1,17 @@
-"""Export of our tokens as token files of other programs.
+"""Export a dataset as token files of other programs.
 
 | layout     | files                                           | the end-of-document id                 |
 |------------|-------------------------------------------------|----------------------------------------|
-| `llmc`     | STEM_train_000000.bin ..., STEM_val_000000.bin  | before each document, as llm.c has it  |
-| `megatron` | STEM_train_document, STEM_val_document: .bin    | after each, as with --append-eod; one  |
-|            | and .idx; or all documents in NAME.bin and .idx | sequence a document                    |
+| `llmc`     | STEM_train_000000.bin ..., STEM_val_000000.bin  | before each document, as in llm.c      |
+| `megatron` | STEM_train_document, STEM_val_document: .bin    | after each document (--append-eod);    |
+|            | and .idx; or all documents in NAME.bin and .idx | each document is one sequence          |
 
-Megatron's own files are one pair, such as `wikipedia_text_document`, which its `--split` divides by position:
-with a NAME the held-out documents come last in one pair.
+Megatron itself writes one pair of files, such as `wikipedia_text_document`, which `--split` divides by
+position. With a NAME, the export is one such pair, and the held-out documents come last.
 
-The tokenizer.json is in the same directory, so that it is a data source again. llm.c's C programs read
-GPT-2's ids only; other vocabularies up to 65536 are written in the same layout, larger ones in that of its
-Llama 3.
+The tokenizer.json is written to the same directory, so that the directory can be read as a data source.
+llm.c's C programs read only GPT-2's ids. Other vocabularies up to 65536 use the same layout, larger ones the
+layout that llm.c uses for Llama 3.
 """
 
 import re
@@ -35,11 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def check_name(name: str | None, layout: str) -> None:
-    """Check the name that files shall have.
-
-    Raises:
-        UserError: it is no plain name, or the layout's files have fixed names.
-    """
+    """Check the name of exported files; a `UserError` if it is malformed or the layout's names are fixed."""
     if name is None:
         return
     if layout not in TOKEN_LAYOUTS:
@@ -49,7 +45,7 @@ def check_name(name: str | None, layout: str) -> None:
         )
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"--name {name!r} begins the names of files in --out; use letters, digits and any of _ . - in it"
+            f"--name {name!r} begins the names of files in --out; use only letters, digits and _ . - in it"
         )
 
 
@@ -59,13 +55,13 @@ def export_tokens(dataset: Dataset, layout: str, directory: Path, name: str | No
     The directory appears in full or not at all.
 
     Args:
-        dataset: the tokens.
-        layout: one of `TOKEN_LAYOUTS`.
-        directory: where the files go.
-        name: how their names begin; under `megatron` the full name of the one pair of files. None: "text".
+        dataset: The tokens.
+        layout: One of `TOKEN_LAYOUTS`.
+        directory: Where to write the files.
+        name: Prefix of the file names; for `megatron`, the full name of the single pair. None: "text".
 
     Raises:
-        UserError: the layout is unknown, the name is no plain name, or the directory is not empty.
+        UserError: the layout is unknown, the name is malformed, or the directory is not empty.
     """
     if layout not in TOKEN_LAYOUTS:
         raise unknown("token layout", layout, TOKEN_LAYOUTS)

@@ -1,6 +1,6 @@
-"""First bytes of files, by which they are recognised whatever their names are.
+"""The first bytes of files, which identify a format whatever the file is called.
 
-llm.c's files begin with an int32, little-endian (source: github.com/karpathy/llm.c, and `dev/data/` there). A
+llm.c's files begin with a little-endian int32 (source: github.com/karpathy/llm.c, and `dev/data/` there). A
 pickle of protocol 2 or later begins with its PROTO opcode (source: Python's `pickletools`); `torch.save` puts
 it into a zip archive.
 """
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class LlmcMagic(IntEnum):
-    """The first number of each kind of llm.c file."""
+    """The first integer of each kind of llm.c file."""
 
     GPT2_MODEL = 20240326
     DEBUG_STATE = 20240327
@@ -22,7 +22,7 @@ class LlmcMagic(IntEnum):
 
     @property
     def description(self) -> str:
-        """The kind of file in words, with an article where there is one."""
+        """The kind of file, with an article if it is countable."""
         return _DESCRIPTIONS[self]
 
 

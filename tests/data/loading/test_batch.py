@@ -82,7 +82,7 @@ def test_no_validation_batches_are_none(tokens):
 def test_a_corpus_shorter_than_a_sequence_is_refused_with_the_numbers(tokens):
     words = (
         "the training part of the data holds 101 tokens, and a sequence of 101 needs 102; "
-        "bring more text or set data.sequence_length to 100 or less"
+        "provide more text or set data.sequence_length to 100 or less"
     )
     with pytest.raises(UserError, match=words):
         training_batch(tokens, 0, 0, 1, 101)

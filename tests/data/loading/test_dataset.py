@@ -57,7 +57,7 @@ def test_several_sources_have_weights_and_one_tokenizer(source, tmp_path):
     shutil.copytree(source, tmp_path / "more")
     (tmp_path / "more" / "extra.txt").write_text("narrow train valley signal\n" * 50)
     names = f"{source},{tokens}, {tmp_path / 'more'}"
-    with pytest.raises(UserError, match="tokenizer 'bpe-300' would be learnt from text"):
+    with pytest.raises(UserError, match="tokenizer 'bpe-300' would be trained on text"):
         open_data(names, "bpe-300")
     tokenizer = str(tokens / "tokenizer.json")
     data = open_data(names, tokenizer, (0.5, 0.25, 0.25))
@@ -84,9 +84,7 @@ def test_texts_share_the_tokenizer_that_the_first_taught(source, tmp_path):
 def test_different_tokenizers_are_refused_by_name(source, tmp_path):
     prepare(source, "bytes", tmp_path / "one")
     prepare(source, "bpe-300", tmp_path / "two")
-    words = (
-        r"one' and '.*two' have different tokenizers \(sha256 .* and .*\); make them with one, and name it"
-    )
+    words = r"one' and '.*two' have different tokenizers \(sha256 .* and .*\); make both with the same one"
     with pytest.raises(UserError, match=words):
         open_data(f"{tmp_path / 'one'},{tmp_path / 'two'}")
     write_token_file(tmp_path / "x.bin", [np.arange(1000) % 90], 300)
@@ -117,5 +115,5 @@ def test_a_path_with_a_comma_is_one_source(tmp_path):
 
 def test_ids_as_they_are_take_no_text(source, tmp_path):
     ids_tokenizer(300, 0).save(tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match="takes ids as text"):
+    with pytest.raises(UserError, match="expects ids as text"):
         open_data(source, str(tmp_path / "tokenizer.json"))

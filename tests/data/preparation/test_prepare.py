@@ -166,7 +166,7 @@ def test_one_document_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "short.txt").write_text("only this")
     with pytest.raises(
         UserError,
-        match="is one document, too short for pieces of at least 4,096 characters, and a corpus needs two",
+        match="is a single document, not long enough for pieces of 4,096 characters, and a corpus needs two",
     ):
         prepare(str(tmp_path / "short.txt"), "bytes")
 
@@ -215,7 +215,7 @@ def test_a_prepared_corpus_refuses_options_it_was_not_made_with(tmp_path):
     for options in (None, Options(), made):
         assert prepare(str(tmp_path / "corpus"), options=options).digest == corpus.digest
     for options, said in ((Options(val_fraction=0.5), "0.2"), (Options(text_key="body"), "text")):
-        with pytest.raises(UserError, match=rf"was prepared with \w+ = {said}, and .* is asked for; leave"):
+        with pytest.raises(UserError, match=rf"was prepared with \w+ = {said}, not .*; leave"):
             prepare(str(tmp_path / "corpus"), options=options)
 
 
@@ -225,7 +225,10 @@ def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(t
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))  # as if the disk ended there
     try:
-        with SeenTexts(tmp_path / "seen") as seen, pytest.raises(OSError, match="the digests of --dedup: "):
+        with (
+            SeenTexts(tmp_path / "seen") as seen,
+            pytest.raises(OSError, match="cannot store the digests for --dedup: "),
+        ):
             list(map(seen.add, (number.to_bytes(16, "big") for number in range(1 << 17))))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

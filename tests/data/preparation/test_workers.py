@@ -107,7 +107,7 @@ def test_a_prepared_directory_is_a_source_with_its_own_tokenizer(lines, tmp_path
         UserError, match=r"was prepared with tokenizer 'bpe-300', and data.tokenizer asks for"
     ):
         prepare(str(tmp_path / "out"), "bytes")
-    with pytest.raises(UserError, match="is prepared already; train on it as it is"):
+    with pytest.raises(UserError, match="is already prepared; train on it directly"):
         prepare(str(tmp_path / "out"), None, tmp_path / "twice")
 
 

@@ -86,6 +86,6 @@ def test_a_data_set_is_read_by_the_library(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["hf:", "hf::en"])
 def test_a_name_without_a_data_set_is_refused(name):
     with pytest.raises(
-        UserError, match="names no data set; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT"
+        UserError, match="does not name a data set; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT"
     ):
         list(documents(name))

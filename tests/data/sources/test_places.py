@@ -40,7 +40,7 @@ def test_a_link_to_a_folder_is_followed_and_no_folder_is_read_twice(tmp_path):
 def test_a_link_that_leads_nowhere_is_refused(tmp_path):
     write(tmp_path / "a.txt")
     (tmp_path / "b.jsonl.gz").symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"b\.jsonl\.gz is a link that leads nowhere; mend it, or remove it"):
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz is a link that leads nowhere; fix it, or remove it"):
         names(tmp_path)
     (tmp_path / "b.jsonl.gz").rename(tmp_path / ".#b.txt")  # as an editor's lock
     assert names(tmp_path) == ["a.txt#0"]

@@ -110,7 +110,7 @@ def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, case):
     path = written(tmp_path / "a.jsonl", LINES + line + b"\n" + LINES)
     said = refusal(path)
     assert f"{path}:6 {says}" in said
-    assert "mend it, or set such records aside with `narrowgauge prepare --tolerant`" in said
+    assert "fix it, or set such records aside with `narrowgauge prepare --tolerant`" in said
     with pytest.raises(UserError):
         prepare(str(path), "bytes", tmp_path / "strict")
     corpus = prepare(str(path), "bytes", tmp_path / "out", options=Options(tolerance=0.2))
@@ -130,7 +130,7 @@ def test_a_line_of_a_hundred_megabytes_is_refused_without_being_held(tmp_path):
         for _ in range(100):
             file.write(b"x" * (1 << 20))
         file.write(b'"}\n' + LINES)
-    assert f"{path}:6 is a line of more than 32 MiB, the most of one document" in refusal(path)
+    assert f"{path}:6 is a line of more than 32 MiB, the limit for one document" in refusal(path)
     facts = prepare(str(path), "bytes", tmp_path / "out", options=Options(tolerance=0.2)).manifest
     assert (facts.rejected, facts.train_documents + facts.val_documents) == (1, 10)
 
@@ -149,7 +149,7 @@ def test_what_is_packed_and_damaged_is_refused_after_what_it_holds(tmp_path, suf
     for name, data in [("cut", whole[:-10]), ("empty", b""), ("half", whole[: len(whole) // 2])]:
         path = written(tmp_path / f"{name}.{suffix}", data)
         said = refusal(path)
-        assert "is empty" in said if name == "empty" else "ends before its compressed data do" in said, said
+        assert "is empty" in said if name == "empty" else "ends before its compressed data does" in said, said
         assert str(path) in said
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0x10
@@ -207,12 +207,12 @@ def test_the_share_that_is_tolerated_is_kept_to(tmp_path):
     path = written(tmp_path / "a.jsonl", LINES * 20 + b"bad\n" * 3)
     options = Options(tolerance=0.01)
     with pytest.raises(
-        UserError, match=r"3 of 103 records of .* were refused \(2\.9%\), more than the 1\.0%"
+        UserError, match=r"3 of 103 records of .* were rejected \(2\.9%\), more than the 1\.0%"
     ):
         prepare(str(path), "bytes", tmp_path / "out", options=options)
     # Long before the end, where there are many.
     path = written(tmp_path / "b.jsonl", b"bad\n" * 5000 + LINES * 20_000)
-    with pytest.raises(UserError, match="were refused"):
+    with pytest.raises(UserError, match="were rejected"):
         prepare(str(path), "bytes", tmp_path / "out", options=options)
     assert not (tmp_path / "out").exists()
     assert open_corpus(prepare(str(written(path, LINES * 20)), "bytes", tmp_path / "out").directory)
@@ -220,9 +220,9 @@ def test_the_share_that_is_tolerated_is_kept_to(tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -1.0, float("nan")])
 def test_shares_are_between_nothing_and_all(share):
-    with pytest.raises(UserError, match="is not between 0 and 1"):
+    with pytest.raises(UserError, match="must be between 0 and 1"):
         Options(val_fraction=share)
-    with pytest.raises(UserError, match="is not between 0 and 1"):
+    with pytest.raises(UserError, match="must be between 0 and 1"):
         Options(tolerance=share)
 
 
@@ -232,6 +232,6 @@ def test_text_with_a_nul_names_its_line_and_packed_text_is_text(tmp_path):
     written(tmp_path / "b.txt", b"b")
     assert f"{path}:2 holds a NUL byte" in refusal(tmp_path)
     assert texts(written(tmp_path / "c.txt.gz", gzip.compress(b"packed"))) == ["packed"]
-    assert "c.txt.gz ends before its compressed data do" in refusal(
+    assert "c.txt.gz ends before its compressed data does" in refusal(
         written(tmp_path / "c.txt.gz", gzip.compress(b"packed")[:-4])
     )

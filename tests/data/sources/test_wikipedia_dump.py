@@ -171,19 +171,19 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path):
 def test_a_truncated_dump_is_refused_after_what_it_holds(tmp_path):
     whole = bz2.compress(dump().encode())
     cut = written(tmp_path / "a.xml.bz2", whole[:-20])
-    assert re.search(rf"{cut}:\d+ (ends before its compressed data do|is damaged)", refusal(cut))
+    assert re.search(rf"{cut}:\d+ (ends before its compressed data does|is damaged)", refusal(cut))
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0x55
     assert "is damaged" in refusal(written(tmp_path / "b.xml.bz2", bytes(flipped)))
     body = dump()[: dump().index("<title>Steam")]
-    assert "ends before </mediawiki> does, so it is cut short" in refusal(written(tmp_path / "c.xml", body))
+    assert "ends before </mediawiki>, so it is truncated" in refusal(written(tmp_path / "c.xml", body))
     # Of a multistream dump, whole pages are told before the damage.
     source = documents(str(written(tmp_path / "d.xml.bz2", multistream(pages(), 2)[:-30])))
     assert next(source).name == "Iron"
 
 
 def test_an_empty_file_and_another_xml_are_refused(tmp_path):
-    assert "ends before its compressed data do" in refusal(written(tmp_path / "a.xml.bz2", b""))
+    assert "ends before its compressed data does" in refusal(written(tmp_path / "a.xml.bz2", b""))
     assert "ends before </mediawiki>" in refusal(written(tmp_path / "b.xml", b""))
     assert "so it is not a dump" in refusal(written(tmp_path / "c.xml", "<feed><item/></feed>"))
 
@@ -193,7 +193,7 @@ def test_a_page_beyond_the_most_is_refused_without_being_held(tmp_path, monkeypa
         monkeypatch.setattr(f"narrowgauge.data.sources.{name}.MOST_BYTES", 1 << 20)
     body = [page("First", "one"), page("Long", "x" * (3 << 20)), page("Last", "two")]
     corpus_text = written(tmp_path / "wiki.xml", dump(body))
-    assert "begins a page of more than 1 MiB, the most of one document" in refusal(corpus_text)
+    assert "begins a page of more than 1 MiB, the limit for one document" in refusal(corpus_text)
 
 
 def test_an_article_alone_is_cut_so_that_some_of_it_is_held_out(tmp_path):

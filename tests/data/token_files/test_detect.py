@@ -99,7 +99,7 @@ def test_wider_ids_without_a_header_are_refused(tmp_path, dtype, ids):
     if dtype == "<u4" and ids.min() < 0:
         pytest.skip("unsigned")
     ids.astype(dtype).tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match="every second number of it is next to 0, as in ids of 4 or 8 bytes"):
+    with pytest.raises(UserError, match="every second value of it is close to 0, as in ids of 4 or 8 bytes"):
         layout_of(tmp_path / "train.bin")
 
 
@@ -115,11 +115,11 @@ def test_few_or_small_ids_are_not_taken_for_wider_ones(tmp_path, count):
     [
         ("a", lambda raw: raw[:-2], "promises 5000 tokens, so 11024 bytes, and it has 11022"),
         ("a", lambda raw: raw[:4] + b"\2" + raw[5:], "magic 20240520, version 2, 5000 tokens"),
-        ("b", lambda raw: raw[:500], "it has 500 bytes, and the header alone has 1024"),
+        ("b", lambda raw: raw[:500], "it has 500 bytes, but the header alone has 1024"),
         ("d", lambda raw: raw[:-4], "promises 5000 tokens, so 21024 bytes, and it has 21020"),
         ("d", lambda raw: raw[:8] + b"\3" + raw[9:], "its version is 3, and 1 and 2 are known"),
         ("d", lambda raw: raw[:12] + b"\2" + raw[13:], "its tokens have 2 bytes, and 4 are known"),
-        ("d", lambda raw: raw[:700], "it has 700 bytes, and the header alone has 1024"),
+        ("d", lambda raw: raw[:700], "it has 700 bytes, but the header alone has 1024"),
         ("d", lambda raw: raw[:24] + b"\7" + raw[25:], "its header is damaged"),
         ("f", lambda raw: raw[:-1], "so 21649 bytes, and it has 21648"),
     ],

@@ -87,29 +87,29 @@ def patched(raw, offset, form, *values):
     ("damage", "words"),
     [
         (lambda raw: b"", "it is empty"),
-        (lambda raw: raw[:20], "does not begin as an index of Megatron's"),
-        (lambda raw: raw[:-1], "promises 5 sequences and 6 document borders, so 142 bytes, and it has 141"),
-        (lambda raw: raw + b"\0", "and it has 143"),
+        (lambda raw: raw[:20], "does not begin like Megatron's index"),
+        (lambda raw: raw[:-1], "promises 5 sequences and 6 document borders, so 142 bytes, but it has 141"),
+        (lambda raw: raw + b"\0", "but it has 143"),
         (lambda raw: raw + bytes(5), "it has a mode for each sequence"),
-        (lambda raw: with_header(raw, magic=b"MMIDIDY\0\0"), "does not begin as an index"),
+        (lambda raw: with_header(raw, magic=b"MMIDIDY\0\0"), "does not begin like Megatron's index"),
         (lambda raw: b"TNTIDX\0\0" + raw[8:], "Megatron's old layout"),
         (lambda raw: with_header(raw, version=2), "its version is 2"),
         (
             lambda raw: with_header(raw, code=6),
-            "code 6 says that the ids are floating-point",
+            "code 6 means that the ids are floating-point",
         ),
         (
             lambda raw: with_header(raw, code=7),
-            "code 7 says that the ids are floating-point",
+            "code 7 means that the ids are floating-point",
         ),
-        (lambda raw: with_header(raw, code=9), "its dtype code 9 says that the ids are of no known kind"),
+        (lambda raw: with_header(raw, code=9), "its dtype code 9 means that the ids are of an unknown type"),
         (lambda raw: with_header(raw, code=4), "its sequences do not lie end to end"),
-        (lambda raw: with_header(raw, s=2**62), "and it has 142"),
+        (lambda raw: with_header(raw, s=2**62), "but it has 142"),
         (lambda raw: patched(raw, 34, "<i", -4), "its sequences do not lie end to end"),
         (lambda raw: patched(raw, 34 + 20, "<q", 2), "its sequences do not lie end to end"),
         (
             lambda raw: patched(raw, 34 + 16, "<i", 5),
-            "it does not fit x.bin: its sequences end at byte 26",
+            "it does not match x.bin: its sequences end at byte 26",
         ),
         (lambda raw: patched(raw, 34 + 60, "<q", 1), "its documents do not go from sequence 0 to sequence 5"),
         (lambda raw: patched(raw, 34 + 60 + 40, "<q", 4), "its documents do not go from sequence 0"),
@@ -123,13 +123,13 @@ def test_a_damaged_index_is_refused_by_name_with_the_reason(tmp_path, damage, wo
         open_megatron(index)
     assert f"{index} cannot be read as tokens: " in str(caught.value)
     assert words in str(caught.value)
-    assert str(caught.value).endswith("; bring the file again, or make it anew")
+    assert str(caught.value).endswith("; copy the file again, or create it anew")
 
 
 def test_a_bin_of_another_length_or_none_is_refused(tmp_path):
     data, index = write_megatron(tmp_path / "x", arrays(DOCUMENTS), 257)
     data.write_bytes(data.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"it does not fit x\.bin: .* end at byte 28, and that has 26"):
+    with pytest.raises(UserError, match=r"it does not match x\.bin: .* end at byte 28, and that has 26"):
         open_megatron(data)
     data.unlink()
     with pytest.raises(UserError, match=r"x\.bin cannot be read as tokens: No such file"):

@@ -77,7 +77,7 @@ def test_a_megatron_pair_goes_by_any_of_its_names():
         assert names(source) == (["wiki_text_document.bin"], [])
     Path("wiki_text_document.bin").unlink()
     with pytest.raises(
-        UserError, match=r"wiki_text_document\.idx .* there is no wiki_text_document\.bin beside"
+        UserError, match=r"wiki_text_document\.idx .* there is no wiki_text_document\.bin next to"
     ):
         names("wiki_text_document")
 
@@ -106,7 +106,7 @@ def test_tokens_without_a_word_on_their_tokenizer_are_gpt2s_or_refused():
     assert open_data("bare").tokenizer.digest == tokenizer.digest
     Path("letters").write_bytes((text_like(5000, end=64) % 65).astype("<u2").tobytes())
     words = (
-        r"letters \(bare uint16\) does not say which tokenizer made it, and its largest id is 64; name one"
+        r"letters \(bare uint16\) does not state which tokenizer made it, and its largest id is 64; name one"
     )
     with pytest.raises(UserError, match=words + r" with .* --data\.tokenizer ids-66"):
         open_data("letters")
@@ -125,11 +125,11 @@ def test_a_tokenizer_beside_the_tokens_is_theirs():
     data = open_data("x")
     assert (data.tokenizer.vocab_size, data.train.streams[0].boundaries) == (501, (500,))
     with pytest.raises(
-        UserError, match="tokenizer 'bpe-300' would be learnt from text; name the tokenizer that"
+        UserError, match="tokenizer 'bpe-300' would be trained on text; name the tokenizer that"
     ):
         open_data("x", "bpe-300")
     with pytest.raises(
-        UserError, match=r"x/train\.bin .* token \d+ has id 500, and the vocabulary ends at 256"
+        UserError, match=r"x/train\.bin .* token \d+ has id 500, but the vocabulary ends at 256"
     ):
         open_data("x", "bytes")
 
@@ -140,7 +140,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place_also_when_it_is_k
     write_token_file(Path("x.bin"), [ids], 65536)
     for _ in range(2):
         with pytest.raises(
-            UserError, match=r"x\.bin .* token 1234 has id 60000, and the vocabulary ends at 50256"
+            UserError, match=r"x\.bin .* token 1234 has id 60000, but the vocabulary ends at 50256"
         ):
             open_data("x.bin")
     write_megatron(Path("y"), [np.abs(ids)], 100_000)
@@ -176,7 +176,7 @@ def test_other_tokens_under_the_old_time_are_noticed():
     ids[513] = 60_000
     ids.tofile("x.bin")
     os.utime("x.bin", ns=(was.st_atime_ns, was.st_mtime_ns))
-    with pytest.raises(UserError, match="token 1 has id 60000, and the vocabulary ends at 50256"):
+    with pytest.raises(UserError, match="token 1 has id 60000, but the vocabulary ends at 50256"):
         open_data("x.bin")
     ids[513] = 7
     ids.tofile("x.bin")
@@ -193,7 +193,8 @@ def test_mixed_and_useless_sources_are_refused():
         open_data("m")
     Path("m/meta.pkl").write_bytes(pickle.dumps({"itos": list(range(3000))}))
     with pytest.raises(
-        UserError, match=r"leads to token files and to m/meta\.pkl, which is none; narrow the glob"
+        UserError,
+        match=r"leads to token files and to m/meta\.pkl, which does not hold tokens; narrow the glob",
     ):
         open_data("m/*")
     write("v/val.bin", "v/test.bin")

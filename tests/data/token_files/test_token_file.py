@@ -68,16 +68,16 @@ def test_nothing_appears_when_writing_fails(tmp_path):
         (lambda raw: raw[:-1], "promises 100 tokens, so 1224 bytes, and it has 1223"),
         (lambda raw: raw[:-2], "and it has 1222"),
         (lambda raw: raw[:1024], "and it has 1024"),
-        (lambda raw: raw[:500], "it has 500 bytes, and the header alone has 1024"),
+        (lambda raw: raw[:500], "it has 500 bytes, but the header alone has 1024"),
         (lambda raw: b"", "it has 0 bytes"),
         (lambda raw: raw + b"\0", "and it has 1225"),
         (lambda raw: raw + b"\0\0", "and it has 1226"),
-        (lambda raw: os.urandom(4).join([b"", raw[4:]]), "does not begin as a token file"),
+        (lambda raw: os.urandom(4).join([b"", raw[4:]]), "does not begin like a token file"),
         (lambda raw: raw[:4] + struct.pack("<i", 2) + raw[8:], "version 2, 100 tokens"),
         (lambda raw: raw[:8] + struct.pack("<i", -1) + raw[12:], "-1 tokens"),
         (
             lambda raw: raw[:8] + struct.pack("<i", 99) + raw[12:-2],
-            "holds 99 tokens and was written with 100",
+            "holds 99 tokens, but 100 were written",
         ),
         (lambda raw: raw[:8] + struct.pack("<i", 50) + raw[12:], "promises 50 tokens, so 1124 bytes"),
     ],
@@ -116,7 +116,7 @@ def test_verify_finds_what_opening_cannot(tmp_path):
     raw[1024 + 2 * 40] ^= 1  # one bit: token 40 becomes 41
     path.write_bytes(raw)
     open_token_file(path, written)
-    with pytest.raises(UserError, match="sha256 is not the one it was written with"):
+    with pytest.raises(UserError, match="sha256 has changed since it was written"):
         verify_token_file(path, written, 257)
 
 
@@ -125,9 +125,9 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_position(tmp_path):
     path = tmp_path / "train.bin"
     written = write(path, [5, 6, 299, 7, 257], 300)
     verify_token_file(path, written, 300)
-    with pytest.raises(UserError, match="token 2 has id 299, and the vocabulary ends at 256"):
+    with pytest.raises(UserError, match="token 2 has id 299, but the vocabulary ends at 256"):
         verify_token_file(path, written, 257)
-    with pytest.raises(UserError, match="token 4 has id 257, and the vocabulary ends at 256"):
+    with pytest.raises(UserError, match="token 4 has id 257, but the vocabulary ends at 256"):
         verify_token_file(path, write(path, [5, 6, 8, 7, 257], 300), 257)
 
 

@@ -68,17 +68,17 @@ def test_half_of_gpt2s_tokenizer_is_refused_by_the_name_of_the_other_half(tmp_pa
     folder = write_gpt2(tmp_path / "gpt2")
     (folder / "merges.txt").unlink()
     for place in (folder, folder / "vocab.json"):
-        with pytest.raises(UserError, match=r"half of a tokenizer: there is no merges\.txt beside it"):
+        with pytest.raises(UserError, match=r"half of a tokenizer: there is no merges\.txt next to it"):
             load_tokenizer(place)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("vocab.json", '["a"]', "no table of tokens and their ids"),
-        ("vocab.json", '{"a": "1"}', "no table of tokens and their ids"),
+        ("vocab.json", '["a"]', "not a table of tokens and their ids"),
+        ("vocab.json", '{"a": "1"}', "not a table of tokens and their ids"),
         ("vocab.json", "{", "Expecting property name"),
-        ("merges.txt", "a b\na b c\n", "line 2 of the merges is no pair of tokens"),
+        ("merges.txt", "a b\na b c\n", "line 2 of the merges is not a pair of tokens"),
         ("merges.txt", "unknown token\n", "unknown"),
     ],
 )
@@ -138,7 +138,7 @@ def test_ids_are_tiktokens(tmp_path, count):
     ("content", "words"),
     [
         (b"IQ== 0\nIg== 1\n", "byte 0 has no rank"),
-        (b"IQ== 0\n\x80\x04\x95\n", "line 2 is no base64 and rank"),
+        (b"IQ== 0\n\x80\x04\x95\n", "line 2 is not base64 and a rank"),
         (b"IQ== 0\nIQ== 1\n", "line 2 repeats a token or a rank"),
         (
             b"\n\x0e\n\x05<unk>\x15\x00\x00\x00",
@@ -155,7 +155,8 @@ def test_a_rank_file_that_is_none_is_refused_with_its_line(tmp_path, content, wo
 def test_ranks_of_an_unknown_encoding_are_refused_with_the_known_ones(tmp_path):
     path = write_ranks(tmp_path / "x.tiktoken", many_ranks(300))
     with pytest.raises(
-        UserError, match=r"300 ranks, and .* \(known: 50256, 100256, 128000, 199998\); convert"
+        UserError,
+        match=r"300 ranks, which matches no known encoding \(known: 50256, 100256, 128000, 199998\); convert",
     ):
         load_tokenizer(path)
 
@@ -167,9 +168,9 @@ def test_plain_ids_are_their_own_text(tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     for same in (tokenizer, load_tokenizer(tmp_path)):
         assert same.encode("464 3290") == same.encode(same.decode([464]) + same.decode([3290])) == [464, 3290]
-        with pytest.raises(UserError, match="takes ids as text, as in '464 3290'"):
+        with pytest.raises(UserError, match="expects ids as text, as in '464 3290'"):
             same.encode("The dog")
-        with pytest.raises(UserError, match="takes ids as text"):
+        with pytest.raises(UserError, match="expects ids as text"):
             same.encode_batch(["1", "50256"])
     assert load_tokenizer(tmp_path).digest == tokenizer.digest != ids_tokenizer(50257, 0).digest
     assert tokenizer_identity("ids-12") == "ids-12"

@@ -27,7 +27,7 @@ def test_a_name_that_is_none_is_refused_with_what_to_do(tmp_path, monkeypatch):
     for name, words in {
         "byte": "unknown tokenizer 'byte'; the nearest is 'bytes'",
         "bpe-": "unknown tokenizer 'bpe-'; the nearest is 'bpe-",
-        "bpe-256": "too small: 256 bytes and the end of a document make bpe-257 the least",
+        "bpe-256": "too small: 256 bytes and the end of a document need at least bpe-257",
         "mine.json": "tokenizer file 'mine.json' does not exist",
         "no/such": "tokenizer file 'no/such' does not exist",
     }.items():

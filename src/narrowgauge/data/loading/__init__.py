@@ -1,1 +1,1 @@
-"""The order of the samples, and batches of them."""
+"""Loading: the order of samples, and batches of them."""

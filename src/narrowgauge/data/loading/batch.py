@@ -1,16 +1,16 @@
-"""Batches of tokens: windows of a token stream, and the targets of each token.
+"""Batches: windows of a token stream, with a target for each token.
 
-A window is `sequence_length` consecutive tokens; window w starts at token w x sequence_length, so windows do
-not overlap and every token is an input once an epoch. The target of a token is the one after it: y is x
-shifted by one, and the last target of a window is the first token of the next.
+A window is `sequence_length` consecutive tokens; window w starts at token w x sequence_length. Windows do not
+overlap, and every token is an input once an epoch. The target of a token is the next token: y is x shifted by
+one, and the last target of a window is the first token of the next window.
 
-So documents are packed: a window has the end of one, some complete ones and the beginning of another. By
-default they are not separated; the model learns what the end-of-document id between them means. With
-`separate_documents`, each token comes with its position in its document (`token_stream`), so that a model
-attends no further back. The first token of the next document is then no target: it is IGNORED, except for the
-id between documents itself, which is how a document ends.
+Documents are therefore packed: a window holds the end of one, some complete ones and the start of another. By
+default they are not separated, and the model learns what the end-of-document id between them means. With
+`separate_documents`, each token comes with its position in its document (`token_stream`), so that a model can
+restrict attention to the document. The first token of the next document is then not predicted: its target is
+IGNORED, unless it is the end-of-document id, which marks how a document ends.
 
-Shapes: B sequences of a batch, T = sequence_length tokens of a sequence.
+Shapes: B sequences in a batch, T = sequence_length tokens in a sequence.
 """
 
 from collections.abc import Iterator
@@ -31,23 +31,23 @@ Source = Mixture | TokenStream | Tokens
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch, which unpacks into x_BT and y_BT."""
+    """A batch; unpacks into x_BT and y_BT."""
 
     x_BT: torch.Tensor  # token ids, int64
     y_BT: torch.Tensor  # targets, int64
     targets: int  # the number of targets that are not IGNORED
-    position_BT: torch.Tensor | None = None  # in the documents, if these are separate
+    position_BT: torch.Tensor | None = None  # within the document, with `separate_documents`
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.x_BT, self.y_BT))
 
     @property
     def ignores(self) -> bool:
-        """Whether there are IGNORED targets."""
+        """Whether any target is IGNORED."""
         return self.targets < self.y_BT.numel()
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; from pinned memory the copy is asynchronous."""
+        """The batch on `device`; the copy is asynchronous from pinned memory."""
         position = self.position_BT
         return replace(
             self,
@@ -68,10 +68,10 @@ class Batch:
 
 
 def count_windows(tokens: Source, sequence_length: int, part: str = "training") -> int:
-    """The number of windows in `tokens`, which are the samples of an epoch.
+    """The number of windows in `tokens`, which is the number of samples in an epoch.
 
     Raises:
-        UserError: a stream has less than one window and its last target; it names the `part` of the data.
+        UserError: a stream is shorter than one window and its last target; the message names `part`.
     """
     return sum(_windows(as_mixture(tokens), sequence_length, part))
 
@@ -86,7 +86,18 @@ def training_batch(
 ) -> Batch:
     """Samples first_sample .. first_sample + count - 1 of the run, on the CPU.
 
-    A rank asks for its own slice of the samples of a step.
+    Each rank requests its own slice of the samples of a step.
+
+    Args:
+        tokens: The training tokens.
+        seed: Seed of the sample order.
+        first_sample: Number of the first sample, counted from the start of the run.
+        count: B, the number of samples.
+        sequence_length: T.
+        separate_documents: Whether to return positions within documents; see the module.
+
+    Returns:
+        x_BT and y_BT of int64, shape (count, sequence_length).
 
     Raises:
         UserError: as `count_windows`.
@@ -105,14 +116,19 @@ def validation_batches(
     separate_documents: bool = False,
     sequences: int | None = None,
 ) -> Iterator[Batch]:
-    """The same batches every time, on the CPU, at most `limit` of them (None: all).
+    """Held-out batches on the CPU, the same on every call.
 
-    `sequences` limits them by their sequences instead, which do not depend on the size of a batch. If there
-    are more windows than that, those taken are spread evenly over the held-out tokens of all
-    streams. The last batch may have fewer sequences, so weigh losses by `targets`.
+    Args:
+        tokens: The held-out tokens.
+        batch_size: Sequences in a batch. The last batch may have fewer, so weight losses by `targets`.
+        sequence_length: T.
+        limit: The maximum number of batches; None = no limit.
+        separate_documents: As for `training_batch`.
+        sequences: The maximum number of sequences, in place of `limit`; it does not depend on `batch_size`.
+            If there are more windows, the selected ones are spread evenly over the tokens of all streams.
 
     Raises:
-        UserError: as `count_windows`, at once.
+        UserError: as `count_windows`, when called, not during the iteration.
     """
     mixture = as_mixture(tokens)
     end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))
@@ -135,7 +151,7 @@ def _windows(mixture: Mixture, sequence_length: int, part: str) -> list[int]:
         size = min(map(len, mixture.streams))
         raise UserError(
             f"the {part} part of the data holds {size} tokens, and a sequence of {sequence_length} "
-            f"needs {sequence_length + 1}; bring more text or set data.sequence_length to "
+            f"needs {sequence_length + 1}; provide more text or set data.sequence_length to "
             f"{max(size - 1, 1)} or less"
         )
     return windows

@@ -1,14 +1,14 @@
-"""The dataset of a run: the sources of its configuration, opened.
+"""The dataset of a run, opened from its configuration.
 
-Each source is the first of these that it can be:
+A source is the first of these that applies:
 
-- a prepared corpus (`corpus`), made by `narrowgauge prepare`;
+- a prepared corpus (`corpus`), written by `narrowgauge prepare`;
 - token files of another program (`token_files.source`);
-- text, which is prepared now (`preparation.prepare`).
+- text, which is prepared on the spot (`preparation.prepare`).
 
-Several sources are separated by commas, and `weights` gives the share of the samples of each; without them,
-shares are proportional to the numbers of tokens. All have one tokenizer: the one that is named, or `auto`.
-That is the tokenizer of the first source, and for text bpe-4096, trained on the first source alone.
+Several sources are separated by commas. `weights` gives each source's share of the samples; without weights,
+shares are proportional to token counts. All sources use one tokenizer: the named one, or with `auto` that of
+the first source. For text, `auto` trains bpe-4096 on the first source alone.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """The training and held-out tokens, the tokenizer of both, and a digest that names all of it."""
+    """Training and held-out tokens, their tokenizer, and a digest of all three."""
 
     tokenizer: Tokenizer
     train: Mixture
@@ -59,9 +59,10 @@ def open_data(
     """Open the dataset of a run; text is prepared first.
 
     Args:
-        source: One source, or several with commas between them.
+        source: One source, or several separated by commas.
         tokenizer: Name of the tokenizer, or `AUTO`.
-        weights: One for each source; () = by numbers of tokens.
+        weights: One weight for each source; () = proportional to token counts.
+        progress: Called with progress reports while text is prepared or files are read.
 
     Raises:
         UserError: a source, the tokenizer or the weights cannot be used.
@@ -74,8 +75,8 @@ def open_data(
         if last.tokenizer.digest != first.tokenizer.digest:
             raise UserError(
                 f"data sources {first.name!r} and {last.name!r} have different tokenizers (sha256 "
-                f"{first.tokenizer.digest[:12]} and {last.tokenizer.digest[:12]}); make them with one, and "
-                "name it with --data.tokenizer"
+                f"{first.tokenizer.digest[:12]} and {last.tokenizer.digest[:12]}); make both with the same "
+                "one, and name it with --data.tokenizer"
             )
     if len(opened) == 1:
         shares: tuple[int, ...] = (BLOCK,)
@@ -89,7 +90,7 @@ def open_data(
 
 
 def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[float] = ()) -> int | None:
-    """The vocabulary size of a dataset, from its tokenizer and the headers of its files alone.
+    """The vocabulary size of a dataset, from its tokenizer and file headers alone.
 
     Args:
         source: As for `open_data`.
@@ -97,7 +98,7 @@ def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[flo
         weights: As for `open_data`.
 
     Returns:
-        The size, or None if only the text or all tokens decide it.
+        The size, or None if it depends on the text or on all tokens.
 
     Raises:
         UserError: the source or the tokenizer cannot be used.
@@ -112,10 +113,10 @@ def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[flo
 
 
 def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
-    """The sources that commas separate; an existing path with a comma is one source.
+    """Split a list of sources at its commas; an existing path that contains a comma is one source.
 
     Raises:
-        UserError: there are not as many weights as sources, or one is not a positive number.
+        UserError: the number of weights differs from the number of sources, or a weight is not positive.
     """
     names = [source] if Path(source).expanduser().exists() else [name.strip() for name in source.split(",")]
     if not all(names):

@@ -1,4 +1,4 @@
-"""Training batches, made in the background."""
+"""Training batches, prefetched by background threads."""
 
 import threading
 from collections import deque
@@ -12,16 +12,21 @@ from narrowgauge.data.token_files.token_stream import as_mixture
 
 
 class Loader:
-    """Training batches in order, prefetched in the background: a context manager that is iterated.
+    """An iterator over training batches, prefetched in the background; use it as a context manager.
 
-    The batches depend on seed and sample numbers alone, never on `workers` or `prefetch`: a run that begins
-    at a sample again gets the same batches, and a checkpoint stores nothing of a loader.
+    Batches depend only on the seed and the sample numbers, never on `workers` or `prefetch`: a run that
+    resumes at a sample gets the same batches, and a checkpoint stores no loader state.
 
     Args:
+        tokens: The training tokens.
+        seed: Seed of the sample order.
         firsts: The first sample of each batch (`sample_order.first_samples`).
-        count: Sequences of a batch.
-        pin: Whether to use pinned memory, for a GPU.
-        prefetch: Batches that are made in advance, by `workers` threads.
+        count: Sequences in a batch.
+        sequence_length: Tokens in a sequence.
+        separate_documents: As for `training_batch`.
+        pin: Whether to put batches into pinned memory, for a GPU.
+        prefetch: Number of batches made in advance.
+        workers: Number of threads that make them.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; an error from the thread that made it is raised here."""
+        """The next batch; an error of the thread that made it is raised here."""
         if not self._pending:
             raise StopIteration
         batch = self._pending.popleft().result()

@@ -1,46 +1,46 @@
-"""The order of the samples: which window of the text is sample n?
+"""The order of samples: which window of the tokens is sample n?
 
-It is a pure function of the seed and the number of the sample, counted from the start of the run. No state is
-stored and no generator advances: a resumed run, another number of devices and another batch size all get the
+The order is a pure function of the seed and the sample number, counted from the start of the run. There is no
+state and no generator to advance: a resumed run, another number of devices and another batch size all see the
 same samples in the same order.
 
     window(n) = P[seed, epoch](n mod M),    epoch = n div M
 
 M windows make an epoch, and P is a permutation of 0 .. M-1 for each seed and epoch. A shuffled list would
-need M numbers in memory; a *keyed permutation* computes each of its values separately.
+hold M integers in memory; a *keyed permutation* computes each value on its own.
 
-**The network.** Choose a = ceil(sqrt(M)) and b = ceil(M / a), so that a b >= M. Write a number i < a b as
-a pair: l = i div b < a and r = i mod b < b. Then, with hash functions F_0, F_1, ...,
+**The network.** Choose a = ceil(sqrt(M)) and b = ceil(M / a), so that a b >= M. Write an integer i < a b as
+a pair: l = i div b < a and r = i mod b < b. With hash functions F_0, F_1, ...,
 
     l <- (l + F_0(r)) mod a
     r <- (r + F_1(l)) mod b
     l <- (l + F_2(r)) mod a      ... eight such rounds
 
 Each round can be undone (subtract what was added; the other half is unchanged), so for any F the network is a
-bijection of 0 .. ab-1. This is a Feistel network over two halves of unlike size, mod instead of xor (Black
+bijection of 0 .. ab-1. This is a Feistel network with halves of unequal size and mod instead of xor (Black
 and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 
-**Cycle walking.** The domain is larger than M by less than a. If the result is >= M, apply the network again,
-until it is < M. That follows the cycle of the bijection past the values outside, so it is a bijection of
-0 .. M-1 (same paper).
+**Cycle walking.** The domain exceeds M by less than a. If the result is >= M, apply the network again until
+it is < M. This follows the cycle of the bijection past the values outside the range, so the result is a
+bijection of 0 .. M-1 (same paper).
 
 **The hash** mix is the finaliser of SplitMix64 (`formats.splitmix.splitmix64`):
 
     key = mix(mix(seed) + epoch)
     F_j(h) = mix(h xor mix(key + j)) mod a, or mod b
 
-Good enough to shuffle, not to keep a secret.
+This is good enough to shuffle data, but not cryptographically secure.
 
-**Several sources.** Every 65536 consecutive samples are a block, and source i gets s_i samples of each block,
-its *share*: its weight in 65536ths. The keyed permutation of the block's numbers assigns them, by slot:
+**Several sources.** Every 65536 consecutive samples form a block. Source i gets s_i samples of each block,
+its *share*: its weight in 65536ths. The keyed permutation of the block's numbers assigns the samples by slot:
 
     slot(n) = P[seed, block](n mod 65536),   block = n div 65536
     source i has the slots  s_0 + ... + s_(i-1)  up to  s_0 + ... + s_i - 1
     its own number of sample n is  k = block * s_i + (slot - s_0 - ... - s_(i-1))
 
-Sample n is then window(k) in the order of source i. So every block has the weights exactly, each window of a
-source occurs once in an epoch of that source, and all of it still is a function of seed and n. One source
-alone has the order above, unchanged.
+Sample n is then window(k) in the order of source i. Every block has exactly the weights, each window of a
+source occurs once in an epoch of that source, and the result is still a function of seed and n. A single
+source has the order above, unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,18 +52,18 @@ from numpy.typing import NDArray
 
 from narrowgauge.formats.splitmix import splitmix64
 
-#: Samples of a block, of which each source gets its share.
+#: Samples in a block, of which each source gets its share.
 BLOCK = 65536
 
 _ROUNDS = 8
-_SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of two sources
+_SEED_STEP = 0x9E3779B97F4A7C15  # difference between the seeds of two sources
 _U64 = NDArray[np.uint64]
 
 
 def samples(seed: int, first: int, count: int, num_windows: int) -> NDArray[np.int64]:
-    """The windows of samples first .. first + count - 1 of a run, each in [0, num_windows); shape (count,).
+    """The windows of samples first .. first + count - 1 of a run, int64 in [0, num_windows), shape (count,).
 
-    `seed` is any integer, taken mod 2**64; every epoch of `num_windows` samples has each window once.
+    `seed` is any integer, taken mod 2**64; every epoch of `num_windows` samples visits each window once.
     """
     assert first >= 0
     assert count >= 0
@@ -74,7 +74,7 @@ def samples(seed: int, first: int, count: int, num_windows: int) -> NDArray[np.i
 def mixed_samples(
     seed: int, first: int, count: int, num_windows: Sequence[int], shares: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The source and the window in it of samples first .. first + count - 1 of a run; two arrays (count,).
+    """The source of samples first .. first + count - 1 of a run, and the window in it; two arrays (count,).
 
     Source i has `num_windows[i]` windows and `shares[i]` of every `BLOCK` samples.
     """
@@ -97,7 +97,7 @@ def mixed_samples(
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """The weights as parts of `BLOCK`, each at least 1; the largest takes the rounding error."""
+    """The weights as parts of `BLOCK`, each at least 1; the largest part absorbs the rounding error."""
     assert weights
     assert all(0 < weight < float("inf") for weight in weights)
     total = sum(weights)
@@ -110,10 +110,10 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 def first_samples(
     step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1, skipped: int = 0
 ) -> Iterator[int]:
-    """The first sample of each micro-batch of a rank, without end, from step `step` (0 is the first).
+    """The first sample of each micro-batch of a rank, without end, from step `step` (counted from 0).
 
-    A step takes `batch_size` consecutive samples, and rank r of `world` ranks takes the r-th of as many equal
-    parts. `skipped` samples, which the run has left out so far, come before them.
+    A step takes `batch_size` consecutive samples, divided equally among the `world` ranks in rank order.
+    `skipped` is the number of earlier samples that the run has left out.
     """
     local_size = batch_size // world
     assert batch_size == local_size * world
@@ -123,7 +123,7 @@ def first_samples(
 
 
 def _windows(seed: int, number_N: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
-    """The window at each position of an order of `num_windows` windows an epoch."""
+    """The window at each position of the order, with `num_windows` windows in an epoch."""
     epoch_N, position_N = np.divmod(number_N, num_windows)
     seed_1 = np.array([seed % 2**64], dtype=np.uint64)
     key_N = splitmix64(splitmix64(seed_1) + epoch_N.astype(np.uint64))
@@ -131,7 +131,7 @@ def _windows(seed: int, number_N: NDArray[np.int64], num_windows: int) -> NDArra
 
 
 def _permute(value_N: _U64, key_N: _U64, size: int) -> _U64:
-    """The keyed permutation of 0 .. size-1: the network, walked until the value is inside."""
+    """The keyed permutation of 0 .. size-1: the network, applied until the value is in range."""
     left_size = isqrt(size - 1) + 1
     right_size = -(-size // left_size)
     value_N = _network(value_N, key_N, left_size, right_size)

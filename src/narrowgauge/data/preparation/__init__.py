@@ -1,1 +1,1 @@
-"""The preparation of documents as token files."""
+"""Preparation: from documents to token files."""

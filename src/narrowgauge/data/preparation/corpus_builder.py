@@ -1,4 +1,4 @@
-"""Builds one corpus: digests its files, reads and encodes the documents, writes them with the manifest."""
+"""Builds one corpus: digests files, reads and encodes documents, writes token files and the manifest."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 class SourceFiles:
-    """The files of a source with their digests; it reports progress, and notices later changes."""
+    """The files of a source with their digests; reports progress and detects later changes."""
 
     def __init__(self, source: Source, report: Progress) -> None:
         self.source, self.report = source, report
@@ -50,7 +50,7 @@ class SourceFiles:
         self.report("digest", self._digested, self.total, "")
 
     def check(self) -> None:
-        """Refuse a source whose files have changed since they were digested."""
+        """Raise an error if a file has changed since it was digested."""
         for file, before in zip(self.source.inputs, self.stats, strict=True):
             now = file.path.stat() if file.path.exists() else None
             if now is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
@@ -68,7 +68,7 @@ class CorpusBuilder:
     source: Source
     name: str  # of the tokenizer
     identity: str  # `tokenizer_identity(name)`
-    request: str  # the digest of everything that was asked for
+    request: str  # the digest of all inputs and options
     options: Options
     files: SourceFiles
     workers: int
@@ -84,7 +84,7 @@ class CorpusBuilder:
             replace(self, cut=True).run()
 
     def _with_existing_tokenizer(self) -> int:
-        """Read the source once, and return how many documents were kept."""
+        """Read the source once; returns how many documents were kept."""
         make_tokenizer(self.name, []).save(self.staging / TOKENIZER_FILE)
         with DocumentFilter(self.source.name, self.options, self.staging) as document_filter:
             return self._encode(
@@ -92,7 +92,7 @@ class CorpusBuilder:
             )
 
     def _with_new_tokenizer(self) -> int:
-        """Buffer the documents on the disk, train the tokenizer on them, and encode them."""
+        """Buffer the documents on disk, train the tokenizer on them, and encode them."""
         report = self.files.report
         with (
             DocumentFilter(self.source.name, self.options, self.staging) as document_filter,
@@ -125,9 +125,9 @@ class CorpusBuilder:
         first: DocumentFilter,
         cut: bool,
     ) -> int:
-        """Encode the documents of the chunks, write all files, and return how many documents were kept.
+        """Encode the documents of the chunks and write all files; returns how many documents were kept.
 
-        `first` is the filter of the first reading, which has counted the rejected records.
+        `first` is the filter of the first reading, which counted the rejected records.
         """
         encoder = Encoder(self.staging / TOKENIZER_FILE, cut)
         vocab_size = load_tokenizer(encoder.tokenizer).vocab_size
@@ -146,14 +146,14 @@ class CorpusBuilder:
         return document_filter.kept
 
     def _is_enough(self, document_filter: DocumentFilter) -> bool:
-        """Whether there are documents for both parts; one alone may still be cut, and none is an error."""
+        """Whether there are documents for both parts; a single one may still be cut, none is an error."""
         document_filter.check_tolerance()
         self.files.check()
         if not document_filter.kept:
             raise no_text(self.source.name)
         if document_filter.kept == 1 and self.cut:
             raise UserError(
-                f"data source {self.source.name!r} is one document, too short for pieces of at least "
+                f"data source {self.source.name!r} is a single document, not long enough for pieces of "
                 f"{PIECE_ENOUGH:,} characters, and a corpus needs two, one of them held out; add text"
             )
         return document_filter.kept > 1
@@ -199,7 +199,7 @@ def _one_thread_each(workers: int) -> Iterator[None]:
 
 
 def _corpus_digest(identity: str, documents: str, options: Options) -> str:
-    """The digest that names the tokens. Older corpora have no held-out share, so the default is left out."""
+    """The digest of the tokens; the default held-out share is omitted, as older corpora did not have one."""
     parts = ["layout 1", identity, documents]
     if options.val_fraction != Options.val_fraction:
         parts.append(f"held out {options.val_fraction}")

@@ -1,9 +1,9 @@
-"""A buffer of documents on the disk, for a source that is read only once.
+"""A buffer of documents on disk, for a source that is read only once.
 
 The documents of the first reading are stored, compressed, in the staging directory of the corpus until there
-is a tokenizer to encode them with. The tokenizer is trained on training documents only, the same in every
-run: those with the lowest digests, until there are enough characters. Their locations are kept in a heap that
-never holds more.
+is a tokenizer to encode them with. The tokenizer is trained on training documents only, and on the same ones
+in every run: those with the lowest digests, until there are enough characters. A heap keeps their locations
+and never holds more than these.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from narrowgauge.data.preparation.document_filter import TRAIN, DocumentFilter
 from narrowgauge.data.preparation.encode import EncodedBatch, Packed
 from narrowgauge.data.sources import Chunk, Document
 
-TRAINING_CHARACTERS = 8 << 20  # more text changes the merges little, and costs time and memory
+TRAINING_CHARACTERS = 8 << 20  # more text changes the merges little, but costs time and memory
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +30,7 @@ class _Location:
 
 
 class DocumentBuffer:
-    """The documents of a first reading, in the file `path`, which is removed at the end."""
+    """The documents of a first reading, in the file `path`, which is deleted at the end."""
 
     def __init__(self, path: Path, document_filter: DocumentFilter) -> None:
         self._path, self._filter = path, document_filter
@@ -66,7 +66,7 @@ class DocumentBuffer:
         self._ends.append(self._ends[-1] + len(batch.packed))
 
     def _offer(self, key: int, location: _Location) -> None:
-        """Keep the fewest documents of lowest digests that have enough characters."""
+        """Keep the fewest documents with the lowest digests that have enough characters."""
         heapq.heappush(self._heap, (-key, location))
         self._characters += location.characters
         while self._characters - self._heap[0][1].characters >= TRAINING_CHARACTERS:
@@ -78,7 +78,7 @@ class DocumentBuffer:
         return self._ends[-1]
 
     def texts(self) -> Iterator[tuple[str, float]]:
-        """The texts to train on, in the order of the source, each with the share that is done by then."""
+        """The training texts in source order, each with the fraction done once it is read."""
         left, chosen = TRAINING_CHARACTERS, dict[int, dict[int, int]]()
         for location in self._training_documents():
             chosen.setdefault(location.pack, {})[location.number] = min(left, location.characters)
@@ -89,7 +89,7 @@ class DocumentBuffer:
                     yield record.text[: chosen[pack][number]], done / len(chosen)
 
     def _training_documents(self) -> list[_Location]:
-        """Training documents by digest, after one has moved to a part that would be empty."""
+        """Training documents by digest, excluding one that will move to a part that would be empty."""
         locations = [location for _, location in sorted(self._heap, reverse=True)]
         sides = self._filter.documents
         if not sides[TRAIN]:
@@ -97,7 +97,7 @@ class DocumentBuffer:
         return locations if sides[TRAIN] < self._filter.kept else locations[1:]  # the lowest will be held out
 
     def chunks(self) -> Iterator[Chunk]:
-        """All documents again."""
+        """All documents, read back."""
         for number in range(len(self._ends) - 1):
             yield self._pack(number)
 

@@ -1,16 +1,16 @@
-"""Which documents are kept, and which of them are held out?
+"""Decides which documents are kept and which of these are held out.
 
-**Held out** is a share of the documents, a tenth by default, chosen by the sha256 of name and text: so a
+**Held out** is a share of the documents, a tenth by default, chosen by the sha256 of name and text, so a
 document stays on its side when others are added or removed. Let r be the first eight bytes of the digest as
-a number. Its last decimal digit decides between tenths, and the digits before it within a tenth:
+an integer. Its last decimal digit selects a tenth, and the other digits a position within that tenth:
 
     u = (r mod 10 + (r div 10) / B) / 10,    B = ceil(2^64 / 10),    held out where u < share
 
-A larger share holds out all that a smaller one does, and more. If all documents are on one side, the one with
-the lowest (or the highest) r is moved to the other.
+A larger share holds out everything that a smaller one does, and more. If all documents are on one side, the
+one with the lowest (or the highest) r moves to the other.
 
-**Duplicates** are documents with the text of an earlier one, byte for byte. To remove them, digests of all
-texts are kept on the disk, sixteen bytes for each document, so that memory does not grow.
+**Duplicates** are documents whose text equals that of an earlier one, byte for byte. To remove them, the
+digests of all texts are stored on disk, sixteen bytes for each document, so that memory does not grow.
 """
 
 import hashlib
@@ -28,18 +28,18 @@ from narrowgauge.errors import UserError
 REJECTED_FILE = "rejected.jsonl"
 TRAIN, VAL = "train", "val"
 
-_ENOUGH_RECORDS = 1000  # after which the share of rejected records is checked while reading
-_CACHE_KIB = 1 << 16  # of the digests of texts in memory
+_ENOUGH_RECORDS = 1000  # from here on, the share of rejected records is checked while reading
+_CACHE_KIB = 1 << 16  # memory for the digests of texts
 _B = -(-(2**64) // 10)
 
 
 def rank(digest: bytes) -> int:
-    """The number r of a document, which decides its side."""
+    """The integer r of a document, which decides its side."""
     return int.from_bytes(digest[:8], "big")
 
 
 def is_held_out(digest: bytes, share: float) -> bool:
-    """Whether the document is held out, where `share` of all are."""
+    """Whether a document is held out when `share` of all documents are."""
     r = rank(digest)
     return r % 10 * _B + r // 10 < share * 10 * _B
 
@@ -63,39 +63,35 @@ class SeenTexts:
         self._database.close()
 
     def add(self, content: bytes) -> bool:
-        """Add a text, and return whether it is new.
-
-        Raises:
-            OSError: the disk is full or may not be written.
-        """
+        """Add a text; returns whether it is new. Raises `OSError` if the disk is full or read-only."""
         try:
             return self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (content,)).rowcount == 1
         except sqlite3.Error as error:
-            raise OSError(f"the digests of --dedup: {error}") from error
+            raise OSError(f"cannot store the digests for --dedup: {error}") from error
 
 
 @dataclass(frozen=True)
 class Options:
-    """Choice of the documents."""
+    """Options for the selection of documents."""
 
-    val_fraction: float = 0.1  # share of the documents that is held out
+    val_fraction: float = 0.1  # share of the documents to hold out
     dedup: bool = False  # whether duplicates are removed
-    tolerance: float | None = None  # share of the records that may be rejected; None = none
+    tolerance: float | None = None  # share of the records that may be rejected; None = none at all
     text_key: str = "text"  # column or key of the text in a row or line
 
     def __post_init__(self) -> None:
         if not 0 < self.val_fraction < 1:
             raise UserError(
-                f"the held-out share {self.val_fraction} is not between 0 and 1; 0.1 holds out a tenth"
+                f"the held-out share {self.val_fraction} must be between 0 and 1; 0.1 holds out a tenth"
             )
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise UserError(
-                f"the tolerated share {self.tolerance} is not between 0 and 1; 0.01 lets 1 % be set aside"
+                f"the tolerated share {self.tolerance} must be between 0 and 1; 0.01 lets 1 % be set aside"
             )
 
 
 class DocumentFilter:
-    """Decides for each document, in order, whether it is kept, and on which side; it counts its decisions."""
+    """Decides for each document in order whether it is kept and on which side, and counts its decisions."""
 
     def __init__(self, source: str, options: Options, staging: Path, seen: str = "seen") -> None:
         self.source, self.options = source, options
@@ -124,7 +120,7 @@ class DocumentFilter:
         return self.documents[TRAIN] + self.documents[VAL]
 
     def side(self, document: EncodedDocument) -> str | None:
-        """The side of the next document; None: it is a duplicate."""
+        """The side of the next document, or None for a duplicate."""
         if self._seen and not self._seen.add(document.content):
             self.duplicates += 1
             return None
@@ -134,7 +130,7 @@ class DocumentFilter:
         return side
 
     def reject(self, records: list[Rejected]) -> None:
-        """Refuse the first record, or write all of them to rejected.jsonl, according to the options."""
+        """Raise an error for the first record, or write all to rejected.jsonl, depending on the options."""
         if not records:
             return
         if self.options.tolerance is None:
@@ -147,11 +143,11 @@ class DocumentFilter:
             self.check_tolerance()
 
     def check_tolerance(self) -> None:
-        """Refuse the source if more records were rejected than the options allow."""
+        """Raise an error if more records were rejected than the options allow."""
         total = self.kept + self.duplicates + self.rejected
         if self.options.tolerance is not None and self.rejected > self.options.tolerance * total:
             raise UserError(
-                f"{self.rejected} of {total} records of {self.source!r} were refused "
+                f"{self.rejected} of {total} records of {self.source!r} were rejected "
                 f"({self.rejected / total:.1%}), more than the {self.options.tolerance:.1%} that --tolerant "
                 f"allows; the first: {self.first_rejected}"
             )

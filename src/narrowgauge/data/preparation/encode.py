@@ -1,4 +1,4 @@
-"""The work on a chunk: its documents, encoded as token ids or packed as text for later."""
+"""Worker functions for a chunk: encode its documents as token ids, or pack their text for later."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ Ids = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """The facts of a document."""
+    """What is recorded about a document."""
 
     digest: bytes  # sha256 of name and text
     content: bytes  # a shorter digest of the text alone
@@ -33,9 +33,9 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The documents of a chunk, encoded as concatenated ids or packed for later."""
+    """The documents of a chunk, encoded as concatenated ids or packed as text."""
 
-    size: int  # bytes of the source that the chunk covers
+    size: int  # bytes of the source in this chunk
     documents: list[EncodedDocument]
     rejected: list[Rejected]
     ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
@@ -44,7 +44,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents between the first reading and the second: compressed JSON."""
+    """Documents between the first and the second reading: compressed JSON."""
 
     data: bytes
 
@@ -54,14 +54,14 @@ class Packed:
         return len(self.data)
 
     def records(self) -> Iterator[Document | Rejected]:
-        """The documents that were packed."""
+        """The packed documents."""
         for name, text in json.loads(zlib.decompress(self.data)):
             yield Document(name, text)
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes the function of a worker that encodes with a tokenizer file; `cut` cuts documents into pieces."""
+    """Makes a worker's encoding function from a tokenizer file; with `cut`, documents are cut into pieces."""
 
     tokenizer: Path
     cut: bool = False
@@ -83,7 +83,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes the function of a worker that packs documents until there is a tokenizer."""
+    """Makes a worker's packing function, used while there is no tokenizer yet."""
 
     cut: bool = False
 
@@ -121,7 +121,7 @@ def _facts(document: Document, tokens: int = 0) -> EncodedDocument:
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:
-    """The ids of each text, in the fastest way that gives the right ones."""
+    """The fastest function that gives the tokenizer's ids for each text."""
     if tokenizer.is_bytes:
         return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
     by_words = word_encoder(tokenizer, token_dtype(tokenizer.vocab_size))
@@ -129,7 +129,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterable[Sequence[in
 
 
 def _with_ends(rows: Iterable[Sequence[int] | Ids], tokenizer: Tokenizer) -> list[Ids]:
-    """The ids of each text after its end-of-document id, as in llm.c."""
+    """The ids of each text, preceded by the end-of-document id as in llm.c."""
     documents = []
     for row in rows:
         ids = np.empty(len(row) + 1, token_dtype(tokenizer.vocab_size))

@@ -1,16 +1,16 @@
-"""How does a source become a corpus?
+"""Prepares a source as a corpus.
 
     files -> chunks -> documents -> kept or not, held out or not -> token ids -> train.bin, val.bin
     (reader)           (workers)    (this process, in their order)  (workers)    (this process)
 
-The files are digested first: with the tokenizer and the options, their digests decide whether the corpus
-exists already. Then, with an existing tokenizer, the source is read once. A tokenizer that is to be trained
-needs the text before there are ids; the text is buffered on the disk, compressed (`document_buffer`). Memory
-does not depend on the length of the source, and the result does not depend on the number of workers.
+The files are digested first. Their digests, the tokenizer and the options decide whether the corpus already
+exists. With an existing tokenizer, the source is then read once. A tokenizer that has to be trained needs the
+text before there are ids, so the text is buffered on disk, compressed (`document_buffer`). Memory does not
+depend on the length of the source, and the result does not depend on the number of workers.
 
-**Once only.** The corpus is built in a staging directory and renamed, so it is complete wherever it exists.
-Two processes that prepare the same corpus at once both build it, one of them publishes it, and both use that
-one. The same files, tokenizer and options give the same bytes: no time, path or order of arrival matters.
+**Atomic.** The corpus is built in a staging directory and renamed, so any corpus that exists is complete. If
+two processes prepare the same corpus at once, both build it, one publishes it, and both use that one. The
+same files, tokenizer and options give the same bytes: times, paths and the order of arrival do not matter.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from narrowgauge.data.tokenization.tokenizer import load_tokenizer, parallel_tok
 from narrowgauge.errors import UserError
 from narrowgauge.files import cache_directory, staged_directory
 
-_FEW_BYTES = 8 << 20  # below this, processes take longer to start than they save
+_FEW_BYTES = 8 << 20  # below this, starting processes takes longer than they save
 
 DEFAULT_TOKENIZER = "bpe-4096"
 
@@ -46,30 +46,30 @@ def prepare(
     options: Options | None = None,
     workers: int | None = 1,
 ) -> Corpus:
-    """Make a corpus, or open it if it was made before.
+    """Make a corpus, or open it if it exists.
 
     Args:
-        source: See `data.sources`; a prepared corpus is opened as it is, and refuses options it was not made
-            with.
+        source: See `data.sources`. A prepared corpus is opened as it is; options other than its own are
+            refused.
         tokenizer: Name of the tokenizer; None = `DEFAULT_TOKENIZER`.
         directory: Directory of the corpus; None = one in the cache.
         progress: Called as bytes are read, trained on and encoded.
-        options: Choice of the documents; None = the defaults.
-        workers: Number of processes, this one included; None = one for each core if there is enough to read.
+        options: Selection of the documents; None = the defaults.
+        workers: Number of processes, including this one; None = one for each core if there is enough to read.
 
     Raises:
-        UserError: the source, tokenizer or directory cannot be used, a record is refused, or the corpus is
+        UserError: the source, tokenizer or directory cannot be used, a record is rejected, or the corpus is
             damaged.
     """
     path = Path(os.path.expanduser(source))
     if is_corpus(path):
         if directory:
-            raise UserError(f"{source!r} is prepared already; train on it as it is, with --data {source}")
+            raise UserError(f"{source!r} is already prepared; train on it directly, with --data {source}")
         return _open_prepared(path, tokenizer, options or Options())
     options, name = options or Options(), tokenizer or DEFAULT_TOKENIZER
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} must be at least 1")
-    identity = tokenizer_identity(name)  # refuses a mistyped tokenizer before anything is read
+    identity = tokenizer_identity(name)  # refuses a misspelt tokenizer before anything is read
     opened = open_source(source, options.text_key)
     files = SourceFiles(opened, progress or no_progress)
     request = _digest(LAYOUT_VERSION, identity, asdict(options), opened.identity, files.facts)
@@ -93,7 +93,7 @@ def prepare(
 
 
 def _build(target: Path, build: Callable[[Path], CorpusBuilder]) -> None:
-    """Build the corpus in a staging directory, and publish it."""
+    """Build the corpus in a staging directory and publish it."""
     try:
         with staged_directory(target, keep_existing=True) as staging, parallel_tokenizing():
             build(staging).run()
@@ -105,14 +105,14 @@ def _build(target: Path, build: Callable[[Path], CorpusBuilder]) -> None:
 
 
 def _open_prepared(directory: Path, tokenizer: str | None, options: Options) -> Corpus:
-    """The corpus in a directory; another tokenizer than its own is refused, and so are other options."""
+    """Open the corpus in a directory; a tokenizer or options other than its own are an error."""
     corpus = open_corpus(directory)
     manifest = corpus.manifest
     for name, value in asdict(options).items():
         if value not in (asdict(Options())[name], manifest.options.get(name)):
             raise UserError(
-                f"{directory} was prepared with {name} = {manifest.options.get(name)}, and {name} = {value} "
-                "is asked for; leave the option out, or prepare the text again"
+                f"{directory} was prepared with {name} = {manifest.options.get(name)}, not {value}; leave "
+                "the option out, or prepare the text again"
             )
     known = (manifest.tokenizer_identity, f"sha256:{manifest.tokenizer_sha256}")
     if tokenizer is None or tokenizer_identity(tokenizer) in known:
@@ -135,7 +135,7 @@ def _digest(*parts: object) -> str:
 
 
 def _require_usable(target: Path) -> None:
-    """Refuse a directory with other content, before any work is done."""
+    """Refuse a directory with other content before any work is done."""
     try:
         existing = next(path for path in (target, *target.parents) if path.exists())
         if not existing.is_dir():
@@ -152,5 +152,5 @@ def _require_usable(target: Path) -> None:
 
 
 def _slug(name: str) -> str:
-    """A word for the name of a folder: the last part of a path, with other characters replaced."""
+    """A word for the name of a folder: the last part of a path, with unusual characters replaced."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name).strip("-.")[:40] or "text"

@@ -1,8 +1,8 @@
 """Writes the documents of many batches as the two parts of a corpus.
 
-It takes one pass and keeps nothing of a document but its counts: ids are appended to one file for each part,
-and at the end these are copied to token files. A document that has to change sides, because the other side is
-empty, changes them in that copy.
+It works in one pass and keeps only counts of a document: ids are appended to one file for each part, and at
+the end these are copied to token files. A document that has to change sides, because the other side is empty,
+does so in that copy.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class DocumentSpan:
-    """A document that may have to change sides: its rank for the split, and the range of its ids."""
+    """A document that may have to change sides: its rank in the split, and the range of its ids."""
 
     rank: int
     start: int
@@ -72,7 +72,7 @@ class ShardWriter:
             self._highest = span
 
     def write(self) -> dict[str, dict[str, TokenFile]]:
-        """Write the token files, remove the files of ids, and return the facts of each side by file name."""
+        """Write the token files, delete the files of ids, and return the facts of each side by file name."""
         for file in self._files.values():
             file.close()
         documents, moved = self.document_filter.documents, None
@@ -97,7 +97,7 @@ class ShardWriter:
             span = (moved.start, moved.start + moved.tokens)
             spans = [span] if side == empty else [(0, span[0]), (span[1], len(ids))]
         shards = _shards(spans, MOST_TOKENS)
-        # One file, or as many as it takes, numbered as llm.c's scripts number theirs.
+        # One file, or as many as needed, numbered like those of llm.c's scripts.
         names = [f"{side}.bin"] if len(shards) == 1 else [f"{side}_{i:06d}.bin" for i in range(len(shards))]
         return {
             name: write_token_file(self.directory / name, _chunks(ids, shard), self.vocab_size)
@@ -106,7 +106,7 @@ class ShardWriter:
 
 
 def _shards(spans: list[Span], most: int) -> list[list[Span]]:
-    """The spans in groups of `most` positions each but the last."""
+    """Split the spans into groups of `most` positions each, except the last."""
     shards, room = [list[Span]()], most
     for start, stop in spans:
         while start < stop:

@@ -1,12 +1,12 @@
-"""Ordered map over processes.
+"""An ordered map over processes.
 
-The caller's thread reads the items and sends each to an idle process. While all are busy, or not yet started,
-it processes an item itself, so N workers are N - 1 processes and the caller. Results are returned in the
-order of the items. The number of pending items is bounded, so memory does not depend on how many there are.
+The caller's thread reads the items and sends each to an idle process. While all are busy or still starting,
+the caller processes an item itself, so N workers are N - 1 processes and the caller. Results are returned in
+the order of the items. The number of pending items is bounded, so memory does not depend on their total.
 
-Processes are not forked from this one, for a fork would break its threads. They come from a fork server that
-has imported the package, if the platform has one, and are spawned if not. So a script that calls this with
-more than one worker needs `if __name__ == "__main__":`.
+Processes are not forked from the caller, because a fork would break its threads. They come from a fork server
+that has imported the package, where the platform has one, and are spawned elsewhere. A script that uses more
+than one worker therefore needs `if __name__ == "__main__":`.
 """
 
 import multiprocessing
@@ -23,12 +23,12 @@ from narrowgauge.processes import depend_on_parent
 A = TypeVar("A")
 B = TypeVar("B")
 
-_SENT = 2  # items sent to each process: one in work, one next
+_SENT = 2  # items sent to each process: the current one and the next
 _PENDING = 24  # results for each worker that may wait for an earlier one
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use."""
+    """The number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -36,14 +36,14 @@ def ordered_map(make: Callable[[], Callable[[A], B]], items: Iterable[A], worker
     """Map items to results in several processes, in the order of the items.
 
     Args:
-        make: Returns the function to map; called in this process and once in each other one. It, the items
-            and the results are sent between processes.
+        make: Returns the function to map; called once in each process, this one included. `make`, the items
+            and the results are pickled.
         items: The arguments of the function.
-        workers: Number of processes, this one included.
+        workers: Number of processes, including this one.
 
     Raises:
         UserError: a process was killed.
-        Exception: the errors of the function.
+        Exception: any error of the function.
     """
     assert workers >= 1
     function = make()
@@ -55,7 +55,7 @@ def ordered_map(make: Callable[[], Callable[[A], B]], items: Iterable[A], worker
             yield from _in_order(pool, function, items, workers)
         except BrokenProcessPool:
             raise UserError(
-                f"one of {workers} workers was killed, for want of memory most likely; take fewer --workers"
+                f"one of {workers} workers was killed, most likely for lack of memory; use fewer --workers"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -80,7 +80,7 @@ def _in_order(
 
 
 def _call_locally(function: Callable[[A], B], item: A) -> Future[B]:
-    """The result as another process would return it: an error is raised in the order of the items, too."""
+    """A future as another process would return it, so that an error is raised in the order of the items."""
     result = Future[B]()
     try:
         result.set_result(function(item))
@@ -101,10 +101,10 @@ _function: Callable[[Any], Any]  # of a worker process
 
 
 def _start_worker(make: Callable[[], Callable[[Any], Any]]) -> None:
-    """Prepare a worker process."""
+    """Set up a worker process."""
     global _function
     depend_on_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
     _function = make()
 
 

@@ -1,7 +1,7 @@
-"""Where does the text come from?
+"""Sources of text.
 
 A *source* is one word or one path. It is read as a sequence of documents, in an order that depends only on
-the source itself: not on the file system, the locale, the day or the number of workers.
+the source itself: not on the file system, the locale, the date or the number of workers.
 
 | source             | its documents                                                                   |
 |--------------------|---------------------------------------------------------------------------------|
@@ -10,15 +10,15 @@ the source itself: not on the file system, the locale, the day or the number of 
 | .txt, .md, .py     | the file cut into pieces of whole paragraphs, about 4 to 16 thousand characters |
 | .jsonl             | each line: an object with the text under a key                                  |
 | .parquet           | each row: the text in a column                                                  |
-| .xml               | each article of a MediaWiki dump (`pages-articles`), its wikitext made prose    |
-| a directory        | each file below it of a type above, text files uncut; hidden ones are left out, |
+| .xml               | each article of a MediaWiki dump (`pages-articles`), converted to plain text    |
+| a directory        | each file below it of a type above, text files uncut; hidden files are skipped, |
 |                    | links are followed, and no folder is read twice                                 |
-| a glob             | each file of a type above that it matches; `**` goes through folders            |
+| a glob             | each matching file of a type above; `**` matches folders                        |
 | `hf:NAME`          | each row of a data set of the Hugging Face hub                                  |
 
-All but .parquet may be compressed (.gz, .bz2, .zst). Text is UTF-8; a byte order mark at its start is
-dropped, everything else is kept unchanged, line endings included. Documents of nothing but white space are
-left out. A directory or a glob that leads to one text file only is read as that file.
+All except .parquet may be compressed (.gz, .bz2, .zst). Text is UTF-8; a byte order mark at its start is
+dropped, everything else is kept unchanged, including line endings. Documents of only white space are skipped.
+A directory or a glob that leads to a single text file is read as that file.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def open_source(name: str, text_key: str = "text") -> Source:
-    """Open a source of the table above; the text of a row or line is under `text_key`.
+    """Open a source of the table above; the text of a row or line is found under `text_key`.
 
     Raises:
         UserError: the source does not exist or has no file that can be read.
@@ -73,11 +73,11 @@ def open_source(name: str, text_key: str = "text") -> Source:
 
 
 def documents(name: str, text_key: str = "text") -> Iterator[Document]:
-    """The documents of a source in their fixed order; a record that is no document is an error.
+    """The documents of a source in their fixed order.
 
     Raises:
-        UserError: at once as `open_source`; during the iteration for a record that is no document, and at its
-            end for a source without text.
+        UserError: when called, as `open_source`; during the iteration for a malformed record, and at its end
+            if there was no text.
     """
     return _documents(open_source(name, text_key))
 
@@ -100,7 +100,7 @@ def _documents(source: Source) -> Iterator[Document]:
 
 
 def _chunks(files: tuple[Input, ...], text_key: str) -> Iterator[Chunk]:
-    """The chunks of files in their order; consecutive text files share chunks."""
+    """The chunks of files in order; consecutive text files share chunks."""
     consecutive = list[Input]()
     for file in files:
         type_ = file_type(file.path)

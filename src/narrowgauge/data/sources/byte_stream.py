@@ -1,11 +1,11 @@
-"""How is a file read that may be compressed, truncated, or all one line?
+"""Reads the bytes of a file that may be compressed, truncated, or all one line.
 
-`ByteStream` yields the bytes of a file, decompressed, in blocks of at most about a megabyte, whatever the
-ratio of compression. Several compressed streams in one file (multistream .bz2, members of .gz, frames of
-.zst) are read one after the other. A file that ends before its compressed data is a `TruncatedError`.
+`ByteStream` yields the decompressed bytes of a file in blocks of at most about a megabyte, whatever the
+compression ratio. Several compressed streams in one file (multistream .bz2, members of .gz, frames of .zst)
+are read one after the other. A file that ends before its compressed data does raises a `TruncatedError`.
 
-`cut` divides the bytes after a mark (the end of a line, of a page) into portions of complete records, and
-holds no more than one portion and one record in memory.
+`cut` divides the bytes after a mark (the end of a line or a page) into portions of complete records. It holds
+at most one portion and one record in memory.
 """
 
 import bz2
@@ -29,8 +29,8 @@ class TruncatedError(Exception):
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """The error for an input file that the operating system does not let be read."""
-    return UserError(f"cannot read {path}: {error.strerror}; mend its permissions or leave it out")
+    """The error for an input file that the operating system does not let us read."""
+    return UserError(f"cannot read {path}: {error.strerror}; fix its permissions or leave it out")
 
 
 class _Decoder(Protocol):
@@ -41,7 +41,7 @@ class _Decoder(Protocol):
 
 
 class ByteStream:
-    """The decompressed bytes of a file, in blocks; `consumed` is how far the file itself is read."""
+    """The decompressed bytes of a file, in blocks; `consumed` counts the bytes of the file itself."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.consumed = path, 0
@@ -51,18 +51,14 @@ class ByteStream:
 
         Raises:
             UserError: the file cannot be read.
-            TruncatedError: the compressed data are damaged or incomplete.
+            TruncatedError: the compressed data is damaged or incomplete.
         """
         suffix = self.path.suffix.lower()
         raw = self.raw(_READ_ZST if suffix == ".zst" else _READ)
         return self._decompressed(_decoder(suffix), raw) if suffix in COMPRESSED else raw
 
     def raw(self, size: int) -> Iterator[bytes]:
-        """The bytes as they are in the file, in blocks of `size`.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """The bytes of the file without decompression, in blocks of `size`; raises as iteration does."""
         try:
             with self.path.open("rb") as file:
                 while data := file.read(size):
@@ -83,7 +79,7 @@ class ByteStream:
                     if not data.strip(b"\x00"):  # padding after the last stream, as on tapes
                         data = b""
         if decoder is not None or not self.consumed:
-            raise TruncatedError("ends before its compressed data do")
+            raise TruncatedError("ends before its compressed data does")
 
 
 def _decoder(suffix: str) -> Callable[[], _Decoder]:
@@ -150,21 +146,21 @@ def _zstd() -> Callable[[], _Decoder]:
 
 @dataclass(frozen=True)
 class Portion:
-    """Complete records of a stream, or (`data` None) the place of one that is too long."""
+    """Complete records of a stream, or (`data` None) the location of one that is too long."""
 
     data: bytes | None
     first_line: int  # line number of the first byte, counted from 1
-    size: int  # bytes of the file, as it is stored, that were read for it
+    size: int  # bytes of the file, as stored, that were read for it
 
 
 def cut(stream: ByteStream, mark: bytes, blocks: Iterator[bytes] | None = None) -> Iterator[Portion]:
-    """Cut a stream, or the `blocks` that its bytes were translated to, into portions that end after a mark.
+    """Cut a stream, or the `blocks` that its bytes were converted to, into portions that end after a mark.
 
     The last record may lack the mark.
 
     Raises:
-        UserError, TruncatedError: as iteration over a `ByteStream`, after all complete records before the
-            damage.
+        UserError, TruncatedError: as iteration over a `ByteStream`, once all complete records before the
+            damage have been yielded.
     """
     cutter = _Cutter(stream, mark)
     try:
@@ -196,7 +192,7 @@ class _Cutter:
             yield self._portion(None)
 
     def complete_records(self) -> Generator[Portion, None, bool]:
-        """Yield the records that end with a mark; return whether there are any."""
+        """Yield the records that end with a mark; returns whether there are any."""
         end = -1 if self.skipping else self.buffer.rfind(self.mark, self.searched)
         if end < 0:
             self.searched = max(len(self.buffer) - len(self.mark) + 1, 0)

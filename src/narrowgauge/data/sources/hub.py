@@ -1,7 +1,7 @@
-"""A data set of the Hugging Face hub, read as it arrives: `hf:NAME[:CONFIG[:SPLIT]]`.
+"""Data sets of the Hugging Face hub, streamed: `hf:NAME[:CONFIG[:SPLIT]]`.
 
-After a network failure the download is tried again from the row where it failed, each time after a longer
-pause. After too many failures, the error names what was tried and how to do without the hub. In offline mode
+After a network failure the download resumes at the row where it failed, each time after a longer pause. After
+too many failures, the error lists what was tried and how to manage without the hub. In offline mode
 (HF_HUB_OFFLINE=1) the copy in the library's cache is read instead.
 """
 
@@ -16,18 +16,14 @@ from narrowgauge.errors import UserError, unknown
 
 PREFIX = "hf:"
 _ROWS = 256
-_PAUSES = (1.0, 4.0, 16.0)  # seconds before each new attempt, of which the library makes several
+_PAUSES = (1.0, 4.0, 16.0)  # seconds before each new attempt; the library itself retries within an attempt
 
 # (rows to skip) -> the rows after them
 Opener = Callable[[int], Iterator[dict[str, Any]]]
 
 
 def open_hub(source: str, key: str) -> Source:
-    """The data set that `source` names.
-
-    Raises:
-        UserError: the name is malformed.
-    """
+    """Open the data set that `source` names; a `UserError` if the name is malformed."""
     name, config, split = _parts(source)
 
     def rows(skip: int) -> Iterator[dict[str, Any]]:
@@ -41,7 +37,7 @@ def _parts(source: str) -> tuple[str, str | None, str]:
     config, _, split = rest.partition(":")
     if not name:
         raise UserError(
-            f"{source!r} names no data set; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT"
+            f"{source!r} does not name a data set; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT"
         )
     return name, config or None, split or "train"
 
@@ -52,12 +48,13 @@ def retried(
     pauses: tuple[float, ...] = _PAUSES,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[dict[str, Any]]:
-    """All rows, in order and once each, through failures of the network.
+    """All rows, in order and once each, across network failures.
 
     Args:
         rows: Opens the data set after a number of rows.
         name: Name of the data set, for the error.
         pauses: Seconds before each new attempt; every row that arrives resets the count of attempts.
+        sleep: Waits; replaced in tests.
 
     Raises:
         UserError: the failure is permanent, or the attempts are used up.
@@ -71,7 +68,7 @@ def retried(
             return
         except UserError:
             raise
-        except Exception as error:  # every library below has exception types of its own
+        except Exception as error:  # each of the libraries below has its exception types
             if _offline() or not _is_temporary(error) or failures == len(pauses):
                 raise _failed(name, error, failures + 1, done) from error
             sleep(pauses[failures])
@@ -79,7 +76,7 @@ def retried(
 
 
 def _is_temporary(error: BaseException) -> bool:
-    """Whether another attempt can help: a missing data set stays missing, an offline mode stays on."""
+    """Whether another attempt can help: a missing data set stays missing, offline mode stays on."""
     names = {type_.__name__ for type_ in type(error).__mro__}
     lasting = {"DatasetNotFoundError", "OfflineModeIsEnabled", "GatedRepoError", "RepositoryNotFoundError"}
     wire = {"ConnectionError", "TimeoutError", "HTTPError", "HfHubHTTPError", "TransportError", "ClientError"}
@@ -94,14 +91,14 @@ def _failed(name: str, error: Exception, attempts: int, rows: int) -> UserError:
     reason = " ".join(" from ".join(reasons).split())[:400]
     times = f"in {attempts} attempts" if attempts > 1 else "at once"
     return UserError(
-        f"data set {name!r} failed {times}, after {rows} rows ({reason}); tried {_network_settings()}; mend "
-        "these, or fetch its .parquet or .jsonl files on a machine that reaches them, copy the folder here "
-        "and prepare the folder"
+        f"data set {name!r} failed {times}, after {rows} rows ({reason}); tried {_network_settings()}; "
+        "fix these, or fetch its .parquet or .jsonl files on a machine that reaches them, copy the folder "
+        "here and prepare the folder"
     )
 
 
 def _network_settings() -> str:
-    """Proxy, mirror and offline mode of the environment, without passwords."""
+    """The proxy, mirror and offline mode of the environment, without passwords."""
     variables = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
     proxy = next((f"{v}={_without_password(os.environ[v])}" for v in variables if os.environ.get(v)), None)
     offline = [f"{v}={os.environ[v]}" for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(v)]
@@ -119,7 +116,7 @@ def _network_settings() -> str:
 
 def _without_password(address: str) -> str:
     scheme, mark, rest = address.rpartition("://")
-    return scheme + mark + rest.rpartition("@")[2]  # a password may hold any character but the last @
+    return scheme + mark + rest.rpartition("@")[2]  # a password may contain any character but the last @
 
 
 def _offline() -> bool:

@@ -1,7 +1,7 @@
-"""JSON lines: one object a line, its text under a key, as C4, the Pile and most crawls are distributed.
+"""JSON lines: one object a line, its text under a key; C4, the Pile and most crawls use it.
 
-The lines have no names, so a document of such a file is its text alone: it is on the same side of the split
-wherever it is in whichever file.
+Lines have no names, so a document of such a file is its text alone: it is on the same side of the split
+wherever it occurs, in whichever file.
 """
 
 import json
@@ -23,7 +23,7 @@ class Lines:
     key: str
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document for each line; lines of white space are left out."""
+        """A document for each line; lines of white space are skipped."""
         for number, line in enumerate(self.data.split(b"\n"), self.first_line):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -42,8 +42,8 @@ def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
         yield Rejected(where, f"is not UTF-8: byte {error.start} of the line is 0x{byte:02x}")
     except json.JSONDecodeError as error:
         yield Rejected(where, f"is not JSON: {error.msg} at character {error.pos} of {len(line)} bytes")
-    except (RecursionError, ValueError):  # nested beyond reason, or a number of thousands of digits
-        yield Rejected(where, "is not JSON that can be read: too deep, or a number too long")
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of thousands of digits
+        yield Rejected(where, "is not JSON that can be read: nested too deeply, or a number too long")
     else:
         if not isinstance(value, dict):
             yield Rejected(where, f"holds a {type(value).__name__} where an object belongs")
@@ -58,13 +58,13 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The file, compressed or not, in portions of complete lines."""
     stream, line = ByteStream(file.path), 1
     if not file.path.stat().st_size:
-        yield Refusal(Rejected(str(file.path), "is empty", "bring it again, or leave it out"))
+        yield Refusal(Rejected(str(file.path), "is empty", "download it again, or leave it out"))
         return
     try:
         for portion in cut(stream, b"\n"):
             line = portion.first_line
             if portion.data is None:
-                reason = f"is a line of more than {MOST_BYTES >> 20} MiB, the most of one document"
+                reason = f"is a line of more than {MOST_BYTES >> 20} MiB, the limit for one document"
                 yield Refusal(Rejected(f"{file.path}:{line}", reason), portion.size)
             else:
                 yield Lines(str(file.path), portion.data, line, portion.size, key)

@@ -1,4 +1,4 @@
-"""Parquet: a column of texts, as the Hugging Face hub keeps its data sets."""
+"""Parquet files: a column of texts, the format of data sets on the Hugging Face hub."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from narrowgauge.data.sources.records import Chunk, Document, Input, Refusal, Rejected, document
 from narrowgauge.errors import UserError, unknown
 
-_ROWS = 256  # rows read at once: those of a crawl have some thousand characters
+_ROWS = 256  # rows read at once: a row of a crawl has some thousand characters
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Rows:
     size: int
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document for each row; texts of white space are left out."""
+        """A document for each row; texts of white space are skipped."""
         for number, value in enumerate(self.values, self.first_row):
             where = f"{self.path}, row {number},"
             try:
@@ -38,7 +38,7 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The rows of the column `key`, a few hundred at a time.
 
     Raises:
-        UserError: pyarrow is not installed, or the file has no column of texts of that name.
+        UserError: pyarrow is not installed, or the file has no text column of that name.
     """
     arrow, parquet = _pyarrow()
     row, size = 0, file.path.stat().st_size
@@ -48,7 +48,7 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
             row_bytes = size / max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(_ROWS, columns=[key], use_threads=False):
                 values = batch.column(0)
-                # As bytes, so that one text that is not UTF-8 is refused alone.
+                # Read as bytes, so that a text that is not UTF-8 is rejected on its own.
                 wide = arrow.types.is_large_string(values.type) or arrow.types.is_large_binary(values.type)
                 values = values.cast(arrow.large_binary() if wide else arrow.binary())
                 yield Rows(str(file.path), values.to_pylist(), row, round(row_bytes * len(values)))

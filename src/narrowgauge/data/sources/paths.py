@@ -1,4 +1,4 @@
-"""Which files does a source name? Their order is the same on every machine."""
+"""Finds the files of a source, in the same order on every machine."""
 
 import glob
 import os
@@ -17,7 +17,7 @@ TEXT, LINES, TABLE, DUMP = "text", "lines", "table", "dump"
 _KINDS = {".txt": TEXT, ".md": TEXT, ".py": TEXT, ".jsonl": LINES, ".ndjson": LINES, ".xml": DUMP}
 READABLE = ".txt, .md, .py, .jsonl, .parquet or .xml, or in .gz, .bz2 or .zst after these"
 
-# Not the library itself, or not in every build of it: Debian ships some of these in separate packages.
+# Not the library itself, or not in every build: Debian ships some of these in separate packages.
 _STDLIB_WITHOUT = frozenset(
     [
         *("test", "tests", "idle_test", "turtledemo", "site-packages", "dist-packages", "__pycache__"),
@@ -28,8 +28,8 @@ _STDLIB_WITHOUT_FILES = re.compile(r"_sysconfigdata.*|sitecustomize\.py|_distuti
 
 
 def file_type(path: Path) -> str | None:
-    """How the file is read, by the end of its name; None for a file that is not read."""
-    suffix = path.suffix.lower()  # as on old discs and in Windows: BOOK.TXT
+    """The type of a file by its suffix; None if files of that type are not read."""
+    suffix = path.suffix.lower()  # some systems write BOOK.TXT
     if suffix == ".parquet":
         return TABLE
     if suffix in COMPRESSED:
@@ -50,10 +50,10 @@ def standard_library() -> tuple[Input, ...]:
 
 
 def find_files(source: str) -> tuple[Input, ...]:
-    """The files of a path, a directory or a glob, sorted by name; at least one, each of a type that is read.
+    """The files of a path, a directory or a glob, sorted by name; at least one, each of a readable type.
 
     Raises:
-        UserError: the source does not exist, leads to no such file, or to a link that leads nowhere.
+        UserError: the source does not exist, matches no such file, or leads to a broken link.
         OSError: a folder cannot be read.
     """
     path = Path(os.path.expanduser(source))  # unchanged if there is no such user
@@ -64,7 +64,7 @@ def find_files(source: str) -> tuple[Input, ...]:
     if path.is_dir():
         if (path / "config.toml").is_file() and (path / "metrics.jsonl").is_file():
             raise UserError(
-                f"data source {source!r} is a run directory, whose files are no text; name the data that "
+                f"data source {source!r} is a run directory, which holds no text; name the data that "
                 "data.source in its config.toml names"
             )
         root, paths = path, _below(path)
@@ -72,7 +72,7 @@ def find_files(source: str) -> tuple[Input, ...]:
         raise UserError(f"data source {source!r} is neither a file nor a directory; give one that is")
     elif glob.has_magic(source):
         root = _fixed_part(path)
-        # Two `**` match a file in several ways.
+        # Two `**` can match a file in several ways.
         paths = map(Path, set(glob.iglob(str(path), recursive=True)))
     else:
         raise _missing(source, path)
@@ -90,10 +90,10 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[Input]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """The files below a folder, hidden folders left out.
+    """The files below a folder, except in hidden folders.
 
-    A link to a folder is followed, unless that folder is read anyway: so no file is read twice, and a link to
-    a folder above ends.
+    A link to a folder is followed, unless that folder is read anyway. So no file is read twice, and a link
+    to a parent folder ends the walk.
     """
     folders, seen = [root], set[str]()
     while folders:
@@ -117,7 +117,7 @@ def _is_wanted(file: Input) -> bool:
     if file_type(file.path) is None or any(part.startswith(".") for part in file.name.split("/")):
         return False
     if file.path.is_symlink() and not file.path.exists():
-        raise UserError(f"{file.path} is a link that leads nowhere; mend it, or remove it")
+        raise UserError(f"{file.path} is a link that leads nowhere; fix it, or remove it")
     return file.path.is_file()
 
 

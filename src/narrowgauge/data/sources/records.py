@@ -1,9 +1,8 @@
-"""Documents, and the chunks of a source that hold them.
+"""Documents, and the chunks of a source that contain them.
 
-A source is read by one process and parsed by many. The reader cuts its files into *chunks* of about a
-megabyte without parsing them. A chunk is sent to a worker, and `records()` turns it there into documents and
-rejected records. The records of a chunk depend on the chunk alone, so it does not matter which worker parses
-it, and when.
+One process reads a source, and many parse it. The reader cuts the files into *chunks* of about a megabyte
+without parsing them. Each chunk is sent to a worker, where `records()` turns it into documents and rejected
+records. These depend on the chunk alone, so it does not matter which worker parses it, or when.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,17 +11,14 @@ from pathlib import Path
 from typing import Protocol
 
 CHUNK_BYTES = 1 << 20  # sent to a worker at once
-MOST_BYTES = 32 << 20  # of one record: a longer one is more often a broken file than a text
+MOST_BYTES = 32 << 20  # in one record: a longer one is more likely a broken file than a text
 
-SET_ASIDE = "mend it, or set such records aside with `narrowgauge prepare --tolerant`"
+SET_ASIDE = "fix it, or set such records aside with `narrowgauge prepare --tolerant`"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text that is trained on, or held out, in full.
-
-    Name and text decide whether it is held out.
-    """
+    """One text, which is trained on or held out as a whole; name and text decide which."""
 
     name: str  # path below the source, or title; "" for a record of a table
     text: str
@@ -30,7 +26,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that is no document: where it is, why it is refused, and what to do about it."""
+    """A record that cannot become a document: its location, the reason, and the way out."""
 
     where: str
     reason: str
@@ -75,10 +71,10 @@ class Refusal:
 class Source:
     """A source of text."""
 
-    name: str  # as the user named it
-    inputs: tuple[Input, ...]  # its files, in their order
-    chunks: Callable[[], Iterator[Chunk]]  # reads the source from its beginning
-    identity: str = ""  # stands for the content if there are no files to digest
+    name: str  # as given by the user
+    inputs: tuple[Input, ...]  # its files, in order
+    chunks: Callable[[], Iterator[Chunk]]  # reads the source from the start
+    identity: str = ""  # identifies the content if there are no files to digest
 
 
 def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:
@@ -88,7 +84,7 @@ def document(where: str, name: str, text: object) -> Iterator[Document | Rejecte
     elif "\x00" in text:
         yield Rejected(where, f"holds a NUL byte (character {text.index(chr(0))}), so it is not text")
     elif not text.isascii() and (half := _half_a_pair(text)):
-        yield Rejected(where, f"holds half a surrogate pair ({half}), which UTF-8 cannot carry")
+        yield Rejected(where, f"holds half a surrogate pair ({half}), which UTF-8 cannot encode")
     elif text and not text.isspace():
         yield Document(name, text)
 

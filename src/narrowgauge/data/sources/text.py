@@ -1,7 +1,7 @@
-"""Text files: a document each, or one file cut into pieces that are documents.
+"""Text files: each is a document, or one file is cut into pieces that are documents.
 
 A single file is cut because a tenth of every corpus is held out *by document*, and a novel in one file would
-otherwise be one document. The concatenated pieces are the file again.
+otherwise be one document. Concatenated, the pieces are the file again.
 """
 
 import codecs
@@ -31,14 +31,14 @@ _CONVERT = "convert it to UTF-8 or leave it out"
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Small files, each of them a document; `skip` leaves out those that are not text."""
+    """Small files, each of them a document; with `skip`, files that are not text are left out."""
 
     inputs: tuple[Input, ...]
     size: int
     skip: bool = False
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document for each file; files of white space are left out."""
+        """A document for each file; files of white space are skipped."""
         for file in self.inputs:
             try:
                 text = b"".join(ByteStream(file.path)).decode("utf-8").removeprefix("\ufeff")
@@ -62,7 +62,7 @@ class TextPieces:
     size: int
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document for each piece; pieces of white space are left out."""
+        """A document for each piece; pieces of white space are skipped."""
         for i, text in enumerate(self.texts):
             number = self.first + i
             if not text.isascii() and (bad := _ESCAPED.search(text)):
@@ -94,11 +94,11 @@ def text_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
 def text_pieces(file: Input) -> Iterator[Chunk]:
     """A file, read in blocks and cut between paragraphs if possible, otherwise between lines.
 
-    A byte that is not UTF-8 costs its piece, and not what follows.
+    A byte that is not UTF-8 rejects its piece, but not the pieces after it.
     """
     stream, reported, number = ByteStream(file.path), 0, 0
     decoded = _Decoded(stream)
-    texts, size, before = list[str](), 0, 0  # `before`: bytes of the pieces before these
+    texts, size, before = list[str](), 0, 0  # `before`: bytes of the preceding pieces
     damage = None
     try:
         for text in cut_text(decoded):
@@ -117,10 +117,10 @@ def text_pieces(file: Input) -> Iterator[Chunk]:
 
 
 class _Decoded:
-    """The text of a stream in blocks; a byte that is not UTF-8 becomes U+DC00 + byte, which no text has."""
+    """The text of a stream in blocks; a byte that is not UTF-8 becomes U+DC00 + byte, unused in any text."""
 
     def __init__(self, stream: ByteStream) -> None:
-        self.stream, self.mark = stream, 0  # bytes of the byte order mark, which is dropped
+        self.stream, self.mark = stream, 0  # `mark`: bytes of the byte order mark, which is dropped
 
     def __iter__(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
@@ -135,7 +135,7 @@ class _Decoded:
 
 
 def _size(texts: Iterable[str]) -> int:
-    """The bytes that texts were decoded from."""
+    """The number of bytes that the texts were decoded from."""
     return sum(len(text.encode("utf-8", "surrogateescape")) for text in texts)
 
 
@@ -159,13 +159,13 @@ def cut_text(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def _lines(blocks: Iterable[str]) -> Iterator[str]:
-    """The lines with their endings; one longer than a piece may be is split."""
+    """The lines with their endings; a line longer than the limit of a piece is split."""
     rest = ""
     for block in blocks:
         *lines, rest = (rest + block).splitlines(keepends=True) or [""]
         for line in lines:
             yield from _parts(line)
-        # The last line may go on in the next block, be it only with the \n of a \r\n: full parts are yielded.
+        # The last line may continue in the next block, if only with the \n of a \r\n: yield full parts only.
         full = (len(rest) - 1) // _PIECE_MOST * _PIECE_MOST if rest else 0
         yield from _parts(rest[:full])
         rest = rest[full:]
@@ -178,7 +178,7 @@ def _parts(line: str) -> Iterator[str]:
 
 
 def _location(file: Input, text: str) -> str:
-    """The file, and the line of the first NUL where there is one."""
+    """The file, with the line of the first NUL if there is one."""
     nul = text.find("\x00")
     return str(file.path) if nul < 0 else f"{file.path}:{text.count(chr(10), 0, nul) + 1}"
 

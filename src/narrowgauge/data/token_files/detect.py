@@ -1,19 +1,19 @@
-"""Which layout is a token file in? Its content decides, not its name.
+"""Detects the layout of a token file from its content; the name does not matter.
 
 | layout         | begins with                | the id between documents  | vocabulary              |
 |----------------|----------------------------|---------------------------|-------------------------|
-| llm.c          | int32 20240520 or 20240801 | stands before a document  | GPT-2's, or Llama 3's   |
-| Megatron       | its .idx with `MMIDIDX`    | stands behind, if at all  | not stated              |
-| llmq           | `BIN.TOK\\n`                | stands behind             | not stated in full      |
-| bare (nanoGPT) | a token: uint16, no header | stands behind             | not stated              |
+| llm.c          | int32 20240520 or 20240801 | precedes a document       | GPT-2's, or Llama 3's   |
+| Megatron       | its .idx with `MMIDIDX`    | follows it, if present    | not stated              |
+| llmq           | `BIN.TOK\\n`                | follows it                | not stated in full      |
+| bare (nanoGPT) | a token: uint16, no header | follows it                | not stated              |
 
-Ids of 4 or 8 bytes without a header are refused, for read as uint16 every second one of them is next to 0.
+Ids of 4 or 8 bytes without a header are refused: read as uint16, every second value would be close to 0.
 
-modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, is none of the others,
-no text, of no format that is recognised by its first bytes (compressed, parquet, pickled ...), and if its
-numbers repeat as those of a text do: fewer than half of them are different.
+modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, matches none of the
+other layouts, is not text, is not in a format recognised by its first bytes (compressed, parquet, pickled
+...), and its values repeat as those of a text do: fewer than half of them are distinct.
 
-Every file is mapped, and none is executed or unpickled.
+Every file is memory-mapped; none is executed or unpickled.
 """
 
 import struct
@@ -47,12 +47,12 @@ _NOT_TOKENS += (b"\xff\xfe", b"\xfe\xff")
 _PRINTABLE = bytes([9, 10, 13, *range(32, 127)])
 _SAMPLE_BYTES = 1 << 16
 _FEW = 4096  # too few bytes to judge by repetition
-_UPPER, _PAIRS = 32, 16  # upper halves of ids below 2 million; too few numbers to judge by these
+_UPPER, _PAIRS = 32, 16  # upper halves of ids below 2 million; the fewest values to judge by these
 
 
 @dataclass(frozen=True, eq=False)
 class OpenFile:
-    """A token file: its ids, mapped, and what its layout states about documents, targets and vocabulary."""
+    """A token file: its ids, memory-mapped, and the layout's facts on documents, targets and vocabulary."""
 
     path: Path  # the file with the ids
     layout: str
@@ -65,11 +65,11 @@ class OpenFile:
 
 
 def layout_of(path: Path) -> str | None:
-    """The layout of a file, by its first bytes, its size and its .idx; None: it is no token file.
+    """The layout of a file, by its first bytes, its size and its .idx; None if it does not hold tokens.
 
     Raises:
         OSError: the file cannot be read.
-        UserError: it is nearly a token file, but not one that is read.
+        UserError: it resembles a token file, but not one that can be read.
     """
     with path.open("rb") as file:
         head = file.read(_SAMPLE_BYTES)
@@ -92,18 +92,14 @@ def layout_of(path: Path) -> str | None:
     if _is_wider(head):
         raise unfit(
             path,
-            "every second number of it is next to 0, as in ids of 4 or 8 bytes, and ids without a header "
-            "are numpy.uint16",
+            "every second value of it is close to 0, as in ids of 4 or 8 bytes, and ids without a header "
+            "must be numpy.uint16",
         )
     return BARE
 
 
 def open_file(path: Path, layout: str) -> OpenFile:
-    """The tokens of a file in the layout that `layout_of` returned.
-
-    Raises:
-        UserError: the file is incomplete or violates its layout.
-    """
+    """The tokens of a file in the layout that `layout_of` returned."""
     if layout in _LLM_C.values():
         tokens = open_token_file(path, fault=unfit)
         vocabulary = (50257, 50256) if tokens.dtype.itemsize == 2 else (128256, 128000)
@@ -122,7 +118,7 @@ def open_file(path: Path, layout: str) -> OpenFile:
 
 
 def _is_known(path: Path, head: bytes) -> bool:
-    """Whether it is a file of another format; a pickle may begin like tokens, but it ends in a dot."""
+    """Whether the file is in another format; a pickle may begin like tokens, but ends in a dot."""
     if head.startswith(PICKLE):
         with path.open("rb") as file:
             file.seek(-1, 2)
@@ -140,7 +136,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def _repeats(head: bytes) -> bool:
-    """Whether few of the numbers are different, as in a text's tokens and not in compressed bytes."""
+    """Whether few of the values are distinct, as in tokens of text and not in compressed bytes."""
     if len(head) < _FEW:
         return True
     numbers: NDArray[Any] = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
@@ -148,7 +144,7 @@ def _repeats(head: bytes) -> bool:
 
 
 def _is_wider(head: bytes) -> bool:
-    """Whether the numbers are the halves of int32, or the quarters of int64: numpy's own dtype of ids."""
+    """Whether the values are halves of int32 or quarters of int64, numpy's default dtypes for ids."""
     numbers: NDArray[Any] = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
     low, high = numbers[0::2], numbers[1::2]
     upper = (high < _UPPER) | (high == 0xFFFF)  # of ids, or of a negative mark such as -100

@@ -1,15 +1,15 @@
-"""llmq's token files: one file, all numbers little-endian.
+"""llmq's token files: one file, all values little-endian.
 
 | bytes       | content                                                                                 |
 |-------------|-----------------------------------------------------------------------------------------|
 | 0 to 7      | `BIN.TOK\\n`                                                                             |
 | 8 to 1023   | int32: version (1 or 2), bytes of a token (4), token count; in version 2 the size of    |
-|             | the vocabulary, without added tokens, and 1 if there is a mask; then filler             |
+|             | the vocabulary, without added tokens, and 1 if there is a mask; then padding            |
 | 4 x count   | the tokens, int32; after each document its end-of-document id                           |
 | count / 8   | the mask, if there is one, rounded up to bytes: bit i % 8 of byte i // 8 is 1 where     |
-|             | token i is to be learnt as a target                                                     |
+|             | token i is a target of the loss                                                         |
 
-The file is exactly as long as that. Source: `src/training/dataloader.cpp` and `scripts/tokenize_data.py` of
+The file has exactly that length. Source: `src/training/dataloader.cpp` and `scripts/tokenize_data.py` of
 github.com/IST-DASLab/llmq.
 """
 
@@ -26,26 +26,22 @@ MAGIC = b"BIN.TOK\n"
 
 @dataclass(frozen=True, eq=False)
 class LlmqFile:
-    """The tokens and the bytes of the mask (None without one), mapped and read-only."""
+    """The tokens and the bytes of the mask (None without one), memory-mapped and read-only."""
 
     tokens: Tokens
     mask: NDArray[np.uint8] | None
 
 
 def open_llmq(path: Path) -> LlmqFile:
-    """The tokens of an llmq file.
-
-    Raises:
-        UserError: its header or its length is not that of the layout.
-    """
+    """The tokens of an llmq file; a `UserError` if its header or its length violates the layout."""
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
-        raise unfit(path, f"it has {len(raw)} bytes, and the header alone has {HEADER_BYTES}")
+        raise unfit(path, f"it has {len(raw)} bytes, but the header alone has {HEADER_BYTES}")
     version, width, count, vocab_size, masked = np.frombuffer(raw, "<i4", 5, len(MAGIC)).tolist()
     if version not in (1, 2):
         raise unfit(path, f"its version is {version}, and 1 and 2 are known")
-    if version == 1:  # the two are filler
+    if version == 1:  # the two are padding
         vocab_size = masked = 0
     if width != 4:
         raise unfit(path, f"its tokens have {width} bytes, and 4 are known")

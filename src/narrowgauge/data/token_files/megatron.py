@@ -1,7 +1,7 @@
 """Megatron's token files: two files that share a name.
 
-NAME.bin holds the concatenated ids of all sequences, without any header. NAME.idx says where they are, all
-little-endian and without padding:
+NAME.bin holds the concatenated ids of all sequences, without a header. NAME.idx locates the sequences; its
+values are little-endian and unpadded:
 
 | bytes          | content                                                                              |
 |----------------|--------------------------------------------------------------------------------------|
@@ -11,13 +11,13 @@ little-endian and without padding:
 | 18 to 25       | uint64 S, the number of sequences                                                    |
 | 26 to 33       | uint64 D, the number of documents + 1                                                |
 | 4 S bytes      | int32 length of each sequence, in tokens                                             |
-| 8 S bytes      | int64 place of each sequence in NAME.bin, in bytes                                   |
+| 8 S bytes      | int64 offset of each sequence in NAME.bin, in bytes                                  |
 | 8 D bytes      | int64 number of each document's first sequence; the first is 0, the last is S        |
-| S bytes        | int8 mode of each sequence: in multimodal files only, and not read here              |
+| S bytes        | int8 mode of each sequence: only in multimodal files, which are not read             |
 
 Codes: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16. Codes 6 and 7 are float types whose order depends
 on the version; tokens are integers, so both are refused. `write_megatron` writes uint16 for vocabularies
-below 65500, else int32.
+below 65500, and int32 otherwise.
 
 The end-of-document id, if there is one (`--append-eod`), comes *after* its document.
 
@@ -50,14 +50,14 @@ _LARGEST_LENGTH = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class MegatronFile:
-    """The ids of NAME.bin, mapped and read-only, and the position of each document's first token."""
+    """The ids of NAME.bin, memory-mapped and read-only, and the position of each document's first token."""
 
     tokens: Tokens
     starts: NDArray[np.int64]
 
 
 def is_megatron_index(path: Path) -> bool:
-    """Whether the file begins as Megatron's .idx, the old layout included."""
+    """Whether the file begins like Megatron's .idx, in the current or the old layout."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)).startswith((MAGIC, _LEGACY_MAGIC))
 
@@ -66,7 +66,7 @@ def open_megatron(path: Path) -> MegatronFile:
     """The tokens of `path`, which is NAME.bin or NAME.idx.
 
     Raises:
-        UserError: the index is damaged, of another layout or dtype, or does not fit its .bin.
+        UserError: the index is damaged, has another layout or dtype, or does not match its .bin.
     """
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     try:
@@ -83,7 +83,7 @@ def open_megatron(path: Path) -> MegatronFile:
     total = int(ends[-1]) if len(ends) else 0
     if total != size:
         raise unfit(
-            index, f"it does not fit {data.name}: its sequences end at byte {total}, and that has {size}"
+            index, f"it does not match {data.name}: its sequences end at byte {total}, and that has {size}"
         )
     if total == 0:
         raise unfit(data, "it holds no tokens")
@@ -98,9 +98,10 @@ def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: in
     The .idx appears last, so a pair with an .idx is complete.
 
     Args:
+        stem: The common path of both files, without a suffix.
         documents: Ids in [0, vocab_size), each document with the end-of-document id last, as Megatron
             expects.
-        vocab_size: Decides the dtype.
+        vocab_size: Selects the dtype.
 
     Raises:
         UserError: a document is too long for the layout.
@@ -129,17 +130,17 @@ def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: in
 def _index(
     path: Path, raw: NDArray[np.uint8]
 ) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """(dtype of the ids, lengths, places, documents) of an index, its own sizes checked."""
+    """(dtype of the ids, lengths, offsets, documents) of an index, whose size is checked."""
     if raw[: len(_LEGACY_MAGIC)].tobytes() == _LEGACY_MAGIC:
-        raise unfit(path, "it is of Megatron's old layout (TNTIDX), which Megatron itself gave up")
+        raise unfit(path, "it is in Megatron's old layout (TNTIDX), which Megatron itself no longer reads")
     if len(raw) < _FIXED.size or raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise unfit(path, f"it does not begin as an index of Megatron's ({MAGIC!r} and {_FIXED.size} bytes)")
+        raise unfit(path, f"it does not begin like Megatron's index ({MAGIC!r} and {_FIXED.size} bytes)")
     _, version, code, sequences, documents = _FIXED.unpack(raw[: _FIXED.size].tobytes())
     if version != 1:
-        raise unfit(path, f"its version is {version}, and 1 is the one that is known")
+        raise unfit(path, f"its version is {version}, and 1 is the only one known")
     if code not in _DTYPES:
-        dtype = "floating-point numbers" if code in (6, 7) else "of no known kind"
-        raise unfit(path, f"its dtype code {code} says that the ids are {dtype}, and ids are whole numbers")
+        dtype = "floating-point numbers" if code in (6, 7) else "of an unknown type"
+        raise unfit(path, f"its dtype code {code} means that the ids are {dtype}, but ids are integers")
     right = _FIXED.size + 12 * sequences + 8 * documents
     if len(raw) == right + sequences and sequences:
         raise unfit(path, "it has a mode for each sequence, as files of text and images have")
@@ -147,7 +148,7 @@ def _index(
         raise unfit(
             path,
             f"its header promises {sequences} sequences and {documents} document borders, so {right} bytes, "
-            f"and it has {len(raw)}",
+            f"but it has {len(raw)}",
         )
     at = _FIXED.size
     lengths = np.frombuffer(raw, "<i4", sequences, at)

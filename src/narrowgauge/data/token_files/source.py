@@ -1,20 +1,20 @@
 """Token files of other programs as training data.
 
 A source is a token file, a directory or a glob; Megatron's two files may also be named by their common name
-without a suffix. In a directory the files that end in .bin are examined, those in folders below are not;
-their content decides (`detect.py`). All files of a source are in one layout; they are read in the order of
-their names, one after the other.
+without a suffix. In a directory, files that end in .bin are examined, but not those in sub-folders; their
+content decides (`detect.py`). All files of a source have one layout. They are read in the order of their
+names, one after the other.
 
 **Held out** is, by the first rule that matches:
 
 1. in a directory or a glob: the files with `val`, `valid`, `validation` or `eval` as a word of their name
    (`fineweb_val_000000.bin`); those with `test` are not used;
 2. for a file or a glob with the word `train` in its name: the files of the same name with `val` instead;
-3. the last tenth of the tokens, but no more than 10 million, from the start of a document on if one is near.
+3. the last tenth of the tokens, at most 10 million, starting at the next document if one begins nearby.
 
-**The tokenizer** is the one named, or that of the files' folder. Otherwise ids are their own text (`ids-N`),
+**The tokenizer** is the named one, or that of the files' folder. Otherwise ids are their own text (`ids-N`),
 with the vocabulary that the layout states; or GPT-2's, if the largest id is its end of text, 50256. Anything
-else is refused: a guess would be a silent wrong start.
+else is refused, because a wrong guess would go unnoticed.
 
 All files are read once, for their digest and their largest id (`token_statistics`).
 """
@@ -41,7 +41,7 @@ from narrowgauge.errors import UserError
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}
 _HELD_OUT_ONE_IN = 10
 _HELD_OUT_MOST = 10_000_000
-_NEAR = 1 << 20  # tokens in which a document's start is looked for
+_NEAR = 1 << 20  # tokens in which to look for the start of a document
 _GPT2_SIZE = 50257
 
 
@@ -56,10 +56,10 @@ class TokenSource:
 
 
 def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
-    """The files of a source to train on and those held out (none: the tail); None: it holds no tokens.
+    """The files of a source to train on and those held out (none: the tail); None if it holds no tokens.
 
     Raises:
-        UserError: a glob leads to tokens and to other files, or a file is damaged.
+        UserError: a glob matches token files and other files, or a file is damaged.
     """
     path = Path(source).expanduser()
     try:
@@ -87,12 +87,16 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
 def open_token_source(
     source: str, files: tuple[list[Path], list[Path]], tokenizer: str | None, report: Progress
 ) -> TokenSource:
-    """Open the token files of a source, which are the result of `token_files(source)`.
+    """Open the token files of a source.
 
-    Without a tokenizer it is the one that they come with.
+    Args:
+        source: The name of the source.
+        files: The result of `token_files(source)`.
+        tokenizer: Name of the tokenizer; None = the one that comes with the files.
+        report: Called as bytes are read.
 
     Raises:
-        UserError: the files are in several layouts, the vocabulary is unknown, an id is beyond it, or a mask
+        UserError: the files have several layouts, the vocabulary is unknown, an id exceeds it, or a mask
             leaves no targets.
     """
     train, val = ([open_file(path, str(layout_of(path))) for path in part] for part in files)
@@ -119,11 +123,7 @@ def open_token_source(
 
 
 def vocabulary_of_files(first: Path) -> int | None:
-    """The vocabulary size that the first token file of a source comes with; None if its ids decide it.
-
-    Raises:
-        UserError: the file is damaged, or the tokenizer beside it.
-    """
+    """The vocabulary size that comes with the first token file of a source; None if its ids decide it."""
     if tokenizer_files(first.parent):
         return load_tokenizer(first.parent).vocab_size
     stated = open_file(first, str(layout_of(first))).vocabulary
@@ -131,7 +131,7 @@ def vocabulary_of_files(first: Path) -> int | None:
 
 
 def _is_tokens(path: Path) -> bool:
-    """Whether it holds tokens; a bare layout is only a guess, and is not made for a text file's name."""
+    """Whether the file holds tokens; a bare layout is only a guess, so text files are excluded by name."""
     layout = layout_of(path)
     return layout is not None and not (layout == BARE and file_type(path) is not None)
 
@@ -142,21 +142,21 @@ def _data_of(path: Path) -> Path:
         if index.suffix == ".idx" and index.is_file():
             data = index.with_suffix(".bin")
             if not data.is_file():
-                raise unfit(index, f"there is no {data.name} beside it")
+                raise unfit(index, f"there is no {data.name} next to it")
             return data
     return path
 
 
 def _matches(pattern: str) -> list[Path]:
-    """The token files that a glob matches, in order; apart from text files, all of its files or none."""
+    """The token files that a glob matches, in order; apart from text files, either all match or none."""
     names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
     paths = [Path(n) for n in names if Path(n).is_file() and file_type(Path(n)) is None]
     paths = list(dict.fromkeys(map(_data_of, paths)))
     is_token = [_is_tokens(path) for path in paths]
     if any(is_token) and not all(is_token):
         raise UserError(
-            f"data source {pattern!r} leads to token files and to {paths[is_token.index(False)]}, which is "
-            "none; narrow the glob"
+            f"data source {pattern!r} leads to token files and to {paths[is_token.index(False)]}, which does "
+            "not hold tokens; narrow the glob"
         )
     return paths if any(is_token) else []
 
@@ -174,7 +174,7 @@ def _by_name(source: str, files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _held_out_name(source: str) -> str:
-    """The source with the word `train` of its last part replaced by `val`."""
+    """The source with the word `train` in its last part replaced by `val`."""
     head, slash, name = source.rpartition("/")
     return head + slash + re.sub(r"(?<![A-Za-z])train(?![A-Za-z])", "val", name, count=1)
 
@@ -187,7 +187,7 @@ def _tokenizer(
     if name is not None:
         if name.startswith("bpe-"):
             raise UserError(
-                f"data source {source!r} holds tokens, and tokenizer {name!r} would be learnt from text; "
+                f"data source {source!r} holds tokens, but tokenizer {name!r} would be trained on text; "
                 "name the tokenizer that they were made with, or leave data.tokenizer out"
             )
         tokenizer = make_tokenizer(name, [])
@@ -199,11 +199,11 @@ def _tokenizer(
         tokenizer = ids_tokenizer(_GPT2_SIZE, largest)
     else:
         raise UserError(
-            f"{file.path} ({file.layout}) does not say which tokenizer made it, and its largest id is "
-            f"{largest}; name one with --data.tokenizer FILE, or take the ids as they are with "
+            f"{file.path} ({file.layout}) does not state which tokenizer made it, and its largest id is "
+            f"{largest}; name one with --data.tokenizer FILE, or use the ids as they are with "
             f"--data.tokenizer ids-{largest + 2}"
         )
-    # Llama 3 ends a document with one id, and llm.c puts another between documents.
+    # Llama 3 ends a document with one id, and llm.c separates documents with another.
     of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
     return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))
 
@@ -230,12 +230,12 @@ def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> TokenStream:
 
 
 def _require_targets(source: str, part: str, stream: TokenStream) -> None:
-    """Refuse a mask that leaves no targets: the mean of no losses is undefined."""
+    """Refuse a mask that leaves no targets: the mean of an empty set of losses is undefined."""
     masks = (stream.ignored(start, min(start + _NEAR, len(stream))) for start in range(0, len(stream), _NEAR))
     if not any(mask is None or not mask.all() for mask in masks):
         raise UserError(
-            f"data source {source!r}: the mask of its {part} part marks every token as not to be learnt, so "
-            "there is nothing to train on; make the files again with the tokens to be learnt marked"
+            f"data source {source!r}: the mask of its {part} part excludes every token from the targets, so "
+            "there is nothing to train on; make the files again with the targets marked"
         )
 
 

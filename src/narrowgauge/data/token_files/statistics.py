@@ -1,9 +1,9 @@
 """Statistics of token files, computed once and cached.
 
-To compute its digest, and its smallest and largest id, all of a file is read. That is seconds for gigabytes,
-so the result is cached. An entry is valid as long as path, inode, size and both times of change are the same
-(rsync, tar and cp -p keep one of them), and is computed again in any doubt; a cache that cannot be written
-only costs time.
+The digest and the smallest and largest id require reading the whole file. That takes seconds for gigabytes,
+so the result is cached. An entry is valid while path, inode, size and both modification times are unchanged
+(rsync, tar and cp -p preserve only one of them), and is recomputed in any doubt. If the cache cannot be
+written, only time is lost.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _CHUNK = 1 << 22  # tokens read together
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """The sha256 of all files that belong together, and the range of their ids."""
+    """The sha256 of the files that belong together, and the range of their ids."""
 
     sha256: str
     smallest: int
@@ -31,7 +31,7 @@ class TokenStatistics:
 
 
 def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
-    """Statistics of the file, from the cache if it has them; `report` is called as bytes are read."""
+    """Statistics of the file, from the cache if possible; `report` is called as bytes are read."""
     entry = cache_directory() / "surveys" / f"{_name(file.files)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         known = TokenStatistics(**json.loads(entry.read_text(encoding="utf-8")))
@@ -42,7 +42,7 @@ def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
         chunk = np.asarray(file.tokens[start : start + _CHUNK])
         smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
         report(
-            f"look through {file.path.name}",
+            f"scan {file.path.name}",
             (start + len(chunk)) * chunk.itemsize,
             total * chunk.itemsize,
             "",

@@ -1,17 +1,17 @@
-"""Our token files, in llm.c's layout: llm.c and its descendants read our files, and we read theirs.
+"""Our token files, in llm.c's layout: llm.c and its descendants can read our files, and we can read theirs.
 
-All numbers are little-endian:
+All values are little-endian:
 
 | bytes       | content                                                                                 |
 |-------------|-----------------------------------------------------------------------------------------|
 | 0 to 1023   | 256 x int32: magic, version, token count, then zeros                                    |
 | 1024 to end | the tokens, one after another; before each document its end-of-document id              |
 
-Magic 20240520, version 1: uint16 tokens. Magic 20240801, version 7: uint32 tokens, where the vocabulary has
-more than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. That is checked whenever a file
-is opened, since a mapped file that was truncated silently reads as fewer tokens.
+Magic 20240520, version 1: uint16 tokens. Magic 20240801, version 7: uint32 tokens, for vocabularies of more
+than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. This is checked whenever a file is
+opened, because a truncated file would otherwise silently map as fewer tokens.
 
-llm.c's own loader takes the first kind only, and seeks with an int, so files for it stay below 2 GiB: its
+llm.c's own loader reads only the first kind and seeks with an int, so files for it must stay below 2 GiB. Its
 scripts cut a large corpus into *shards* of 100 million tokens, and so does `write_token_shards`.
 
 Source: `dev/data/data_common.py` and `llmc/dataloader.h` of github.com/karpathy/llm.c.
@@ -32,7 +32,7 @@ from narrowgauge.files import sha256_of, staged_file
 HEADER_BYTES = 1024
 MOST_TOKENS = 2**31 - 1  # the count is an int32
 SHARD_TOKENS = 100_000_000
-_CHUNK = 1 << 22  # tokens that are checked together
+_CHUNK = 1 << 22  # tokens checked at once
 
 _DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
     (LlmcMagic.TOKENS, 1): np.dtype("<u2"),
@@ -45,21 +45,21 @@ Fault = Callable[[Path, str], UserError]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Facts of a token file when it was written: its number of tokens, and the digest of the file."""
+    """Facts of a token file when it was written: its token count and its digest."""
 
     count: int
     sha256: str
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype of the layout that holds every id below `vocab_size`."""
+    """The narrowest dtype of the layout that can hold every id below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int) -> TokenFile:
     """Write the concatenated chunks of ids in [0, vocab_size); the file appears in full or not at all.
 
-    One chunk at a time is in memory; `vocab_size` decides the dtype.
+    One chunk at a time is in memory; `vocab_size` selects the dtype.
 
     Raises:
         UserError: there are more tokens than the layout can count.
@@ -73,7 +73,7 @@ def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int
             count += chunk.size
             if count > MOST_TOKENS:
                 raise UserError(
-                    f"{path} would hold more than {MOST_TOKENS} tokens, the most of one file; split it"
+                    f"{path} would hold more than {MOST_TOKENS} tokens, the limit for one file; split it"
                 )
         file.seek(0)
         file.write(_header(dtype, count))
@@ -87,9 +87,9 @@ def write_token_shards(
     vocab_size: int,
     shard_tokens: int = SHARD_TOKENS,
 ) -> list[Path]:
-    """Write STEM_000000.bin, STEM_000001.bin ... of `shard_tokens` each but the last, and return their paths.
+    """Write STEM_000000.bin, STEM_000001.bin ..., each with `shard_tokens` but the last; returns the paths.
 
-    Other arguments are those of `write_token_file`.
+    The other arguments are those of `write_token_file`.
     """
     assert 1 <= shard_tokens <= MOST_TOKENS
     source = (chunk for chunk in chunks if chunk.size)
@@ -112,12 +112,12 @@ def write_token_shards(
 
 
 def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault | None = None) -> Tokens:
-    """The tokens of `path`, mapped and read-only: uint16 or uint32 of shape (count,).
+    """The tokens of `path`, memory-mapped and read-only: uint16 or uint32 of shape (count,).
 
     Args:
         path: The file.
-        expected: The facts it was written with; None = unknown.
-        fault: Makes the error of a path and a reason; None = that for a file of ours.
+        expected: The facts recorded when it was written; None = unknown.
+        fault: Makes the error from a path and a reason; None = the error for one of our files.
 
     Raises:
         UserError: the file is not in this layout, its length does not agree with its header, or its count is
@@ -129,30 +129,26 @@ def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault 
     if size != right_size:
         raise fault(path, f"its header promises {count} tokens, so {right_size} bytes, and it has {size}")
     if expected is not None and count != expected.count:
-        raise fault(path, f"it holds {count} tokens and was written with {expected.count}")
+        raise fault(path, f"it holds {count} tokens, but {expected.count} were written")
     if count == 0:
         raise fault(path, "it holds no tokens")
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
 def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> None:
-    """Read all of `path` and compare it with the facts it was written with.
+    """Read all of `path` and compare it with the facts recorded when it was written.
 
     Raises:
-        UserError: as `open_token_file`; the digest is another one, or an id is beyond the vocabulary.
+        UserError: as `open_token_file`; the digest differs, or an id exceeds the vocabulary.
     """
     tokens = open_token_file(path, expected)
     check_ids(path, tokens, vocab_size)
     if sha256_of(path, follow_links=True) != expected.sha256:
-        raise damaged(path, "its sha256 is not the one it was written with")
+        raise damaged(path, "its sha256 has changed since it was written")
 
 
 def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault | None = None) -> None:
-    """Check that all ids are in [0, vocab_size).
-
-    Raises:
-        UserError: with the position of the first that is not.
-    """
+    """Check that all ids are in [0, vocab_size); the `UserError` gives the first position that is not."""
     for start in range(0, len(tokens), _CHUNK):
         chunk = np.asarray(tokens[start : start + _CHUNK])
         beyond = (chunk >= vocab_size) | (chunk < 0)
@@ -160,7 +156,7 @@ def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault | None =
             position = start + int(beyond.argmax())
             raise (fault or damaged)(
                 path,
-                f"token {position} has id {tokens[position]}, and the vocabulary ends at {vocab_size - 1}",
+                f"token {position} has id {tokens[position]}, but the vocabulary ends at {vocab_size - 1}",
             )
 
 
@@ -168,13 +164,13 @@ def damaged(path: Path, what: str) -> UserError:
     """The error for a prepared file that has changed since it was written, with the way out."""
     return UserError(
         f"{path} is damaged: {what}; delete the directory {path.parent} and prepare it again, "
-        "as the same line then does"
+        "by running the same command"
     )
 
 
 def unfit(path: Path, what: str) -> UserError:
-    """The error for a token file of another program that cannot be read, with the way out."""
-    return UserError(f"{path} cannot be read as tokens: {what}; bring the file again, or make it anew")
+    """The error for another program's token file that cannot be read, with the way out."""
+    return UserError(f"{path} cannot be read as tokens: {what}; copy the file again, or create it anew")
 
 
 def _header(dtype: np.dtype[Any], count: int) -> bytes:
@@ -192,11 +188,11 @@ def _read_header(path: Path, fault: Fault) -> tuple[np.dtype[Any], int]:
     except OSError as error:
         raise fault(path, f"it cannot be read ({error.strerror})") from None
     if len(raw) < HEADER_BYTES:
-        raise fault(path, f"it has {len(raw)} bytes, and the header alone has {HEADER_BYTES}")
+        raise fault(path, f"it has {len(raw)} bytes, but the header alone has {HEADER_BYTES}")
     magic, version, count = (int(value) for value in np.frombuffer(raw, "<i4", count=3))
     dtype = _DTYPES.get((magic, version))
     if dtype is None or count < 0:
         raise fault(
-            path, f"it does not begin as a token file (magic {magic}, version {version}, {count} tokens)"
+            path, f"it does not begin like a token file (magic {magic}, version {version}, {count} tokens)"
         )
     return dtype, count

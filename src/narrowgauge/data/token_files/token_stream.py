@@ -1,15 +1,15 @@
 """Streams of tokens, and the documents in them.
 
 A stream is the tokens of one file, of several files one after the other, or of a range of them. It is read by
-position and never held in memory: its arrays are mapped files.
+position and never held in memory: its arrays are memory-mapped files.
 
-A *document* begins at a position of the index (Megatron's), or, without one, at a boundary id: at the id
-itself if the layout puts it before a document (llm.c's, ours), at the token after it if it comes after
+A *document* begins at a position of the index (Megatron's) or, without an index, at a boundary id: at the id
+itself if the layout puts it before a document (llm.c's, ours), or at the next token if it comes after one
 (nanoGPT's, llmq's). A model may be trained with separate documents. Then a token attends to its own document
 only, and its position is counted from the start of that document. The positions define the attention mask:
 token i attends to exactly the last position(i) + 1 tokens.
 
-Some files have a mask of the tokens that are targets (llmq's). Other targets are IGNORED.
+Some files have a mask that selects which tokens are targets (llmq's). The others are IGNORED.
 """
 
 from bisect import bisect_right
@@ -55,14 +55,14 @@ class TokenStream:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        """The begin of each array, and the end of the last."""
+        """The start of each array, and the end of the last."""
         return [0, *accumulate(map(len, self.arrays))]
 
     def __len__(self) -> int:
         return (self._offsets[-1] if self.last is None else self.last) - self.first
 
     def __getitem__(self, part: slice) -> NDArray[np.integer[Any]]:
-        """The tokens at a range of positions, in an array of the dtype of the file."""
+        """The tokens in a range of positions, as an array of the file's dtype."""
         start, stop, _ = part.indices(len(self))
         return self._read(self.arrays, start, stop)
 
@@ -80,7 +80,7 @@ class TokenStream:
         return number_T - np.maximum.accumulate(begin_T)
 
     def ignored(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """A mask of the tokens that are not targets; None: all are."""
+        """A mask of the tokens that are not targets; None if all of them are."""
         return self._read(self.target_masks, start, stop) == 0 if self.target_masks else None
 
     def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
@@ -103,7 +103,7 @@ class TokenStream:
             yield self._without_boundaries(np.concatenate(parts))
 
     def next_start(self, start: int, within: int) -> int:
-        """The first position from `start` on at which a document begins; `start` itself if none is near."""
+        """The first position from `start` on where a document begins; `start` itself if none is nearby."""
         stop = min(start + within, len(self))
         position = self.positions(start, self[start:stop])
         begins = np.flatnonzero(position == 0)
@@ -146,18 +146,18 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Streams with the share of each in `sample_order.BLOCK` samples; one alone may have any share."""
+    """Streams, each with its share of `sample_order.BLOCK` samples; a single stream may have any share."""
 
     streams: tuple[TokenStream, ...]
     shares: tuple[int, ...]
 
     def __len__(self) -> int:
-        """The tokens of all streams."""
+        """The number of tokens in all streams."""
         return sum(map(len, self.streams))
 
 
 def as_mixture(tokens: "Mixture | TokenStream | Tokens") -> Mixture:
-    """The tokens as a mixture, which loaders read."""
+    """The tokens as a mixture, which is what loaders read."""
     if isinstance(tokens, Mixture):
         return tokens
     stream = tokens if isinstance(tokens, TokenStream) else TokenStream((tokens,))

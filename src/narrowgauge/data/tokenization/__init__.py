@@ -1,1 +1,1 @@
-"""How does text become ids?"""
+"""Tokenization: from text to ids and back."""

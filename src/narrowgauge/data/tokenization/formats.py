@@ -1,19 +1,19 @@
-"""The tokenizer files of other programs: three formats, recognised by the content of the file.
+"""Tokenizer files of other programs: three formats, recognised by the content of the file.
 
 | kind           | files                          | content                                                  |
 |----------------|--------------------------------|----------------------------------------------------------|
-| tokenizer.json | one                            | the whole tokenizer, as the library `tokenizers` has it  |
+| tokenizer.json | one                            | the whole tokenizer, in the format of `tokenizers`       |
 | GPT-2's        | vocab.json with merges.txt     | {token: id}; and a line `left right` for each merge      |
 |                | (encoder.json with vocab.bpe)  |                                                          |
 | tiktoken's     | tokenizer.model, NAME.tiktoken | a line `token-in-base64 rank` for each token             |
 
-In the first two a byte of a token is written as one printable character (`byte_characters`).
+The first two write each byte of a token as one printable character (`byte_characters`).
 
 **tiktoken's rule** for a piece of text: if it is a token, that is its id; otherwise start from its bytes and
-repeatedly join the two neighbours that together make the token of the lowest rank. A BPE does the same if its
-merges are all ways to make a token of two others, in the order of the token's rank, and if it looks for
-complete pieces first. How text is cut into pieces, and which ids are special, is not in the file; both belong
-to the encoding, which is recognised by its number of ranks:
+repeatedly join the two neighbours that form the token of the lowest rank. A BPE gives the same ids if its
+merges are all ways to form a token from two others, in the order of the token's rank, and if it looks up
+complete pieces first. The file does not state how text is cut into pieces and which ids are special. Both
+belong to the encoding, which is recognised by its number of ranks:
 
 | ranks   | encoding        | special tokens                              | end of a document           |
 |---------|-----------------|---------------------------------------------|-----------------------------|
@@ -48,7 +48,7 @@ _KINDS = "tokenizer.json, GPT-2's vocab.json with its merges.txt, or a tiktoken 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """The facts that a tiktoken file lacks: how text is cut into pieces, and the special tokens."""
+    """What a tiktoken file lacks: how text is cut into pieces, and the special tokens."""
 
     pattern: str
     special: dict[str, int]
@@ -89,12 +89,9 @@ _ENCODINGS = {
 
 
 def tokenizer_files(path: Path) -> tuple[Path, ...]:
-    """The files that make up the tokenizer at `path`, which is a file or a folder; () if there is none.
+    """The files that make up the tokenizer at `path`, a file or a folder; () if there is none.
 
-    Those of GPT-2's format are two, whichever of them is named.
-
-    Raises:
-        UserError: one of two files is missing.
+    GPT-2's format has two files, and either may be named; a `UserError` if the other is missing.
     """
     if path.is_dir():
         names = [TOKENIZER_FILE, *(pair[0] for pair in _PAIRS), "tokenizer.model"]
@@ -108,7 +105,7 @@ def tokenizer_files(path: Path) -> tuple[Path, ...]:
                 stem = path.name.removesuffix(ending)
                 if not path.with_name(stem + other).is_file():
                     raise UserError(
-                        f"{path} is half of a tokenizer: there is no {stem + other} beside it; bring it there"
+                        f"{path} is half of a tokenizer: there is no {stem + other} next to it; copy it there"
                     )
                 return path.with_name(stem + pair[0]), path.with_name(stem + pair[1])
     return (path,)
@@ -118,7 +115,7 @@ def read_library(path: Path) -> Library:
     """The tokenizer in the file or folder `path`, in any of the three formats.
 
     Raises:
-        UserError: it is missing, unreadable, or in none of them.
+        UserError: it is missing, unreadable, or in none of the formats.
     """
     try:
         files = tokenizer_files(path)
@@ -134,15 +131,15 @@ def read_library(path: Path) -> Library:
         if _RANK_LINE.fullmatch(first_line):
             return _tiktoken(contents[0])
         return Library.from_str(contents[0].decode("utf-8"))
-    except Exception as error:  # the library raises nothing narrower for a file that it cannot read
+    except Exception as error:  # the library has no narrower type for an unreadable file
         which = " with ".join(map(str, files))
         raise UserError(f"{which} is not a {_KINDS}: {error}; name one that is") from None
 
 
 def byte_characters() -> list[str]:
-    """The character for each byte in a byte-level vocabulary, by byte.
+    """The character for each byte in a byte-level vocabulary, indexed by byte.
 
-    Printable Latin-1 characters stand for themselves; the other 68 bytes take the characters from U+0100 on.
+    Printable Latin-1 characters stand for themselves; the other 68 bytes use the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -152,14 +149,14 @@ def byte_characters() -> list[str]:
 def _gpt2(vocabulary: bytes, merges: bytes) -> Library:
     ids: Any = json.loads(vocabulary)
     if not isinstance(ids, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in ids.values()):
-        raise ValueError("the vocabulary is no table of tokens and their ids")
+        raise ValueError("the vocabulary is not a table of tokens and their ids")
     pairs = []
     for number, line in enumerate(merges.decode("utf-8").split("\n"), 1):
         words = line.rstrip("\r").split(" ")
         if words == [""] or line.startswith("#version"):
             continue
         if len(words) != 2:
-            raise ValueError(f"line {number} of the merges is no pair of tokens")
+            raise ValueError(f"line {number} of the merges is not a pair of tokens")
         pairs.append((words[0], words[1]))
     library = Library(models.BPE(vocab=ids, merges=pairs))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -173,7 +170,7 @@ def _tiktoken(content: bytes) -> Library:
     if encoding is None:
         known = ", ".join(map(str, _ENCODINGS))
         raise ValueError(
-            f"it has {len(ranks)} ranks, and no encoding is known that has so many (known: {known}); "
+            f"it has {len(ranks)} ranks, which matches no known encoding (known: {known}); "
             "convert it to a tokenizer.json"
         )
     letters = byte_characters()
@@ -198,7 +195,7 @@ def _tiktoken(content: bytes) -> Library:
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
-    """Token and rank of each line; a `ValueError` names a line that is wrong."""
+    """The token and rank of each line; a `ValueError` gives the number of a malformed line."""
     ranks: dict[bytes, int] = {}
     seen = set[int]()
     for number, line in enumerate(content.splitlines(), 1):
@@ -210,7 +207,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
             word, rank = line.split()
             token = base64.b64decode(word, validate=True)
         except (ValueError, binascii.Error):
-            raise ValueError(f"line {number} is no base64 and rank") from None
+            raise ValueError(f"line {number} is not base64 and a rank") from None
         if token in ranks or int(rank) in seen:
             raise ValueError(f"line {number} repeats a token or a rank")
         ranks[token] = int(rank)

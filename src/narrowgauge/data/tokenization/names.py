@@ -1,4 +1,4 @@
-"""The names of tokenizers in `data.tokenizer`: `bytes`, `bpe-N`, `ids-N`, or the path of a file."""
+"""Names of tokenizers in `data.tokenizer`: `bytes`, `bpe-N`, `ids-N`, or the path of a file."""
 
 import hashlib
 import re
@@ -32,7 +32,7 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def tokenizer_identity(name: str) -> str:
-    """The name of a tokenizer that is made here, or the digest of its files: what decides the ids of a text.
+    """What determines the ids of a text: the name of a built-in tokenizer, or the digest of its files.
 
     Raises:
         UserError: the name is neither one of the above nor a file.
@@ -48,7 +48,7 @@ def _bpe_entries(name: str) -> int | None:
     entries = _entries("bpe", name)
     if entries and entries < 257:
         raise UserError(
-            f"tokenizer {name!r} is too small: 256 bytes and the end of a document make bpe-257 the least"
+            f"tokenizer {name!r} is too small: 256 bytes and the end of a document need at least bpe-257"
         )
     return entries
 
@@ -56,7 +56,7 @@ def _bpe_entries(name: str) -> int | None:
 def _entries(prefix: str, name: str) -> int | None:
     """N of `PREFIX-N`; None for another name."""
     match = re.fullmatch(prefix + r"-([1-9][0-9]*)", name)
-    if match and len(match[1]) > 7:  # the library allocates memory for N entries at once
+    if match and len(match[1]) > 7:  # the library allocates memory for all N entries at once
         raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {prefix}-9999999 entries")
     return int(match[1]) if match else None
 

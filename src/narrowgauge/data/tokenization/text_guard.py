@@ -1,13 +1,14 @@
-"""What a tokenizer may do to a text without a word, and how that is noticed.
+"""Guards against two ways in which a tokenizer can silently corrupt a text.
 
-**A control token from text.** `encode_special_tokens` keeps the library from looking for the names of special
-tokens in a text. A model that has such a name among its pieces (a Unigram, words, a BPE with merges that lead
-to it) makes the token all the same: of the `</s>` in an HTML page the end of a document. There the name is
-cut after its first character, and its two parts are encoded one after the other. A vocabulary of nothing but
-words (`ids-N`) has no parts: there a text may name the end of a document, and nobody does by chance.
+**A control token from text.** `encode_special_tokens` keeps the library from matching the names of special
+tokens in a text. A model that has such a name among its pieces (a Unigram model, a word list, a BPE with
+merges that lead to it) produces the token anyway: `</s>` in an HTML page would become the end of a document.
+In that case the name is cut after its first character, and its two parts are encoded one after the other. A
+vocabulary that consists of words (`ids-N`) cannot be cut; there, a text may name the end of a document, but
+not by accident.
 
-**A character without a token.** A BPE begins with the characters of a word (byte-level: with its bytes). What
-is not in its vocabulary becomes its `unk_token`, and without one it is left out. Such a text is refused.
+**A character without a token.** A BPE starts from the characters of a word (if byte-level: from its bytes). A
+character outside its vocabulary becomes its `unk_token` or, without one, is dropped. Such a text is refused.
 """
 
 import json
@@ -22,7 +23,7 @@ from narrowgauge.errors import UserError
 
 
 class TextGuard:
-    """The checks of one tokenizer; what they cost a text is little beside its encoding."""
+    """The checks of one tokenizer; they cost little compared with the encoding."""
 
     def __init__(self, library: Library) -> None:
         facts = json.loads(library.to_str())
@@ -39,7 +40,7 @@ class TextGuard:
             self._known = None
 
     def _characters(self, model: dict[str, Any]) -> set[str] | None:
-        """The characters that have a token; None: there is one for what has none."""
+        """The characters that have a token; None if unknown characters have one."""
         if model["type"] != "BPE" or model["unk_token"] is not None:
             return None
         vocabulary = model["vocab"]
@@ -57,12 +58,12 @@ class TextGuard:
         """The ids of a text without control tokens; `encode` encodes its parts.
 
         Raises:
-            UserError: a character of the text has no token, or its ids hold a control token all the same.
+            UserError: a character of the text has no token, or its ids contain a control token nevertheless.
         """
         if self._known is not None and (lost := next(self._lost(text), None)) is not None:
             raise UserError(
-                f"the tokenizer has no token for {lost!r} and none for what it does not know, so it would "
-                "leave it out of the text; add an unk_token or the 256 bytes to its model, or take another"
+                f"the tokenizer has no token for {lost!r} and none for unknown characters, so it would "
+                "leave it out of the text; add an unk_token or the 256 bytes to its model, or use another"
             )
         if self._control.isdisjoint(ids):
             return ids
@@ -76,7 +77,7 @@ class TextGuard:
         return parted
 
     def _lost(self, text: str) -> Iterator[str]:
-        """The characters of the text (byte-level: of a byte) that would be left out."""
+        """The characters of the text (byte-level: of a byte) that would be dropped."""
         assert self._known is not None
         normalizer, cutter = self._library.normalizer, self._library.pre_tokenizer
         text = normalizer.normalize_str(text) if normalizer else text
@@ -88,13 +89,13 @@ class TextGuard:
                 if not self._known.issuperset(letters[byte] for byte in c.encode("utf-8"))
             )
         strange = set(text) - self._known
-        if strange and cutter:  # it may drop or replace characters, white space most of all
+        if strange and cutter:  # it may drop or replace characters, in particular white space
             strange = {c for piece, _ in cutter.pre_tokenize_str(text) for c in piece} - self._known
         return iter(sorted(strange))
 
 
 def _unknown_id(model: dict[str, Any]) -> int | None:
-    """The id of what a model does not know, which stands for text."""
+    """The id of a model's unknown token, which stands for text."""
     if "unk_id" in model:
         return model["unk_id"]
     vocabulary: dict[str, int] = model["vocab"]

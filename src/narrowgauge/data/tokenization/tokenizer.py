@@ -1,19 +1,19 @@
-"""How does text become numbers, and numbers text?
+"""Tokenizers: from text to ids and back.
 
-Three tokenizers are made here, and any other is read from its files (`formats.py`):
+Three tokenizers are built in, and any other is read from its files (`formats.py`):
 
-- `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. It needs no training and knows every
-  text.
+- `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. It needs no training and can encode
+  any text.
 - `bpe-N`: byte-level byte pair encoding (Sennrich et al., arXiv 1508.07909; on bytes as in GPT-2). It starts
   from the 256 bytes and, N - 257 times, gives a new id to the pair of ids that is most frequent in the
-  training text. Id 0 ends a document. A text too small to hold that many pairs gives fewer ids.
+  training text. Id 0 ends a document. A text too small to contain that many pairs gives fewer ids.
 - `ids-N`: for tokens without their tokenizer. Text is the ids themselves, in decimal, each after a space, and
   the last of the N ends a document; `ids-50257` stands for GPT-2's.
 
 The first two decode to exactly the text they encoded. All are saved as a `tokenizer.json`, which other
-programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
+programs can read: `bytes` is a byte-level BPE without merges, and is recognised by that.
 
-The end of a document is one id that no text can produce: where a text happens to contain the characters
+The end of a document is an id that no text can produce: where a text happens to contain the characters
 `<|endoftext|>`, they are encoded like any other characters (`text_guard.py`).
 """
 
@@ -42,13 +42,13 @@ _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Text to ids and back.
+    """Converts text to ids and back.
 
     Attributes:
         library: The tokenizer of the `tokenizers` library.
         vocab_size: The highest id + 1.
         end_of_document: The id before every document.
-        is_bytes: Whether it is `bytes`.
+        is_bytes: Whether this is the `bytes` tokenizer.
     """
 
     library: Library
@@ -84,20 +84,20 @@ class Tokenizer:
     def _ids(self, text: str) -> list[int]:
         try:
             return list(self.library.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # the library raises nothing narrower for a word that it has no id for
+        except Exception as error:  # the library has no narrower type for a word without an id
             raise _cannot_encode(error) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; never raises.
 
-        Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary become nothing, and the end of a
-        document is written out as its name.
+        Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary are dropped, and the end of a
+        document is written as its name.
         """
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         return self.library.decode(known, skip_special_tokens=False)
 
     def decode_after(self, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-        """The text that `new_ids` add to that of `prompt_ids`.
+        """The text that `new_ids` add to the text of `prompt_ids`.
 
         A decoder may drop the blank before the first word of a text, so both are decoded together.
         """
@@ -110,11 +110,11 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """The hexadecimal sha256 of `to_json`: two tokenizers are equal if their digests are."""
+        """The hexadecimal sha256 of `to_json`; tokenizers are equal if their digests are."""
         return hashlib.sha256(self.to_json().encode("utf-8")).hexdigest()
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer.json at `path`, in full or not at all."""
+        """Write the tokenizer.json to `path`, in full or not at all."""
         write_whole(path, self.to_json())
 
 
@@ -124,7 +124,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
-    """A byte-level BPE of at most `entries` ids, learnt from `texts`; the same texts give the same ids."""
+    """Train a byte-level BPE of at most `entries` ids on `texts`; the same texts give the same ids."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -139,7 +139,7 @@ def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
 
 
 def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
-    """The tokenizer whose text is token ids in decimal, `"464 3290"`; see `ids-N` above."""
+    """The tokenizer whose text is token ids in decimal, as in `"464 3290"`; see `ids-N` above."""
     assert 0 <= end_of_document < vocab_size
     names = {str(i): i for i in range(vocab_size) if i != end_of_document}
     library = Library(models.WordLevel(vocab=names | {END_OF_DOCUMENT: end_of_document}))
@@ -149,10 +149,10 @@ def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in the file or folder `path`, in any format of `formats.py`.
+    """Load the tokenizer in the file or folder `path`, in any format of `formats.py`.
 
     Raises:
-        UserError: it is missing, is no tokenizer, or has no id for the end of a document.
+        UserError: it is missing, is not a tokenizer, or has no id for the end of a document.
     """
     library = read_library(path)
     # A file may contain settings for batches of padded sentences, which would change or drop tokens.
@@ -166,8 +166,8 @@ def parallel_tokenizing() -> Iterator[None]:
     """Tokenize on all cores inside the block, and keep the library from warning about later forks.
 
     The library warns at every later fork unless the variable TOKENIZERS_PARALLELISM is set. After the block
-    it is left at "false", with which a forked child tokenizes on one core and cannot deadlock. A value that
-    the user has set stays.
+    it stays at "false", with which a forked child tokenizes on one core and cannot deadlock. A value set by
+    the user is kept.
     """
     of_user = os.environ.get(_PARALLELISM)
     os.environ[_PARALLELISM] = of_user or "true"
@@ -204,7 +204,7 @@ def _bytes_library() -> Library:
 def _cannot_encode(error: Exception) -> UserError:
     return UserError(
         f"the tokenizer has no id for a word of the text ({error}); a run on token ids whose "
-        "tokenizer was not at hand takes ids as text, as in '464 3290'"
+        "tokenizer is unknown expects ids as text, as in '464 3290'"
     )
 
 
@@ -214,5 +214,5 @@ def _utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         raise UserError(
             f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character "
-            f"{error.start}, which UTF-8 cannot carry; remove it"
+            f"{error.start}, which UTF-8 cannot encode; remove it"
         ) from None

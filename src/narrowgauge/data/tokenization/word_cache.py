@@ -1,17 +1,17 @@
-"""Cache of encoded words: text is encoded faster than by the library, with the same ids.
+"""A cache of encoded words: encodes text faster than the library, to the same ids.
 
-No word is encoded twice. GPT-2's tokenizer, and every byte-level BPE like it, cuts a text into pieces by a
-pattern and encodes each piece separately:
+No word is encoded twice. GPT-2's tokenizer, like every byte-level BPE modelled on it, cuts a text into pieces
+by a pattern and encodes each piece separately:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-No piece has white space after another character, and no match depends on text before its beginning. So there
-is always a cut before a run of white space, and a text is a sequence of *words*: a run of white space and the
-run of other characters after it. The ids of a text are the concatenated ids of its words. Those of a word are
-looked up, and computed by the library only when the word is new. Half of English is a few hundred words.
+No piece has white space after another character, and no match depends on text before its start. There is thus
+always a cut before a run of white space, and a text is a sequence of *words*: a run of white space and the
+run of other characters after it. The ids of a text are the concatenated ids of its words. The ids of a word
+are looked up, and the library computes them only for a new word. Half of English is a few hundred words.
 
-The pattern and what counts as white space in it: `pre_tokenizers/byte_level.rs` of
-github.com/huggingface/tokenizers, and Unicode's property White_Space, which Oniguruma's `\\s` is.
+The pattern and its definition of white space: `pre_tokenizers/byte_level.rs` of
+github.com/huggingface/tokenizers, and Unicode's property White_Space, which Oniguruma's `\\s` matches.
 """
 
 import json
@@ -34,7 +34,7 @@ Encode = Callable[[str], NDArray[np.unsignedinteger[Any]]]
 
 
 def word_encoder(tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Encode | None:
-    """`tokenizer.encode` into an array of `dtype`, word by word; None if its words depend on each other."""
+    """`tokenizer.encode` into an array of `dtype`, word by word; None if words depend on each other."""
     if not _cuts_before_white_space(tokenizer):
         return None
     cache = _WordCache(tokenizer)
@@ -61,7 +61,7 @@ class _WordCache(dict[str, tuple[int, ...]]):
 
 
 def _cuts_before_white_space(tokenizer: Tokenizer) -> bool:
-    """Whether it is a byte-level BPE with GPT-2's pattern, and no part of it looks across its pieces."""
+    """Whether it is a byte-level BPE with GPT-2's pattern, none of whose parts looks across pieces."""
     facts = json.loads(tokenizer.library.to_str())
     cut, model = facts["pre_tokenizer"] or {}, facts["model"]
     return (

@@ -1,1 +1,1 @@
-"""How does a MediaWiki dump become prose?"""
+"""Converts a MediaWiki dump to plain text."""

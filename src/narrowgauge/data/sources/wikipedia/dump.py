@@ -1,10 +1,10 @@
-"""A MediaWiki dump (`pages-articles.xml.bz2`): its articles, in prose.
+"""The articles of a MediaWiki dump (`pages-articles.xml.bz2`), as plain text.
 
-The reader looks for the ends of pages and nothing else; the dump is decompressed while it is read, never to
-the disk. A worker parses each page separately with expat, so one broken page costs one page, and keeps
-articles: namespace 0, no redirect, wikitext. The text of a document is the title, a blank line, and the prose
-that `wikitext` makes of the article. Schema: https://www.mediawiki.org/xml/export-0.11.xsd (older ones differ
-in nothing that is read here).
+The reader looks only for the ends of pages; the dump is decompressed while it is read, never to disk. A
+worker parses each page separately with expat, so a broken page affects no other, and keeps articles: pages of
+namespace 0 that are not redirects. The text of a document is the title, a blank line, and the plain text that
+`wikitext` makes of the article. Schema: https://www.mediawiki.org/xml/export-0.11.xsd (older versions do not
+differ in anything that is read here).
 """
 
 import codecs
@@ -36,7 +36,7 @@ class Pages:
     dropped: frozenset[str]
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document for each article; other pages are left out."""
+        """A document for each article; other pages are skipped."""
         at, line = 0, self.first_line
         for page in self.data.split(_END)[:-1]:
             begin = _PAGE.search(page)
@@ -78,7 +78,7 @@ def chunks(file: Input) -> Iterator[Chunk]:
         for number, portion in enumerate(cut(stream, _END, _utf8(stream))):
             line = portion.first_line
             if portion.data is None:
-                reason = f"begins a page of more than {MOST_BYTES >> 20} MiB, the most of one document"
+                reason = f"begins a page of more than {MOST_BYTES >> 20} MiB, the limit for one document"
                 yield Refusal(Rejected(f"{file.path}:{line}", reason), portion.size)
                 continue
             if number == 0:
@@ -87,15 +87,17 @@ def chunks(file: Input) -> Iterator[Chunk]:
             line += portion.data.count(b"\n")
             yield Pages(str(file.path), portion.data, portion.first_line, portion.size, dropped)
         if not ended:
-            raise TruncatedError("ends before </mediawiki> does, so it is cut short")
+            raise TruncatedError("ends before </mediawiki>, so it is truncated")
     except TruncatedError as damage:
         yield Refusal(Rejected(f"{file.path}:{line}", str(damage)))
     except UnicodeDecodeError as error:
-        yield Refusal(Rejected(f"{file.path}:{line}", f"is followed by what is not UTF-16 ({error.reason})"))
+        yield Refusal(
+            Rejected(f"{file.path}:{line}", f"is followed by bytes that are not UTF-16 ({error.reason})")
+        )
 
 
 def _namespaces(path: Path, first: Portion) -> frozenset[str]:
-    """The namespaces of files and categories in this dump; a file that is no dump is refused."""
+    """The names of the file and category namespaces in this dump; an error if the file is not a dump."""
     assert first.data is not None
     head = first.data[: begin.start() if (begin := _PAGE.search(first.data)) else 4096]
     if b"<mediawiki" not in head:
@@ -105,7 +107,7 @@ def _namespaces(path: Path, first: Portion) -> frozenset[str]:
 
 
 def _utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same in UTF-8: a dump that went through some Windows tools is UTF-16 with a byte order mark."""
+    """The dump as UTF-8: some Windows tools convert dumps to UTF-16 with a byte order mark."""
     remaining = iter(blocks)
     first = next(remaining, b"")
     if not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

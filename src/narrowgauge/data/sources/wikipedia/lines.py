@@ -1,4 +1,4 @@
-"""The lines of a page without its brackets: headings, lists, emphasis, entities, holes of templates."""
+"""The lines of a page without brackets: headings, lists, emphasis, entities, gaps left by templates."""
 
 import html
 import re
@@ -11,7 +11,7 @@ _MAGIC = re.compile(r"__([^\W\d_]+(?:_[^\W\d_]+)*)__")
 _BLANKS = re.compile(r"[ \t\xa0]+")
 _LITERAL = re.compile("\x01([0-9]+)\x01")
 
-# The traces of a template: empty brackets, separators and blanks next to the hole.
+# The traces of a template: empty brackets, separators and blanks around the gap.
 _EMPTY = re.compile(r"\([ ,;:\x00\u2013-]*+\)")
 _HOLE_FIRST = re.compile(r"\([ ,;:]*+\x00[ ,;:\x00]*+")
 _HOLE_LAST = re.compile(r"(?<![ ,;:\x00])[ ,;:\x00]++\)")
@@ -35,13 +35,13 @@ def tidy(text: str, literals: list[str]) -> str:
 
 
 def _quotes(match: re.Match[str]) -> str:
-    """Two, three and five quotes are italics, bold and both; the rest are apostrophes."""
+    """Two, three and five quotes mean italics, bold and both; other numbers are apostrophes."""
     count = len(match[0])
     return "'" if count == 4 else "'" * max(count - 5, 0)
 
 
 def _fill(text: str) -> str:
-    """Close the holes; each pattern consumes a run of blanks once, so that many in a row are cheap."""
+    """Close the gaps; each pattern consumes a run of blanks once, so long runs are cheap."""
     for pattern, instead in ((_EMPTY, "\x00"), (_HOLE_FIRST, "("), (_HOLE_LAST, ")"), (_HOLE_BEFORE, "")):
         text = _sub_at_holes(pattern, instead, text)
     return _HOLE.sub(lambda match: " " if " " in match[0] else "", text)
@@ -76,9 +76,9 @@ def _lines(text: str) -> list[str]:
 
 
 def _without_bullet(line: str) -> str:
-    """The line without its bullet; empty for a row of a table or for a line without letters and digits."""
+    """The line without its bullet; empty for a table row or a line without letters and digits."""
     if line.startswith(("*", "#", ":", ";", "----")):
         line = line.lstrip("*#:;-").lstrip(" ")
-    elif line.startswith("|"):  # of a table or template that was never closed
+    elif line.startswith("|"):  # from a table or template that was never closed
         return ""
     return line if "\x01" in line or any(map(str.isalnum, line)) else ""

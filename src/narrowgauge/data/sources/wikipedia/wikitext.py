@@ -1,16 +1,16 @@
-"""How does wikitext become prose?
+"""Converts wikitext to plain text.
 
-In one pass over its brackets and one over its lines, so that time grows with the length of the text and not
+It makes one pass over the brackets and one over the lines, so time grows with the length of the text and not
 with its nesting:
 
 1. *Brackets.* Templates `{{..}}`, links `[[..]]`, tables `{|..|}` and HTML tables nest in each other. Each
-   opening pushes a new list of pieces on a stack. Its end pops the list and appends the rest of it to the
-   outer one: the text of a link, and nothing of a template, table, file or category. Comments, and tags
-   whose content is no wikitext (`<ref>`, `<math>`, `<nowiki>`), are skipped from beginning to end at once.
+   opening pushes a new list of pieces on a stack. Its end pops the list and appends what remains to the outer
+   one: the text of a link, and nothing of a template, table, file or category. Comments, and tags whose
+   content is not wikitext (`<ref>`, `<math>`, `<nowiki>`), are skipped from start to end at once.
 2. *Lines.* Headings lose their signs, list items their bullets; a heading with nothing below it is dropped.
 
-A bracket that is not closed is treated as if it had not been opened, as MediaWiki does, and is dropped.
-Syntax: https://www.mediawiki.org/wiki/Help:Formatting and the pages it leads to.
+A bracket that is not closed is treated as if it had not been opened, as in MediaWiki, and is dropped.
+Syntax: https://www.mediawiki.org/wiki/Help:Formatting and the pages it links to.
 """
 
 import html
@@ -18,12 +18,12 @@ import re
 
 from narrowgauge.data.sources.wikipedia.lines import tidy
 
-# The namespaces of files and categories in English; a dump lists those of its own language.
+# The English names of the file and category namespaces; a dump lists the names in its language.
 DROPPED_NAMESPACES = frozenset(["file", "image", "media", "category"])
 
-HOLE = "\x00"  # where a template was: blanks and brackets around it may have to go
+HOLE = "\x00"  # where a template was: blanks and brackets around it may have to be removed
 KEPT = "\x01"  # around the number of a literal text
-_MOST_LINKS = 16  # nesting depth: a deeper bracket is no link
+_MOST_LINKS = 16  # nesting depth: a deeper bracket is not a link
 
 _TOKEN = re.compile(
     r"\{\{+|\}\}+|\[\[|\]\]|^[ \t:*#]*+\{\|(?!\})|^[ \t]*+\|\}(?!\})|<!--"
@@ -41,8 +41,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Tags that are dropped with their content; those whose content is literal text; those that begin a new line;
-# and those that are only removed.
+# Tags that are dropped with their content; tags whose content is literal text; tags that begin a new line;
+# and tags that are removed without their content.
 _DROPPED = _names(
     "ref math chem ce gallery timeline syntaxhighlight source score imagemap graph mapframe maplink hiero "
     "templatestyles templatedata inputbox categorytree includeonly style script references indicator"
@@ -56,9 +56,9 @@ _BARE = _names(
 
 
 def prose(text: str, dropped: frozenset[str] = DROPPED_NAMESPACES) -> str:
-    """The prose of a page: paragraphs, headings and list items, without any markup.
+    """The plain text of a page: paragraphs, headings and list items, without markup.
 
-    Links into the namespaces `dropped` (lower case) are left out with their text.
+    Links into the namespaces `dropped` (lower case) are removed with their text.
     """
     if HOLE in text or KEPT in text:
         text = text.replace(HOLE, "").replace(KEPT, "")
@@ -113,7 +113,7 @@ class _Scan:
         self.out = []
 
     def _close(self, bracket: str) -> bool:
-        """Drop the innermost `bracket` with all that is open in it; return whether there is one."""
+        """Drop the innermost `bracket` with everything open inside it; returns whether there is one."""
         if not self.open[bracket]:
             return False
         while True:
@@ -136,7 +136,7 @@ class _Scan:
         self.out.append(_link(inside, self.dropped))
 
     def _tag(self, match: re.Match[str], at: int) -> int:
-        """Append what a tag leaves behind, and return the position after it."""
+        """Append what a tag leaves behind; returns the position after it."""
         name, closing, alone = match["tag"].lower(), bool(match["close"]), match[0].endswith("/>")
         if name == "table":
             if closing:
@@ -166,7 +166,7 @@ _ENDS: dict[str, re.Pattern[str]] = {
 
 
 def _end_of(name: str, text: str, at: int) -> re.Match[str] | None:
-    """The end tag, unless the same tag opens before it: then this one was never closed."""
+    """The end tag, unless the same tag opens again before it: then this one was never closed."""
     match = _ENDS[name].search(text, at)
     return match if match and match["end"] else None
 
