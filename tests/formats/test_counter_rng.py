@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from narrowgauge.formats import random_stream
+from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.formats.counter_rng import RandomStream
 
 
@@ -68,3 +68,24 @@ def test_bits_are_those_of_the_formula_in_whole_numbers(offset):
         key = random_stream(seed, 3, 2).key
         expected = [_bits(key.tolist(), place) for place in range(offset, offset + 64)]
         assert [bits % 2**32 for bits in RandomStream(key, offset).bits((64,)).tolist()] == expected
+
+
+def _split_mix(z: int) -> int:
+    """SplitMix64's finalizer, in Python's integers."""
+    z = (z + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+@pytest.mark.parametrize(("seed", "step", "tensor"), [(0, 0, 0), (7, 3, 2), (-1, 2**33, 2**34 + 5)])
+def test_stream_key_mixes_the_seed_then_the_step_then_the_tensor(seed, step, tensor):
+    key = _split_mix(_split_mix(_split_mix(seed % 2**64) ^ step) ^ tensor)
+    low, high = stream_key(seed, step, tensor)
+    assert (low % 2**32, high % 2**32) == (key % 2**32, key >> 32)
+
+
+@pytest.mark.parametrize("offset", [3, torch.tensor(3)])
+def test_from_element_counts_from_the_first_element_of_the_stream(offset):
+    stream = RandomStream(random_stream(7, 3, 2).key, offset)
+    assert torch.equal(stream.from_element(5).bits((64,)), stream.bits((69,))[5:])

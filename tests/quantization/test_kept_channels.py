@@ -7,7 +7,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, random_stream
-from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
+from narrowgauge.quantization import QuantContext, emulate, kept_count, make_cast, quantize_in_context
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.quantization.oracle import reference_quantize
 from narrowgauge.recipes import parse_recipe
@@ -53,6 +53,11 @@ def test_the_given_channels_are_kept_whatever_their_norms():
     q = quantize_in_context(x, c, -1, QuantContext(channels=given))
     hand = reference_quantize(x.numpy(), c, channels=(1, 8))
     np.testing.assert_array_equal(q.dequantize().numpy(), hand.dequantize().astype(np.float32))
+
+
+def test_their_number_is_the_share_rounded_and_at_least_one():
+    counts = [kept_count(share, 20) for share in (0.01, 0.12, 0.13, 0.5)]
+    assert counts == [1, 2, 3, 10]
 
 
 def test_the_rest_is_rounded_as_if_the_outliers_were_not_there():

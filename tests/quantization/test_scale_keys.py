@@ -7,7 +7,9 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
+from narrowgauge.formats import format
 from narrowgauge.quantization import QuantContext, QuantizedState, emulate, make_cast, quantize_in_context
+from narrowgauge.quantization.scales import FLOAT_MAX, e8m0_code
 from quantization.by_hand import SMALL, assert_as_by_hand, inputs
 
 E5M3 = {"element": "e2m1", "block": 16, "scale": "e5m3", "tensor_scale": "tensor"}
@@ -66,6 +68,21 @@ def test_rounded_scales_take_the_bits_of_their_stream(name, axis):
         assert_as_by_hand(inputs(SMALL)[kind], make_cast(RANDOM[name]), axis, key=7)
 
 
+def test_zero_scale_smallest_keeps_a_block_whose_scale_rounds_to_zero():
+    table = {"element": "e2m1", "block": 16, "scale": "e5m3"}
+    x = torch.full((1, 16), 2.0**-18)  # its scale would be 2^-18 / 6, less than half of e5m3's smallest
+    q = ng.quantize(x, table | {"zero_scale": "smallest"})
+    assert (q.scales.item(), q.dequantize().unique().item()) == (2.0**-17, 2.0**-18)
+    assert not ng.quantize(x, table | {"zero_scale": "zero"}).dequantize().any()
+
+
+def test_tensor_scale_undoes_an_encoding_scale_that_is_cut_to_the_largest_float():
+    x = torch.full((1, 16), 2.0**-126)
+    q = ng.quantize(x, "nvfp4")
+    assert 448 * 6 / x[0, 0].item() > FLOAT_MAX
+    assert q.tensor_scale.item() == (1 / torch.tensor(FLOAT_MAX)).item()
+
+
 def test_scales_that_are_rounded_at_random_are_unbiased():
     x = torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).expand(4000, 16)
     table = {"element": "e2m1", "block": 16, "scale": "e4m3", "scale_rounding": "stochastic"}
@@ -86,6 +103,11 @@ def test_the_emulated_operand_is_the_stored_numbers(name, axis):
         assert torch.equal(
             operand.float() * (1.0 if scale is None else scale), ng.quantize(x, c, axis).dequantize()
         )
+
+
+def test_rceil_meets_the_smallest_scale_exactly():
+    amax = torch.tensor([6 * 2.0**-127, 6 * 2.0**-127 * (1 + 2.0**-20), 12 * 2.0**-127])
+    assert e8m0_code(amax, format("e2m1"), "rceil").tolist() == [0, 1, 1]
 
 
 def test_a_broken_row_breaks_no_other():
