@@ -63,7 +63,7 @@ LINES = {
     "sample: no such run": (["sample", "{dir}/none", "--prompt", "x"], ["{dir}/none", "no run directory"]),
     "sample: a file": (
         ["sample", "{dir}/good.toml", "--prompt", "x"],
-        ["{dir}/good.toml", "is no model file"],
+        ["{dir}/good.toml", "is not a model file"],
     ),
     "sample: length": (["sample", "{run}", "--prompt", "x", "--tokens", "-1"], ["= -1"]),
     "sample: temperature": (["sample", "{run}", "--prompt", "x", "--temperature", "nan"], ["= nan"]),

@@ -1,9 +1,9 @@
-"""How is a run kept? Checkpoints that are published in full or not at all.
+"""Checkpoints, which are published in full or not at all.
 
-`store` is a run's own format. Read `save` for what is inside and how several processes write it, `commit`
-for how it becomes visible, `manifest` for the check, `restore` for reading it back on any number of
-processes, `async_save` for saves in the background, `lock` for one run at a time. `narrowgauge.files` has the
-three facts about disks that all of it follows from. `interop` reads and writes the models of other programs.
+`store` is a run's own format. Read `save` for its content and how several processes write it, `commit` for
+how it becomes visible, `manifest` for verification, `restore` for reading it back on any number of processes,
+`async_save` for saves in the background, and `lock` for one run at a time. `narrowgauge.files` states the
+three facts about disks on which all of it rests. `interop` reads and writes the models of other programs.
 """
 
 from typing import TYPE_CHECKING

@@ -149,8 +149,8 @@ def test_several_casts_are_several_groups(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("bf16", {}, "multiplies with no narrow weights"),
-        ("quartet", {}, r"hadamard = 32, .*, for which compressed-tensors has no name"),
+        ("bf16", {}, "does not quantize weights"),
+        ("quartet", {}, r"hadamard = 32, .*, which compressed-tensors cannot express"),
         ("mxint8", {}, 'element = "int8"'),
         ("fp4", {}, "'fp4-row'"),
         ("fp8-block", {"dim": 192, "heads": 3, "kv_heads": 1}, "cut through its blocks of 128 rows"),

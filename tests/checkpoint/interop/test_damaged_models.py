@@ -186,7 +186,7 @@ def test_weights_that_are_not_finite(folder, value):
 def test_what_is_nothing(tmp_path, folder):
     (tmp_path / "train.bin").write_bytes(bytes(100))  # of tokens: no pickle, and not called one
     refused(tmp_path / "nowhere", "does not exist")
-    refused(tmp_path, "is no model")
+    refused(tmp_path, "is not a model")
     (folder / "model.safetensors").unlink()
     refused(folder, "neither model.safetensors nor")
     (folder / "config.json").write_text("[1]")
@@ -197,5 +197,5 @@ def test_weights_that_a_dtype_cannot_hold_are_not_written(tmp_path, model):
     """Half precision ends at 65504: they became infinite in the exported file."""
     weights = dict(model.state_dict())
     weights["norm.weight"] = torch.full((64,), 1e5)
-    with pytest.raises(UserError, match=r"'model\.norm\.weight' has numbers that torch\.float16 cannot hold"):
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' has values that torch\.float16 cannot hold"):
         write_folder(tmp_path, model.config, weights, None, torch.float16)

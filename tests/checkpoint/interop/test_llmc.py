@@ -89,7 +89,7 @@ def header_with(at, value):
         (lambda data: data[:-1], ["bytes, where its header asks for"]),
         (lambda data: data + b"\0", ["bytes, where its header asks for"]),
         (lambda data: data[:500], ["where the header alone has 1024"]),
-        (lambda data: b"", ["is no model file"]),
+        (lambda data: b"", ["is not a model file"]),
         (lambda data: b"PK\x03\x04" + data, ["a pickle", "save it as safetensors"]),
         (header_with(0, 20240520), ["it is tokens"]),
         (header_with(0, 20240803), ["Llama 3 model", "Hugging Face"]),

@@ -65,7 +65,7 @@ def test_damage_is_refused(tmp_path):
         (text.replace("layers = 2", "layers = 3"), r"no tensor 'decoder\.layers\.2"),
         (
             text.replace("\nheads = 4", "\nheads = 8").replace("head_dim = 16", "head_dim = 8"),
-            "has the shape",
+            "has shape",
         ),
     ]:
         settings.write_text(change)

@@ -148,5 +148,5 @@ def test_weights_of_a_rotated_model_are_refused_unless_the_rotation_is_in_them(t
         (tmp_path / "config.json").write_text(json.dumps(config))
         if location == "weight_input":
             read_external_model(tmp_path)
-    with pytest.raises(UserError, match="transform_config turns what is computed at 'input'"):
+    with pytest.raises(UserError, match="transform_config rotates what is computed at 'input'"):
         read_external_model(tmp_path)

@@ -68,7 +68,7 @@ def test_damaged_files_are_named_and_the_older_step_is_used(two, name, damage):
         path.mkdir()
     size_differs = damage in ("cut", "empty", "grown") and name != "manifest.json"
     assert_falls_back(
-        two, str(path), *([f"bytes, and its manifest says {len(data)}"] if size_differs else [])
+        two, str(path), *([f"bytes, but its manifest lists {len(data)}"] if size_differs else [])
     )
 
 
@@ -95,7 +95,7 @@ def test_a_linked_or_renamed_directory_is_refused(two):
 
 
 def test_another_run_is_refused_by_name(two):
-    with pytest.raises(UserError, match=r"is of run 'run', and this run is 'other'.*step 0 unasked"):
+    with pytest.raises(UserError, match=r"is of run 'run', but this run is 'other'.*step 0 unasked"):
         newest_valid(two, "other")
     assert newest_valid(two, None)[0] == two / "step-2"
 

@@ -179,7 +179,7 @@ def test_a_slice_that_nobody_holds_is_refused(start, on_ranks):
 @pytest.mark.parametrize(
     ("group", "name", "kind", "words"),
     [
-        ("model", "columns.torch.bfloat16", "drop", "nothing here takes its 'columns.torch.bfloat16'"),
+        ("model", "columns.torch.bfloat16", "drop", "nothing here uses its 'columns.torch.bfloat16'"),
         ("model", "more", "add", "it has no 'more' of 'model'"),
         (
             "model",

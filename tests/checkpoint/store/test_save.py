@@ -352,7 +352,7 @@ def test_a_forged_index_is_refused(tmp_path, index):
     files = {"model.safetensors": safetensors({"a": ENTRY}, b"1234"), "state.json": b"{}"}
     path = forge(tmp_path, files | {"index.json": json.dumps(index).encode()})
     start = time.perf_counter()
-    with pytest.raises(DamagedError, match=r"index.json is no index that can be trusted"):
+    with pytest.raises(DamagedError, match=r"index.json is not an index that can be trusted"):
         load(path)
     assert time.perf_counter() - start < 1
 

@@ -114,7 +114,7 @@ OTHERS = {
     "llm.c": (
         lambda config: write_llmc("model.bin", config, {}, torch.float32),
         GELU | {"qkv_bias": True},
-        "llm.c's model files hold GPT-2 only, which has experts = 0, and this model has not; use --to hf",
+        "llm.c's model files hold GPT-2 only, which has experts = 0, unlike this model; use --to hf",
     ),
     "megatron": (
         lambda config: write_megatron("model", config, {}, torch.float32, 2**20),

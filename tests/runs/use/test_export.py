@@ -187,7 +187,7 @@ def test_blocks_of_two_elements_and_kept_channels_have_no_name_in_compressed_ten
 ):
     (tmp_path / "mine.toml").write_text(f'name = "mine"\ncompute = "bf16"\n{places}\n')
     path = train(changes={"recipe.name": str(tmp_path / "mine.toml"), "training.steps": 2})
-    with pytest.raises(UserError, match=rf"{key}.*has no name; use --to hf"):
+    with pytest.raises(UserError, match=rf"{key}.*cannot express; use --to hf"):
         export_run(path, "compressed-tensors", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     export_run(path, "hf", tmp_path / "out")

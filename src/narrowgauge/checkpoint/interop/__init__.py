@@ -1,1 +1,1 @@
-"""How do models of other programs look on disk?"""
+"""Models of other programs, in and out."""

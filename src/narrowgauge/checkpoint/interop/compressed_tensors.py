@@ -1,6 +1,6 @@
-"""The narrow weights themselves, in the `compressed-tensors` layout that vLLM reads.
+"""Writes quantized weights in the `compressed-tensors` layout that vLLM reads.
 
-A Hugging Face folder whose `config.json` has a `quantization_config`, and for each narrow linear layer
+A Hugging Face folder whose `config.json` has a `quantization_config`, and for each quantized linear layer
 LAYER:
 
     scheme                 format                   tensors of LAYER                          w =
@@ -17,14 +17,14 @@ LAYER:
 Bytes: two FP4 codes, the even column low; four FP6 codes in three bytes, little-endian. (Source:
 vllm-project/compressed-tensors 0.20, `compressors/` and `quantization/quant_scheme.py`.)
 
-The values are exactly those that the forward matmul multiplies in the checkpoint's step: the fused weight is
-quantized as the layer does it, then cut into q, k and v or gate and up. A square block of NVFP4 becomes equal
-scales of its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) change no layout. All
-other keys have to be those of a cast in the table, so a key that is new in casts is refused.
+The values are exactly those of the forward matmul in the checkpoint's step: the fused weight is quantized as
+the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 becomes equal scales of
+its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) do not affect the layout. All
+other keys must match a cast in the table, so a key that is new in casts is refused.
 
-Activations are scaled on the fly, a token at a time, which for a recipe with one scale a tensor is finer than
-what training did. Where this layout has no name for the cast of fprop.x, or would have to measure a scale,
-they stay wide. Layers that the recipe keeps wide are listed under `ignore`.
+Activations are scaled dynamically, a token at a time; for a recipe with one scale per tensor this is finer
+than in training. Where this layout cannot express the cast of fprop.x, or would need a measured scale,
+activations are not quantized. Layers that the recipe does not quantize are listed under `ignore`.
 """
 
 from collections.abc import Mapping
@@ -49,21 +49,21 @@ from narrowgauge.toml_text import toml_value
 Parts = Mapping[str, torch.Tensor]  # the tensors of a layer, by the last component of their names
 
 
-#: Keys of a cast on which it depends which codes and scales are stored, and not which values they stand for.
+#: Keys of a cast that determine which codes and scales are stored, but not the values they represent.
 CHOOSES_CODES = (
     *("scale_rule", "scale_target", "scale_rounding", "zero_scale", "headroom", "power_of_two", "correct"),
     *("rounding", "random_bits", "candidates", "choose", "history", "history_algorithm", "margin", "refresh"),
-    *("outliers", "estimator_k", "estimator_cap"),  # of outliers, what is cut off; a slope is for backward
+    *("outliers", "estimator_k", "estimator_cap"),  # outliers change the codes; a slope is for backward
 )
 
 
 @dataclass(frozen=True)
 class CompressionScheme:
-    """The name of a layer's casts there, and their description."""
+    """The layout's name for the casts of a layer, and their description."""
 
     format: str
     weights: Mapping[str, Any]
-    inputs: Mapping[str, Any] | None = None  # None: they stay wide
+    inputs: Mapping[str, Any] | None = None  # None: not quantized
 
 
 _FLOAT = {"type": "float", "symmetric": True}
@@ -106,7 +106,7 @@ _INPUTS = {
     "fp8-row": _TOKEN,
     "fp8-1x128": {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
     "mxfp8": _mx_group(8, dynamic=True),
-    "mxfp6-e2m3": _mx_group(8, dynamic=True),  # there are none of 6 bits
+    "mxfp6-e2m3": _mx_group(8, dynamic=True),  # the layout has no 6-bit activations
     "mxfp4": _mx_group(4, dynamic=True),
 }
 
@@ -120,11 +120,12 @@ def write_compressed(
     shard_bytes: int,
     special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """Fill an empty folder with a model under its recipe; what the recipe keeps wide is in `dtype`.
+    """Fill an empty folder with a model under its recipe; layers that are not quantized are stored in
+    `dtype`.
 
     Raises:
-        UserError: The recipe has no narrow weights, or casts that the layout has no name for, or the model is
-            GPT-2, whose linear layers it does not know.
+        UserError: The recipe quantizes no weights, or uses casts that the layout cannot express, or the model
+            is GPT-2, whose linear layers it does not know.
     """
     if family_of(model.config) == "gpt2":
         raise UserError(
@@ -132,11 +133,11 @@ def write_compressed(
         )
     narrow = narrow_layers(model)
     if not narrow:
-        raise UserError("this run's recipe multiplies with no narrow weights; use --to hf")
+        raise UserError("this run's recipe does not quantize weights; use --to hf")
     if "head" in narrow and model.config.tied_head:
         raise UserError(
-            "the head's weights are narrow, and tied to an embedding that is not: compressed-tensors would "
-            "hold one of the two; use --to hf"
+            "the head's weights are quantized, but tied to an embedding that is not: compressed-tensors "
+            "can hold one of the two; use --to hf"
         )
     schemes = {name: _scheme(name, layer) for name, layer in narrow.items()}
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -163,11 +164,7 @@ def narrow_layers(model: torch.nn.Module) -> dict[str, Linear]:
 
 
 def _scheme(name: str, layer: Linear) -> CompressionScheme:
-    """The scheme of a layer's casts.
-
-    Raises:
-        UserError: Its weights are in a cast that the layout has no name for.
-    """
+    """The scheme of a layer's casts; a `UserError` if the layout cannot express the cast of its weights."""
     x, w = layer.spec.casts["fprop.x"], layer.spec.casts["fprop.w"]
     layouts = {known: _layout(named_cast(known)) for known in _WEIGHTS}
     for known, layout in layouts.items():
@@ -179,7 +176,7 @@ def _scheme(name: str, layer: Linear) -> CompressionScheme:
     )
     keys = ", ".join(f"{key} = {toml_value(key_value(key, w.values()[key]))}" for key in beside)
     raise UserError(
-        f"layer {name!r} has weights in {w.name!r} with {keys}, for which compressed-tensors has no name; "
+        f"layer {name!r} has weights in {w.name!r} with {keys}, which compressed-tensors cannot express; "
         f"use --to hf, or a recipe whose weights are {', '.join(layouts)}"
     )
 
@@ -190,12 +187,12 @@ def _differing(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
 
 
 def _layout(cast: Cast) -> dict[str, Any]:
-    """The keys of a cast on which it depends what its codes and scales stand for."""
+    """The keys of a cast that determine what its codes and scales represent."""
     return {key: cast.values()[key] for key in cast.beyond(CHOOSES_CODES)}
 
 
 def _split(counterpart: NamePair, q: QTensor) -> list[tuple[str, Parts]]:
-    """The layers that a fused one is there, with the tensors of each."""
+    """The separate layers of a fused one, with the tensors of each."""
     rows = counterpart.rows or (q.codes.shape[0],)
     starts = [sum(rows[:i]) for i in range(len(rows))]
     parts = []
@@ -205,7 +202,7 @@ def _split(counterpart: NamePair, q: QTensor) -> list[tuple[str, Parts]]:
 
 
 def _parts(q: QTensor, start: int, end: int) -> Parts:
-    """The tensors of some rows."""
+    """The tensors of a range of rows."""
     bits = q.cast.element.bits
     if bits == 8:
         stored = {"weight": q.codes[start:end].view(torch.float8_e4m3fn)}
@@ -230,7 +227,7 @@ def _parts(q: QTensor, start: int, end: int) -> Parts:
 
 
 def _describe(layers: Mapping[str, CompressionScheme | None]) -> dict[str, Any]:
-    """The `quantization_config` of layers by name; None = wide."""
+    """The `quantization_config` of layers by name; None = not quantized."""
     kinds = []
     for scheme in layers.values():
         if scheme is not None and scheme not in kinds:

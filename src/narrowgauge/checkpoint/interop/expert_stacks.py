@@ -3,11 +3,10 @@
     P_blocks   (E, N, K/32, 16) uint8    two E2M1 codes a byte, the even column low
     P_scales   (E, N, K/32) E8M0         w = q * 2^(s - 127)
 
-P is `LAYER.experts.gate_up_proj` or `.down_proj`. In `gate_up_proj` the rows of the gate come first and those
-of the second half after them, as transformers 5 stacks the experts of Mixtral and Qwen3. (gpt-oss itself has
-them in turn; it is no model of ours.) Each number has 2 bits of mantissa and a power of two, so float32 holds
-it exactly. The code 255 of a scale is NaN, as the specification says (OCP MX 1.0, section 5.4.1), and a
-folder that has it is refused.
+P is `LAYER.experts.gate_up_proj` or `.down_proj`. In `gate_up_proj` the rows of gate precede the rows of up,
+as transformers 5 stacks the experts of Mixtral and Qwen3. (gpt-oss itself interleaves them, and is not
+supported.) Each value has 2 bits of mantissa and a power of two, so float32 represents it exactly. The scale
+code 255 is NaN (OCP MX 1.0, section 5.4.1), and a folder that contains it is refused.
 
 (Source: `integrations/mxfp4.py` of Hugging Face transformers, `convert_moe_packed_tensors`.)
 
@@ -23,8 +22,8 @@ from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.errors import UserError
 
 BLOCKS, SCALES = PARTS = "_blocks", "_scales"
-_BYTES = 16  # of a block's codes
-#: The layers of an expert in each matrix, where it is `block_sparse_moe.experts` (Mixtral) and elsewhere.
+_BYTES = 16  # of the codes in a block
+#: The layers of an expert in each matrix, for `block_sparse_moe.experts` (Mixtral) and for the others.
 _LAYERS: dict[str, dict[bool, tuple[str, ...]]] = {
     "gate_up_proj": {True: ("w1", "w3"), False: ("gate_proj", "up_proj")},
     "down_proj": {True: ("w2",), False: ("down_proj",)},
@@ -33,7 +32,7 @@ _LAYERS: dict[str, dict[bool, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """The place of one weight in a stack: an expert, and rows of its matrix."""
+    """The location of one weight in a stack: an expert, and rows of its matrix."""
 
     stack: str
     expert: int
@@ -46,11 +45,7 @@ class StackedWeight:
 
 
 def stacked_weights(files: TensorFolder) -> Mapping[str, StackedWeight]:
-    """The weights of all experts that lie in stacks, by the names of a folder that has a tensor for each.
-
-    Raises:
-        UserError: a stack has no scales, or another layout.
-    """
+    """The weights of all stacked experts, by the names they have in a folder with one tensor for each."""
     stacks = (name.removesuffix(BLOCKS) for name in files.file_of if name.endswith(BLOCKS))
     return {name: weight for stack in stacks for name, weight in _weights_of(stack, files)}
 

@@ -1,4 +1,4 @@
-"""The model at a path, recognised by content: a folder by the files in it, a file by its first bytes."""
+"""Reads the model at a path. Content decides its format: a folder's files, or a file's first bytes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from narrowgauge.errors import UserError
 
 
 def is_external_model(path: Path) -> bool:
-    """Whether `read_external_model` is to read, or refuse, what is at `path`: anything but a run."""
+    """Whether `read_external_model` should read, or refuse, what is at `path`: anything but a run."""
     if path.is_file():
         return True
     if not path.is_dir() or (path / "config.toml").exists():
@@ -20,10 +20,10 @@ def is_external_model(path: Path) -> bool:
 
 
 def read_external_model(path: Path) -> ExternalModel:
-    """The model that another program, or an export, left at `path`.
+    """Read the model of another program, or of an export, at `path`.
 
     Raises:
-        UserError: it is no model, a pickle, or damaged.
+        UserError: it is not a model, is a pickle, or is damaged.
     """
     try:
         if path.is_dir():
@@ -34,16 +34,18 @@ def read_external_model(path: Path) -> ExternalModel:
             if (file := _llmc_file(path)) is not None:
                 return read_llmc(file)
             if (path / "config.toml").is_file():
-                raise UserError(f"{path} is a run already: sample, eval and --model.weights take it as it is")
+                raise UserError(
+                    f"{path} is already a run: pass it directly to sample, eval or --model.weights"
+                )
             raise huggingface.refuse_other_folder(path)
         if path.is_file():
             return read_llmc(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}; mend its permissions or copy it again") from error
+        raise UserError(f"{path} cannot be read: {error}; fix its permissions or copy it again") from error
     raise UserError(f"{path} does not exist; name a folder of Hugging Face's or an llm.c model file")
 
 
 def _llmc_file(folder: Path) -> Path | None:
-    """The only llm.c model file of a folder, such as `export` leaves; None if it has none or several."""
+    """The only llm.c model file in a folder, as `export` leaves it; None if there are none or several."""
     files = [path for path in sorted(folder.glob("*.bin")) if is_llmc(path)]
     return files[0] if len(files) == 1 else None

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` and our `ModelConfig`, for the families that are both.
+"""Converts between Hugging Face's `config.json` and our `ModelConfig`, for the families that both have.
 
 They are GPT-2, Llama, Mixtral, Qwen2, and Qwen3 with and without experts:
 
@@ -20,9 +20,9 @@ They are GPT-2, Llama, Mixtral, Qwen2, and Qwen3 with and without experts:
     norm_topk_prob        -                    always (Mixtral), norm_topk_prob (Qwen3)
     tied_head             tie_word_embeddings  tie_word_embeddings
 
-(Source: the configuration classes of Hugging Face transformers, whose defaults hold where a key is
-missing.) What our model does not compute is refused, never dropped: another activation, another kind of
-scaled rotary positions, a sliding window, layers without experts among those with them.
+(Source: the configuration classes of Hugging Face transformers, whose defaults apply where a key is missing.)
+What our model does not compute is refused, never dropped: another activation, another kind of scaled rotary
+positions, a sliding window, a mixture of layers with and without experts.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """Our configuration of a `config.json`; `where` begins the sentence of each refusal."""
+    """The model configuration of a `config.json`; `where` begins each error message."""
     family = values.get("model_type")
     if family == "gpt_oss":
         raise UserError(
@@ -62,20 +62,17 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
     ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, str(family), where)
     for key, value in ours.items():
         if isinstance(value, bool) and key not in _FLAGS:
-            raise UserError(f"{where}: {key} = {value}, but it must be a number; mend the file")
+            raise UserError(f"{where}: {key} = {value}, but it must be a number; fix the file")
         if type(value) is int and value >= _BEYOND:
-            raise UserError(f"{where}: {key} = {value} is beyond any model; mend the file")
+            raise UserError(f"{where}: {key} = {value} exceeds the size of any model; fix the file")
     try:
         return ModelConfig(**ours)
     except (UserError, TypeError) as error:
-        raise UserError(f"{where} describes no model that can be: {error}") from None
+        raise UserError(f"{where} describes an impossible model: {error}") from None
 
 
 def family_of(config: ModelConfig) -> str:
-    """The family that a configuration belongs to.
-
-    Raises `UserError` for a mixture that no family has.
-    """
+    """The family that a configuration belongs to; a `UserError` for a combination that no family has."""
     c = config
     square = c.heads * c.head_dim == c.dim and c.kv_heads == c.heads
     if (c.positions, c.norm, c.mlp, c.bias, c.qkv_bias, square, c.qk_norm) == (
@@ -110,7 +107,7 @@ def to_config(config: ModelConfig) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": config.vocab_size,
-        # Without a number of ours a program takes its own for weights that it adds, such as another head.
+        # Without our value a program uses its default for weights that it adds, such as another head.
         **({"initializer_range": config.initial_std} if config.initial_std else {}),
         "tie_word_embeddings": config.tied_head,
     }
@@ -124,7 +121,7 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     require(values, "add_cross_attention", (False,), where)
     dim = needed(values, "n_embd", where)
     if not isinstance(dim, int):
-        raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; mend the file")
+        raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; fix the file")
     return {
         "dim": dim,
         "layers": needed(values, "n_layer", where),

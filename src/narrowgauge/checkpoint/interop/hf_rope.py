@@ -9,7 +9,7 @@ from narrowgauge.models import ModelConfig
 
 
 def rope_from(values: Mapping[str, Any], where: str, theta: float) -> dict[str, Any]:
-    """Our keys of rotary positions; `theta` is the family's default, `where` begins each refusal."""
+    """Our keys for rotary positions; `theta` is the family's default, `where` begins each error message."""
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
         raise UserError(
@@ -34,7 +34,7 @@ def rope_from(values: Mapping[str, Any], where: str, theta: float) -> dict[str, 
 
 
 def rope_to(config: ModelConfig) -> dict[str, Any]:
-    """The keys of rotary positions, as all versions of transformers read them."""
+    """The keys for rotary positions, in the form that all versions of transformers read."""
     scaling = None
     if config.rope_factor != 1:
         scaling = {

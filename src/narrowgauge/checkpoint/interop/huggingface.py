@@ -3,9 +3,9 @@
     config.json                  the architecture and its dimensions (`hf_config.py`)
     model*.safetensors           the weights (`safetensors_reader.py`, `name_map.py`)
     tokenizer.json               the tokenizer
-    tokenizer_config.json        the class that reads the tokenizer, the end of a text, the template of a chat
-    chat_template.jinja          that template, where it has a file of its own
-    hf_quant_config.json         says that ModelOpt has quantized the weights, where config.json does not
+    tokenizer_config.json        the tokenizer's class, the end of a text, the chat template
+    chat_template.jinja          that template, if it has a separate file
+    hf_quant_config.json         states that ModelOpt quantized the weights, where config.json does not
     generation_config.json       the tokens that begin and end a text; settings of `generate`
 
 (Layout: transformers, `save_pretrained`.) Both directions compute the same logits: see
@@ -46,23 +46,23 @@ ADAPTER = "adapter_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _LARGEST_TEMPLATE = 1 << 20
 _HEAD = "lm_head.weight"
-# Keys of a tokenizer_config.json that name code or other files than tokenizer.json, which alone is exported.
+# Keys of a tokenizer_config.json that name code or files other than tokenizer.json, the only one exported.
 _NOT_KEPT = ("auto_map", "tokenizer_class", "tokenizer_file", "name_or_path")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Buffers that some versions stored with the weights: masks, and values that follow from the configuration.
+# Buffers that some versions stored with the weights: masks, and values derived from the configuration.
 _NO_WEIGHT = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a folder of this kind."""
+    """Whether `path` is a folder of this kind."""
     return (path / CONFIG).is_file()
 
 
 def read_folder(folder: Path) -> ExternalModel:
-    """The model in a folder, its weights as float32, narrow ones decoded; nothing in the files is executed.
+    """The model in a folder, with its weights dequantized to float32; nothing in the files is executed.
 
     Raises:
-        UserError: the family, an option or a file is not read.
+        UserError: the family, an option or a file is not supported.
     """
     _refuse_adapter(folder)
     values = read_json(inside(folder, CONFIG))
@@ -92,16 +92,16 @@ def read_folder(folder: Path) -> ExternalModel:
 
 
 def _require_tied(folder: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    """Refuse a head of its own where the configuration ties it; transformers 5 would not tie it either."""
+    """Refuse a separate head if the configuration ties it; transformers 5 would not tie it either."""
     if not torch.equal(head, embedding):
         raise UserError(
-            f"{folder} has a {_HEAD!r} that differs from its embedding, and its {CONFIG} says that they are "
-            'one; write "tie_word_embeddings": false there if the head is to be used, or delete the tensor'
+            f"{folder} has a {_HEAD!r} that differs from its embedding, but its {CONFIG} ties the two; "
+            'write "tie_word_embeddings": false there if the head is to be used, or delete the tensor'
         )
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Refuse an adapter beside the weights: transformers would add it to them."""
+    """Refuse a folder with an adapter, which transformers would add to the weights."""
     if (folder / ADAPTER).exists():
         raise UserError(
             f"{folder} has an {ADAPTER}, and weights of an adapter (PEFT, LoRA) are not read here; merge it "
@@ -110,7 +110,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _quantized(folder: Path, values: Mapping[str, Any], files: TensorFolder) -> QuantizedFolder:
-    """The weights of a folder, whose configuration may say that they are quantized."""
+    """The weights of a folder, which may be quantized according to its configuration."""
     quantization = values.get("quantization_config") or {}
     where = folder / CONFIG
     if not quantization and (folder / MODELOPT).exists():
@@ -122,12 +122,12 @@ def _quantized(folder: Path, values: Mapping[str, Any], files: TensorFolder) -> 
 
 
 def special_tokens_of(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder says of the tokens that begin and end a text, and of a chat: {file name: its values}.
+    """The settings in a folder for the tokens that begin and end a text, and for chat: {file name: values}.
 
-    Of `config.json`, whose values are given, only these; `generation_config.json` in full;
+    From `config.json`, whose values are given, only these tokens; all of `generation_config.json`;
     `tokenizer_config.json` without the keys that name code or other files. A model that is exported again
-    stops where it stopped before, whatever its tokenizer names the end of a document, and has its chat
-    template. The template is a program in Jinja's language: it is kept as text, and never run here.
+    stops at the same tokens as before, however its tokenizer names the end of a document, and keeps its chat
+    template. The template is a Jinja program: it is kept as text, and never run here.
     """
     found: dict[str, Any] = {CONFIG: {key: values[key] for key in _SPECIAL_TOKENS if key in values}}
     if (folder / GENERATION).exists():
@@ -145,7 +145,7 @@ def _read_template(path: Path) -> str:
     try:
         return read_bounded(path, _LARGEST_TEMPLATE).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no chat template: {error}; fetch it again, or delete it") from None
+        raise UserError(f"{path} is not a chat template: {error}; fetch it again, or delete it") from None
 
 
 def write_folder(
@@ -157,7 +157,7 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
     special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """Fill an empty folder with a model in our names that transformers opens with `from_pretrained`."""
+    """Fill an empty folder with a model, given in our names, that transformers' `from_pretrained` opens."""
     named = [item for pair in name_map(config) for item in pair.split(tensors[pair.ours])]
     values = to_config(config)
     write_tensors(folder, named, dtype, shard_bytes)
@@ -171,9 +171,9 @@ def write_settings(
     dtype: torch.dtype,
     special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write everything but the weights: `config.json` of some values, and the tokenizer with its settings.
+    """Write everything but the weights: `config.json` from `values`, and the tokenizer with its settings.
 
-    `special_tokens` are those of `special_tokens_of`; what they leave out is the tokenizer's.
+    `special_tokens` is the result of `special_tokens_of`; the tokenizer supplies what is missing there.
     """
     kept = special_tokens or {}
     tokens: dict[str, Any] = dict(kept.get(CONFIG, {}))
@@ -197,7 +197,7 @@ def write_settings(
 
 
 def _stop_id(eos: Any, tokenizer: Tokenizer) -> int:
-    """The id after which a text ends; the end of a document where there are several, or none."""
+    """The id that ends a text; the end of a document if there are several, or none."""
     is_id = type(eos) is int and 0 <= eos < tokenizer.vocab_size
     return eos if is_id else tokenizer.end_of_document
 
@@ -206,13 +206,13 @@ def refuse_other_folder(path: Path) -> UserError:
     """The error for a folder that is not recognised."""
     refuse_pickles(path)
     return UserError(
-        f"{path} is no model: it has neither {CONFIG} (Hugging Face) nor megatron.toml nor config.toml "
+        f"{path} is not a model: it has neither {CONFIG} (Hugging Face) nor megatron.toml nor config.toml "
         "(a run); name a folder that has one of them, or an llm.c model file"
     )
 
 
 def _full_name(name: str, config: ModelConfig) -> str:
-    """The name in the full model; a folder of the model without its head leaves the prefix out."""
+    """The name in the full model; a folder of the model without its head omits the prefix."""
     prefix = "transformer." if config.positions == "learned" else "model."
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 

@@ -9,8 +9,8 @@
     lnfw  lnfb
 
 (Source: karpathy/llm.c, `train_gpt2.py` write_model and `train_gpt2.cu` gpt2_write_to_checkpoint.)
-Linear weights are (out, in) as ours, the head is tied, the rows of the padding are zeros. A file is
-recognised by its header, not by its name. Everything in a bf16 file is bf16, the norms too.
+Linear weights are (out, in) like ours, the head is tied, and the rows of the padding are zeros. A file is
+recognised by its header, not by its name. Everything in a bf16 file is bf16, including the norms.
 """
 
 import math
@@ -34,13 +34,13 @@ _PAD_TO = 128
 _MOST = 2**24  # the largest dimension: keeps the size of a forged file's tensors within an int64
 _HINTS = {
     LlmcMagic.LLAMA3_MODEL: ", whose header rounds the norm's epsilon to 0: import its Hugging Face folder",
-    LlmcMagic.TRAINING_STATE: ", whose weights are in the model_*.bin beside it",
+    LlmcMagic.TRAINING_STATE: ", whose weights are in the model_*.bin next to it",
 }
 _LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
 
 
 def is_llmc(path: Path) -> bool:
-    """Whether a file begins as llm.c's model files do."""
+    """Whether a file begins like llm.c's model files."""
     try:
         with path.open("rb") as file:
             return file.read(4) == LlmcMagic.GPT2_MODEL.to_bytes(4, "little")
@@ -49,9 +49,9 @@ def is_llmc(path: Path) -> bool:
 
 
 def read_llmc(path: Path) -> ExternalModel:
-    """The model in a file, its weights as float32, without the rows of the padding.
+    """The model in a file, with its weights as float32, without the rows of the padding.
 
-    The format has no tokenizer; a tokenizer.json in the same folder is taken as the model's.
+    The format has no tokenizer; a tokenizer.json in the same folder is assumed to be the model's.
 
     Raises:
         UserError: it is another kind of file, or its size does not agree with its header.
@@ -142,12 +142,12 @@ def _header(path: Path) -> NDArray[np.int32]:
     magic = int(header[0]) if len(header) else 0
     if magic not in list(LlmcMagic):
         raise UserError(
-            f"{path} is no model file, as llm.c's begin with the number {LlmcMagic.GPT2_MODEL} and no other "
-            "file is read; name one, or a folder: a run, or one of Hugging Face's"
+            f"{path} is not a model file: llm.c's begin with the integer {LlmcMagic.GPT2_MODEL}, and other "
+            "files are not read; name one, or a folder: a run, or one of Hugging Face's"
         )
     if (known := LlmcMagic(magic)) != LlmcMagic.GPT2_MODEL:
         description = known.description + _HINTS.get(known, "")
-        raise UserError(f"{path} is a file of llm.c's, but no GPT-2 model: it is {description}")
+        raise UserError(f"{path} is a file of llm.c's, but not a GPT-2 model: it is {description}")
     if len(header) < _HEADER:
         raise _wrong(path, f"{len(data)} bytes, where the header alone has {4 * _HEADER}")
     if int(header[1]) not in VERSIONS:
@@ -157,7 +157,7 @@ def _header(path: Path) -> NDArray[np.int32]:
 
 def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channels: int) -> ModelConfig:
     if not all(0 < n < _MOST for n in (length, vocab, layers, heads, channels)):
-        raise _wrong(path, "a dimension that is not positive, or beyond any model")
+        raise _wrong(path, "a dimension that is not positive, or too large for any model")
     if layers * 12 * channels * channels > path.stat().st_size:
         raise _wrong(path, f"{layers} layers of {channels} channels in {path.stat().st_size} bytes")
     try:
@@ -197,7 +197,7 @@ def _require_gpt2(config: ModelConfig) -> None:
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError(
-            f"llm.c's model files hold GPT-2 only, which has {broken[0]}, and this model has not; use --to hf"
+            f"llm.c's model files hold GPT-2 only, which has {broken[0]}, unlike this model; use --to hf"
         )
 
 

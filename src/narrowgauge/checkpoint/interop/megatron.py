@@ -1,16 +1,16 @@
-"""Megatron-Core's names and order of numbers, in safetensors and TOML.
+"""Megatron-Core's tensor names and row order, in safetensors and TOML.
 
 Megatron-LM's own checkpoints are pickles (`torch.save`, and the metadata of its distributed ones), and
-nothing here is ever pickled or unpickled. So the exchange format is a folder:
+nothing here is ever pickled or unpickled. The exchange format is therefore a folder:
 
     model.safetensors      the tensors that Megatron-Core's `GPTModel` has, under its names
-    megatron.toml          [arguments]: the options of Megatron-LM's command line that make this model
+    megatron.toml          [arguments]: the options of Megatron-LM's command line that build this model
                            [model]: the same in our names
 
-In a program that has Megatron-Core, `model.load_state_dict(safetensors.torch.load_file(...),
-strict=False)` takes it, for one rank (no tensor or pipeline parallelism) and the local layer
-specification. TransformerEngine's specification has other names for two tensors: `input_layernorm.weight` is
-`self_attention.linear_qkv.layer_norm_weight`, `pre_mlp_layernorm.weight` is
+In a program that uses Megatron-Core, `model.load_state_dict(safetensors.torch.load_file(...), strict=False)`
+loads it, for one rank (no tensor or pipeline parallelism) and the local layer specification.
+TransformerEngine's specification has other names for two tensors: `input_layernorm.weight` is
+`self_attention.linear_qkv.layer_norm_weight`, and `pre_mlp_layernorm.weight` is
 `mlp.linear_fc1.layer_norm_weight`.
 
     embedding, position_embedding    embedding.word_embeddings, embedding.position_embeddings
@@ -71,11 +71,7 @@ _NAMES = {
 
 
 def read_megatron(folder: Path) -> ExternalModel:
-    """The model in a folder that `write_megatron` made.
-
-    Raises:
-        UserError: it is anything else, or damaged.
-    """
+    """The model in a folder that `write_megatron` wrote; a `UserError` if it is anything else, or damaged."""
     settings = inside(folder, SETTINGS)
     try:
         config = ModelConfig(**tomllib.loads(read_bounded(settings, 1 << 20).decode("utf-8"))["model"])
@@ -111,23 +107,19 @@ def write_megatron(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    """Fill an empty folder with a model in our names.
-
-    Raises:
-        UserError: Megatron-Core has no such model.
-    """
+    """Fill an empty folder with a model in our names; a `UserError` if Megatron-Core cannot express it."""
     _require_megatrons(config)
     named = [(_their_name(ours), _to_theirs(ours, tensors[ours], config)) for ours in stored_names(config)]
     write_tensors(folder, named, dtype, shard_bytes)
     lines = []
     for section, table in (("arguments", arguments(config)), ("model", asdict(config))):
-        # Numbers, booleans and plain strings are alike in TOML and JSON.
+        # Integers, booleans and plain strings look the same in TOML and JSON.
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
     (folder / SETTINGS).write_text("\n".join(lines), encoding="utf-8")
 
 
 def _require_megatrons(config: ModelConfig) -> None:
-    """Refuse a model that Megatron-Core does not have."""
+    """Refuse a model that Megatron-Core cannot express."""
     if config.experts:
         raise UserError(
             f"model.experts = {config.experts}: Megatron-Core's names of experts depend on how its run "
@@ -147,7 +139,7 @@ def _require_megatrons(config: ModelConfig) -> None:
 
 
 def arguments(config: ModelConfig) -> dict[str, Any]:
-    """Megatron-LM's options for a model, without the dashes; true stands for an option without a value."""
+    """Megatron-LM's options for a model, without the dashes; true means an option without a value."""
     c = config
     values: dict[str, Any] = {
         "num-layers": c.layers,
@@ -205,7 +197,7 @@ def _to_ours(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tens
 
 
 def _grouped_rows(config: ModelConfig) -> torch.Tensor:
-    """Index of our row of qkv at each row of theirs."""
+    """The index of our row of qkv for each row of theirs."""
     N, K, H = config.heads, config.kv_heads, config.head_dim
     q, k, v = torch.arange((N + 2 * K) * H).split([N * H, K * H, K * H])
     groups = [x.view(K, -1) for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Our tensors under the names of other programs, and a model of another program in our names.
+"""Maps our tensor names to those of other programs, and holds an external model in our names.
 
     ours                      GPT-2 (`transformer.h.I.`)      Llama, Mixtral, Qwen2, Qwen3 (`model.layers.I.`)
     embedding                 transformer.wte                 model.embed_tokens
@@ -18,10 +18,10 @@
     head                      lm_head                         lm_head            (not stored where tied)
 
 (Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers;
-for experts the folders of the hub, with a tensor for each, which transformers 5 stacks as it reads them.)
+for experts the folders of the hub, with one tensor for each, which transformers 5 stacks as it reads them.)
 GPT-2's linear layers are `Conv1D`s there, with weights of shape (in, out). q, k and v are rows of our qkv, in
-this order, and gate and up are rows of our gate_up. The order of the two halves of a rotated head is the same
-on both sides.
+this order, and gate and up are rows of our gate_up. Both sides store the two halves of a rotated head in the
+same order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class NamePair:
 
     ours: str
     theirs: tuple[str, ...]
-    rows: tuple[int, ...] = ()  # of ours in each external tensor; () if there is only one
+    rows: tuple[int, ...] = ()  # of our tensor in each external one; () if there is only one
     transposed: bool = False  # whether external tensors are stored as (in, out)
 
     def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,7 +63,7 @@ class ExternalModel:
 
     format: str  # "hf", "llmc" or "megatron"
     config: ModelConfig
-    tensors: Mapping[str, torch.Tensor]  # float32; a tied head has both of its names, for one tensor
+    tensors: Mapping[str, torch.Tensor]  # float32; a tied head is listed under both names
     tokenizer: Path | None = None  # the tokenizer.json that came with it
     precisions: frozenset[str] = frozenset()  # in which the tensors were stored
     special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `huggingface.special_tokens_of`
@@ -82,11 +82,7 @@ def external_model(
     tokenizer: Path | None = None,
     precisions: Iterable[str] = (),
 ) -> ExternalModel:
-    """The record of a model, after its tensors have been compared with its configuration.
-
-    Raises:
-        UserError: a tensor has another shape; the first is named.
-    """
+    """The record of a model; a `UserError` names the first tensor whose shape contradicts `config`."""
     if config.tied_head:
         tensors["head.weight"] = tensors["embedding.weight"]
     shapes = parameter_shapes(config)
@@ -94,14 +90,14 @@ def external_model(
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise UserError(
-                f"{origin}: {name} has the shape {tuple(tensors[name].shape)}, and its configuration makes "
-                f"it {tuple(shape)}; give weights and configuration of one model"
+                f"{origin}: {name} has shape {tuple(tensors[name].shape)}, but its configuration requires "
+                f"{tuple(shape)}; give weights and configuration of one model"
             )
     return ExternalModel(format, config, tensors, tokenizer, frozenset(precisions))
 
 
 def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:
-    """Refuse a configuration of more layers than there are tensors, before memory is taken for each."""
+    """Refuse a configuration with more layers than tensors, before memory is allocated for each."""
     if config.layers > tensors:
         raise UserError(
             f"{origin}: its configuration has {config.layers} layers, and there are {tensors} tensors; "
@@ -117,7 +113,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def stored_names(config: ModelConfig) -> list[str]:
-    """Our names of the tensors that other programs store: all but a tied head."""
+    """Our names of the tensors that other programs store: all except a tied head."""
     return [name for name in parameter_shapes(config) if name != "head.weight" or not config.tied_head]
 
 

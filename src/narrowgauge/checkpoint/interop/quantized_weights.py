@@ -1,6 +1,6 @@
-"""Weights that another program has stored in narrow numbers, as the float32 numbers that they stand for.
+"""Dequantizes the weights of other programs to float32.
 
-A linear layer LAYER has no LAYER.weight of 16 bits or more then, but codes and scales beside them:
+A quantized linear layer LAYER has codes and scales in place of a LAYER.weight of 16 bits or more:
 
     layout                      tensors of LAYER                                          w =
     DeepSeek, transformers fp8  weight e4m3, weight_scale_inv (ceil N/b, ceil K/b)        q * s
@@ -14,9 +14,9 @@ A linear layer LAYER has no LAYER.weight of 16 bits or more then, but codes and 
                                   weight_scale_2 (1)                                      q * (s * scale_2)
     gpt-oss, MXFP4                experts in stacks (`expert_stacks.py`)                  q * 2^(s - 127)
 
-q has the values of its format, N rows and K columns. Everything is computed in float32, where only the
-products with an fp32 scale are rounded, once. Scales of activations and of a KV cache are no weights, and are
-left out.
+q has the values of its format, N rows and K columns. Everything is computed in float32, which rounds only the
+multiplication by an fp32 scale, once. Scales of activations and of a KV cache are not weights, and are
+skipped.
 
 (Sources: DeepSeek-V3, `inference/kernel.py`; vllm-project/compressed-tensors 0.20, `compressors/`;
 NVIDIA/Model-Optimizer 0.47, `modelopt/torch/quantization/qtensor/nvfp4_tensor.py`.)
@@ -40,13 +40,9 @@ _BESIDE = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2"
 
 
 def require_readable(quantization: Mapping[str, Any], where: str) -> None:
-    """Refuse a `quantization_config` that names another way to quantize.
-
-    Raises:
-        UserError: its `quant_method` is none of `METHODS`, or they are weights of a rotated model.
-    """
+    """Refuse a `quantization_config` whose `quant_method` is not in `METHODS`, or that rotates the model."""
     if not isinstance(quantization, Mapping):
-        raise UserError(f"{where}: quantization_config = {quantization!r} is no table; mend the file")
+        raise UserError(f"{where}: quantization_config = {quantization!r} is not a table; fix the file")
     method = str(quantization.get("quant_method", ""))
     if method not in METHODS:
         raise UserError(
@@ -54,16 +50,16 @@ def require_readable(quantization: Mapping[str, Any], where: str) -> None:
             "give the unquantized model"
         )
     places = re.findall(r'"location": "(\w+)"', json.dumps(quantization.get("transform_config")))
-    online = sorted(set(places) - {"weight_input", "weight_output"})  # these are in the weights already
+    online = sorted(set(places) - {"weight_input", "weight_output"})  # these are already in the weights
     if online:
         raise UserError(
-            f"{where}: its transform_config turns what is computed at {online[0]!r}, so its weights are of a "
-            "rotated model (QuIP, SpinQuant), which is not read here; give the unquantized model"
+            f"{where}: its transform_config rotates what is computed at {online[0]!r}, so the weights are of "
+            "a rotated model (QuIP, SpinQuant), which is not read here; give the unquantized model"
         )
 
 
 class QuantizedFolder:
-    """The weights of a folder, narrow ones decoded, under the names that the unquantized model has."""
+    """The dequantized weights of a folder, under the names of the unquantized model."""
 
     def __init__(self, files: TensorFolder, quantization: Mapping[str, Any]) -> None:
         self.files = files
@@ -72,11 +68,7 @@ class QuantizedFolder:
         self.names = [*self._names(), *self.stacked]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as float32.
-
-        Raises:
-            UserError: it is damaged, of an unknown layout, or not finite.
-        """
+        """A tensor as float32; a `UserError` if it is damaged, in an unknown layout, or not finite."""
         parts = self._parts(name)
         if not parts:
             return self.files.read(name)
@@ -91,7 +83,7 @@ class QuantizedFolder:
         return self.files.require_finite(weight, name)
 
     def _parts(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors that make up a narrow weight; none if it is not narrow."""
+        """The tensors that make up a quantized weight; none if it is not quantized."""
         if name in self.stacked:
             return self.stacked[name].read(self.files)
         layer = name.removesuffix(".weight")
@@ -115,11 +107,11 @@ class QuantizedFolder:
 
 
 def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tuple[torch.Tensor, str]:
-    """The numbers of a layer's weight, and the name of the format that they were in.
+    """The values of a layer's weight, and the name of the format they were stored in.
 
     Args:
         parts: The tensors of the layer by the last part of their names.
-        block: Rows and columns of a block of FP8 whose scales form a matrix.
+        block: Rows and columns of an FP8 block whose scales form a matrix.
 
     Returns:
         (N, K) float32, and "fp8", "mxfp8", "mxfp6", "mxfp4" or "nvfp4".
@@ -147,13 +139,13 @@ def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tup
     width = 32 * scale.shape[1]
     name, kind = ("e2m1", "mxfp4") if codes.shape[1] * 2 == width else ("e2m3", "mxfp6")
     if kind == "mxfp6" and codes.shape[1] * 4 != width * 3:
-        raise ValueError(f"{codes.shape[1]} bytes a row are no {width} codes of 4 or 6 bits")
+        raise ValueError(f"{codes.shape[1]} bytes a row do not hold {width} codes of 4 or 6 bits")
     q_NK = decode(unpack(codes, format(name), width), format(name))
     return q_NK * _each(_e8m0(scale), q_NK.shape), kind
 
 
 def _nvfp4_scale(scale: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The scale of each block, times or over that of the tensor: float32."""
+    """The float32 scale of each block, combined with the scale of the tensor."""
     if "weight_global_scale" in parts:
         return scale / parts["weight_global_scale"].float()
     if "weight_scale_2" in parts:
@@ -162,7 +154,7 @@ def _nvfp4_scale(scale: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torc
 
 
 def _fp8_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """One scale a tensor, a row or a block, as something that broadcasts over (N, K)."""
+    """The scales of a tensor, its rows or its blocks, in a shape that broadcasts to (N, K)."""
     N, K = shape
     if scale.numel() == 1:
         return scale.reshape(())
@@ -193,7 +185,7 @@ def _e8m0(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of a block of FP8 whose scales form a matrix: DeepSeek's, or compressed-tensors'."""
+    """Rows and columns of an FP8 block whose scales form a matrix: DeepSeek's, or compressed-tensors'."""
     groups = quantization.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     weights = [w for w in (group.get("weights") for group in groups) if isinstance(w, dict)]

@@ -1,7 +1,7 @@
-"""An export is read again, with the readers of `import`, before it is published.
+"""Reads an export back, with the readers of `import`, before it is published.
 
-The readers share no code with the writers but the tables of names and of formats: they decode whatever the
-layout's own program would find there.
+The readers share only the tables of names and formats with the writers: they decode what the layout's own
+program would find there.
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,16 @@ import torch
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.errors import UserError
 
-#: A decoded weight is the product of an element and at most two scales: four roundings in float32.
+#: A decoded weight is an element times at most two scales: four roundings in float32.
 _BOUND = 2.0**-21
 
 
 def require_read_back(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse files whose tensors, decoded, are not the expected ones.
+    """Refuse files whose decoded tensors differ from the expected ones by more than rounding.
 
     Args:
         folder: The files of an export.
-        expected: Float32 by our names, all of the model's.
-
-    Raises:
-        UserError: A tensor differs by more than the roundings of decoding it.
+        expected: The model's tensors in float32, by our names.
     """
     found = read_external_model(folder).tensors
     for name, values in expected.items():

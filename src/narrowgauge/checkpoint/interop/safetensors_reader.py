@@ -5,11 +5,11 @@
     model.safetensors.index.json           {"metadata": {"total_size": bytes},
                                             "weight_map": {tensor: file, ...}}
 
-A folder that was saved in parts and then in one file has both: the one file is the newer, and is read.
+A folder that was saved in parts and later in one file has both: the single file is newer, and is read.
 (Layout: Hugging Face `transformers`, `save_pretrained`.) Files of other programs are not trusted. File names
-in an index are plain names of files in the folder itself. The reader of safetensors refuses tensors that
-overlap, leave gaps or reach beyond the file. A pickle is recognised by its content and never opened:
-unpickling can run any code.
+in an index must be plain names of files in the folder itself. The safetensors library refuses tensors that
+overlap, leave gaps or reach beyond the file. A pickle is recognised by its content and never opened, because
+unpickling can run arbitrary code.
 """
 
 import json
@@ -54,11 +54,7 @@ class TensorFolder:
         self._open.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as float32.
-
-        Raises:
-            UserError: it is missing, not a float of 16 bits or more, or not finite.
-        """
+        """A tensor as float32; a `UserError` if it is missing, narrower than 16 bits, or not finite."""
         tensor = self.read_stored(name)
         if tensor.dtype not in PRECISIONS:
             raise UserError(
@@ -69,7 +65,7 @@ class TensorFolder:
         return self.require_finite(tensor, name).float()
 
     def read_stored(self, name: str, at: tuple[int | slice, ...] = ()) -> torch.Tensor:
-        """A tensor as it is stored, or the part of it at an index, read alone."""
+        """A tensor as it is stored, or the part of it at an index, which is read alone."""
         file = self._handle(self.file_of[name])
         try:
             tensor: torch.Tensor = file.get_slice(name)[at] if at else file.get_tensor(name)
@@ -82,7 +78,7 @@ class TensorFolder:
         return tuple(self._handle(self.file_of[name]).get_slice(name).get_shape())
 
     def require_finite(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor of a name, if it has neither a NaN nor an infinity."""
+        """The given tensor; a `UserError` if it holds a NaN or an infinity."""
         if not is_finite(tensor):
             raise UserError(
                 f"tensor {name!r} in {self.folder} holds a NaN or an infinity; give undamaged weights"
@@ -90,7 +86,7 @@ class TensorFolder:
         return tensor
 
     def _find(self) -> dict[str, str]:
-        """The file of each tensor; one file of all goes before an index, as in transformers."""
+        """The file of each tensor; a single file takes precedence over an index, as in transformers."""
         if (self.folder / SINGLE_FILE).exists():
             return dict.fromkeys(self._names(SINGLE_FILE), SINGLE_FILE)
         if (self.folder / INDEX).exists():
@@ -101,9 +97,7 @@ class TensorFolder:
                 )
             for name, file in listed.items():
                 if name not in self._names(file):
-                    raise _damaged(
-                        self.folder / file, f"it has no tensor {name!r}, which {INDEX} says it has"
-                    )
+                    raise _damaged(self.folder / file, f"it has no tensor {name!r}, which {INDEX} lists")
             return dict(listed)
         refuse_pickles(self.folder)
         raise UserError(
@@ -140,10 +134,10 @@ def write_tensors(
 ) -> None:
     """Write tensors as one file, or as several of about `shard_bytes` with an index.
 
-    Floating tensors are converted to `dtype`, a file at a time; None keeps each as it is.
+    Floating-point tensors are converted to `dtype`, a file at a time; None keeps each dtype.
 
     Raises:
-        UserError: a weight is beyond the largest number of `dtype`.
+        UserError: a weight exceeds the largest value of `dtype`.
     """
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     sizes, total = [0], 0
@@ -160,7 +154,7 @@ def write_tensors(
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         converted = {name: t.to(dtype or t.dtype) for name, t in shard}
         if beyond := [name for name, t in converted.items() if not is_finite(t)]:
-            raise UserError(f"{beyond[0]!r} has numbers that {dtype} cannot hold; choose another --dtype")
+            raise UserError(f"{beyond[0]!r} has values that {dtype} cannot hold; choose another --dtype")
         write_safetensors(folder / file, converted, metadata={"format": "pt"})
         weight_map |= {name: file for name, _ in shard}
     if len(shards) > 1:
@@ -169,13 +163,10 @@ def write_tensors(
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The real path of a file that `folder` itself holds.
+    """The real path of a file in `folder`; a `UserError` if it is missing or outside.
 
     The download cache of Hugging Face keeps files in `blobs/`, next to `snapshots/REVISION/`, and links to
-    them: such a link is followed, any other that leads out of the folder is refused.
-
-    Raises:
-        UserError: the name or the link leads out of the folder, or the file is missing.
+    them: such a link is followed, any other link out of the folder is refused.
     """
     if not plain_name(name):
         raise UserError(
@@ -190,16 +181,12 @@ def inside(folder: Path, name: str) -> Path:
             f"{folder / name} is a link that leads out of the folder, to {real}; put the file itself there"
         )
     if not real.is_file():
-        raise UserError(f"{folder / name} is missing, or no file; fetch the folder again")
+        raise UserError(f"{folder / name} is missing, or not a file; fetch the folder again")
     return real
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        UserError: it holds none, or cannot be read.
-    """
+    """The JSON object in a file; a `UserError` if there is none, or it cannot be read."""
     try:
         with open_regular(path) as file:
             data = file.read(_LARGEST_JSON + 1)
@@ -212,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Refuse a folder with a file that is a pickle; the first is named."""
+    """Refuse a folder that contains a pickle; the error names the first."""
     for path in _pickles(folder):
         raise _pickle(path)
 
@@ -228,9 +215,9 @@ def _pickles(folder: Path) -> Iterator[Path]:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Refuse a file that is a pickle by its first bytes, whatever it is called.
+    """Refuse a file whose first bytes are those of a pickle, whatever it is called.
 
-    A safetensors file may begin with the same bytes, so this is for files that have failed to be one.
+    A safetensors file may begin with the same bytes, so call this only for files that are not safetensors.
     """
     if _begins_as_pickle(path):
         raise _pickle(path)

@@ -1,1 +1,1 @@
-"""How are a run's own checkpoints written, published and read back?"""
+"""A run's own checkpoints: written, published and read back."""

@@ -1,14 +1,14 @@
-"""Asynchronous saves: a step waits for a copy into memory, and a background thread writes to the disk.
+"""Asynchronous saves: a step waits only for a copy into memory, and a background thread writes to disk.
 
     step n        | snapshot |  step n+1  |  step n+2  |  step n+3 ...
     background               | check, write, hash, sync, publish, retain |
 
-The snapshot is a CPU copy of what this rank has to write, into buffers that are kept from save to save, so
-that later updates do not touch it. There is one save at a time: the next waits for the one that is under way,
-so a disk that is too slow slows the run and never fills its memory. All ranks get the outcome of a save, the
-same one and at the same moment: at the next `save` or `wait`.
+The snapshot is a CPU copy of what this rank has to write, in buffers that are reused from save to save, so
+later updates do not affect it. There is one save at a time: the next waits for the current one, so a slow
+disk slows the run but never fills its memory. All ranks get the same outcome of a save at the same moment: at
+the next `save` or `wait`.
 
-The saver has a process group of its own, so that its collectives never mix with those of training.
+The saver uses a separate process group, so that its collectives never mix with those of training.
 """
 
 import copy
@@ -27,13 +27,13 @@ from narrowgauge.checkpoint.store.nonfinite import JSON, Tensors
 from narrowgauge.checkpoint.store.save import SavePlan, plan_save
 from narrowgauge.checkpoint.store.slices import LocalTensors
 
-NICE = 10  # lower priority of the thread, for the training steps to have the cores first
+NICE = 10  # lower priority of the thread, so that training steps get the cores first
 
 
 class AsyncSaver:
     """Saves of one run in the background; a context manager that waits for the last one.
 
-    Made by all ranks together, after torch.distributed is initialised if there are several.
+    All ranks construct it together, after torch.distributed is initialised if there are several.
 
     Args:
         timeout: How long a rank waits for another in the background; None = torch's default.
@@ -61,10 +61,10 @@ class AsyncSaver:
         keep: int,
         run_id: str,
     ) -> None:
-        """Begin a save, and return when tensors and state may change again; arguments as for `plan_save`.
+        """Begin a save; returns when tensors and state may change again. Arguments as for `plan_save`.
 
-        It first waits for the save that is under way, and raises what that one raised before anything is
-        begun; called again it then begins.
+        It first waits for the save in progress. If that one failed, its error is raised and nothing is begun;
+        the next call begins a save.
         """
         self.wait()
         state = copy.deepcopy(dict(state))
@@ -72,12 +72,12 @@ class AsyncSaver:
         self._pending = self._thread.submit(SavePlan.write, replace(plan, tensors=self._copy(plan.tensors)))
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way, and raise what it raised; its path, or None without one."""
+        """Wait for the save in progress and raise its error; returns its path, or None if there is none."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Wait for the last save, end the thread, and raise what the save raised."""
+        """Wait for the last save, end the thread, and raise the save's error."""
         try:
             self.wait()
         finally:
@@ -88,7 +88,7 @@ class AsyncSaver:
                 self._group = None
 
     def _copy(self, tensors: Tensors) -> Tensors:
-        """The tensors as they are now, in memory that nothing else writes."""
+        """The current tensors, in memory that nothing else writes to."""
         copies = {
             group: {key: self._copied(group, key, tensor.detach()) for key, tensor in named.items()}
             for group, named in tensors.items()
@@ -102,7 +102,7 @@ class AsyncSaver:
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[group, key] = buffer
-        if tensor.dtype.itemsize == 1:  # bytes are copied as they are, FP4 pairs too
+        if tensor.dtype.itemsize == 1:  # bytes are copied as they are, including FP4 pairs
             buffer.view(torch.uint8).copy_(tensor.view(torch.uint8), non_blocking=True)
         else:
             buffer.copy_(tensor, non_blocking=True)
@@ -110,6 +110,6 @@ class AsyncSaver:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread alone, which only Linux can."""
+    """Lower the priority of this thread alone; only Linux supports this."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICE)

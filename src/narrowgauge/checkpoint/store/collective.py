@@ -1,9 +1,9 @@
-"""How do several ranks do one thing, and all leave with the same outcome?
+"""Calls a function on several ranks so that all of them leave with the same outcome.
 
-Every rank does its share and may fail in it. The results *and the failures* travel in one gather, so a full
-disk on rank 1 is known to every rank before anything is published, and all of them raise the same error
-in the same place. What only rank 0 does is broadcast, its failure too. Without a group there is one rank,
-and nothing is sent.
+Every rank does its share and may fail. The results *and the failures* travel in one gather, so every rank
+learns of a full disk on rank 1 before anything is published, and all of them raise the same error in the same
+place. The outcome of a function that only rank 0 runs is broadcast, including its failure. Without a group
+there is one rank, and nothing is sent.
 
 The process group is a gloo group. It carries small Python objects between the processes of one job, never
 the content of a file.
@@ -17,7 +17,7 @@ from narrowgauge.collectives import Group, broadcast_object, gather_objects, ran
 from narrowgauge.errors import UserError
 
 T = TypeVar("T")
-Wrap = Callable[[str], UserError]  # what the operating system said -> the error to raise
+Wrap = Callable[[str], UserError]  # the operating system's message -> the error to raise
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class RankFailure:
 def on_all_ranks(do: Callable[[], T], group: Group | None, wrap: Wrap) -> list[T]:
     """Call a function on every rank of a group (None: this process alone); returns all results in rank order.
 
-    `wrap` makes the error to raise of an `OSError`'s reason.
+    `wrap` makes the error to raise from the reason of an `OSError`.
 
     Raises:
-        UserError: the function failed on some rank: on every rank the failure of the first of them, whose
-            sentence names the rank if there are several.
+        UserError: the function failed on some rank. Every rank raises the failure of the first such rank,
+            with the rank's name if there are several.
         Exception: any other error is a bug: it is raised unchanged where it happened, and as an error of
             `wrap` on the other ranks.
     """
@@ -50,11 +50,7 @@ def on_all_ranks(do: Callable[[], T], group: Group | None, wrap: Wrap) -> list[T
 
 
 def on_rank0(do: Callable[[], T], group: Group | None, wrap: Wrap) -> T:
-    """Call a function on rank 0 alone, and return its result on every rank.
-
-    Raises:
-        UserError: the function failed; as in `on_all_ranks`.
-    """
+    """Call a function on rank 0 alone; returns its result, or raises its error, on every rank."""
     outcome: T | RankFailure | None = None
     cause: Exception | None = None
     if rank_in(group) == 0:
@@ -68,7 +64,7 @@ def on_rank0(do: Callable[[], T], group: Group | None, wrap: Wrap) -> T:
 def _attempt(
     do: Callable[[], T], group: Group | None, wrap: Wrap
 ) -> tuple[T | RankFailure, Exception | None]:
-    """(the result or the failure to send, the error itself)."""
+    """(the result or the failure to send, the original error)."""
     rank = rank_in(group)
     where = f"rank {rank}: " if size_of(group) > 1 else ""
     try:
@@ -82,7 +78,7 @@ def _attempt(
 
 
 def _raise(failure: RankFailure, local_error: Exception | None) -> NoReturn:
-    """Raise a failure, or this rank's own error where that is a bug, whose traceback is worth more."""
+    """Raise a failure, or this rank's own error if it is a bug, whose traceback is more useful."""
     if local_error is not None and not isinstance(local_error, UserError | OSError):
         raise local_error
     raise failure.error_type(failure.sentence) from local_error

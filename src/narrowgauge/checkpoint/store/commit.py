@@ -1,17 +1,17 @@
-"""The commit protocol of checkpoints: a step becomes visible in full or not at all, whatever is inside it.
+"""The commit protocol of checkpoints: a step becomes visible in full or not at all.
 
 The life of RUN/checkpoints/step-20, in order:
 
-    begin     the staging directory step-20.tmp-<nonce>/ is made; those that a dead process left are removed
+    begin     create the staging directory step-20.tmp-<nonce>/; remove those of dead processes
     (write)   one process, or several together, write files into it, and sync and hash each
-    seal      manifest.json is written and synced, then the names in the staging directory are synced
-    publish   the staging directory is renamed to step-20, then the parent directory is synced
-    retain    steps older than the newest `keep` valid ones are removed
+    seal      write and sync manifest.json, then sync the names in the staging directory
+    publish   rename the staging directory to step-20, then sync the parent directory
+    retain    remove steps older than the newest `keep` valid ones
 
 Only a name `step-N` without a suffix counts, so a process that dies before the rename leaves the old
-checkpoints, and one that dies after it leaves the new one too. A published directory is never written
-into. After step N is published the run stands at N. What exists under N already (damaged, or from a future
-that was abandoned by a rollback) and under greater numbers is quarantined as `step-M.aside-<nonce>`, and is
+checkpoints, and one that dies after it leaves the new one as well. A published directory is never written
+into. Once step N is published, the run is at step N. Whatever already exists under N (damaged, or from a
+future that a rollback abandoned) or under larger numbers is quarantined as `step-M.aside-<nonce>`, and
 removed when the run has moved past it.
 
 Crash points (see `narrowgauge.files`): `begun`, `write:manifest.json`, `synced:manifest.json`,
@@ -45,11 +45,7 @@ _QUARANTINED = re.compile(r"step-([0-9]+)\.aside-.*")
 
 
 def steps(directory: Path) -> list[int]:
-    """Numbers of the published steps, ascending, valid or not; [] if there is no such directory.
-
-    Raises:
-        UserError: the directory cannot be read.
-    """
+    """Numbers of the published steps, ascending, valid or not; [] if the directory does not exist."""
     return sorted(int(match[1]) for name in _names(directory) if (match := _STEP.fullmatch(name)))
 
 
@@ -64,8 +60,7 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
         (path of step-N, refusals), newest refusal first; (None, []) if nothing was ever published.
 
     Raises:
-        UserError: steps were published but none of them is valid. A run never starts again from step 0 by
-            surprise.
+        UserError: steps were published but none of them is valid. A run never silently restarts from step 0.
     """
     refused = []
     for step in reversed(steps(directory)):
@@ -92,12 +87,12 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make an empty staging directory for a step, and remove those of dead processes.
+    """Create an empty staging directory for a step, and remove those of dead processes.
 
     The caller holds the run's lock, so any other staging directory belongs to a dead process.
 
     Raises:
-        OSError: the disk is full or may not be written.
+        OSError: the disk is full or read-only.
     """
     make_directory(directory)
     for name in os.listdir(directory):
@@ -113,7 +108,7 @@ def seal(staging: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) 
     """Write the manifest of a staging directory that is otherwise complete and synced.
 
     Raises:
-        OSError: the disk is full or may not be written.
+        OSError: the disk is full or read-only.
     """
     manifest = Manifest(step, run_id, files)
     write_new(staging / MANIFEST, manifest.to_json().encode())
@@ -123,16 +118,13 @@ def seal(staging: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) 
 
 
 def publish(staging: Path, manifest: Manifest) -> Path:
-    """Rename a sealed staging directory to its step, and quarantine newer steps.
+    """Rename a sealed staging directory to its step, quarantine newer steps, and return the path of step-N.
 
-    If step-N exists already, valid and with the same content, it stays, and the caller removes the staging
+    If step-N already exists, valid and with the same content, it is kept, and the caller removes the staging
     directory.
 
-    Returns:
-        The path of step-N.
-
     Raises:
-        OSError: the disk may not be written.
+        OSError: the disk is read-only.
     """
     directory, final = staging.parent, staging.parent / f"step-{manifest.step}"
     if not _holds(final, manifest):
@@ -151,7 +143,7 @@ def publish(staging: Path, manifest: Manifest) -> Path:
 
 
 def retain(directory: Path, keep: int, published: Manifest) -> None:
-    """Remove what is older than the newest `keep` valid steps.
+    """Remove everything older than the newest `keep` valid steps.
 
     A step counts as valid only if every byte of it verifies, so a damaged one never takes the place of a good
     one. Files that this process has written or verified are not read again while they are unchanged
@@ -192,7 +184,7 @@ def _valid(path: Path, run_id: str) -> bool:
     try:
         if is_verified(path):
             return verify_listing(path, run_id) is not None
-        verify(path, run_id, cores=1)  # the training needs the others
+        verify(path, run_id, cores=1)  # training needs the others
     except DamagedError:
         return False
     return True
@@ -212,7 +204,7 @@ def _quarantine(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory. It is renamed first, so that one half removed is never taken for a step."""
+    """Remove a directory. It is renamed first, so that a partly removed one is never taken for a step."""
     drop_verified(path)
     if _STEP.fullmatch(path.name):
         doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")

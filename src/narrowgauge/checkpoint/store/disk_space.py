@@ -1,10 +1,10 @@
-"""Disk space for checkpoints: checked before the first step of a run and before each save.
+"""Disk space for checkpoints, checked before the first step of a run and before each save.
 
-A disk has two things that run out: bytes, and inodes (one for each file and directory). Some file systems
-make inodes as they need them and report none; there only bytes count.
+A disk can run out of two things: bytes and inodes (one for each file and directory). Some file systems create
+inodes on demand and report none; there only bytes count.
 
-A run keeps `checkpoint.keep` checkpoints and makes the next one before the oldest goes, so it needs space for
-one more than it keeps. Before the first step it is cheap to choose another disk.
+A run keeps `checkpoint.keep` checkpoints and writes the next one before it deletes the oldest, so it needs
+space for one more than it keeps. Before the first step it is easy to choose another disk.
 """
 
 import os
@@ -24,17 +24,17 @@ class SaveError(UserError, Failed):
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """Bytes and inodes; `inodes` is None where a file system has no fixed number of them."""
+    """Bytes and inodes; `inodes` is None if the file system has no fixed number of them."""
 
     bytes: int
     inodes: int | None
 
     def times(self, count: int) -> "DiskSpace":
-        """The space of `count` such things."""
+        """The space for `count` copies."""
         return DiskSpace(self.bytes * count, None if self.inodes is None else self.inodes * count)
 
     def fits_in(self, free: "DiskSpace") -> bool:
-        """Whether both bytes and inodes are free."""
+        """Whether enough bytes and inodes are free."""
         known = self.inodes is not None and free.inodes is not None
         return self.bytes <= free.bytes and (not known or (self.inodes or 0) <= (free.inodes or 0))
 
@@ -43,10 +43,10 @@ class DiskSpace:
 
 
 def free_space(path: Path) -> DiskSpace:
-    """What this user may still write under a path, which need not exist yet.
+    """What this user can still write under a path, which need not exist yet.
 
     Raises:
-        OSError: the file system cannot be asked.
+        OSError: the file system cannot be queried.
     """
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -58,8 +58,8 @@ def require_space(directory: Path, needed: DiskSpace) -> None:
     """Check that the disk of a directory, which need not exist yet, has space for a checkpoint.
 
     Raises:
-        SaveError: it has not; with what is needed and what is free.
-        OSError: the file system cannot be asked.
+        SaveError: it does not; the message states what is needed and what is free.
+        OSError: the file system cannot be queried.
     """
     free = free_space(directory)
     if not needed.fits_in(free):
@@ -70,11 +70,11 @@ def require_space(directory: Path, needed: DiskSpace) -> None:
 
 
 def require_space_for_run(directory: Path, needed: DiskSpace, keep: int) -> None:
-    """Check that the disk has space for the `keep` checkpoints of a run; those that exist already count.
+    """Check that the disk has space for the `keep` checkpoints of a run, including any that already exist.
 
     Raises:
-        UserError: it has not; with what is needed, what is free, and the way out.
-        OSError: the file system cannot be asked.
+        UserError: it does not; the message states what is needed, what is free, and the way out.
+        OSError: the file system cannot be queried.
     """
     count = keep + 1 - min(keep, len(steps(directory)))
     free = free_space(directory)

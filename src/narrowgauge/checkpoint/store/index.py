@@ -18,8 +18,8 @@
      "version": 1
     }
 
-A second name of one tensor (a tied head) is stored as a name. One process writes one file for each group, and
-each tensor in one slice. The index is not trusted: `from_json` lists what is checked.
+A second name of a tensor (a tied head) is stored as a name. One process writes one file for each group, with
+each tensor as one slice. The index is not trusted: `from_json` lists what is checked.
 """
 
 import json
@@ -35,13 +35,13 @@ from narrowgauge.checkpoint.store.slices import Shape, TensorSlice, require_exac
 INDEX = "index.json"
 SUFFIX = ".safetensors"
 VERSION = 1
-# safetensors cannot read a slice of FP4 pairs: their bytes are stored, and the index has this name.
+# safetensors cannot read a slice of FP4 pairs: their bytes are stored, and the index has this dtype.
 STORABLE = DTYPES | {"F4": torch.float4_e2m1fn_x2}
 
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A slice in a file of the checkpoint, under its key there."""
+    """A slice in a file of the checkpoint, and its key in that file."""
 
     file: str
     key: str
@@ -50,7 +50,7 @@ class StoredSlice:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored tensor: its slices, or the name whose tensor it shares."""
+    """A stored tensor: its slices, or the name of the tensor that it shares."""
 
     dtype: str
     shape: Shape
@@ -84,8 +84,9 @@ def _as_json(entry: Entry) -> dict[str, object]:
 def from_json(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Index:
     """Read an index that is not trusted.
 
-    Every tensor must be covered exactly by slices in the files, every slice be named once, every file be
-    named, and no file be asked for more than it has: that bounds the memory that a forged index can take.
+    Slices in the files must cover every tensor exactly; every slice must be named once and every file at
+    least once; and no file may be asked for more bytes than it has, which bounds the memory that a forged
+    index can use.
 
     Args:
         content: The parsed index.json.
@@ -96,7 +97,7 @@ def from_json(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Index:
             `AttributeError` means that the content has another layout.
     """
     if type(content["version"]) is not int or content["version"] > VERSION:
-        raise ValueError(f"version {content['version']!r}, and this narrowgauge reads up to {VERSION}")
+        raise ValueError(f"version {content['version']!r}, but this narrowgauge reads up to {VERSION}")
     index = {g: {name: _entry(named, name) for name in named} for g, named in content["groups"].items()}
     left = dict(sizes)
     seen: set[tuple[str, str]] = set()
@@ -128,17 +129,17 @@ def _entry(named: Mapping[str, Any], name: str) -> Entry:
 
 def _shape(numbers: Any) -> Shape:
     if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{numbers!r} is no shape")
+        raise ValueError(f"{numbers!r} is not a shape")
     return tuple(numbers)
 
 
 def _check_slices(entry: Entry, left: dict[str, int], seen: set[tuple[str, str]]) -> None:
-    """Check one entry against the bytes that are left in the files, and the keys that are taken."""
+    """Check one entry against the bytes left in the files and the keys already used."""
     if entry.same_as is None:
         require_exact_cover(entry.shape, (stored.slice for stored in entry.slices))
     for stored in entry.slices:
         if stored.file not in left:
-            raise ValueError(f"{stored.file!r} is no file of this checkpoint")
+            raise ValueError(f"{stored.file!r} is not a file of this checkpoint")
         left[stored.file] -= stored.slice.numel * entry.itemsize
         if left[stored.file] < 0 or not stored.slice.numel:
             raise ValueError(f"{stored.file!r} cannot hold a slice of size {stored.slice.size}")

@@ -1,13 +1,13 @@
-"""One run at a time in a run directory.
+"""A lock that allows one run at a time in a run directory.
 
-Two jobs that write into one run destroy both. The lock is held by the kernel (`flock` on RUN/.lock), and is
-not the existence of the file: it ends with the process, however that ends, so a file left by `kill -9` never
-blocks. Processes that are forked while the lock is held share it, and the run is free when the last of them
-has ended.
+Two jobs that write into one run destroy both. The kernel holds the lock (`flock` on RUN/.lock); the existence
+of the file means nothing. The lock ends with the process, however that ends, so a file left by `kill -9`
+never blocks. Processes forked while the lock is held share it, and the run is free when the last of them has
+ended.
 
-The ranks of a run share a second lock (RUN/.lock-ranks), each for as long as it lives. So a run whose rank 0
-was killed is still in use while any other rank writes, on any machine, as far as `flock` reaches over the
-file system. Rank 0 holds the first lock, and takes it only if nobody holds the second.
+The ranks of a run share a second lock (RUN/.lock-ranks), which each holds as long as it lives. So a run whose
+rank 0 was killed is still in use while any other rank writes, on any machine, as far as `flock` works across
+the file system. Rank 0 holds the first lock, and takes it only if no rank holds the second.
 """
 
 import os
@@ -32,10 +32,10 @@ def lock_run(directory: Path, rank: int = 0, barrier: Callable[[], None] | None 
     Args:
         directory: The run directory, made if it does not exist.
         rank: Rank of this process.
-        barrier: Waits until all ranks have come to it; None = this process alone.
+        barrier: Waits until all ranks have reached it; None = this process alone.
 
     Raises:
-        UserError: another run holds it, named by its process id and host; or the directory or its file
+        UserError: another run holds it, identified by process id and host; or the directory or its file
             system cannot be locked.
     """
     own_line = f"process {os.getpid()} on host {socket.gethostname()}\n".encode()
@@ -57,10 +57,10 @@ def lock_run(directory: Path, rank: int = 0, barrier: Callable[[], None] | None 
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether the lock of a run directory names processes of this host alone, and all of them have ended.
+    """Whether the lock of a run directory names only processes of this host, all of which have ended.
 
-    Nothing is locked: a look at a run must not keep another from starting. Where there is no /proc, or a
-    process ran on another host, the answer is False.
+    Nothing is locked, because a query must not keep a run from starting. Without /proc, or if a process ran
+    on another host, the answer is False.
     """
     try:
         lines = (directory / LOCK).read_text(errors="replace").splitlines()
@@ -83,7 +83,7 @@ def _opened(directory: Path, name: str) -> Iterator[int]:
 
 
 def _take(descriptor: int, names: int, directory: Path, operation: int) -> None:
-    """Take a lock, or refuse with the holder that the file `names` lists."""
+    """Take a lock, or refuse with the holder listed in the file `names`."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -96,7 +96,7 @@ def _take(descriptor: int, names: int, directory: Path, operation: int) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """The first process in the file that may be alive; one of this host is checked."""
+    """The first process in the file that may be alive; processes of this host are checked."""
     lines = os.pread(descriptor, 2**20, 0).decode(errors="replace").splitlines()
     for line in lines:
         if _may_be_alive(line):
@@ -105,7 +105,7 @@ def _holder(descriptor: int) -> str:
 
 
 def _may_be_alive(line: str) -> bool:
-    """Whether the process of a line of the lock may be alive; one of this host is checked."""
+    """Whether the process on a line of the lock may be alive; a process of this host is checked."""
     match = re.fullmatch(r"process (\d+) on host (.*)", line)
     return match is not None and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists())
 

@@ -10,10 +10,10 @@
      "version": 1
     }
 
-The text is canonical (sorted keys, fixed layout), and any other text is refused: so a flipped bit anywhere in
-it is found, and so are duplicate names. A digest shows damage. It is no signature: anyone can forge a
-manifest together with its files. A forged one is harmless because file names are plain names, only regular
-files are opened, and nothing read is ever executed.
+The text is canonical (sorted keys, fixed layout), and any other text is refused, which detects any flipped
+bit and duplicate names. A digest shows damage but is not a signature: anyone can forge a manifest together
+with its files. A forged one is harmless, because file names are plain names, only regular files are opened,
+and nothing that is read is ever executed.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from narrowgauge.files import open_regular, sha256_of
 
 MANIFEST = "manifest.json"
 VERSION = 1
-MAX_BYTES = 16 << 20  # size of a manifest: bounds the memory that a hostile one can take
+MAX_BYTES = 16 << 20  # size of a manifest: bounds the memory that a hostile one can use
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -75,7 +75,7 @@ class Manifest:
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name stays inside its directory: letters, digits, `_`, `-`, `.`, and no dot or dash first."""
+    """Whether a name stays inside its directory: letters, digits, `_`, `-`, `.`; no dot or dash first."""
     return _PLAIN_NAME.fullmatch(name) is not None
 
 
@@ -83,7 +83,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read a manifest and check everything that needs no other file.
 
     Raises:
-        DamagedError: it is missing, torn, changed, or of a newer version.
+        DamagedError: it is missing, truncated, changed, or of a newer version.
     """
     path = directory / MANIFEST
     data = read_bounded(path, MAX_BYTES)
@@ -106,7 +106,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _from_json(content: Any) -> Manifest:
-    """The manifest in parsed JSON; AttributeError, KeyError, TypeError or ValueError if it is none."""
+    """The manifest in parsed JSON; AttributeError, KeyError, TypeError or ValueError if it is malformed."""
     files = {}
     for name, entry in content["files"].items():
         if not plain_name(name) or name == MANIFEST:
@@ -122,12 +122,15 @@ def _from_json(content: Any) -> Manifest:
 
 
 def verify(directory: Path, run_id: str | None = None, cores: int | None = None) -> Manifest:
-    """Check all of a published directory step-N: its own name, the set of files, each size, each SHA-256.
+    """Check a published directory step-N in full: its name, the set of files, each size, each SHA-256.
 
-    A `run_id` is compared, too. `cores` files are hashed at a time; None = one on each core.
+    Args:
+        directory: The directory.
+        run_id: The run it must belong to; None = any.
+        cores: How many files to hash at a time; None = one on each core.
 
     Raises:
-        DamagedError: with the file and the reason, also if the operating system cannot read it.
+        DamagedError: names the file and the reason, also if the operating system cannot read it.
     """
     manifest = verify_listing(directory, run_id)
     verify_files(directory, manifest, manifest.files, cores)
@@ -136,9 +139,9 @@ def verify(directory: Path, run_id: str | None = None, cores: int | None = None)
 
 
 def verify_listing(directory: Path, run_id: str | None = None) -> Manifest:
-    """The part of `verify` that reads no file but the manifest."""
+    """The part of `verify` that reads only the manifest."""
     if directory.is_symlink() or not directory.is_dir():
-        raise DamagedError(f"{directory} is not a directory of its own")
+        raise DamagedError(f"{directory} is a link or not a directory")
     manifest = read_manifest(directory)
     if directory.name != f"step-{manifest.step}":
         raise DamagedError(
@@ -146,18 +149,14 @@ def verify_listing(directory: Path, run_id: str | None = None) -> Manifest:
         )
     if run_id is not None and manifest.run_id != run_id:
         raise DamagedError(
-            f"{directory / MANIFEST} is of run {manifest.run_id!r}, and this run is {run_id!r}"
+            f"{directory / MANIFEST} is of run {manifest.run_id!r}, but this run is {run_id!r}"
         )
     _compare_names(directory, manifest)
     return manifest
 
 
 def verify_files(directory: Path, manifest: Manifest, names: Iterable[str], cores: int | None = None) -> None:
-    """Check files against their entries.
-
-    Raises:
-        DamagedError: with the smallest bad file.
-    """
+    """Check files against their entries; the `DamagedError` names the smallest bad file."""
     order = sorted(names, key=lambda name: manifest.files[name].size)  # the cheap ones first
     if cores == 1:
         for name in order:
@@ -185,28 +184,24 @@ def verify_file(path: Path, entry: FileEntry) -> None:
     """Check one file against its entry.
 
     Raises:
-        DamagedError: its size or digest is another one, or it cannot be read.
+        DamagedError: its size or digest differs, or it cannot be read.
     """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
         if size != entry.size:
-            raise DamagedError(f"{path} has {size} bytes, and its manifest says {entry.size}")
+            raise DamagedError(f"{path} has {size} bytes, but its manifest lists {entry.size}")
         digest = sha256_of(path)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     if digest != entry.sha256:
         raise DamagedError(
-            f"{path} was changed: its sha256 is {digest[:16]}..., its manifest says {entry.sha256[:16]}..."
+            f"{path} was changed: its sha256 is {digest[:16]}..., its manifest lists {entry.sha256[:16]}..."
         )
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes.
-
-    Raises:
-        DamagedError: it is larger, or cannot be read.
-    """
+    """The content of a regular file; a `DamagedError` if it exceeds `limit` bytes or cannot be read."""
     try:
         with open_regular(path) as file:
             data = file.read(limit + 1)

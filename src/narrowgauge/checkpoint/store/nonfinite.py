@@ -1,7 +1,7 @@
-"""Check that nothing non-finite is published.
+"""Ensures that nothing non-finite is published.
 
-A NaN in a checkpoint outlives the run that made it: every resume starts from it. So the check is here, just
-before the write, whatever the training loop has checked before.
+A NaN in a checkpoint outlives the run that produced it: every resume starts from it. The check is therefore
+here, just before the write, whatever the training loop has checked before.
 """
 
 import math
@@ -17,17 +17,13 @@ Tensors: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]  # group -> name -
 
 
 class PoisonedError(UserError, Failed):
-    """A tensor or number to be saved is not finite."""
+    """A tensor or value to be saved is not finite."""
 
     exit_code = 1
 
 
 def refuse_non_finite(tensors: Tensors, state: Mapping[str, JSON]) -> None:
-    """Refuse tensors and numbers that are not finite.
-
-    Raises:
-        PoisonedError: with the name of the first of them.
-    """
+    """Refuse tensors and values that are not finite; the `PoisonedError` names the first of them."""
     bad = [
         f"tensor {name!r} of {group!r}"
         for group, named in tensors.items()
@@ -50,7 +46,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
         t = torch.view_as_real(t)
     if not t.is_floating_point() or t.numel() == 0 or t.dtype is torch.float4_e2m1fn_x2:  # FP4 is all finite
         return True
-    if t.element_size() == 1:  # FP8 has no minimum in torch: count the codes, and look at the non-finite ones
+    if t.element_size() == 1:  # FP8 has no minimum in torch: count the codes, and look up the non-finite ones
         counts = torch.bincount(t.contiguous().view(torch.uint8).flatten(), minlength=256)
         codes = torch.arange(256, dtype=torch.uint8, device=t.device)
         return not counts[~codes.view(t.dtype).float().isfinite()].any()
@@ -59,7 +55,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _non_finite_numbers(value: JSON, key: str = "") -> list[str]:
-    """Places, written as in Python (`['a'][0]`), of the floats that are not finite."""
+    """Locations, written as in Python (`['a'][0]`), of the floats that are not finite."""
     if isinstance(value, float):
         return [] if math.isfinite(value) else [key]
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Reads a checkpoint: all of it, or the slices that this process asks for.
+"""Reads a checkpoint: all of it, or the slices that this process requests.
 
-A checkpoint of any number of processes is read by any other number, sharded in any other way (elastic
+A checkpoint of any number of processes can be read by any other number, sharded in any other way (elastic
 resume): each requested slice is assembled from its overlaps with the stored ones. A rank reads no other
-bytes, and it verifies the files that it reads. Nothing is changed before every rank has checked everything.
+bytes, and verifies the files that it reads. Nothing is changed before every rank has checked everything.
 """
 
 import hashlib
@@ -65,12 +65,12 @@ def choose_step(
 
 
 def load(path: Path) -> Checkpoint:
-    """Read all of a published step, on the CPU. Each file is verified before it is parsed; none is executed.
+    """Read all of a published step to the CPU. Each file is verified before it is parsed; none is executed.
 
     A second name of a tensor loads as the same object.
 
     Raises:
-        DamagedError: a file does not agree with the manifest, or is not one of ours; it is named.
+        DamagedError: a file does not agree with the manifest, or is not one of ours; the message names it.
     """
     path = Path(os.path.abspath(path))
     opened = _open(path)
@@ -107,12 +107,12 @@ def restore_distributed(
 ) -> Checkpoint:
     """Fill tensors in place from a published step of any number of ranks; all ranks of `group` together.
 
-    Errors are the same on all ranks, and are raised before anything is changed.
+    All ranks raise the same error, before anything is changed.
 
     Args:
         path: The directory step-N, the same on all ranks.
-        local_tensors: The slices that this rank asks for; their tensors, on any device, are filled. A group
-            that no rank names is not read; in the others the ranks must ask for every tensor.
+        local_tensors: The slices that this rank requests; their tensors, on any device, are filled. A group
+            that no rank requests is not read; in the others the ranks must request every tensor.
         group: A gloo group; None = this process alone.
 
     Returns:
@@ -120,7 +120,7 @@ def restore_distributed(
 
     Raises:
         DamagedError: as for `load`, in a file that is needed.
-        UserError: a tensor is missing, left over, or of another shape or dtype; it is named.
+        UserError: a tensor is missing, left over, or has another shape or dtype; the message names it.
     """
     path = Path(os.path.abspath(path))
     opened: list[_Opened] = []
@@ -170,14 +170,14 @@ def _open(path: Path) -> _Opened:
     try:
         index = from_json(_read_json(path / INDEX, manifest), known)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path / INDEX} is no index that can be trusted: {error!r}") from error
+        raise DamagedError(f"{path / INDEX} is not an index that can be trusted: {error!r}") from error
     return _Opened(path, manifest, index, state)
 
 
 def _read_json(path: Path, manifest: Manifest) -> dict[str, Any]:
     data = read_bounded(path, _LARGEST_JSON)
     if hashlib.sha256(data).hexdigest() != manifest.files[path.name].sha256:  # of the bytes that are parsed
-        raise DamagedError(f"{path} was changed: its sha256 is not what its manifest says")
+        raise DamagedError(f"{path} was changed: its sha256 is not the one in its manifest")
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -188,7 +188,7 @@ def _read_json(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _match(opened: _Opened, local_tensors: LocalTensors) -> list[tuple[Entry, LocalTensor]]:
-    """Each requested slice with the entry of its tensor; a `UserError` if the checkpoint has another one."""
+    """Each requested slice with the entry of its tensor; a `UserError` if the checkpoint's differs."""
     matched = []
     for group, named in local_tensors.items():
         for name, requested in named.items():
@@ -205,7 +205,7 @@ def _match(opened: _Opened, local_tensors: LocalTensors) -> list[tuple[Entry, Lo
 
 
 def _compare(path: Path, tensor: str, entry: Entry, local: LocalTensor) -> None:
-    """Refuse an entry of another shape or dtype than the requested tensor."""
+    """Refuse an entry whose shape or dtype differs from the requested tensor's."""
     if entry.shape != tuple(local.shape):
         raise _another(path, f"{tensor} is {entry.shape} there and {tuple(local.shape)} here")
     if (dtype := STORABLE[entry.dtype]) != local.tensor.dtype:
@@ -216,11 +216,11 @@ def _compare(path: Path, tensor: str, entry: Entry, local: LocalTensor) -> None:
 
 
 def _refuse_left_over(opened: Sequence[_Opened], ranks: Sequence[Mapping[str, set[str]]]) -> None:
-    """Refuse tensors of the checkpoint that no rank asks for: a run without a moment starts wrong."""
+    """Refuse tensors of the checkpoint that no rank requests: a run without a moment would start wrong."""
     for group in sorted({group for rank in ranks for group in rank}):
         requested = {name for rank in ranks for name in rank.get(group, ())}
         if extra := opened[0].index.get(group, {}).keys() - requested:
-            raise _another(opened[0].path, f"nothing here takes its {min(extra)!r} of {group!r}")
+            raise _another(opened[0].path, f"nothing here uses its {min(extra)!r} of {group!r}")
 
 
 def _another(path: Path, difference: str) -> UserError:
@@ -253,10 +253,10 @@ def _fill(path: Path, requested: Iterable[tuple[Entry, LocalTensor]]) -> None:
 
 
 def _read(file: Any, stored: StoredSlice, dtype: str, common: TensorSlice) -> torch.Tensor:
-    """The elements `common` of a stored slice; a `ValueError` if it is not what the index describes."""
+    """The elements `common` of a stored slice; a `ValueError` if it does not match the index."""
     data = file.get_slice(stored.key)
     if (data.get_dtype(), tuple(data.get_shape())) != ("U8" if dtype == "F4" else dtype, stored.slice.size):
-        raise ValueError(f"{stored.key!r} is {data.get_dtype()} {data.get_shape()}, not what {INDEX} says")
+        raise ValueError(f"{stored.key!r} is {data.get_dtype()} {data.get_shape()}, unlike in {INDEX}")
     elements: torch.Tensor = data[common.within(stored.slice).index or ...]
     return elements
 

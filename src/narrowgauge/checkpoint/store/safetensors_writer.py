@@ -1,13 +1,13 @@
-"""One safetensors file, written, hashed and synced in one pass over the bytes.
+"""Writes one safetensors file: hashed and synced in one pass over the bytes.
 
     8 bytes     length N of the header, little-endian
     N bytes     JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...},
-                with blanks at its end that make N a multiple of 8
+                padded with blanks to a multiple of 8
     the rest    the tensors' bytes, row by row, without gaps; wider dtypes first, so that all are aligned
 
-(Layout: the safetensors format.) The library's own writer would need a second pass over the file for its
-digest. Here a chunk goes to the disk while another thread hashes it; both release the interpreter's lock, so
-that a save in the background leaves the training loop alone.
+(Layout: the safetensors format.) The library's own writer would need a second pass over the file for the
+digest. Here one thread writes a chunk while another hashes it; both release the interpreter's lock, so that a
+save in the background does not slow the training loop.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import torch
 from narrowgauge.checkpoint.store.manifest import FileEntry
 from narrowgauge.files import crash_point
 
-CHUNK = 8 << 20  # bytes that are written and hashed at a time
+CHUNK = 8 << 20  # bytes written and hashed at a time
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
@@ -39,13 +39,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write and sync a file that must not exist yet, and return its size and digest.
+    """Write and sync a file that must not exist yet; returns its size and digest.
 
-    Tensors may be on any device and have any strides. One at a time is copied where it is not contiguous on
-    the CPU. The strings of `metadata` go into the header.
+    Tensors may be on any device and have any strides. Those that are not contiguous on the CPU are copied,
+    one at a time. The strings of `metadata` go into the header.
 
     Raises:
-        OSError: the disk is full or may not be written; the caller removes what was written.
+        OSError: the disk is full or read-only; the caller removes the partial file.
     """
     crash_point(f"write:{path.name}")
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
@@ -63,7 +63,7 @@ def write_safetensors(
 
 @contextmanager
 def _hashing() -> Iterator[tuple[Callable[[memoryview], None], "hashlib._Hash"]]:
-    """Start a thread that hashes chunks in order; yield the function that feeds it, and the digest."""
+    """Start a thread that hashes chunks in order; yields the function that feeds it, and the digest."""
     digest = hashlib.sha256()
     chunks: Queue[memoryview | None] = Queue(2)  # few, so that the disk and the hash wait for each other
 
@@ -71,7 +71,7 @@ def _hashing() -> Iterator[tuple[Callable[[memoryview], None], "hashlib._Hash"]]
         while (chunk := chunks.get()) is not None:
             digest.update(chunk)
 
-    # No executor: it takes no work while the process ends, and a save may have to outlast the program.
+    # Not an executor: it accepts no work while the process exits, and a save may outlast the program.
     thread = Thread(target=work)
     thread.start()
     try:
@@ -106,7 +106,7 @@ def _chunks(header: bytes, tensors: Iterator[torch.Tensor]) -> Iterator[memoryvi
 
 
 def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Write every byte, however many `write` takes at a time."""
+    """Write every byte, however few `write` accepts at a time."""
     try:
         while data:
             data = data[os.write(descriptor, data) :]

@@ -1,25 +1,25 @@
-"""Saving by one process or by many: tensors as safetensors, everything else as JSON, nothing as pickle.
+"""Saves from one process or many: tensors as safetensors, everything else as JSON, nothing as pickle.
 
-    step-20/model.safetensors                one file for each group of tensors, or, of several processes,
+    step-20/model.safetensors                one file for each group of tensors or, with several processes,
     step-20/model-00001-of-00004.safetensors   one for each rank that has something to write in the group
     step-20/index.json                       which file holds which slice of which tensor (`index.py`)
     step-20/state.json                       step counters, schedule, data position: whatever is not a tensor
     step-20/manifest.json                    size and SHA-256 of each
 
-Tensors come back bit for bit in their own dtype. JSON keeps Python's floats and integers exactly: the
-text of a float is the shortest that reads back as the same one. Several processes write into one staging
-directory on a file system that they share:
+Tensors are restored bit for bit in their own dtype. JSON preserves Python's floats and integers exactly: the
+text of a float is the shortest that reads back as the same value. Several processes write into one staging
+directory on a shared file system:
 
     plan      every rank describes what it holds; all make the same plan (`save_plan.py`)
     check     nothing that any rank would write is a NaN or an infinity
-    begin     rank 0 checks the disk space and makes the staging directory
+    begin     rank 0 checks the disk space and creates the staging directory
     write     every rank writes, hashes and syncs its own files
     gather    the digests of all, or the errors of any
     publish   rank 0 writes the index and the state, seals, publishes, retains; its outcome is broadcast
 
-So all of them have the path, or all raise the same error. How the directory becomes visible is described in
-`narrowgauge.checkpoint.store.commit`. Saving adds the crash points `write:FILE`, `written:FILE` (not for
-JSON) and `synced:FILE` for each file.
+So all of them return the path, or all raise the same error. `narrowgauge.checkpoint.store.commit` describes
+how the directory becomes visible. Saving adds the crash points `write:FILE`, `written:FILE` (not for JSON)
+and `synced:FILE` for each file.
 """
 
 import hashlib
@@ -70,25 +70,25 @@ class SavePlan:
         return DiskSpace(data + _SLACK * len(files), len(files) + 1)
 
     def failed(self, reason: str) -> SaveError:
-        """The error for a reason that the operating system gave."""
+        """The error for a reason given by the operating system."""
         return SaveError(
             f"step {self.step} could not be saved under {str(self.directory)!r} ({reason}), and the "
-            f"checkpoints there are untouched; free disk space or mend the permissions before the next save"
+            f"checkpoints there are untouched; free disk space or fix the permissions before the next save"
         )
 
     def write(self) -> Path:
         """Write the files of this rank, and publish what all ranks have written. Called by every rank.
 
-        The step becomes visible in full or not at all; then the newest `keep` valid steps stay. All ranks
+        The step becomes visible in full or not at all, and the newest `keep` valid steps are kept. All ranks
         raise the same error.
 
         Returns:
             The path of step-N.
 
         Raises:
-            PoisonedError: a floating tensor or number is not finite.
+            PoisonedError: a floating-point tensor or value is not finite.
             SaveError: the operating system refuses (disk full, no permission) on any rank. The staging
-                directory is removed, and older steps stay as they were.
+                directory is removed, and older steps are unchanged.
         """
         on_all_ranks(lambda: refuse_non_finite(self.tensors, self.state), self.group, self.failed)
         staging = self.directory / on_rank0(self._begin, self.group, self.failed)
@@ -97,7 +97,7 @@ class SavePlan:
             entries = {name: entry for files in written for name, entry in files.items()}
             on_rank0(lambda: self._publish(staging, entries), self.group, self.failed)
         finally:
-            if rank_in(self.group) == 0:  # a published directory has another name by now
+            if rank_in(self.group) == 0:  # a published directory has been renamed by now
                 shutil.rmtree(staging, ignore_errors=True)
         return self.directory / f"step-{self.step}"
 
@@ -125,7 +125,7 @@ class SavePlan:
         except OSError as error:
             raise SaveError(
                 f"step {self.step} is saved, but older steps could not be removed ({error}), so the disk "
-                f"will fill; mend the permissions of {str(self.directory)!r}"
+                f"will fill; fix the permissions of {str(self.directory)!r}"
             ) from error
 
 
@@ -141,18 +141,18 @@ def plan_save(
     """Agree on who writes what. Called by every rank of `group`.
 
     Args:
-        directory: RUN/checkpoints, on a file system of all ranks, made if it does not exist; the caller holds
-            the run's lock.
+        directory: RUN/checkpoints, on a file system that all ranks share, created if it does not exist; the
+            caller holds the run's lock.
         step: Optimizer steps done.
-        local_tensors: The slices that this rank holds. On all ranks together they cover each tensor exactly;
-            equal slices on several ranks are equal in content.
-        state: Plain JSON, that of rank 0; tuples come back as lists.
-        keep: How many valid steps stay, at least 2.
-        run_id: The run that the checkpoint belongs to; `choose_step` asks for it.
+        local_tensors: The slices that this rank holds. Together, the ranks must cover each tensor exactly;
+            equal slices on several ranks must have equal content.
+        state: Plain JSON, taken from rank 0; tuples are restored as lists.
+        keep: How many valid steps to keep, at least 2.
+        run_id: The run that the checkpoint belongs to; `choose_step` requires it.
         group: A gloo group; None = this process alone.
 
     Raises:
-        UserError: the slices overlap, leave a hole, or contradict each other; on all ranks alike.
+        UserError: the slices overlap, leave a hole, or contradict each other; the same on all ranks.
     """
     assert keep >= 2
     assert step >= 0
@@ -172,7 +172,7 @@ def save(
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """FP4 pairs as their bytes, for safetensors cannot read a slice of them."""
+    """FP4 pairs as bytes, because safetensors cannot read a slice of them."""
     return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float4_e2m1fn_x2 else tensor
 
 

@@ -1,8 +1,8 @@
-"""The plan of a save: each rank describes what it holds, and makes the same plan from all descriptions.
+"""The plan of a save: each rank describes what it holds, and derives the same plan from all descriptions.
 
-A slice that several ranks hold alike is written by one of them, the one that has least to write so far.
-Slices that only one rank holds go first, then the largest. The plan is a pure function, so only the
-descriptions are sent.
+A slice that several ranks hold is written by the one that has the least to write so far. Slices that only one
+rank holds are assigned first, then the largest. The plan is a pure function, so only the descriptions are
+sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,11 +34,7 @@ LocalEntries: TypeAlias = Mapping[str, Mapping[str, LocalEntry]]  # group -> nam
 
 
 def describe(local_tensors: LocalTensors) -> LocalEntries:
-    """Describe what this rank holds.
-
-    Raises:
-        UserError: a dtype cannot be stored, or the slices of a tensor differ in shape or dtype.
-    """
+    """Describe what this rank holds; a `UserError` if a dtype cannot be stored or slices differ in it."""
     entries: dict[str, dict[str, LocalEntry]] = {}
     for group, named in local_tensors.items():
         first: dict[object, str] = {}
@@ -68,7 +64,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def make_index(ranks: Sequence[LocalEntries]) -> Index:
-    """Plan who writes what.
+    """Decide which rank writes which slice.
 
     Args:
         ranks: The descriptions of all ranks, in order.
@@ -89,7 +85,9 @@ def make_index(ranks: Sequence[LocalEntries]) -> Index:
                 held.append((len(who), -s.numel * entry.itemsize, group, name, s, who))
     load = [0] * len(ranks)  # bytes that each rank has to write
     stored: dict[tuple[str, str], list[StoredSlice]] = {}
-    for _, minus_bytes, group, name, s, who in sorted(held):  # those without a choice first, then the largest
+    for _, minus_bytes, group, name, s, who in sorted(
+        held
+    ):  # slices without a choice first, then the largest
         rank = min(who, key=lambda r: load[r])
         load[rank] -= minus_bytes
         is_full = s.size == index[group][name].shape
@@ -105,7 +103,7 @@ def make_index(ranks: Sequence[LocalEntries]) -> Index:
 
 
 def file_name(group: str, rank: int, ranks: int) -> str:
-    """Name of a rank's file of a group."""
+    """The name of a rank's file for a group."""
     return f"{group}{SUFFIX}" if ranks == 1 else f"{group}-{rank + 1:05}-of-{ranks:05}{SUFFIX}"
 
 

@@ -1,4 +1,4 @@
-"""Slices of a tensor: where the part that one process holds lies in the global tensor.
+"""Slices of a tensor: where the part held by one process lies in the global tensor.
 
 A *slice* is an offset and a size along each dimension. A tensor sharded over processes is a set of slices
 that do not overlap and leave no hole, however it was cut: by rows, by columns, both, evenly or not.
@@ -8,8 +8,8 @@ that do not overlap and leave no hole, however it was cut: by rows, by columns, 
      2 +---+---+---+
      3 +-------+---+      offset (2, 0) size (1, 4)      offset (2, 4) size (1, 2)
 
-A checkpoint stores slices and their places. A reader needs other slices: each of them is put together from
-its overlaps with the stored ones. A scalar is one slice without dimensions.
+A checkpoint stores slices and their positions. A reader needs other slices: each is assembled from its
+overlaps with the stored ones. A scalar is one slice without dimensions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ class TensorSlice:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.size, strict=True))
 
     def overlap(self, other: "TensorSlice") -> "TensorSlice | None":
-        """The elements that two slices of one tensor have in common; None if there are none."""
+        """The elements that two slices of one tensor share; None if there are none."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         end = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -48,7 +48,7 @@ class TensorSlice:
         return common if all(n > 0 for n in common.size) else None
 
     def within(self, frame: "TensorSlice") -> "TensorSlice":
-        """The same slice, with offsets counted from where `frame` begins."""
+        """The same slice, with offsets relative to the start of `frame`."""
         return TensorSlice(tuple(a - b for a, b in zip(self.offset, frame.offset, strict=True)), self.size)
 
 
@@ -77,16 +77,12 @@ LocalTensors: TypeAlias = Mapping[str, Mapping[str, Sequence[LocalTensor]]]
 
 
 def full_tensor(tensor: torch.Tensor) -> LocalTensor:
-    """A tensor that one process holds all of."""
+    """A tensor that one process holds in full."""
     return LocalTensor(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def require_exact_cover(shape: Shape, slices: Iterable[TensorSlice]) -> None:
-    """Check that slices fill a shape, each element once.
-
-    Raises:
-        ValueError: they overlap, leave a hole, or reach beyond the shape.
-    """
+    """Check that slices fill a shape, each element once; a `ValueError` if not."""
     slices = [s for s in slices if s.numel]
     for s in slices:
         require_inside(shape, s)
@@ -97,11 +93,7 @@ def require_exact_cover(shape: Shape, slices: Iterable[TensorSlice]) -> None:
 
 
 def require_inside(shape: Shape, tensor_slice: TensorSlice) -> None:
-    """Check that a slice lies inside a shape.
-
-    Raises:
-        ValueError: it reaches beyond the shape, or has other dimensions.
-    """
+    """Check that a slice lies inside a shape and has its dimensions; a `ValueError` if not."""
     offset, size = tensor_slice.offset, tensor_slice.size
     dimensions = len(offset) == len(size) == len(shape)
     if not dimensions or any(
@@ -115,7 +107,7 @@ def _overlapping(slices: list[TensorSlice], dimensions: int) -> tuple[TensorSlic
     if dimensions == 0:
         return (slices[0], slices[1]) if len(slices) > 1 else None
     along = max(range(dimensions), key=lambda d: len({s.offset[d] for s in slices}))
-    active: list[TensorSlice] = []  # those that reach to where the sweep is
+    active: list[TensorSlice] = []  # those that reach the sweep's position
     for s in sorted(slices, key=lambda s: s.offset[along]):
         active = [a for a in active if a.offset[along] + a.size[along] > s.offset[along]]
         for other in active:

@@ -1,9 +1,9 @@
-"""Cache of directories whose every byte this process has written or verified.
+"""A cache of directories in which this process has written or verified every byte.
 
-To count the valid checkpoints before an old one is removed, each would have to be read again at each save.
-A file that this process has written or hashed is taken to be the same as long as its inode, size and
-times are: a writer changes them, and only a disk that loses bits by itself does not. At every start of a run
-everything is hashed again.
+Without it, counting the valid checkpoints before an old one is removed would read each of them at each save.
+A file that this process has written or hashed is assumed unchanged while its inode, size and times are: a
+writer changes them, and only a disk that loses bits by itself does not. At every start of a run everything is
+hashed again.
 """
 
 import os
@@ -14,7 +14,7 @@ _verified: dict[Path, _Fingerprint] = {}  # without an entry the files are read 
 
 
 def add_verified(directory: Path) -> None:
-    """Note that every byte of the directory has just been written or verified."""
+    """Record that every byte of the directory has just been written or verified."""
     if (fingerprint := _fingerprint(directory)) is not None:
         _verified[directory.absolute()] = fingerprint
 
@@ -31,7 +31,7 @@ def drop_verified(directory: Path) -> None:
 
 
 def _fingerprint(directory: Path) -> _Fingerprint | None:
-    """Name, inode, size and times of each file; None where there is no such directory."""
+    """Name, inode, size and times of each file; None if the directory does not exist."""
     try:
         with os.scandir(directory) as entries:
             stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
