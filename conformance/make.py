@@ -16,7 +16,8 @@ import numpy as np
 from narrowgauge.formats import Format, format, format_names
 from narrowgauge.formats.oracle import code_of, round_scalar
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
-from narrowgauge.quantization.oracle import delayed_scale, reference_quantize
+from narrowgauge.quantization.oracle import reference_quantize
+from narrowgauge.quantization.stages.amax import delayed_scale_by_hand
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 
 SIGNS_32 = [1 - 2 * (0x9E3779B9 >> i & 1) for i in range(32)]
@@ -118,7 +119,10 @@ def described(c: Cast) -> Vector:
     """A cast by its facts; what is at its default is left out."""
     every, default = ({"name": one.name, **one.values()} for one in (c, DEFAULT))
     every["element"] = c.element.name
-    every["candidates"], every["elements"] = c.elements or c.candidates, ()  # as a recipe says it
+    every["candidates"], every["elements"] = (
+        c.choice.elements or c.choice.candidates,
+        (),
+    )  # as a recipe says it
     return {k: v for k, v in every.items() if v != default[k]} | {"element": c.element.name}
 
 
@@ -142,7 +146,7 @@ def _vector(
     amaxes = given.get("amaxes")
     if amaxes is not None:
         assert isinstance(amaxes, list)
-        scale = delayed_scale(amaxes, c)
+        scale = delayed_scale_by_hand(amaxes, c.element, c.amax)
         out["encode_scale"] = hexadecimal(np.array([scale]), format("fp32"))
     draws = scale_draws = None
     if c.is_random:
@@ -153,21 +157,21 @@ def _vector(
         out |= {"key": list(KEY), "random": _drawn(draws) if full else None}
     hand = reference_quantize(x, c, axis, draws, signs, scale, dtype, scale_draws)  # type: ignore[arg-type]
     scales = np.array(list(hand.scales.values()))
-    if c.scale_rounding == "stochastic" and full:
+    if c.scales.rounding == "stochastic" and full:
         assert scale_draws is not None
         out["scale_random"] = _drawn(scale_draws.ravel()[: len(scales)])
-    stored = format("fp32" if c.scale == "fp32" else c.scale)
+    stored = format("fp32" if c.scales.format == "fp32" else c.scales.format)
     codes = "".join(f"{code:02x}" for code in hand.codes.ravel())
     text = hexadecimal(scales, stored)
-    if c.elements:  # the sign of a scale says which a block has
+    if c.choice.elements:  # the sign of a scale says which a block has
         pairs = zip(hand.scales, bytes.fromhex(text), strict=True)
         text = bytes(code | (corner in hand.second) << 7 for corner, code in pairs).hex()
     out |= {"codes": codes, "scales": text}
-    if c.tensor_scale != "none":
+    if c.scales.outer != "none":
         row = axis % x.ndim
-        columns = c.columns_above or x.shape[row]
+        columns = c.scales.outer_columns or x.shape[row]
         seconds = {(*k[:row], k[row] // columns, *k[row + 1 :]): s for k, s in hand.tensor_scales.items()}
-        above = [s for _, s in sorted(seconds.items())] if c.is_scaled_by_row else [hand.tensor_scale]
+        above = [s for _, s in sorted(seconds.items())] if c.scales.by_row else [hand.tensor_scale]
         out["tensor_scale"] = hexadecimal(np.array(above), format("fp32"))
     if c.clamp.adds_back:
         out["rest"] = hexadecimal(hand.rest, format("fp32"))
@@ -196,7 +200,7 @@ def cast_vectors() -> list[Vector]:
             out.append(vector(f"{name} {kind}", kind, c, -1, kind == "normal"))
         if c.is_scaled:
             out.append(vector(f"{name} normal axis 0", "normal", c, 0))
-        for rule in ("floor", "ceil", "even") if c.scale == "e8m0" else ():
+        for rule in ("floor", "ceil", "even") if c.scales.format == "e8m0" else ():
             for kind in ("normal", "wide", "tiny"):
                 out.append(
                     vector(f"{name} {rule} {kind}", kind, make_cast({"cast": name, "scale_rule": rule}), -1)
@@ -314,7 +318,7 @@ def recipe_vectors() -> Vector:
                 assert numbers is not None
                 of = first["name"], numbers
             given: Vector = {"signs": SIGNS_32[: c.hadamard.size]} if c.hadamard.signs == "random" else {}
-            given |= {"amaxes": [0.5, 8.0, 3.0]} if c.history else {}
+            given |= {"amaxes": [0.5, 8.0, 3.0]} if c.amax.history else {}
             key = json.dumps([tensor, axis, of and of[0], described(c)])
             if key not in operands:
                 title = f"{tensor} {axis} {len(operands)}"

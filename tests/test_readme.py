@@ -105,7 +105,7 @@ def test_the_configuration_is_one_and_the_recipe_another():
     (configuration,) = blocks(README, "toml")
     recipe, attention, channels = blocks(PAGES["docs/recipes.md"], "toml")
     config = make_config(tomllib.loads(configuration))
-    assert config.spec.recipe.casts["wgrad.dy"].rounding == "stochastic"
+    assert config.spec.recipe.casts["wgrad.dy"].rounding.mode == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2
     assert parse_recipe(attention, "attention.toml").narrows_attention
     assert parse_recipe(channels, "channels.toml").casts["fprop.x"].channels.share == 0.1

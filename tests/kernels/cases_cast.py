@@ -15,8 +15,8 @@ from narrowgauge.quantization import cast, make_cast
 def run(name, axis, **changes):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     c = make_cast({"cast": name} | changes) if changes else cast(name)
-    random = random_stream(0, 0, 0) if c.rounding == "stochastic" else None
-    delayed = DelayedScale(*(torch.ones(()) if c.history else None for _ in range(2)))
+    random = random_stream(0, 0, 0) if c.rounding.mode == "stochastic" else None
+    delayed = DelayedScale(*(torch.ones(()) if c.amax.history else None for _ in range(2)))
     quantized(x, c, axis, random, (), delayed)
     emulated(x, c, axis, torch.bfloat16, random, (), delayed)
 

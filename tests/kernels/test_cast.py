@@ -59,11 +59,11 @@ def same(a, b):
 def variants(name):
     """A cast as it is, and with everything else that its scale allows."""
     cast = cast_named(name)
-    if cast.scale == "e8m0":
-        return [dataclasses.replace(cast, scale_rule=rule) for rule in ("rceil", "floor", "ceil", "even")]
-    if cast.scale == "e4m3":
-        return [cast, dataclasses.replace(cast, headroom=16 / 17)]
-    return [cast, dataclasses.replace(cast, power_of_two=True)]
+    if cast.scales.format == "e8m0":
+        return [cast.having(scale_rule=rule) for rule in ("rceil", "floor", "ceil", "even")]
+    if cast.scales.format == "e4m3":
+        return [cast, cast.having(headroom=16 / 17)]
+    return [cast, cast.having(power_of_two=True)]
 
 
 def assert_same_tensors(x, cast, axis, context=DEFAULT_CONTEXT, dtypes=(torch.bfloat16, torch.float32)):

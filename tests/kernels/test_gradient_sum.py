@@ -51,12 +51,12 @@ def test_the_kernel_is_its_reference(way, dtype, device):
             for name, found in bits(ours).items():
                 assert torch.equal(found, bits(plain)[name]), (step, micro, name)
             assert (ours.sums, ours.is_empty) == (plain.sums, plain.is_empty)
-        if cast.prescale:  # a factor that makes elements overflow, so that the next step's is another
+        if cast.state.prescale:  # a factor that makes elements overflow, so that the next step's is another
             for state in (ours, plain):
                 state.prescale.tensors["mu"].fill_(2.5)
         for state in (ours, plain):
             state.is_empty = True
-    if cast.prescale:
+    if cast.state.prescale:
         ours.prescale.end_step()
         assert ours.prescale.tensors["mu"] == 1.25, "too much overflowed"
 

@@ -165,7 +165,7 @@ def test_where_it_may_not_all_three_are_called(device):
     down.weight.requires_grad_(False)
     assert not is_one()
     down.weight.requires_grad_(True)
-    delayed = {p: replace(c, history=4) for p, c in down.spec.casts.items()}
+    delayed = {p: c.having(history=4) for p, c in down.spec.casts.items()}
     for other in (replace(down.spec, native=False), replace(down.spec, casts=delayed)):
         narrow, down.spec = down.spec, other
         assert not is_one()

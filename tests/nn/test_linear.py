@@ -27,7 +27,7 @@ def numbers(tensor: torch.Tensor, cast: Cast, axis: int, place: str) -> torch.Te
     """What a GEMM sees of a tensor in the first step, in float64."""
     if not cast.is_scaled:
         return tensor.to(DTYPES[cast.name]).double()
-    if cast.history:  # the scale is still 1
+    if cast.amax.history:  # the scale is still 1
         return round_to(tensor, cast.element).double()
     bits = random_stream(SEED, STEP, INDEX * len(GEMM_PLACES) + GEMM_PLACES.index(place))
     signs = None
@@ -67,7 +67,7 @@ def by_hand(r: Recipe, x_MK, w_NK, dy_MN, bias_N=None):
         name: (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs()) + half_ulp * products[name].abs() + subnormal
         for name, (a, b) in pairs.items()
     }
-    if c["fprop.w"].estimator_k:
+    if c["fprop.w"].estimator.k:
         slope = estimator_slope(w_NK, c["fprop.w"], -1).double()
         products["dw"], bounds["dw"] = products["dw"] * slope, (bounds["dw"] + 2.0**-24) * slope
     if bias_N is not None:
@@ -290,7 +290,7 @@ def test_what_is_not_finite_never_comes_out_finite(name, poison):
     assert not in_dy["dw"][n].any()
     assert not in_w["y"][:, n].any()
     assert not in_w["dx"][:, k].any()
-    assert in_w["dw"].all() or r.casts["fprop.w"].estimator_k, "the slope of rounding a NaN is NaN"
+    assert in_w["dw"].all() or r.casts["fprop.w"].estimator.k, "the slope of rounding a NaN is NaN"
     if whole_tensor:  # one scale, so that one element takes all with it
         spoiled = [in_x["y"], in_x["dw"], in_dy["dx"], in_dy["dw"], in_w["y"], in_w["dx"]]
         assert not any(t.any() for t in spoiled)

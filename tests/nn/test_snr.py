@@ -106,7 +106,7 @@ def test_signal_to_noise(name, bias, shape):
     w, x64, dy64 = layer.weight.detach(), x.detach().double(), dy.double()
     exact_y = x64 @ w.double().T + (layer.bias.detach().double() if bias else 0)
     exact_dw = dy64.flatten(0, -2).T @ x64.flatten(0, -2)
-    if layer.spec.casts["fprop.w"].estimator_k:  # another gradient on purpose: that of a smooth rounding
+    if layer.spec.casts["fprop.w"].estimator.k:  # another gradient on purpose: that of a smooth rounding
         exact_dw = exact_dw * estimator_slope(w, layer.spec.casts["fprop.w"], -1).double()
     pairs = zip((y, dx, dw), (exact_y, dy64 @ w.double(), exact_dw), strict=True)
     got = [decibels(a, b) for a, b in pairs]

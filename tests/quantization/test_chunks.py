@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import random_stream
-from narrowgauge.quantization import QuantContext, cast_names, emulate, make_cast, quantize
-from narrowgauge.quantization.passes import chunks
+from narrowgauge.quantization import QuantContext, blocks, cast_names, emulate, make_cast, quantize
 
 CASTS = [make_cast(name) for name in cast_names() if make_cast(name).is_scaled]
 
@@ -40,13 +39,13 @@ def test_chunks_give_the_numbers_of_the_full_tensor(c, shape, axis, rounding, mo
         return [q.codes, q.scales, q.tensor_scale, operand.float(), scale]
 
     whole = numbers()
-    monkeypatch.setattr(chunks, "CHUNK", 700)
+    monkeypatch.setattr(blocks, "CHUNK", 700)
     for a, b in zip(whole, numbers(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_large_tensor_is_walked_through_in_chunks():
     x = torch.zeros(3000, 256)
-    sizes = [size for _, _, size in chunks.chunks(x)]
+    sizes = [size for _, _, size in blocks.chunks(x)]
     assert len(sizes) > 1
     assert sum(sizes) == 3000

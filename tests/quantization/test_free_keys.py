@@ -42,7 +42,8 @@ def test_the_emulated_operand_is_the_stored_numbers(name):
         q = ng.quantize(x, c)
         operand, scale = emulate(x, c, -1, torch.bfloat16)
         assert torch.equal(operand.float() * (1.0 if scale is None else scale), q.dequantize()), kind
-        assert q.scale_codes is None if c.scale in ("fp32", "bf16") else q.scale_codes.dtype == torch.uint8
+        is_byte = c.scales.format not in ("fp32", "bf16")
+        assert q.scale_codes.dtype == torch.uint8 if is_byte else q.scale_codes is None
 
 
 def test_a_scale_that_rounds_to_zero_is_one_and_its_block_is_zeros():
@@ -78,8 +79,8 @@ def test_state_keeps_what_quantize_gives(name):
     state = QuantizedState(x.shape, c, "cpu")
     state.write(x)
     assert torch.equal(state.read(), ng.quantize(x, c).dequantize())
-    scale_bytes = {"fp32": 4, "bf16": 2}.get(c.scale, 1)
-    level = 4 if c.tensor_scale == "tensor" else 0
+    scale_bytes = {"fp32": 4, "bf16": 2}.get(c.scales.format, 1)
+    level = 4 if c.scales.outer == "tensor" else 0
     blocks = ng.quantize(x, c).scales.numel()
     assert state.nbytes == x.numel() // 2 + scale_bytes * blocks + level
 

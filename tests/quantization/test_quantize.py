@@ -17,7 +17,7 @@ from quantization.by_hand import SMALL, assert_as_by_hand, inputs
 from support.fault_table import case
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
-MX = [n for n in SCALED if cast_named(n).scale == "e8m0"]
+MX = [n for n in SCALED if cast_named(n).scales.format == "e8m0"]
 
 
 def can_have(name, kind):
@@ -38,7 +38,7 @@ ALONG = [(n, k, axis) for axis in (-1, 0) for n, k in INPUTS_OF if axis == -1 or
 
 
 def assert_variants_as_by_hand(x, name, axis):
-    for variant in VARIANTS[cast_named(name).scale]:
+    for variant in VARIANTS[cast_named(name).scales.format]:
         assert_as_by_hand(x, make_cast({"cast": name} | variant), axis)
 
 
@@ -76,7 +76,7 @@ def test_quantizing_twice_changes_nothing(name):
     twice = ng.quantize(once, name).dequantize()
     if name in ("nvfp4", "nvfp4-2d"):  # the block scale is rounded, so its largest element may move a step
         assert (twice - once).norm() < 0.1 * once.norm()
-    elif cast_named(name).scale == "fp32":  # the scale itself is found again but for its last bits
+    elif cast_named(name).scales.format == "fp32":  # the scale itself is found again but for its last bits
         torch.testing.assert_close(twice, once, rtol=2.0**-20, atol=0)
     else:
         assert torch.equal(once, twice)
@@ -97,16 +97,18 @@ def test_non_finite_input_never_comes_out_finite(name, bad):
     expected[r : r + rows, c : c + columns] = True
     assert torch.equal(poisoned, expected)
     if q.scale_codes is not None:
-        assert set(q.scale_codes[q.scales.isnan()].tolist()) == {0xFF if q.cast.scale == "e8m0" else 0x7F}
+        assert set(q.scale_codes[q.scales.isnan()].tolist()) == {
+            0xFF if q.cast.scales.format == "e8m0" else 0x7F
+        }
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scale_codes_decode_to_the_scales(name):
     q = ng.quantize(torch.randn(32, 64) * 100, name)
     if q.scale_codes is None:
-        assert q.cast.scale == "fp32"
+        assert q.cast.scales.format == "fp32"
         return
-    dtype = ml_dtypes.float8_e8m0fnu if q.cast.scale == "e8m0" else ml_dtypes.float8_e4m3fn
+    dtype = ml_dtypes.float8_e8m0fnu if q.cast.scales.format == "e8m0" else ml_dtypes.float8_e4m3fn
     np.testing.assert_array_equal(q.scale_codes.numpy().view(dtype).astype(np.float32), q.scales.numpy())
 
 
@@ -125,7 +127,7 @@ def test_the_emulated_operand_is_the_stored_numbers(name, kind):
     q = ng.quantize(x, name)
     operand, scale = emulate(x, cast_named(name), -1, torch.bfloat16)
     # bf16 holds every product of an element and a block's scale, but for fp32 scales that are no power of two
-    is_inexact = q.cast.scale == "fp32" and q.cast.block is not None
+    is_inexact = q.cast.scales.format == "fp32" and q.cast.block is not None
     assert operand.dtype == (torch.float32 if is_inexact else torch.bfloat16)
     assert torch.equal(operand.float() * (1.0 if scale is None else scale), q.dequantize())
 
@@ -140,7 +142,7 @@ def test_two_dimensional_blocks_are_the_same_along_both_axes():
 @pytest.mark.parametrize("name", SCALED)
 def test_along_axis_0_everything_is_that_of_the_transpose(name):
     for kind, x in inputs().items():
-        for variant in VARIANTS[cast_named(name).scale] if can_have(name, kind) else ():
+        for variant in VARIANTS[cast_named(name).scales.format] if can_have(name, kind) else ():
             varied = make_cast({"cast": name} | variant)
             q, of_the_transpose = ng.quantize(x, varied, axis=0), ng.quantize(x.movedim(0, -1), varied)
             assert torch.equal(q.codes, of_the_transpose.codes.movedim(0, -1)), (kind, variant)

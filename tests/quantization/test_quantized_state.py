@@ -10,8 +10,8 @@ import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream
 from narrowgauge.quantization import GradientState, QuantizedState, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization.stages.state import code_values, to_codes
 from narrowgauge.quantization.state import quantized_state
-from narrowgauge.quantization.state.codebook import code_values, to_codes
 
 ROWS, COLUMNS = 48, 384
 POW2 = {"cast": "e4m3", "power_of_two": True}

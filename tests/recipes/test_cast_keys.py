@@ -44,7 +44,7 @@ class Twist(Transform):
     angle: int = 0
     KEYS: ClassVar = {"angle": "angle"}
 
-    def rules(self, cast):
+    def rules(self):
         return [("angle", self.angle < 360, "it must lie below 360")]
 
 

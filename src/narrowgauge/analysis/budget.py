@@ -112,7 +112,7 @@ def require_solver() -> None:
 def _bits(cast: Cast) -> float:
     """Bits of an element and its share of a block's scale; scales of rows and tensors are few."""
     elements = cast.block[0] * cast.block[1] if cast.block else 0
-    return cast.element.bits + (format(cast.scale).bits / elements if elements else 0)
+    return cast.element.bits + (format(cast.scales.format).bits / elements if elements else 0)
 
 
 def _at_most(option: str, words: str, amounts: Mapping[str, float], most: float) -> Budget:

@@ -193,7 +193,7 @@ def _add_products(
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
     """The format in which the product of two operands is computed."""
     if native and any(cast.is_scaled for cast in pair):
-        return _NARROW.get(pair[0].scale, "fp8")
+        return _NARROW.get(pair[0].scales.format, "fp8")
     return "fp32" if any(cast.has_wide_operand for cast in pair) else compute
 
 

@@ -169,8 +169,8 @@ def _takes_cast(cast: Cast) -> bool:
     name = cast.element.name
     if cast.beyond(STATE_KEYS):
         return False
-    if cast.split:
+    if cast.state.split:
         return True
     if not cast.is_scaled:
-        return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")
-    return cast.scale == "fp32" and name in ("fp16", "e4m3", "e5m2")
+        return name in ("fp32", "bf16", "fp16") and (cast.rounding.mode != "stochastic" or name == "bf16")
+    return cast.scales.format == "fp32" and name in ("fp16", "e4m3", "e5m2")

@@ -150,7 +150,7 @@ def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     """Whether a Triton kernel computes the cast of this tensor in this context."""
     if not cast.is_scaled or x.ndim != 2 or not use_kernels(x) or kernel_gap(cast):
         return False
-    is_drawn = isinstance(context.random, RandomStream) or cast.rounding != "stochastic"
+    is_drawn = isinstance(context.random, RandomStream) or cast.rounding.mode != "stochastic"
     return is_drawn and context.shard is None and context.held is None
 
 

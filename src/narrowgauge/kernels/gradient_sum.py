@@ -16,8 +16,6 @@ Before it is added, the gradient of a weight in FP4 is multiplied by the slope o
 `through_rounding`): 4 + 2 + 4 bytes an element in one pass, 90 by torch's operations.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -42,7 +40,7 @@ def add_gradient(gradient: GradientState, dw: Tensor, stream: RandomStream | Non
 
     cast, prescale = gradient.cast, gradient.prescale
     if stream is None and cast.is_random:
-        cast = replace(cast, rounding="nearest-even", scale_rounding="nearest-even")
+        cast = cast.to_nearest
     if prescale is not None and gradient.is_empty:
         prescale.begin_step()
     codes, scale = gradient.on_device().values()
@@ -64,11 +62,11 @@ def through_rounding(dw_NK: Tensor, w_NK: Tensor, cast: Cast, context: QuantCont
     Args:
         dw_NK: The gradient.
         w_NK: The weight in high precision.
-        cast: Its cast, with a differentiable estimator (`quantization.rounding_gradient`).
+        cast: Its cast, with a differentiable estimator (`quantization.estimator_slope`).
         context: The shard that the weight is, if it is one.
     """
     has_rows = cast.block == (1, 0) and w_NK.stride(1) == 1 and dw_NK.is_contiguous()
-    if not (has_rows and context.shard is None and cast.scale == "fp32" and use_kernels(w_NK)):
+    if not (has_rows and context.shard is None and cast.scales.format == "fp32" and use_kernels(w_NK)):
         return dw_NK * estimator_slope(w_NK, cast, -1, context)
     from narrowgauge.kernels.triton.remedies import launch_slope
 

@@ -7,7 +7,6 @@ kept: the backward pass makes its codes again, in the pass in which it makes tho
 (`kernels.activation`).
 """
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -79,7 +78,7 @@ def _backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     )
     dz = second.of(dz_MD, "dgrad.dy", -1, True, amax_of_gradient(dz_MD))
     dy_MF = multiply(dz, v, compute)
-    delayed = first.delayed_scale("dgrad.dy") if cast.history else None
+    delayed = first.delayed_scale("dgrad.dy") if cast.amax.history else None
     codes = swiglu_gradient_codes(dy_MF, gate_up_MG, y_fact, cast.element, y_cast.element, delayed)
     del dy_MF
     y = QuantizedOperand(codes.y_FM, codes.y_scale, dz.tensor_scale, y_cast)
@@ -103,7 +102,7 @@ def _swiglu(gate_up_MG: torch.Tensor, operands: Operands) -> tuple[QuantizedOper
     That is its amax, or under delayed scaling its scales.
     """
     cast = operands.layer.casts["fprop.x"]
-    if cast.history:
+    if cast.amax.history:
         codes, scales = swiglu_codes(gate_up_MG, cast.element, operands.delayed_scale("fprop.x"))
         return QuantizedOperand(codes, scales[1], torch.ones_like(scales[1]), cast), scales
     y_MF, amax = swiglu_by_kernel(gate_up_MG)
@@ -118,7 +117,7 @@ def fp8_scaling(layer: LayerSpec) -> Literal["", "current", "delayed"]:
     casts = layer.casts
     pairs = (("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.dy", "wgrad.dy"))
     is_alike = all(casts[a] == casts[b] and _is_fp8(casts[a]) for a, b in pairs)
-    kinds = {bool(casts[a].history) for a, _ in pairs}
+    kinds = {bool(casts[a].amax.history) for a, _ in pairs}
     if not (is_alike and len(kinds) == 1 and layer.native and isinstance(layer.saved, str)):
         return ""
     return "delayed" if kinds.pop() else "current"
@@ -127,7 +126,7 @@ def fp8_scaling(layer: LayerSpec) -> Literal["", "current", "delayed"]:
 @cache
 def _is_fp8(cast: Cast) -> bool:
     """Whether a cast is FP8 under one scale a tensor, whichever step that is of."""
-    return replace(cast, history=0, margin=0, history_algorithm="max") in map(named_cast, _FP8)
+    return cast.having(history=0, margin=0, history_algorithm="max") in map(named_cast, _FP8)
 
 
 #: (x_MD, the first weight, the second, the operands of both layers) to z_MD, all in one compute dtype.

@@ -302,7 +302,7 @@ def arguments(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
     types_a, scale_a = _scales(a, b, first=True)
     types_b, scale_b = _scales(b, a, first=False)
     swizzles = None
-    if a.cast.scale in TILED:
+    if a.cast.scales.format in TILED:
         swizzles = [SwizzleType.SWIZZLE_32_4_4, *[SwizzleType.NO_SWIZZLE] * (len(types_a) - 1)]
     return {
         "mat_a": _elements(a),
@@ -354,11 +354,11 @@ def _scales(
 ) -> tuple[list[ScalingType], list[torch.Tensor]]:
     """(types, tensors) of an operand's scales in a product with the `other`."""
     rows, scales = x.codes.shape[0], x.scales
-    if x.cast.scale in TILED:
+    if x.cast.scales.format in TILED:
         assert x.cast.block is not None
-        type_, dtype = TILED[x.cast.scale]
+        type_, dtype = TILED[x.cast.scales.format]
         scales = tiled(scales.repeat_interleave(x.cast.block[0], 0)[:rows]).view(dtype)
-        if x.cast.scale == "e8m0":
+        if x.cast.scales.format == "e8m0":
             return [type_], [scales]
         return [type_, ScalingType.TensorWise], [scales, x.tensor_scale]
     if x.cast.block is None and other.cast.block is None:

@@ -87,9 +87,8 @@ class AmaxHistory(History):
     def reset(self, device: torch.device | str) -> None:
         """Go back to the state before the first step, on a device."""
         self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
-        self.register_buffer(
-            "entries", torch.zeros(self.cast.history, dtype=torch.float32, device=device), persistent=False
-        )
+        entries = torch.zeros(self.cast.amax.history, dtype=torch.float32, device=device)
+        self.register_buffer("entries", entries, persistent=False)
         self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -141,7 +140,7 @@ class HeldAmax(AmaxHistory):
         """Hold the step's largest magnitude, if it is the step to take it; no branch depends on a value."""
         has_amax = self.amax > 0  # else there was no tensor, or only zeros
         self.held.copy_(torch.where(has_amax & (self.age == 0), self.amax, self.held))
-        self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.refresh, self.age))
+        self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.amax.refresh, self.age))
         self.amax.zero_()
 
 
@@ -202,8 +201,7 @@ def end_steps(histories: Iterable[History]) -> None:
     alike: dict[tuple[object, ...], list[AmaxHistory]] = {}
     for history in histories:
         if type(history) is AmaxHistory:
-            cast = history.cast
-            kind = (history.amax.device, cast.history, cast.history_algorithm, cast.element.max, cast.margin)
+            kind = (history.amax.device, history.cast.amax, history.cast.element.max)
             alike.setdefault(kind, []).append(history)
         else:
             history.end_step()
@@ -232,9 +230,9 @@ def history_of(place: str, cast: Cast, channels: int) -> History | None:
     """
     if cast.channels.share:
         return ChannelChoice(cast, channels) if place == CHOOSES else None
-    if cast.refresh:
+    if cast.amax.refresh:
         return HeldAmax(cast)
-    return AmaxHistory(cast) if cast.history else None
+    return AmaxHistory(cast) if cast.amax.history else None
 
 
 def _renewed(
@@ -244,8 +242,8 @@ def _renewed(
     has_amax = amax > 0  # else there was no tensor, or only zeros
     shifted = torch.cat((entries[..., 1:], amax[..., None]), -1)
     entries = torch.where(has_amax[..., None], shifted, entries)
-    largest = entries.amax(-1) if cast.history_algorithm == "max" else entries[..., -1]
-    return entries, torch.where(has_amax, _scale(largest, cast.element, cast.margin), scale)
+    largest = entries.amax(-1) if cast.amax.algorithm == "max" else entries[..., -1]
+    return entries, torch.where(has_amax, _scale(largest, cast.element, cast.amax.margin), scale)
 
 
 def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:

@@ -140,7 +140,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self._choose_backend(self.backend)
         for history in self.histories.values():
             history.reset(self._device())
-        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.prescale else None
+        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.state.prescale else None
         self.has_memory = self._follows_step()
         self._set_keys(0, 0, 0)
 

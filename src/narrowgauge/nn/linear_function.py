@@ -63,7 +63,7 @@ class _LinearFunction(torch.autograd.Function):
             y_MN = add_bias(y_MN, bias_N)
         kept_x, ctx.restore_x = keep_input(x_MK, x, operands)
         kept_w, ctx.restore_w = keep_operand(w) if ctx.reuses_w else ((None, None, None), None)
-        has_slope = bool(operands.layer.casts["fprop.w"].estimator_k)
+        has_slope = bool(operands.layer.casts["fprop.w"].estimator.k)
         needs_w = not ctx.reuses_w or has_slope or observer is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept_x, some_x_RM)
         return y_MN.to(x_MK.dtype)
@@ -120,7 +120,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             dw_NK = _with_kept(operands, dw_NK, dy_MN, x, dtype, dy_amax)
         if observer is not None:
             observer.product("wgrad.dw", dw_NK.T, some_x_RM, dy_MN.T)
-        if layer.casts["fprop.w"].estimator_k:
+        if layer.casts["fprop.w"].estimator.k:
             w_context = QuantContext(shard=operands.shard("fprop.w"))
             dw_NK = through_rounding(dw_NK, operands.weight.values(w_NK), layer.casts["fprop.w"], w_context)
         is_added = operands.weight.add_gradient(dw_NK, operands.gradient_stream(dw_NK))

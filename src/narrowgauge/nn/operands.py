@@ -142,7 +142,7 @@ class Operands:
         They are then kept along one axis only, except those of a small weight where memory is not short.
         """
         cast, kept = self.layer.casts[place], self.weight.accumulation
-        is_same = not (cast.is_random or cast.hadamard.signs == "random" or cast.refresh)
+        is_same = not (cast.is_random or cast.hadamard.signs == "random" or cast.amax.refresh)
         is_codes = self.layer.forms[place] == CODES and not isinstance(w_NK, GatheredWeight)
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
             return self.of(self.weight.values(w_NK), place, axis, both)
@@ -173,9 +173,9 @@ class Operands:
     ) -> QuantContext:
         """The context of a place's cast; the cast updates a history with the tensor (again does no harm)."""
         cast, step, held, scale, seen = self.layer.casts[place], self.step, None, None, None
-        if cast.history or cast.refresh:
+        if cast.amax.history or cast.amax.refresh:
             scale, seen = self.delayed_scale(place)
-        if cast.refresh:
+        if cast.amax.refresh:
             history = step.histories[place]
             assert isinstance(history, HeldAmax)
             held = history.current()
@@ -192,11 +192,11 @@ class Operands:
         A held amax gives no scale.
         """
         cast = self.layer.casts[place]
-        if not (cast.history or cast.refresh):
+        if not (cast.amax.history or cast.amax.refresh):
             return DelayedScale(None, None)
         history = self.step.histories[place]
         assert isinstance(history, AmaxHistory)
-        scale = history.scale if cast.history else None
+        scale = history.scale if cast.amax.history else None
         return DelayedScale(scale, history.amax if self.step.is_training else None)
 
     def kept_channels(self, place: str) -> torch.Tensor:

@@ -54,8 +54,8 @@ def require_adamw(p: torch.Tensor, algorithm: str) -> None:
         UserError: The algorithm has another step.
     """
     weight = state_of(p).weight
-    if weight is not None and weight.cast.feedback and algorithm != "adamw":
+    if weight is not None and weight.cast.state.feedback and algorithm != "adamw":
         raise UserError(
-            f"recipe place 'weight': feedback = {weight.cast.feedback!r}, but {algorithm} moves this weight, "
-            'and the feedback is for steps of AdamW; use optimizer.name = "adamw", or remove the key'
+            f"recipe place 'weight': feedback = {weight.cast.state.feedback!r}, but {algorithm} moves this "
+            'weight, and the feedback is for steps of AdamW; use optimizer.name = "adamw", or remove the key'
         )

@@ -210,7 +210,7 @@ class Optimizer(SavedOptimizer):
             tensor = first_stream + _WRITTEN.index(place)
             return to, x, random_stream(self.seed, number, tensor, p.device) if is_random(to) else None
 
-        if kept.weight is not None and kept.weight.cast.feedback:
+        if kept.weight is not None and kept.weight.cast.state.feedback:
             into, weight, m, v = s["m"], kept.weight, moments.pop("m"), moments["v"]
             feedbacks.append(lambda: [write("m", into, fed_back(m, v, w - weight.read(), group, number))])
         written = {place: (s[place], x) for place, x in moments.items()}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
+    from narrowgauge.quantization.block_scales import estimator_slope as estimator_slope
     from narrowgauge.quantization.cast import Cast as Cast
     from narrowgauge.quantization.context import DEFAULT_CONTEXT as DEFAULT_CONTEXT
     from narrowgauge.quantization.context import QuantContext as QuantContext
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.quantize import emulate as emulate
     from narrowgauge.quantization.quantize import quantize as quantize
     from narrowgauge.quantization.quantize import quantize_in_context as quantize_in_context
-    from narrowgauge.quantization.rounding_gradient import estimator_slope as estimator_slope
     from narrowgauge.quantization.sharding.shard import ShardAxis as ShardAxis
     from narrowgauge.quantization.sharding.shard import TensorShard as TensorShard
     from narrowgauge.quantization.sharding.shard import full_axis as full_axis

@@ -12,8 +12,9 @@ formats that have no code for it.
 import torch
 
 from narrowgauge.formats import Randomness
+from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
 from narrowgauge.quantization import scales
-from narrowgauge.quantization.blocks import Blocks
+from narrowgauge.quantization.blocks import Blocks, blocks_of, chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.passes.errors import block_errors, in_order, projection_sums
@@ -27,15 +28,16 @@ def scales_of(
     """The scales of a split tensor's blocks: those of the global tensor, if other processes hold some."""
     amax = context.global_amax(block_amax(split, blocks), cast, axis)
     over = None
-    if cast.tensor_scale != "none":
+    if cast.scales.outer != "none":
         finite = torch.where(amax.isfinite(), amax, 0.0)
-        by_row = cast.is_scaled_by_row
+        by_row = cast.scales.by_row
         over = context.row_amax(finite, blocks, axis, cast) if by_row else context.tensor_amax(finite)
-    random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
-    best = _best(
-        split, blocks, axis, amax, over, cast.with_nearest_scales, context, None if cast.correct else random
-    )
-    return _corrected(best, split, blocks, axis, cast, context, random) if cast.correct else best
+    random = context.random_over_grid(blocks, cast, axis) if cast.scales.rounding == "stochastic" else None
+    if not cast.scales.correction:
+        return _best(split, blocks, axis, amax, over, cast, context, random)
+    nearest = cast.having(scale_rounding="nearest-even", correct="")
+    best = _best(split, blocks, axis, amax, over, nearest, context, None)
+    return _corrected(best, split, blocks, axis, cast, context, random)
 
 
 def _best(
@@ -49,15 +51,15 @@ def _best(
     random: Randomness,
 ) -> Scales:
     """The scales of blocks; of several candidates those whose error is least."""
-    if cast.elements:
+    if cast.choice.elements:
         found = scales_from(amax, cast, context.scale, over, random)
         errors = [block_errors(split, blocks, axis, found, over, cast, context, n) for n in (0, 1)]
         return found._replace(second=errors[1] < errors[0])
-    if not cast.candidates:
+    if not cast.choice.candidates:
         return scales_from(amax, cast, context.scale, over, random)
     best: Scales | None = None
     least: torch.Tensor | None = None
-    for candidate in cast.candidates:
+    for candidate in cast.choice.candidates:
         tried = scales_from(amax, cast, context.scale, over, random, candidate)
         error = block_errors(split, blocks, axis, tried, over, cast, context)
         if best is None or least is None:
@@ -114,17 +116,42 @@ def scales_from(
     tensor_scale = None
     if given is not None:
         encode, block = given.expand_as(amax), (1.0 / given).expand_as(amax)
-    elif cast.scale == "fp32":
-        encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two, cast.headroom)
-    elif cast.scale == "e8m0":
-        assert cast.scale_rule is not None
-        code = scales.e8m0_code(amax, cast.element, cast.scale_rule, cast.headroom)
+    elif cast.scales.format == "fp32":
+        encode, block = scales.fp32_scale(amax, cast.element, cast.scales.power_of_two, cast.scales.headroom)
+    elif cast.scales.format == "e8m0":
+        assert cast.scales.rule is not None
+        code = scales.e8m0_code(amax, cast.element, cast.scales.rule, cast.scales.headroom)
         encode, block = scales.e8m0_scale(code)
-    elif cast.is_nvfp4:
+    elif cast.scales.are_nvfp4:
         assert over is not None
         S, tensor_scale = scales.nvfp4_tensor_scale(over, cast)
         encode, block = scales.nvfp4_block_scale(amax, S, cast, random, candidate)
     else:
         encode, block, tensor_scale = scales.rounded_scale(amax, over, cast, random, candidate)
-    divides = cast.has_rounded_scale and given is None
+    divides = cast.scales.are_rounded and given is None
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)
+
+
+def estimator_slope(
+    w: torch.Tensor, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
+) -> torch.Tensor:
+    """The slope of rounding at each element of a weight, float32 in the weight's shape.
+
+    Args:
+        w: The weight in high precision.
+        cast: A cast with fp32 scales; its `estimator_k` and `estimator_cap` are k and the cap.
+        axis: The axis that blocks lie along.
+        context: The shard that the weight is, if it is one.
+    """
+    blocks = blocks_of(w.shape, cast, axis)
+    split = blocks.split(w.detach())
+    encode = scales_of(split, blocks, cast, axis, context).encode
+    slope = torch.empty(split.shape, dtype=torch.float32, device=split.device)
+    for chunk in chunks(split):
+        t = chunk.of(split).float() * chunk.of(encode)
+        t = t.abs_().clamp_(max=cast.element.max)
+        t.mul_(inverse_quantum(exponent_bits(t, cast.element), cast.element, t.dtype))  # in units of d, exact
+        u = t.sub_(t.floor()).mul_(2).sub_(1).abs_()
+        u.pow_(1 / cast.estimator.k - 1).div_(cast.estimator.k).clamp_(max=cast.estimator.cap)
+        chunk.of(slope).copy_(u)
+    return blocks.merge(slope)

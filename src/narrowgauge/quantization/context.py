@@ -64,8 +64,8 @@ class QuantContext:
 
     def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
         """The same context, its random numbers drawn if a cast needs them more than once."""
-        is_once = not (cast.candidates or cast.elements or cast.correct)
-        if is_once or cast.rounding != "stochastic":
+        is_once = not (cast.choice.candidates or cast.choice.elements or cast.scales.correction)
+        if is_once or cast.rounding.mode != "stochastic":
             return self
         if isinstance(self.random, RandomStream | torch.Tensor):
             return self
@@ -128,10 +128,10 @@ class QuantContext:
         If some columns of a row have a scale of their own, that of these columns, once for each block.
         """
         dim = axis % len(blocks.shape)
-        if cast.columns_above:
+        if columns := cast.scales.outer_columns:
             if self.shard is not None:
-                self.shard.require_aligned(cast.columns_above, dim, cast, "second scales")
-            return _largest_of_groups(amax, blocks.grid_dim(dim), cast.columns_above // blocks.size[dim])
+                self.shard.require_aligned(columns, dim, cast, "second scales")
+            return _largest_of_groups(amax, blocks.grid_dim(dim), columns // blocks.size[dim])
         largest = amax.amax(blocks.grid_dim(dim), keepdim=True)
         return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
 

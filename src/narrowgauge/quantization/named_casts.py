@@ -4,14 +4,13 @@ A cast in a recipe is a table of keys (`KEYS`), or a name: a shorthand for such 
 what each name stands for. A table that begins with `cast = NAME` changes some keys of that one.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import Format, format
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.cast_rules import ROUNDED_SCALES
+from narrowgauge.quantization.stages.scales import ROUNDED
 
 Table = Mapping[str, Any]
 
@@ -131,13 +130,13 @@ def make_cast(value: str | Table) -> Cast:
         return _named(Cast.from_keys(_described(fields), **fields))
     base = cast(name)
     fields = _fields(changes, base)
-    if any(fields.get(key, getattr(base, key)) != getattr(base, key) for key in _IDENTITY):
-        whole = {key: getattr(base, key) for key in _IDENTITY} | fields
-        return _named(base.having(**fields, name=_described(whole)))
-    return base.having(**fields)
+    made = base.having(**fields)
+    return made if _identity(made) == _identity(base) else _named(made.having(name=_described(made.values())))
 
 
-_IDENTITY = ("element", "block", "scale", "tensor_scale")  # another of these, and the name is another
+def _identity(c: Cast) -> tuple[object, ...]:
+    """The values that make a cast another one, with another name."""
+    return c.element, c.block, c.scales.format, c.scales.outer
 
 
 def _check_keys(table: Table) -> None:
@@ -176,7 +175,7 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
         fields["scale"] = "fp32"
     if "scale" in fields:
         fields.setdefault("scale_rule", "rceil" if fields["scale"] == "e8m0" else None)
-        if fields["scale"] not in ROUNDED_SCALES:
+        if fields["scale"] not in ROUNDED:
             fields.setdefault("tensor_scale", "none")
     return fields
 
@@ -222,8 +221,8 @@ def _described(fields: Table) -> str:
 def _named(made: Cast) -> Cast:
     """The cast under the name that stands for its element, block and scale, if there is one."""
     for name in SHORTHANDS:
-        if all(getattr(cast(name), key) == getattr(made, key) for key in _IDENTITY):
-            return dataclasses.replace(made, name=name)
+        if _identity(cast(name)) == _identity(made):
+            return made.having(name=name)
     return made
 
 

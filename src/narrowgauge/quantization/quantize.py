@@ -80,14 +80,14 @@ class QTensor:
         if self.cast.block is None:
             return decode(self.codes, self.cast.element).to(dtype), self.scales
         numbers = self._numbers(self.blocks.align(self.scales))
-        if self.cast.is_scaled_by_row:
+        if self.cast.scales.by_row:
             return self._times_above(numbers), None
-        scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
+        scale = None if self.cast.scales.outer == "none" else self.tensor_scale
         return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
 
     def _times_above(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers times their second-level scale, in place."""
-        columns = self.cast.columns_above
+        columns = self.cast.scales.outer_columns
         axis = [size > 1 for size in self.blocks.size].index(True) if columns else 0
         return _times_above(numbers, self.tensor_scale, columns, axis)
 
@@ -96,7 +96,7 @@ class QTensor:
         numbers = self.blocks.split(decode(self.codes, self.cast.element)) * scale
         if self.second is not None:
             other = decode(self.codes, self.cast.with_second.element)
-            others = self.blocks.split(other) * scale * self.cast.stretch[1]
+            others = self.blocks.split(other) * scale * self.cast.choice.stretch[1]
             numbers = torch.where(self.blocks.align(self.second), others, numbers)
         return self.blocks.merge(numbers)
 
@@ -132,7 +132,7 @@ def quantize(
     """
     c = cast if isinstance(cast, Cast) else make_cast(cast)
     if scale_rule or rounding:
-        c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
+        c = c.having(scale_rule=scale_rule or c.scales.rule, rounding=rounding or c.rounding.mode)
     return quantize_in_context(x, c, axis, QuantContext(random=generator))
 
 
@@ -158,7 +158,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
             if scales.block.numel()
             else torch.ones((), dtype=torch.float32, device=x.device)
         )
-    scale_codes = encode(block_scales, format(cast.scale)) if cast.has_scale_codes else None
+    scale_codes = encode(block_scales, format(cast.scales.format)) if cast.scales.are_codes else None
     second = None if scales.second is None else scales.second.reshape(blocks.grid)
     if scale_codes is not None and second is not None:
         scale_codes = scale_codes | (second.to(torch.uint8) << 7)
@@ -208,7 +208,7 @@ def emulate(
     if not cast.adds_to_operand:
         return operand, scales.tensor
     if scales.tensor is not None:
-        _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.columns_above, axis)
+        _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.scales.outer_columns, axis)
     return prepared.restored(operand, cast.clamp), None
 
 
@@ -258,10 +258,11 @@ def _above(
     if not tensor_scale.ndim:
         return tensor_scale
     axis %= x.ndim
-    if not cast.columns_above:
+    if not cast.scales.outer_columns:
         return tensor_scale.reshape([1 if dim == axis else n for dim, n in enumerate(x.shape)])
     of_blocks = tensor_scale.reshape(blocks.grid)
-    first = torch.arange(0, of_blocks.shape[axis], cast.columns_above // blocks.size[axis], device=x.device)
+    columns = cast.scales.outer_columns // blocks.size[axis]
+    first = torch.arange(0, of_blocks.shape[axis], columns, device=x.device)
     return of_blocks.index_select(axis, first)
 
 

@@ -10,10 +10,10 @@ import torch
 
 from narrowgauge.collectives import all_reduce_sum
 from narrowgauge.errors import UserError
+from narrowgauge.quantization.blocks import chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.passes import in_c
-from narrowgauge.quantization.passes.chunks import chunks
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.stages.channels import largest_channels
 from narrowgauge.quantization.stages.clamp import Clamp, quantile_ranks, ranked

@@ -47,7 +47,7 @@ class Scheme:
 
     Attributes:
         words: Its name for people.
-        scale: The scales of its operands, as in `Cast.scale`.
+        scale: The scales of its operands, as in `Cast.scales.format`.
         blocks: The blocks of its two operands, in either order.
         elements: The formats that its elements can have; E5M2 is never on both sides, and on none in blocks
             (`check_deepseek_recipe` and `check_mxfp8_recipe` of ScaledBlas.cpp).
@@ -70,8 +70,8 @@ class Scheme:
         """Whether two operands make this product."""
         elements = {a.element.name, b.element.name}
         return (
-            a.scale == b.scale == self.scale
-            and not (a.is_scaled_by_row or b.is_scaled_by_row)
+            a.scales.format == b.scales.format == self.scale
+            and not (a.scales.by_row or b.scales.by_row)
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}

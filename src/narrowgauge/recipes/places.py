@@ -121,9 +121,10 @@ def require_operand(place: str, cast: Cast) -> None:
             f"recipe place {place!r}: center = {cast.mean.over!r}, but a weight has no tokens; leave the key "
             "out"
         )
-    if cast.feedback:
+    if cast.state.feedback:
         raise UserError(
-            f"recipe place {place!r}: feedback = {cast.feedback!r}, but it belongs to weight; remove the key"
+            f"recipe place {place!r}: feedback = {cast.state.feedback!r}, but it belongs to weight; "
+            "remove the key"
         )
     if cast.is_for_state:
         raise UserError(
@@ -211,23 +212,23 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
         for key in cast.beyond(STATE_KEYS):
             why = _NOT_IN_STATE.get(key, "it belongs to operands of a product")
             raise UserError(f"{where}: {key} in place {place!r}, but {why}; remove the key")
-        if cast.is_scaled_by_row:
+        if cast.scales.by_row:
             raise UserError(
-                f"{where}: tensor_scale = {cast.tensor_scale!r} in place {place!r}, but it belongs to "
+                f"{where}: tensor_scale = {cast.scales.outer!r} in place {place!r}, but it belongs to "
                 'operands of a product; write "tensor" or "none"'
             )
-        if cast.feedback and (place != "weight" or cast.name == "fp32" or state["master"] is not None):
+        if cast.state.feedback and (place != "weight" or cast.name == "fp32" or state["master"] is not None):
             raise UserError(
-                f"{where}: feedback = {cast.feedback!r} in place {place!r}, but it is for narrow weights "
-                'without a master, whose rounding error goes into the first moment; write master = "none", '
-                "or remove the key"
+                f"{where}: feedback = {cast.state.feedback!r} in place {place!r}, but it is for narrow "
+                "weights without a master, whose rounding error goes into the first moment; write "
+                'master = "none", or remove the key'
             )
-        if cast.prescale and place != "grad":
+        if cast.state.prescale and place != "grad":
             raise UserError(f"{where}: prescale in place {place!r}, but it belongs to grad; remove the key")
     weight, master = state["weight"], state["master"]
     assert weight is not None
-    is_table = weight.expand or weight.codebook
-    if not is_in_torch(weight.element) or is_table or weight.scale not in ("none", "fp32"):
+    is_table = weight.state.expand or weight.state.codebook
+    if not is_in_torch(weight.element) or is_table or weight.scales.format not in ("none", "fp32"):
         raise UserError(
             f"{where}: weight = {weight.name!r}, but a weight needs a format that torch can hold and fp32 "
             "scales, such as bf16, fp16-scaled or e4m3"

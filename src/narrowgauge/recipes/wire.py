@@ -11,7 +11,6 @@ moves the trajectory of a run on several devices (MS-AMP's is FP8 with scales th
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
@@ -25,7 +24,7 @@ REDUCE_KEYS = (*GATHER_KEYS, "prescale")
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
     """The requested cast if it changes no product, else one that changes none: the weight's, or fp32."""
     if weight is not None and weight.name != "fp32":
-        stored = replace(weight, rounding="nearest-even", feedback="")
+        stored = weight.having(rounding="nearest-even", feedback="")
         return next((c for c in (requested, stored) if _keeps_stored(c, weight)), make_cast("fp32"))
     return requested if _keeps_products(requested, operands) else make_cast("fp32")
 
@@ -61,7 +60,7 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
 
 def require_reduce(cast: Cast, where: str) -> None:
     """Refuse to add up gradients in numbers that cannot be added without being scaled again."""
-    scaled = cast.scale == "fp32" and cast.element.bits == 8
+    scaled = cast.scales.format == "fp32" and cast.element.bits == 8
     if cast.beyond(REDUCE_KEYS) or not (scaled or cast.name in WIDE):
         raise UserError(
             f"{where}: reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
@@ -71,7 +70,7 @@ def require_reduce(cast: Cast, where: str) -> None:
 
 def _keeps_stored(cast: Cast, weight: Cast) -> bool:
     """Whether a weight that is stored in narrow numbers keeps them in this cast."""
-    is_same = cast == replace(weight, rounding=cast.rounding, feedback=cast.feedback)
+    is_same = cast == weight.having(rounding=cast.rounding.mode, feedback=cast.state.feedback)
     return cast.name == "fp32" or (is_same and weight.block is None)
 
 
@@ -79,5 +78,5 @@ def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
     """Whether products see the same numbers of a weight that travelled in this cast as of one in fp32."""
     if cast.name == "fp32":
         return True
-    is_one = cast.scale == "fp32" or not cast.is_scaled
+    is_one = cast.scales.format == "fp32" or not cast.is_scaled
     return is_one and not cast.beyond(GATHER_KEYS) and all(c == cast for c in operands)

@@ -5,7 +5,6 @@ decided where it always is (`kernels.dispatch.use_kernels`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -56,7 +55,7 @@ def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Fo
         x = (2 * drawn(shape, 0, device, torch.float32)).round().clamp(-8, 8).bfloat16()
     else:
         x = drawn(shape, 0, device) * torch.exp2(torch.arange(shape[1], device=device) % 23 - 11).bfloat16()
-    random = random_stream(1, 2, 3, device) if cast.rounding == "stochastic" else None
+    random = random_stream(1, 2, 3, device) if cast.rounding.mode == "stochastic" else None
     context = QuantContext(random)
     q, _ = quantize(x, cast, axis, context)
     numbers, factor = emulate(x, cast, axis, torch.bfloat16, context)
@@ -81,7 +80,7 @@ def product_with_outliers_apart(device: torch.device, shape: Shape) -> Found:
         return Operand(*emulate(numbers, cast, -1, torch.bfloat16)) if parts is None else RowOperand(*parts)
 
     y = multiply(operand(x, casts[0]), operand(w, casts[1]), torch.bfloat16)
-    slope = replace(casts[1], estimator_k=5)
+    slope = casts[1].having(estimator_k=5)
     through = through_rounding(drawn(w.shape, 2, device), w, slope, QuantContext())
     return {"the product": y.bfloat16(), "the gradient of w": through}
 
@@ -194,5 +193,5 @@ def _stored(x: Tensor, cast: Cast | None, device: torch.device) -> QuantizedStat
 
 
 def _write(state: QuantizedState, x: Tensor, step: int, tensor: int) -> None:
-    is_random = state.cast.rounding == "stochastic"
+    is_random = state.cast.rounding.mode == "stochastic"
     state.write(x.clone(), random_stream(7, step, tensor, x.device) if is_random else None)

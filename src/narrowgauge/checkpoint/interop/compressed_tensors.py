@@ -220,7 +220,7 @@ def _parts(q: QTensor, start: int, end: int) -> Parts:
             )
         return stored | {"weight_scale": q.scales[start // height : -(-end // height)]}
     scales = q.scale_codes.repeat_interleave(height, dim=0)[start:end]
-    if q.cast.scale == "e8m0":
+    if q.cast.scales.format == "e8m0":
         return stored | {"weight_scale": scales}
     global_scale = (1 / q.tensor_scale).reshape(1)
     return stored | {"weight_scale": scales.view(torch.float8_e4m3fn), "weight_global_scale": global_scale}

@@ -88,7 +88,7 @@ def quantized(
             x, cast, axis, torch.uint8, stream, signs, delayed, known, both
         )
         scales = scales.reshape(() if cast.block is None else blocks.grid)
-        scale_codes = encode(scales, format(cast.scale)) if cast.has_scale_codes else None
+        scale_codes = encode(scales, format(cast.scales.format)) if cast.scales.are_codes else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
@@ -183,7 +183,7 @@ def _cast_given(
         known = _largest(x, cast, view, axis, blocks)
     amax = known.reshape(blocks.grid)
     (scale, seen), told, divides = delayed, None, False
-    from_amax = scale is None and cast.scale == "fp32"
+    from_amax = scale is None and cast.scales.format == "fp32"
     if from_amax:
         factor, block = amax, torch.empty_like(amax)
     elif scale is not None and cast.block is None:
@@ -223,10 +223,10 @@ def _launch_given(
         *_strides(block, axis), *_extents(blocks, axis), *view.element,
         writes="out other" if told is None and not from_amax else "out other block", updates="seen",
         TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=block.numel() == 1,
-        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
+        **facts(cast.element), ROUNDING=cast.rounding.mode, RANDOM_BITS=cast.rounding.random_bits,
         CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
-        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two,
-        CONVERTS=is_converted(cast.element, cast.rounding, x.device),
+        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.scales.power_of_two,
+        CONVERTS=is_converted(cast.element, cast.rounding.mode, x.device),
         lanes=_lanes(x, cast, axis, dtype), **LAUNCH,
     )  # fmt: skip
     return out, other
@@ -247,18 +247,18 @@ def _cast_blocks(
     blocks = blocks_of(view.shape, cast, axis)
     matrix = transform(cast.hadamard.size, signs, x) if cast.hadamard.size else None
     over = tensor_scale = None
-    if cast.tensor_scale != "none":
+    if cast.scales.outer != "none":
         over = _largest(x, cast, view, axis, blocks, matrix, known)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
     scales = torch.empty(blocks.grid if codes else (), dtype=torch.float32, device=x.device)
-    has_codes = codes and cast.has_scale_codes
+    has_codes = codes and cast.scales.are_codes
     scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device) if has_codes else None
     grid, strides = blocks.grid, scales.stride() if codes else (0, 0)
     if axis == 0:
         grid, strides = grid[::-1], strides[::-1]
-    tile = tile_of(view.x[1], cast.block[1])
+    tile, how = tile_of(view.x[1], cast.block[1]), cast.scales
     launch(
         cast_blocks, _grid(view, tile),
         x, out, scales, scale_codes if has_codes else scales, scales if over is None else over,
@@ -267,12 +267,12 @@ def _cast_blocks(
         view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
         writes="out scales scale_codes tensor_scale",
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard.size,
-        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
-        SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
-        RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
+        **facts(cast.element), ROUNDING=cast.rounding.mode, RANDOM_BITS=cast.rounding.random_bits,
+        SCALE="rounded" if how.are_rounded else how.format, **facts_of_scale(how.format),
+        RULE=how.rule, POWER_OF_TWO=how.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
         LARGEST=cast.target * cast.aim,
-        CONVERTS=is_converted(cast.element, cast.rounding, x.device),
+        CONVERTS=is_converted(cast.element, cast.rounding.mode, x.device),
         lanes=_lanes(x, cast, axis, dtype), **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
@@ -291,7 +291,7 @@ def _largest(
 
     For NVFP4 the `known` one is taken, without a reading, if it is finite.
     """
-    finite = cast.tensor_scale != "none"
+    finite = cast.scales.outer != "none"
     known = known if finite and matrix is None else None
     BR, BK = cast.block if finite and cast.block else (1, 1)
     if finite or max(blocks.grid) == 1:
@@ -315,12 +315,12 @@ def _largest(
 def _lanes(x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype) -> float:
     """The instructions of a cast of `x`, for `GpuWork.lanes`."""
     of_an_element = _LANES[_kind(cast)][dtype == torch.uint8][axis == 0]
-    return x.numel() * float(of_an_element + _LANES_STOCHASTIC * (cast.rounding == "stochastic"))
+    return x.numel() * float(of_an_element + _LANES_STOCHASTIC * (cast.rounding.mode == "stochastic"))
 
 
 def _kind(cast: Cast) -> str:
     """The row of `_LANES` that a cast belongs to."""
-    if cast.tensor_scale != "none":
+    if cast.scales.outer != "none":
         is_square = cast.block is not None and cast.block[0] > 1
         return "nvfp4, square" if is_square else "nvfp4, hadamard" if cast.hadamard.size else "nvfp4"
     if cast.block is None:

@@ -23,11 +23,11 @@ def cast_constants(cast: Cast) -> tuple[Any, ...]:
     "plain" is a dtype of torch; "split" bf16 and the 16 bits that make it fp32; "scaled" fp16 under one
     scale; "codes" codes of a byte under one scale.
     """
-    how = "split" if cast.split else "plain" if not cast.is_scaled else "scaled"
+    how = "split" if cast.state.split else "plain" if not cast.is_scaled else "scaled"
     if cast.is_scaled and cast.element.bits == 8:
         how = "codes"
-    e = cast.element
-    return how, e.max, e.emin, e.mantissa_bits, cast.rounding, cast.random_bits, cast.power_of_two
+    e, rounding = cast.element, (cast.rounding.mode, cast.rounding.random_bits, cast.scales.power_of_two)
+    return how, e.max, e.emin, e.mantissa_bits, *rounding
 
 
 @triton.jit

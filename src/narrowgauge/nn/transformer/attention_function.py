@@ -193,7 +193,7 @@ def _parts(Z: int, T: int, S: int, context: AttentionContext, device: torch.devi
     """The pieces in which p is computed: some whole heads each, or some rows of one."""
     limit = SCORES.get(device.type, SCORES["cuda"])
     casts = (context.casts.get("attention.p"), context.casts.get("attention.ds"))
-    along_T = [n for c in casts if c is not None for n in (*(c.block or ()), c.columns_above) if n]
+    along_T = [n for c in casts if c is not None for n in (*(c.block or ()), c.scales.outer_columns) if n]
     spans_T = any(c is not None and c.block is not None and 0 in c.block for c in casts)
     align = math.lcm(*along_T, *(c.hadamard.size for c in casts if c is not None and c.hadamard.size))
     # Where only the amount of memory matters, two pieces are enough.

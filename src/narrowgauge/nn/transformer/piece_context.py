@@ -65,7 +65,7 @@ class PieceContext(QuantContext):
 
 def needs_largest(cast: Cast | None) -> bool:
     """Whether a cast has a scale of the full tensor."""
-    return cast is not None and cast.is_scaled and (cast.block is None or cast.tensor_scale == "tensor")
+    return cast is not None and cast.is_scaled and (cast.block is None or cast.scales.outer == "tensor")
 
 
 def largest_of(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:

@@ -72,7 +72,7 @@ class NarrowResidual(Stepped, Residual):
     def is_tokenwise(self) -> bool:
         """Whether the stream of a token depends on that token alone."""
         cast = self.cast
-        by_row = cast.block is not None and cast.block[0] == 1 and cast.tensor_scale != "tensor"
+        by_row = cast.block is not None and cast.block[0] == 1 and cast.scales.outer != "tensor"
         return (by_row or not cast.is_scaled) and not cast.is_random
 
     def forward(self, x_BTD: torch.Tensor, delta_BTD: torch.Tensor | None = None) -> torch.Tensor:

@@ -38,17 +38,16 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import Format, decode, format
+from narrowgauge.formats import Format
 from narrowgauge.quantization.block_scales import scales_of
-from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.blocks import Blocks, blocks_of, chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
-from narrowgauge.quantization.passes.chunks import chunks
 from narrowgauge.quantization.passes.rounding import block_amax
 from narrowgauge.quantization.quantize import prepared_by
 from narrowgauge.quantization.stages.channels import parted
-from narrowgauge.quantization.state.quantized_state import QuantizedState
+from narrowgauge.quantization.state.quantized_state import QuantizedState, stored_scales
 from narrowgauge.quantization.transforms import kept_channels
 
 BINADES = 16
@@ -115,16 +114,16 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     """
     cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
-    scale, largest = None, math.inf if cast.expand or cast.split else cast.element.max
-    if cast.codebook:
+    scale, largest = None, math.inf if cast.state.expand or cast.state.split else cast.element.max
+    if cast.state.codebook:
         scale, largest = blocks.align(t["scales"]), 1.0
     elif "scale" in t:
         scale = t["scale"]
     elif "scales" in t:
-        scale = decode(t["scales"], format(cast.scale)) if cast.has_scale_codes else t["scales"].float()
+        scale = stored_scales(t["scales"], cast)
         scale = blocks.align(scale) if scale.ndim else scale
         scale = scale * t.get("tensor_scale", 1.0)
-    grid = None if cast.codebook or largest == math.inf else cast.element
+    grid = None if cast.state.codebook or largest == math.inf else cast.element
     return gauge(x, stored.read(), blocks, scale, largest, grid)
 
 

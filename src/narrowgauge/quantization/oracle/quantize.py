@@ -15,8 +15,9 @@ function here:
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -24,14 +25,71 @@ import numpy as np
 from narrowgauge.formats.oracle import code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.named_casts import cast as named_cast
-from narrowgauge.quantization.oracle.candidates import error_of_block
-from narrowgauge.quantization.oracle.projection import corrected_scales
-from narrowgauge.quantization.oracle.scales import scales_of_block
-from narrowgauge.quantization.oracle.tensor import Index, ReferenceTensor
+from narrowgauge.quantization.oracle.scales import corrected_scales, scales_of_block
 from narrowgauge.quantization.stages.channels import largest_channels_by_hand, parted_by_hand
+from narrowgauge.quantization.stages.choice import error_by_hand
 from narrowgauge.quantization.stages.clamp import clamp_by_hand
 from narrowgauge.quantization.stages.hadamard import transform_by_hand
 from narrowgauge.quantization.stages.mean import less_mean_by_hand, token_mean_by_hand
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceTensor:
+    """A tensor that the oracle has quantized.
+
+    Attributes:
+        values: A float64 array, the element of each number before scales; 0 in blocks that are not finite.
+        codes: The codes of the elements, an integer array.
+        scales: The decoded scale of each block, by the index of its first number; NaN where not finite.
+        tensor_scales: The scale above that of each block (NVFP4), else 1.
+        rest: What clamping took away (zeros elsewhere).
+        mean: The mean over tokens that was taken away before.
+        second: The blocks that have the second of the cast's elements, by the index of their first number.
+        back: What numbers of the second element are multiplied by.
+        channels: The channels that are kept in another cast.
+        kept: Their numbers in that cast, zeros elsewhere.
+    """
+
+    values: np.ndarray
+    codes: np.ndarray
+    scales: dict[Index, float]
+    tensor_scales: dict[Index, float]
+    rest: np.ndarray
+    mean: np.ndarray | float = 0.0
+    second: frozenset[Index] = frozenset()
+    back: Fraction = Fraction(1)
+    channels: tuple[int, ...] = ()
+    kept: np.ndarray | None = None
+
+    @property
+    def tensor_scale(self) -> float:
+        """The one scale above those of all blocks."""
+        (scale,) = set(self.tensor_scales.values()) or {1.0}
+        return scale
+
+    def dequantize(self) -> np.ndarray:
+        """The numbers that are stored: element, scale and scale above multiplied, the mean added, each step
+        rounded to float32; NaN in blocks that are not finite."""
+        starts = [sorted({corner[dim] for corner in self.scales}) for dim in range(self.values.ndim)]
+        out = np.zeros_like(self.values)
+        for i in np.ndindex(self.values.shape):
+            if self.kept is not None and i[-1] in self.channels:
+                out[i] = self.kept[i]
+                continue
+            block = tuple(at[bisect_right(at, k) - 1] for at, k in zip(starts, i, strict=True))
+            scale = self.scales[block]
+            if not math.isfinite(scale):
+                out[i] = math.nan
+                continue
+            number = fl(Fraction(float(self.values[i])) * Fraction(scale))
+            number = fl(number * self.back) if block in self.second else number
+            number = fl(number * Fraction(self.tensor_scales[block]))
+            if isinstance(self.mean, np.ndarray) and self.mean.any():
+                number = fl(number + Fraction(float(self.mean[i[-1]])))
+            out[i] = float(number) or math.copysign(0.0, self.values[i])
+        return out
 
 
 def reference_quantize(
@@ -100,7 +158,7 @@ def _quantized(
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
     second: set[Index] = set()
     numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # of each block: before rounding, and after
-    first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
+    first = cast.having(scale_rounding="nearest-even") if cast.scales.correction else cast
     uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(blocks)}
     for c in blocks:
         under = (amax for f, amax in finite.items() if _is_under(f, c, cast, axis))
@@ -114,11 +172,11 @@ def _quantized(
         for i, value in best[0].items():
             values[i] = value
         numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
-    if cast.correct:
+    if cast.scales.correction:
         scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
     codes = _codes(values, blocks, second, cast)
     rest = x - clamped if cast.clamp.quantile else np.zeros_like(x)
-    back = fl(Fraction(cast.stretch[1])) if cast.elements else Fraction(1)
+    back = fl(Fraction(cast.choice.stretch[1])) if cast.choice.elements else Fraction(1)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean, frozenset(second), back)
 
 
@@ -173,24 +231,24 @@ def _quantize_block(
     element) of the best candidate."""
     least: Fraction | None = None
     best: tuple[dict[Index, float], float, float, Fraction, bool] = ({}, math.nan, 1.0, Fraction(0), False)
-    for number, candidate in enumerate(cast.candidates or (0.0,) * (2 if cast.elements else 1)):
+    for number, candidate in enumerate(cast.choice.candidates or (0.0,) * (2 if cast.choice.elements else 1)):
         factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
         if not is_finite:
             return {}, math.nan, float(above), factor, False
         if encode_scale is not None:
             factor = Fraction(encode_scale)
             scale = fl(1 / factor)
-        is_second = bool(cast.elements) and number == 1
+        is_second = bool(cast.choice.elements) and number == 1
         rounds, into, back = cast, Fraction(1), Fraction(1)
         if is_second:
-            rounds, into, back = cast.with_second, *(fl(Fraction(s)) for s in cast.stretch)
+            rounds, into, back = cast.with_second, *(fl(Fraction(s)) for s in cast.choice.stretch)
         elements = {
             i: _round(v, factor, rounds, None if draws is None else int(draws[i]), into)
             for i, v in block.items()
         }
         error = Fraction(0)
-        if cast.candidates or cast.elements:
-            error = error_of_block(elements, block, (scale, above, amax_and_over[1]), cast, axis, back)
+        if cast.choice.candidates or cast.choice.elements:
+            error = error_by_hand(elements, block, (scale, above, amax_and_over[1]), cast, axis, back)
         if least is None or error < least:
             least, best = error, (elements, float(scale), float(above), factor, is_second)
     return best
@@ -199,14 +257,14 @@ def _quantize_block(
 def _round(x: float, factor: Fraction, cast: Cast, draw: int | None, into: Fraction) -> float:
     """One number times its factor, and what it is stretched by, on the element grid."""
     scaled = fl(fl(Fraction(x) * factor) * into)
-    rounding, uniform = cast.rounding, Fraction(1, 2)
+    rounding, uniform = cast.rounding.mode, Fraction(1, 2)
     if rounding == "stochastic":
         assert draw is not None
         uniform = Fraction(draw, 2**24)
-        if cast.random_bits < 24:
+        if cast.rounding.random_bits < 24:
             rounding, uniform = (
                 "stochastic-hardware",
-                Fraction(draw >> (24 - cast.random_bits), 2**cast.random_bits),
+                Fraction(draw >> (24 - cast.rounding.random_bits), 2**cast.rounding.random_bits),
             )
     magnitude = float(round_magnitude(abs(scaled), cast.element, rounding, uniform))
     is_negative = math.copysign(1, x) < 0 and (magnitude != 0 or cast.element.has_negative_zero)
@@ -234,10 +292,10 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
 
 def _is_under(one: Index, other: Index, cast: Cast, axis: int) -> bool:
     """Whether two blocks have the same second scale, by the indices of their first numbers."""
-    if cast.tensor_scale == "tensor":
+    if cast.scales.outer == "tensor":
         return True
     is_same_row = one[:axis] + one[axis + 1 :] == other[:axis] + other[axis + 1 :]
-    columns = cast.columns_above
+    columns = cast.scales.outer_columns
     return is_same_row and (not columns or one[axis] // columns == other[axis] // columns)
 
 

@@ -1,7 +1,7 @@
 """Scales by hand, in exact rational arithmetic: see `quantization/oracle/quantize.py`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from narrowgauge.formats import Format, format
@@ -9,15 +9,7 @@ from narrowgauge.formats.oracle import FP32, fl, floor_log2, round_magnitude
 from narrowgauge.quantization.cast import Cast
 
 LARGEST = Fraction(FP32.max)
-
-
-def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
-    """The encoding scale after some steps with these largest magnitudes, the newest last; 1 before any."""
-    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-cast.history :]
-    if not history:
-        return 1.0
-    amax = max(history) if cast.history_algorithm == "max" else history[-1]
-    return float(fl(fl(Fraction(cast.element.max) / 2**cast.margin) / Fraction(amax)))
+Index = tuple[int, ...]
 
 
 def scales_of_block(
@@ -36,21 +28,22 @@ def scales_of_block(
         uniform: The random number in [0, 1) of a scale that is rounded stochastically.
         candidate: The magnitude that the largest number is mapped to; 0 for the largest element.
     """
-    aim = Fraction(cast.element.max * cast.headroom)
-    if cast.scale == "fp32":
+    aim = Fraction(cast.element.max * cast.scales.headroom)
+    if cast.scales.format == "fp32":
         factor = Fraction(1) if amax == 0 else fl(fl(aim) / amax)
-        if cast.power_of_two:
+        if cast.scales.power_of_two:
             factor = Fraction(2) ** floor_log2(factor)
         return factor, fl(1 / factor), Fraction(1)
-    if cast.scale == "e8m0":
+    if cast.scales.format == "e8m0":
         exponent = min(max(_exponent(amax, cast), -127), 127)
         return Fraction(2) ** -exponent, Fraction(2) ** exponent, Fraction(1)
-    if cast.is_nvfp4:
+    if cast.scales.are_nvfp4:
         return _nvfp4(amax, over, cast, uniform, candidate)
     above, quotient = Fraction(1), fl(amax / fl(aim))
-    if cast.tensor_scale != "none":
+    if cast.scales.outer != "none":
         target = Fraction(cast.target)
-        above = fl(over / fl(Fraction(float(target) * cast.element.max * cast.headroom))) if over else above
+        largest = fl(Fraction(float(target) * cast.element.max * cast.scales.headroom))
+        above = fl(over / largest) if over else above
         quotient = fl(amax * target / over) if over else Fraction(0)
     if candidate:
         quotient = fl(quotient * fl(Fraction(cast.element.max / candidate)))
@@ -65,15 +58,15 @@ def _nvfp4(
     """The same in the order of TransformerEngine."""
     S, above = Fraction(1), Fraction(1)
     if over:
-        largest = fl(Fraction(cast.target * cast.element.max * cast.headroom))
+        largest = fl(Fraction(cast.target * cast.element.max * cast.scales.headroom))
         S = fl(largest / over)
         above = fl(over / largest) if S < LARGEST else fl(1 / S)
-    aim = cast.element.max * cast.headroom
+    aim = cast.element.max * cast.scales.headroom
     quotient = fl(amax * fl(S * fl(Fraction(1 / aim))))
     if candidate:
         quotient = fl(fl(fl(amax / fl(Fraction(aim))) * S) * fl(Fraction(cast.element.max / candidate)))
     scale, is_zeros = rounded(quotient, cast, uniform)
-    if is_zeros and cast.zero_rule == "one":
+    if is_zeros and cast.scales.zero_rule == "one":
         return Fraction(0), scale, above
     decode = fl(scale * fl(1 / S))
     return (LARGEST if decode == 0 else fl(1 / decode)), scale, above
@@ -81,11 +74,11 @@ def _nvfp4(
 
 def rounded(quotient: Fraction, cast: Cast, uniform: Fraction) -> tuple[Fraction, bool]:
     """(a quotient on the grid of the scales, whether the block is all zeros)."""
-    fmt = format(cast.scale)
-    scale = round_magnitude(quotient, fmt, cast.scale_rounding, uniform)
+    fmt = format(cast.scales.format)
+    scale = round_magnitude(quotient, fmt, cast.scales.rounding, uniform)
     if scale:
         return scale, False
-    match cast.zero_rule:
+    match cast.scales.zero_rule:
         case "one":
             return Fraction(1), True
         case "smallest":
@@ -101,7 +94,7 @@ def _exponent(amax: Fraction, cast: Cast) -> int:
     element: Format = cast.element
     exponent = floor_log2(amax)
     mantissa = amax / Fraction(2) ** exponent  # from 1 to 2
-    match cast.scale_rule:
+    match cast.scales.rule:
         case "floor":
             return exponent - element.emax
         case "ceil":
@@ -109,7 +102,50 @@ def _exponent(amax: Fraction, cast: Cast) -> int:
         case "even":
             return exponent + (mantissa >= 2 - Fraction(1, 2 ** (element.fraction_bits + 1))) - element.emax
         case _:
-            share = fl(amax * fl(Fraction(1 / (element.max * cast.headroom))))
+            share = fl(amax * fl(Fraction(1 / (element.max * cast.scales.headroom))))
             if share == 0:
                 return -127
             return floor_log2(share) + (share != Fraction(2) ** floor_log2(share))
+
+
+def corrected_scales(
+    scales: Mapping[Index, float],
+    numbers: Mapping[Index, Sequence[tuple[Fraction, Fraction]]],
+    uniforms: Mapping[Index, Fraction],
+    cast: Cast,
+    axis: int,
+) -> dict[Index, float]:
+    """The scale of each block by the index of its first number, NaN where it was.
+
+    Args:
+        scales: The scales to the nearest.
+        numbers: The numbers of each block in units of its scale, before and after rounding.
+        uniforms: The random number in [0, 1) of each scale.
+        cast: The cast.
+        axis: The axis that groups lie along.
+    """
+    assert cast.block is not None
+    size = cast.hadamard.size or cast.block[1]
+    groups: dict[Index, list[Index]] = {}
+    for c in sorted(scales):
+        groups.setdefault((*c[:axis], c[axis] // size, *c[axis + 1 :]), []).append(c)
+    corrected = {}
+    for blocks in groups.values():
+        seen = [numbers[c] if scales[c] else () for c in blocks]  # under a scale of 0 nothing is seen
+        above = _sum([_sum([fl(t * t) for t, _ in block]) for block in seen])
+        below = _sum([_sum([fl(t * q) for t, q in block]) for block in seen])
+        factor = fl(above / below) if below else Fraction(1)
+        for c in blocks:
+            if math.isnan(scales[c]):
+                corrected[c] = math.nan
+            else:
+                corrected[c] = float(rounded(fl(Fraction(scales[c]) * factor), cast, uniforms[c])[0])
+    return corrected
+
+
+def _sum(terms: Sequence[Fraction]) -> Fraction:
+    """One after the other, each sum rounded to float32."""
+    total = Fraction(0)
+    for term in terms:
+        total = fl(total + term)
+    return total

@@ -28,13 +28,14 @@ def block_errors(
     In the order of TransformerEngine: in float32, along a row from left to right, then halves of rows.
     `element` is the number of one of the cast's elements.
     """
-    into, back = cast.stretch if element else (1.0, 1.0)
+    into, back = cast.choice.stretch if element else (1.0, 1.0)
     rounds, contracted = cast.with_second if element else cast, axis % len(blocks.size)
-    is_nvfp4 = cast.is_nvfp4 and over is not None
-    above, divisor = over if is_nvfp4 else scales.tensor, cast.target * cast.element.max * cast.headroom
+    is_nvfp4 = cast.scales.are_nvfp4 and over is not None
+    above = over if is_nvfp4 else scales.tensor
+    divisor = cast.target * cast.element.max * cast.scales.headroom if is_nvfp4 else 1.0
     if in_c.takes(split, blocks, rounds, is_whole=True):
         rounding = in_c.Rounding.of(scales, rounds, context.random_over(blocks), into)
-        judged = in_c.Judged(scales.block, above, back, divisor if is_nvfp4 else 1.0, cast.choose, contracted)
+        judged = in_c.Judged(scales.block, above, back, divisor, cast.choice.by, contracted)
         return blocks.align(in_c.errors(split, blocks, rounding, judged))
     seen = round_blocks(split, blocks, scales, rounds, context, "stored", torch.float32, into)
     if above is not None:
@@ -44,9 +45,9 @@ def block_errors(
     if is_nvfp4 and over is not None:
         seen.div_(torch.full_like(over, divisor))
     error = seen.sub_(split)
-    if cast.choose == "max":
+    if cast.choice.by == "max":
         return error.abs_().amax(blocks.inner, keepdim=True)
-    error = error.abs_() if cast.choose == "mae" else error.square_()
+    error = error.abs_() if cast.choice.by == "mae" else error.square_()
     for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
         if blocks.size[dim] > 1:
             error = _sum(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)

@@ -85,16 +85,17 @@ def _tile_gap(cast: Cast) -> str:
     """
     rows, columns = cast.block or (0, 0)
     is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
-    if cast.tensor_scale != "none" and (not cast.is_nvfp4 or cast.is_scaled_by_row):
-        return f"no Triton kernel has {cast.scale} scales under one in fp32 for each {cast.tensor_scale}"
-    is_large = cast.tensor_scale == "none" and (columns == 0 or rows % 128 == columns % 128 == 0)
+    scales, has_outer = cast.scales, cast.scales.outer != "none"
+    if has_outer and (not scales.are_nvfp4 or scales.by_row):
+        return f"no Triton kernel has {scales.format} scales under one in fp32 for each {scales.outer}"
+    is_large = not has_outer and (columns == 0 or rows % 128 == columns % 128 == 0)
     return "" if is_small or is_large else f"blocks of {rows} x {columns} do not divide a kernel's tile"
 
 
 @cache
 def rows_gap(cast: Cast) -> str:
     """Why the row kernel does not compute a cast, as a clause; "" if it does."""
-    if cast.scale != "fp32" or cast.block != (1, 0):
+    if cast.scales.format != "fp32" or cast.block != (1, 0):
         return "the cast does not have a scale in fp32 for each row"
     if cast.is_random or cast.element.bits > 8:
         return "the row kernel rounds to nearest, to codes of a byte"

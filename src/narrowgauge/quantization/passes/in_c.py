@@ -181,9 +181,9 @@ def _fields(
     encode, cast, random = _entries(rounding.encode, blocks, sizes), rounding.cast, rounding.random
     fields = fields_of(cast.element) | {"stretch": rounding.stretch, "back": 1.0, "divisor": 1.0}
     fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
-    fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding)}
-    fields["random_bits"] = cast.random_bits
-    if cast.rounding != "stochastic":
+    fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding.mode)}
+    fields["random_bits"] = cast.rounding.random_bits
+    if cast.rounding.mode != "stochastic":
         return [encode], fields
     if split.is_meta and isinstance(random, RandomStream):
         return [encode], fields  # its key has no numbers

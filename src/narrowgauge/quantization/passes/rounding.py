@@ -1,17 +1,16 @@
 """Two passes over all elements of a split tensor: the largest magnitude of each block, and rounding.
 
-On a CPU with a C compiler they are computed in C (`in_c`), else by torch's operations in chunks (`chunks`),
+On a CPU with a C compiler they are computed in C (`in_c`), else by torch's operations (`blocks.chunks`),
 which are what the C has to agree with, bit for bit.
 """
 
 import torch
 
 from narrowgauge.formats import RandomStream, encode_finite_, round_finite_
-from narrowgauge.quantization.blocks import Blocks, amax_along
+from narrowgauge.quantization.blocks import Blocks, amax_along, chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.passes import in_c
-from narrowgauge.quantization.passes.chunks import chunks
 from narrowgauge.quantization.scales import Scales
 
 
@@ -32,7 +31,7 @@ def round_elements(
     first = round_blocks(split, blocks, scales, cast, context, result, dtype)
     if scales.second is None:
         return first
-    other, (into, back) = cast.with_second, cast.stretch
+    other, (into, back) = cast.with_second, cast.choice.stretch
     second = round_blocks(split, blocks, scales, other, context, result, dtype, into, back)
     return torch.where(scales.second, second, first)
 
@@ -70,7 +69,7 @@ def round_blocks(
         rounding = in_c.Rounding.of(scales, cast, random, stretch)
         return in_c.rounded(split, blocks, rounding, result, block, dtype, back)
     # A torch.Generator draws in order, so all elements have to be rounded at once.
-    in_order = cast.rounding == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
+    in_order = cast.rounding.mode == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
     for chunk in chunks(split, in_one=in_order):
         x, encode, bits = chunk.of(split), chunk.of(scales.encode), random
         if isinstance(random, RandomStream):
@@ -83,7 +82,7 @@ def round_blocks(
             scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
         if stretch != 1:
             scaled.mul_(stretch)
-        values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
+        values = round_finite_(scaled, cast.element, cast.rounding.mode, bits, cast.rounding.random_bits)
         if result == "stored":
             values.mul_(chunk.of(scales.block))
             values = values if back == 1 else values.mul_(back)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from narrowgauge.quantization.stages.stage import Rules, Stage
 
@@ -46,28 +46,17 @@ class Channels(Stage):
         **{"keep_steps": "steps", "keep_every": "every"},
     }
 
-    def rules(self, cast: Any) -> Rules:
+    def rules(self) -> Rules:
         """The rules of its keys."""
-        remembers = cast.history or cast.refresh or cast.clamp.quantile or cast.estimator_k
+        longer = "it is a number of steps, at least keep_steps"
         clock = "without keep_channels there is nothing to choose; leave it out"
         return [
             ("keep_channels", 0 <= self.share < 1, "it is a share of channels, above 0 and below 1"),
             ("keep_channels", not self.share or bool(self.cast), "their cast is missing; add keep_cast"),
-            ("keep_cast", cast.is_scaled, "the cast itself is wide; leave the key out"),
-            (
-                "keep_channels",
-                not (self.share and remembers),
-                "histories, outliers and estimators are of the whole tensor; leave out history, refresh, "
-                "outliers and estimator_k",
-            ),
             ("keep_steps", self.steps >= 1, "it is a number of steps, one or more"),
             ("keep_steps", self.steps == 1 or bool(self.share), clock),
             ("keep_every", not self.every or bool(self.share), clock),
-            (
-                "keep_every",
-                not self.every or self.every >= self.steps,
-                "it is a number of steps, at least keep_steps",
-            ),
+            ("keep_every", not self.every or self.every >= self.steps, longer),
         ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from narrowgauge.quantization.stages.stage import Rules, Transform
 
@@ -32,7 +32,7 @@ class Clamp(Transform):
     adds_back: bool = False
     KEYS: ClassVar[Mapping[str, str]] = {"outliers": "quantile", "compensate": "adds_back"}
 
-    def rules(self, cast: Any) -> Rules:
+    def rules(self) -> Rules:
         """The rules of its keys."""
         is_quantile = self.quantile == 0 or 0.5 < self.quantile < 1
         return [("outliers", is_quantile, "it must be 0 or a quantile such as 0.99")]

@@ -45,7 +45,7 @@ class Hadamard(Transform):
     signs: tuple[int, ...] | str = ()
     KEYS: ClassVar[Mapping[str, str]] = {"hadamard": "size", "signs": "signs"}
 
-    def rules(self, cast: Any) -> Rules:
+    def rules(self) -> Rules:
         """The rules of its keys."""
         size, signs = self.size, self.signs
         is_signs = signs in ((), "random") or (len(signs) == size and set(signs) <= {1, -1})

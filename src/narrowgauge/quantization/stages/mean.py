@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from narrowgauge.formats import format
 from narrowgauge.formats.oracle import fl, round_magnitude
-from narrowgauge.quantization.stages.stage import Rules, Transform
+from narrowgauge.quantization.stages.stage import Names, Rules, Transform
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,22 +34,12 @@ class Mean(Transform):
     over: str = ""
     cast: str = ""
     KEYS: ClassVar[Mapping[str, str]] = {"center": "over", "center_cast": "cast"}
+    NAMES: ClassVar[Names] = {"center": ("over", ("", "tokens"))}
 
-    def rules(self, cast: Any) -> Rules:
+    def rules(self) -> Rules:
         """The rules of its keys."""
-        return [
-            ("center", not self.over or cast.is_scaled, "it is for narrow elements; leave it out"),
-            (
-                "center_cast",
-                not self.cast or bool(self.over),
-                "no mean is taken away; add center = 'tokens'",
-            ),
-            (
-                "center",
-                not self.over or not (cast.clamp.quantile or cast.history),
-                "outliers and histories are of the tensor with its mean; leave one of them out",
-            ),
-        ]
+        needs = "no mean is taken away; add center = 'tokens'"
+        return [("center_cast", not self.cast or bool(self.over), needs)]
 
 
 def token_mean_by_hand(x: np.ndarray, dtype: str) -> np.ndarray:

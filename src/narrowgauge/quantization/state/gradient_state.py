@@ -36,7 +36,7 @@ class GradientState(QuantizedState):
     @computed_once
     def prescale(self) -> PreScale | None:
         """The automatic pre-scaling factor, where the cast has one."""
-        return PreScale(self.device) if self.cast.prescale else None
+        return PreScale(self.device) if self.cast.state.prescale else None
 
     def add(self, x: torch.Tensor, stream: RandomStream | None) -> None:
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""

@@ -6,8 +6,8 @@ cast:
     fp32, bf16, fp16        the tensor in that dtype
     with scales, 16 bits    values on the fp16 or bf16 grid, and the scales
     with scales, 8 bits     codes and scales, as `quantize` gives them; fewer bits packed into bytes
-    range expansion         also the k and c of each block (`range_expansion.py`)
-    a codebook              codes into a table, and the largest magnitude of each block (`codebook.py`)
+    range expansion         also the k and c of each block (`stages.state`)
+    a codebook              codes into a table, and the amax of each block (`stages.state`)
     bf16-split              bf16, and the 16 more bits that make it float32 again
 
 Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling block NaN, as anywhere.
@@ -33,8 +33,14 @@ from narrowgauge.quantization.cast import STATE_KEYS, Cast
 from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
-from narrowgauge.quantization.state.codebook import encoded, from_codes
-from narrowgauge.quantization.state.range_expansion import RangeExpansion, contract, expand, range_expansion
+from narrowgauge.quantization.stages.state import (
+    RangeExpansion,
+    contract,
+    expand,
+    from_codes,
+    range_expansion,
+    to_codes,
+)
 from narrowgauge.torch_compat import version_of
 
 _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
@@ -111,7 +117,7 @@ class QuantizedState:
     def read(self) -> torch.Tensor:
         """The stored numbers as float32, contiguous; for fp32 on its device the stored tensor itself."""
         t, cast = self.on_device(), self.cast
-        if cast.split:
+        if cast.state.split:
             return _join(t["values"], t["rest"])
         if not cast.is_scaled:
             return t["values"].float()
@@ -119,13 +125,12 @@ class QuantizedState:
             return t["values"].float() * t["scale"]
         codes = unpack(t["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
         blocks = self._blocks()
-        if cast.codebook:
-            values = blocks.split(from_codes(codes, cast.codebook))
+        if cast.state.codebook:
+            values = blocks.split(from_codes(codes, cast.state.codebook))
             return blocks.merge(values * blocks.align(t["scales"])).contiguous()
         tensor_scale = t.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
-        scales = decode(t["scales"], format(cast.scale)) if cast.has_scale_codes else t["scales"].float()
-        x = QTensor(codes, scales, None, tensor_scale, cast, blocks).dequantize()
-        if cast.expand:
+        x = QTensor(codes, stored_scales(t["scales"], cast), None, tensor_scale, cast, blocks).dequantize()
+        if cast.state.expand:
             x = blocks.merge(contract(blocks.split(x), RangeExpansion(t["k"], t["c"])))
         return x.contiguous()
 
@@ -230,32 +235,32 @@ class QuantizedState:
     ) -> dict[str, torch.Tensor]:
         """The contents of `tensors` for `x`."""
         cast = self.cast
-        if cast.split:
+        if cast.state.split:
             return _split(x)
         if not cast.is_scaled:
-            if cast.rounding == "stochastic" and stream is not None:
+            if cast.rounding.mode == "stochastic" and stream is not None:
                 bits = stream if shard is None else shard.bits_of(stream)
-                x = round_to(x, cast.element.name, cast.rounding, bits)
+                x = round_to(x, cast.element.name, cast.rounding.mode, bits)
             return {"values": x.to(torch_dtype(cast.element))}
         if stream is None and cast.is_random:
-            cast = replace(cast, rounding="nearest-even", scale_rounding="nearest-even")
+            cast = cast.to_nearest
         if cast.element.bits == 16:
             values, scale = emulate(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
-        if shard is not None and (cast.codebook or cast.expand):
+        if shard is not None and (cast.state.codebook or cast.state.expand):
             shard.require_full_blocks(cast)
-        if cast.codebook:
-            return encoded(x, cast.codebook, blocks)
-        if cast.expand:
+        if cast.state.codebook:
+            return _in_codebook(x, cast.state.codebook, blocks)
+        if cast.state.expand:
             split = blocks.split(x)
             e = range_expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(expand(split, e)), e._asdict()
         q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=encode_scale, shard=shard))
         scales = q.scales if q.scale_codes is None else q.scale_codes
-        scales = scales.bfloat16() if cast.scale == "bf16" else scales
-        tensor_scale = {} if cast.tensor_scale == "none" else {"tensor_scale": q.tensor_scale}
+        scales = scales.bfloat16() if cast.scales.format == "bf16" else scales
+        tensor_scale = {} if cast.scales.outer == "none" else {"tensor_scale": q.tensor_scale}
         return {"codes": q.packed(), "scales": scales} | tensor_scale | extra
 
     def _blocks(self) -> Blocks:
@@ -266,6 +271,20 @@ class QuantizedState:
 def _copies(device: torch.device) -> torch.cuda.Stream:
     """The CUDA stream of copies from the host."""
     return torch.cuda.Stream(device)
+
+
+def stored_scales(scales: torch.Tensor, cast: Cast) -> torch.Tensor:
+    """The float32 block scales of a cast from what state stores: codes, bf16 or fp32."""
+    return decode(scales, format(cast.scales.format)) if cast.scales.are_codes else scales.float()
+
+
+def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.Tensor]:
+    """The "codes" of a float32 tensor, and the "scales" that its blocks were divided by."""
+    split = blocks.split(x)
+    largest = split.abs().amax(blocks.inner, keepdim=True)
+    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    codes = blocks.merge(to_codes(split / divisor, name)).contiguous()
+    return {"codes": codes, "scales": torch.where(largest.isfinite(), divisor, torch.nan).view(blocks.grid)}
 
 
 def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -94,15 +94,15 @@ def _nvfp4_recipes() -> Iterator[OwnRecipe]:
 def _delayed(recipe: Recipe) -> OwnRecipe | None:
     """DelayedScaling with the history of a recipe's first operand, if it has one."""
     x, dy = recipe.casts["fprop.x"], recipe.casts["dgrad.dy"]
-    if not x.history or dy.element.name not in ("e4m3", "e5m2"):
+    if not x.amax.history or dy.element.name not in ("e4m3", "e5m2"):
         return None
-    keys = {"history": x.history, "history_algorithm": x.history_algorithm, "margin": x.margin}
+    keys = {"history": x.amax.history, "history_algorithm": x.amax.algorithm, "margin": x.amax.margin}
     word = "HYBRID" if dy.element.name == "e5m2" else "E4M3"
     of_dy = {"element": dy.element.name} | keys
     return OwnRecipe(
-        text=f"DelayedScaling(margin={x.margin}, fp8_format=Format.{word}, amax_history_len={x.history}, "
-        f'amax_compute_algo="{x.history_algorithm}", reduce_amax=True)',
+        text=f"DelayedScaling(margin={x.amax.margin}, fp8_format=Format.{word}, "
+        f'amax_history_len={x.amax.history}, amax_compute_algo="{x.amax.algorithm}", reduce_amax=True)',
         casts=_six({"element": "e4m3"} | keys, of_dy, {"element": "e4m3"} | keys),
-        arguments=f"--fp8-format {word.lower()} --fp8-recipe delayed --fp8-margin {x.margin} "
-        f"--fp8-amax-history-len {x.history} --fp8-amax-compute-algo {x.history_algorithm}",
+        arguments=f"--fp8-format {word.lower()} --fp8-recipe delayed --fp8-margin {x.amax.margin} "
+        f"--fp8-amax-history-len {x.amax.history} --fp8-amax-compute-algo {x.amax.algorithm}",
     )

@@ -5,7 +5,7 @@ nearest, with a scale of its own tensor. State is written into a copy.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class TrialObserver:
         o = observation
         if o.place not in self.casts:
             return
-        cast = replace(self.casts[o.place], rounding="nearest-even", history=0, margin=0, refresh=0)
+        cast = self.casts[o.place].having(rounding="nearest-even", history=0, margin=0, refresh=0)
         if not cast.of:
             seen, scale = emulate(o.x, cast, o.axis, torch.float32)
             numbers = seen if scale is None else seen * scale

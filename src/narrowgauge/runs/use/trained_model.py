@@ -96,7 +96,7 @@ def is_tokenwise(cast: Cast) -> bool:
     """Whether a token's operand in a cast of fprop.x depends on that token alone."""
     parts = [cast, *([named_cast(cast.channels.cast)] if cast.channels.cast else [])]
     scales_per_token = all(
-        not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1) for c in parts
+        not c.is_scaled or (c.scales.outer != "tensor" and (c.block or (0,))[0] == 1) for c in parts
     )
     return scales_per_token and not cast.beyond(TOKENWISE_KEYS) and not cast.is_random
 

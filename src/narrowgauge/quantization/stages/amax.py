@@ -1,0 +1,56 @@
+"""The amax of a tensor over several steps: delayed scaling, and an amax that is measured once in n steps.
+
+`nn.histories` keeps the values from step to step.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from narrowgauge.formats import Format
+from narrowgauge.formats.oracle import fl
+from narrowgauge.quantization.stages.stage import Names, Rules, Stage
+
+ALGORITHMS = ("max", "most_recent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AmaxOverTime(Stage):
+    """The steps that the amax of a tensor's scale comes from; by default the current one.
+
+    Attributes:
+        history: 0 takes the scale from the tensor itself, n from its amax in the last n steps (delayed
+            scaling).
+        algorithm: "max" of the history, or its "most_recent" entry.
+        margin: With a history, the binades that are left free above the amax.
+        refresh: 0 takes the amax under an outer scale from the tensor itself; n measures it once in n steps,
+            and holds it in between.
+    """
+
+    history: int = 0
+    algorithm: str = "max"
+    margin: int = 0
+    refresh: int = 0
+    KEYS: ClassVar[Mapping[str, str]] = {
+        **{"history": "history", "history_algorithm": "algorithm", "margin": "margin", "refresh": "refresh"}
+    }
+    NAMES: ClassVar[Names] = {"history algorithm": ("algorithm", ALGORITHMS)}
+
+    def rules(self) -> Rules:
+        """The rules of its keys."""
+        return [
+            ("refresh", self.refresh == 0 or self.refresh > 1, "it is a number of steps, two or more"),
+            ("history", self.history >= 0, "it must be a number of steps"),
+            ("margin", 0 <= self.margin < 64, "it must lie in 0 to 63"),
+        ]
+
+
+def delayed_scale_by_hand(amaxes: Sequence[float], element: Format, over_time: AmaxOverTime) -> float:
+    """The encoding scale after some steps with these amaxes, the newest last; 1 before any."""
+    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-over_time.history :]
+    if not history:
+        return 1.0
+    amax = max(history) if over_time.algorithm == "max" else history[-1]
+    return float(fl(fl(Fraction(element.max) / 2**over_time.margin) / Fraction(amax)))

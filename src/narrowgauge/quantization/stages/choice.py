@@ -1,0 +1,112 @@
+"""The choice of a block among candidates: each block is quantized with all of them and keeps the best one.
+
+Candidates are magnitudes that the block's amax may be mapped to (4/6; arXiv 2512.02010), or two element
+formats. `block_scales` makes the choice, `passes.errors` computes the errors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from narrowgauge.formats import format
+from narrowgauge.formats.oracle import fl
+from narrowgauge.quantization.stages.stage import Names, Rules, Stage
+
+Index = tuple[int, ...]
+ERRORS = ("mae", "mse", "max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Stage):
+    """The candidates of a block, and the error by which it chooses.
+
+    Attributes:
+        candidates: Element magnitudes, such as (6, 4), that a block's amax may be mapped to; () for the
+            largest element only.
+        elements: Two element formats, such as ("e2m1", "int4"), one of which each block has: the first is the
+            cast's `element`, which scales aim at; values of the second are stretched to the same range. ()
+            for one.
+        by: "mae" or "mse" (mean absolute or squared error of the block), or "max" (its largest error); of
+            equal candidates the first is kept. "" without candidates.
+    """
+
+    candidates: tuple[float, ...] = ()
+    elements: tuple[str, ...] = ()
+    by: str = ""
+    KEYS: ClassVar[Mapping[str, str]] = {"candidates": "candidates", "elements": "elements", "choose": "by"}
+    NAMES: ClassVar[Names] = {"choice": ("by", ("", *ERRORS))}
+
+    @property
+    def stretch(self) -> tuple[float, float]:
+        """The factors of values of the second of `elements`, before and after they are rounded."""
+        first, second = (format(name).max for name in self.elements)
+        return second / first, first / second
+
+    def rules(self) -> Rules:
+        """The rules of its keys."""
+        has_any = bool(self.candidates or self.elements)
+        missing = "between elements a choice is missing; add choose = 'mse'"
+        widths = {format(name).bits for name in self.elements}
+        return [
+            ("candidates", not self.candidates or bool(self.by), "a choice is missing; add choose = 'mae'"),
+            ("choose", not self.by or has_any, "there are no candidates; add candidates = [6, 4]"),
+            ("choose", not self.elements or bool(self.by), missing),
+            ("elements", len(widths) < 2, "candidates have codes of the same number of bits"),
+        ]
+
+
+def error_by_hand(
+    elements: Mapping[Index, float],
+    x: Mapping[Index, float],
+    scales: tuple[Fraction, Fraction, Fraction],
+    cast: Any,
+    axis: int,
+    back: Fraction = Fraction(1),
+) -> Fraction:
+    """The error of a block by the cast's choice, every operation rounded to float32.
+
+    Args:
+        elements: The numbers before scales, by index.
+        x: The numbers that they stand for.
+        scales: The block's scale, the scale above, and the largest magnitude that the latter comes from.
+        cast: The cast.
+        axis: The axis along which errors are added first.
+        back: What numbers are multiplied by, if they were stretched before they were rounded.
+    """
+    errors = {i: _error(elements[i], x[i], scales, cast, back) for i in x}
+    if cast.choice.by == "max":
+        return max(errors.values())
+    rows: dict[Index, Fraction] = {}
+    for i in sorted(errors):  # along a row from left to right
+        row = i[:axis] + i[axis + 1 :]
+        error = errors[i] if cast.choice.by == "mae" else fl(errors[i] * errors[i])
+        rows[row] = fl(rows.get(row, Fraction(0)) + error)
+    height = cast.block[0] if cast.block else 1
+    return _halved([*rows.values(), *[Fraction(0)] * (height - len(rows))])
+
+
+def _error(
+    element: float, x: float, scales: tuple[Fraction, Fraction, Fraction], cast: Any, back: Fraction
+) -> Fraction:
+    scale, above, over = scales
+    seen = fl(Fraction(element) * scale)
+    if cast.scales.are_nvfp4:
+        largest = fl(Fraction(cast.target * cast.element.max * cast.scales.headroom))
+        seen = fl(fl(fl(seen * over) * back) / largest)
+    elif cast.scales.outer != "none":
+        seen = fl(fl(seen * above) * back)
+    else:
+        seen = fl(seen * back)
+    return abs(fl(seen - Fraction(x)))
+
+
+def _halved(errors: Sequence[Fraction]) -> Fraction:
+    """The sum of the rows' errors: halves are added as long as there are two, what is left one by one."""
+    while len(errors) > 1 and len(errors) % 2 == 0:
+        half = len(errors) // 2
+        errors = [fl(a + b) for a, b in zip(errors[:half], errors[half:], strict=True)]
+    total = errors[0]
+    for error in errors[1:]:
+        total = fl(total + error)
+    return total

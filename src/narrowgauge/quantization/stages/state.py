@@ -1,0 +1,137 @@
+"""How state is stored beyond codes and scales: range expansion, codebooks, split values.
+
+**Range expansion** (COAT, arXiv 2410.19313, section 4). The moments of a block cover few binades, and E4M3
+has eighteen: most of its codes are never used. Before it is quantized, each block is stretched to the
+format's full range by a power,
+
+    f(x) = sign(x) |x / c|^k        c = sqrt(largest * smallest),  k = log2(range) / log2(largest / smallest)
+
+where largest and smallest are the block's magnitudes (without zeros), range = max^2 / 2 of the format, and k
+is rounded down to the next 1/16. Afterwards x = sign(y) |y|^(1/k) c. Relative rounding errors shrink by the
+factor k. A block of one magnitude has k = 1.
+
+**Codebooks**: the dynamic map of 8-bit optimizers (arXiv 2110.02861, section 1.3). Moments spread over many
+decades, small ones far more often than large ones. The map has seven decades, from the block's amax down, and
+gives each as many codes as the next larger one has halves:
+
+    signed      0, 1, and +-10^(e-6) times the middles of 2^e equal parts of [0.1, 1]        e = 0 .. 6
+    unsigned    0, 1, and   10^(e-6) times the middles of 2^(e+1) such parts
+
+Each map has 256 values. A block is divided by its amax and every element takes the code of the nearest value;
+half-way between two it takes the lower one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from narrowgauge.formats import Format
+from narrowgauge.quantization.stages.stage import Names, Stage
+
+if TYPE_CHECKING:
+    import torch
+
+CODEBOOKS = ("dynamic", "dynamic-unsigned")
+DECADES = 7
+LARGEST_K = 64.0  # of a block whose magnitudes are nearly one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFormat(Stage):
+    """How state (weight, master, gradient, moments) is stored; operands of GEMMs have none of it.
+
+    Attributes:
+        expand: Whether each block is stretched to the format's full range first.
+        codebook: The table that codes index, one of `CODEBOOKS`, or "" for none; the element then only says
+            how wide a code is.
+        split: Whether 16 more bits for each bf16 element make it float32 again.
+        prescale: Whether the scale of a stored gradient is multiplied by a factor that learns how much room
+            is needed (`state.prescale`).
+        feedback: "momentum" puts the rounding error of a weight that has no master into the first moment
+            (ECO; `optim.feedback`); "" does not.
+    """
+
+    expand: bool = False
+    codebook: str = ""
+    split: bool = False
+    prescale: bool = False
+    feedback: str = ""
+    KEYS: ClassVar[Mapping[str, str]] = {
+        key: key for key in ("expand", "codebook", "split", "prescale", "feedback")
+    }
+    NAMES: ClassVar[Names] = {"feedback": ("feedback", ("", "momentum"))}
+
+
+class RangeExpansion(NamedTuple):
+    """What takes a block back: float32, one entry a block, in the shape that broadcasts over its elements."""
+
+    k: torch.Tensor
+    c: torch.Tensor
+
+
+def range_expansion(magnitudes: torch.Tensor, inner: tuple[int, ...], element: Format) -> RangeExpansion:
+    """The k and c of each block of a split tensor's magnitudes (float32, finite)."""
+    import torch
+
+    largest = magnitudes.amax(inner, keepdim=True)
+    smallest = torch.where(magnitudes > 0, magnitudes, math.inf).amin(inner, keepdim=True)
+    is_zero = largest == 0
+    largest, smallest = torch.where(is_zero, 1.0, largest), torch.where(is_zero, 1.0, smallest)
+    binades = torch.log2(largest) - torch.log2(smallest)
+    available = math.log2(element.max * element.max / 2)
+    k = torch.floor(available / binades * 16) / 16
+    k = torch.where(binades > 0, k.clamp(1 / 16, LARGEST_K), 1.0)
+    return RangeExpansion(k, torch.sqrt(largest) * torch.sqrt(smallest))
+
+
+def expand(x: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
+    """f of above."""
+    return x.sign() * (x.abs() / e.c) ** e.k
+
+
+def contract(y: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
+    """The inverse of `expand`."""
+    return y.sign() * y.abs() ** (1 / e.k) * e.c
+
+
+@cache
+def code_values(name: str) -> tuple[float, ...]:
+    """The 256 values of a map in ascending order, exact float32."""
+    import torch
+
+    signed = name == "dynamic"
+    values = [0.0, 1.0]
+    for e in range(DECADES):
+        parts = 2**e if signed else 2 ** (e + 1)
+        middles = [0.1 + 0.9 * (i + 0.5) / parts for i in range(parts)]
+        values += [10.0 ** (e - DECADES + 1) * m * s for m in middles for s in ((1, -1) if signed else (1,))]
+    return tuple(torch.tensor(sorted(values), dtype=torch.float32).tolist())
+
+
+@cache
+def _borders(name: str) -> torch.Tensor:
+    """The largest float32 that takes each code but the last: half-way to the next value, rounded down."""
+    import torch
+
+    values = torch.tensor(code_values(name), dtype=torch.float64)
+    middle = (values[:-1] + values[1:]) / 2
+    border, below = middle.float(), torch.tensor(-torch.inf, dtype=torch.float32)
+    return torch.where(border.double() > middle, torch.nextafter(border, below), border)
+
+
+def to_codes(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The uint8 codes of the values nearest to a float32 tensor in [-1, 1]."""
+    import torch
+
+    return torch.bucketize(x, _borders(name).to(x.device), out_int32=True).to(torch.uint8)
+
+
+def from_codes(codes: torch.Tensor, name: str) -> torch.Tensor:
+    """The float32 values of codes."""
+    import torch
+
+    return torch.tensor(code_values(name), dtype=torch.float32, device=codes.device)[codes.int()]
