@@ -44,6 +44,22 @@ def test_sums_of_gradients_are_those_of_autograd_bit_for_bit(recipe, tied):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_gradient_is_added_the_way_its_weight_is_stored():
+    """Hugging Face's Conv1D stores (K, N)."""
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model, x = convert(torch.nn.Sequential(Conv1D(64, 64)), "fp8"), torch.randn(16, 64)
+
+    def gradient():
+        for _ in range(2):
+            model(x).square().sum().backward()
+        found, model[0].weight.grad = model[0].weight.grad, None
+        return found
+
+    with accumulating(model, keeps_codes=False):
+        ours = gradient()
+    assert torch.equal(ours, gradient())
+
+
 def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it():
     model, seen = model_under("fp8"), []
     watched, other = model.blocks[0].down.weight, model.blocks[1].down.weight

@@ -10,6 +10,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import set_step
 from narrowgauge.optim import AdamW, parameter_groups, set_learning_rate
+from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe
 from support.fault_table import case
 
@@ -320,3 +321,19 @@ def test_stochastic_rounding_moves_weights_as_fp32_does_on_average():
     # 4096 weights, each a sum of steps of 2^-8: the mean's own deviation is about 2^-8 / 128
     assert results["stochastic"].mean().item() == pytest.approx(exact, abs=4 * 2.0**-8 / 64)
     assert results["stochastic"].unique().numel() > 1
+
+
+def test_each_place_of_a_parameter_is_rounded_with_bits_of_its_own():
+    """Weight and master, and two moments that are equal, are the same values before they are rounded."""
+    rounded = {"cast": "bf16", "rounding": "stochastic"}
+    r = recipe("bf16").with_places(dict.fromkeys(("weight", "master", "m", "v"), rounded))
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)), r)
+    optimizer = AdamW(model.parameters(), r, lr=0.1, betas=(0.9, 0.9))
+    model(torch.eye(64)).sum().backward()  # each gradient is 1, so that m = v
+    optimizer.step()
+    p = model[0].weight
+    kept = {**optimizer.moments(p), "weight": state_of(p).weight, "master": state_of(p).master}
+    values = {place: state.read() for place, state in kept.items()}
+    for a, b in (("m", "v"), ("weight", "master")):
+        differ = (values[a] != values[b]).float().mean()
+        assert 0.1 < differ < 0.9, (a, b)

@@ -3,7 +3,7 @@
 import torch
 
 from narrowgauge.quantization import GradientState, make_cast
-from narrowgauge.quantization.state.prescale import applied, next_mu
+from narrowgauge.quantization.state.prescale import PreScale, applied, next_mu
 
 PLAIN = {"cast": "e4m3", "power_of_two": True}
 
@@ -19,6 +19,14 @@ def test_it_halves_on_overflow_and_doubles_over_a_thousand_steps():
 def test_what_is_applied_is_a_power_of_two():
     mu = torch.tensor([0.3, 0.5, 0.99, 1.0, 1.9, 2.0])
     assert applied(mu).tolist() == [0.25, 0.5, 0.5, 1, 1, 2]
+
+
+def test_on_the_wire_it_begins_with_one_over_the_root_of_the_devices():
+    unknown, known = PreScale(mu=0), PreScale(mu=1)
+    for factor in (unknown, known):
+        factor.begin(4)
+        factor.begin(16)  # only the first counts
+    assert (unknown.tensors["mu"], known.tensors["mu"]) == (0.5, 1)
 
 
 def gradient_with(mu, x):

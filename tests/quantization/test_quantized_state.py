@@ -217,6 +217,11 @@ class TestBf16WithItsRest:
         values = at_rest("bf16-split", x).tensors["values"]
         assert torch.equal(values, ng.round_to(x, "bf16", rounding="half-away").bfloat16())
 
+    def test_a_value_half_way_goes_away_from_zero(self):
+        x = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8, 1 + 3 * 2.0**-8])
+        values = at_rest("bf16-split", x).tensors["values"]
+        assert values.tolist() == [1 + 2.0**-7, -1 - 2.0**-7, 1 + 4 * 2.0**-8]
+
 
 class TestCodebook:
     @pytest.mark.parametrize("name", ["dynamic", "dynamic-unsigned"])

@@ -7,6 +7,7 @@ import torch
 
 from narrowgauge.checkpoint import is_finite, load, steps
 from narrowgauge.data import prepare
+from narrowgauge.nn import recipe_tensors
 from narrowgauge.training import Diverged, make_config
 from narrowgauge.training.step.trainer import Trainer
 
@@ -67,6 +68,22 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
     trainer.train_step(trainer.batches(corpus.train))
     assert trainer.guard.skips_in_a_row == 0
     assert not torch.equal(state_of(trainer)["head.weight"], before["head.weight"])
+
+
+def test_histories_forget_a_step_that_is_not_taken(tiny):
+    config = make_config(tiny({"recipe.name": "fp8-delayed"}))
+    trainer = Trainer.begin(config, CPU)
+    spoil(trainer, {2})
+    batches = trainer.batches(prepare(config.data.source, config.data.tokenizer).train)
+    trainer.train_step(batches)
+    assert any(amaxes(trainer).values())
+    trainer.train_step(batches)
+    assert not any(amaxes(trainer).values())
+
+
+def amaxes(trainer):
+    """The largest magnitude that each history has seen in the last step."""
+    return {n: t.item() for n, t in recipe_tensors(trainer.model).items() if n.endswith(".amax")}
 
 
 def test_one_bad_step_is_skipped_once_and_told(spoiled, train, look):
