@@ -13,8 +13,8 @@ from narrowgauge.cli.ending import to_the_end
 from narrowgauge.cli.installed import NotInstalled, missing, require_torch, too_old
 from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser, described
 from narrowgauge.cli.parsing.verbs import VERBS
-from narrowgauge.cluster.doctor.collect_software import folder_of
 from narrowgauge.cluster.doctor.facts import LIMITS
+from narrowgauge.cluster.doctor.software import folder_of
 from narrowgauge.operating_system import require_posix
 
 

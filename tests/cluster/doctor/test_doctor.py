@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from narrowgauge.cli.main import main
-from narrowgauge.cluster.doctor.collect_gpus import (
+from narrowgauge.cluster.doctor.gpus import (
     joined,
     parse_capabilities,
     parse_links,
     parse_processes,
     parse_use,
 )
-from narrowgauge.cluster.doctor.collect_host import collect_disk
+from narrowgauge.cluster.doctor.host import collect_disk
 from narrowgauge.cluster.doctor.torch_setup.ask_torch import ask_torch, parse_report
 from narrowgauge.processes import Output, output_of
 

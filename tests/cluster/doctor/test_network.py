@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from narrowgauge.cli.main import main
-from narrowgauge.cluster.doctor.collect_network import ask_hub, proxy_for
 from narrowgauge.cluster.doctor.doctor import check
+from narrowgauge.cluster.doctor.network import ask_hub, proxy_for
 from support.healthy import CPU_ONLY
 
 SECRET = "s3cr/t@w:rd"

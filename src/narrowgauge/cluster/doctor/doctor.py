@@ -1,21 +1,57 @@
-"""The verb `doctor`: it judges the facts of this machine, and prints what is wrong and how to fix it."""
+"""The verb `doctor`: it collects the facts of this machine, judges them and prints each fix.
+
+It asks, writes one temporary file to each disk, and changes nothing. Each item has a file that reads its
+facts off the machine (`collect_*`) and judges them (`check_*`).
+"""
 
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from narrowgauge.cluster.doctor.check_gpus import check_gpus
-from narrowgauge.cluster.doctor.check_host import check_host
-from narrowgauge.cluster.doctor.check_launch import check_launch
-from narrowgauge.cluster.doctor.check_network import check_network
-from narrowgauge.cluster.doctor.check_software import check_software
-from narrowgauge.cluster.doctor.collect import collect
-from narrowgauge.cluster.doctor.facts import Facts, Verdict
+from narrowgauge.cluster.doctor.facts import Facts, Given, Verdict
+from narrowgauge.cluster.doctor.gpus import check_gpus, collect_hardware
+from narrowgauge.cluster.doctor.host import check_host, collect_compiler, collect_disk, collect_system
+from narrowgauge.cluster.doctor.launch import check_launch
+from narrowgauge.cluster.doctor.network import ask_hub, check_network
+from narrowgauge.cluster.doctor.software import check_software, collect_software
+from narrowgauge.cluster.doctor.torch_setup.ask_torch import ask_torch
+from narrowgauge.files import cache_directory
 
 _STYLES = {"OK": "green", "WARN": "yellow", "MISS": "bold red"}
+
+
+def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
+    """The facts of this machine, and of the data and the tokenizer of these names."""
+    torch = ask_torch()
+    software = collect_software(torch)
+    return Facts(
+        software=software,
+        hardware=collect_hardware(torch),
+        system=collect_system(),
+        environment=dict(os.environ),
+        disk=collect_disk(Path.cwd()),
+        cache=collect_disk(cache_directory()),
+        hub=ask_hub(),
+        data=_given("data", data, software.works),
+        tokenizer=_given("tokenizer", tokenizer, software.works),
+        compiler=collect_compiler(),
+    )
+
+
+def _given(what: str, name: str | None, torch_works: bool) -> Given | None:
+    """What is known of data or a tokenizer; it takes the code that `train` has, and so torch."""
+    if name is None:
+        return None
+    if not torch_works:
+        return Given(name=name, error=f"{name}: not looked at; fix torch and the packages first (see above)")
+    from narrowgauge.cluster.doctor.given import collect_data, collect_tokenizer
+
+    return collect_data(name) if what == "data" else collect_tokenizer(name)
 
 
 def check(facts: Facts) -> dict[str, Verdict]:

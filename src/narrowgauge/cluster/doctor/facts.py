@@ -1,7 +1,7 @@
 """The facts that `doctor` judges about a machine, as plain data, and the form of its verdicts.
 
-The `collect_*` files read the facts off the machine. The `check_*` files turn them into verdicts and look at
-nothing else, so that a machine that nobody has at hand can be written down and judged, as the tests do.
+The functions `collect_*` read the facts off the machine. The functions `check_*` turn them into verdicts and
+look at nothing else, so that the facts of any machine can be written down and judged, as the tests do.
 
 Sizes are bytes and times are seconds. A number that could not be found out is None; a word is "".
 """

@@ -1,10 +1,15 @@
-"""Asks the Hugging Face hub for an answer, through the proxy that the environment names, and gives up soon.
+"""Whether data can be reached: proxies, offline mode and the Hugging Face hub.
 
-The question is a HEAD of the hub's front page, and any answer proves the way. It is asked in three stages: to
-the proxy, to the hub, to the answer. `doctor_facts.Hub` has a word for every way in which one can fail. The
-system resolves names without a time limit, so the whole question is put in a thread that may be left behind.
+The question is a HEAD of the hub's front page, and any answer proves that the way is open. It has three
+stages: to the proxy, to the hub, to the answer. `Hub` has a word for every way in which one can fail. The
+system resolves names without a time limit, so the request runs in a thread that may be left behind.
 
-A proxy's user and password are used and never kept: `Hub.proxy` is built from scheme, host and port alone.
+Behind a proxy, very different causes look like the same broken download. A proxy that answers the request for
+a tunnel with 503 works, and reports that *it* cannot reach the hub. A proxy that does not answer is a wrong
+address. A name that cannot be resolved without a proxy mostly means that there must be one.
+
+Only `hf:` sources need the hub. Without one, a hub that cannot be reached is only a warning. A proxy's user
+and password are used and never kept: `Hub.proxy` is built from scheme, host and port alone.
 """
 
 import base64
@@ -20,12 +25,13 @@ import urllib.request
 from dataclasses import dataclass, replace
 from urllib.parse import unquote, urlsplit
 
-from narrowgauge.cluster.doctor.facts import Hub
+from narrowgauge.cluster.doctor.facts import Facts, Hub, Verdict, miss, ok, warn
 from narrowgauge.errors import words_of
 from narrowgauge.processes import in_time
 
 _HUB, _STAGES = "https://huggingface.co", 3
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+_STAY_OFFLINE = "where none is wanted, set HF_HUB_OFFLINE=1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +134,67 @@ def _head(server: _Server, proxy: _Server | None, seconds: float) -> tuple[int, 
             return answer.status, answer.headers
     except urllib.error.URLError as error:
         raise error.reason if isinstance(error.reason, OSError) else error from None
+
+
+def check_network(facts: Facts) -> dict[str, Verdict]:
+    """The verdict on the network; a hub that is not reached is MISS if a source needs it, else WARN."""
+    hub, sources = facts.hub, facts.data.name.split(",") if facts.data else []
+    wanted = any(name.strip().startswith("hf:") for name in sources)
+    through = f" through the proxy {hub.proxy}" if hub.proxy else ""
+    match hub.outcome:
+        case "reached":
+            verdict = ok(f"{hub.host} answers{through}")
+        case "offline":
+            verdict = ok("offline mode (HF_HUB_OFFLINE): hf: sources come from the hub's cache alone")
+        case "not asked":
+            verdict = ok(f"not asked{through}: {hub.detail}")
+        case _:
+            verdict = (miss if wanted else warn)(*_verdict(hub))
+    return {"network": verdict}
+
+
+def _verdict(hub: Hub) -> tuple[str, str]:
+    """(what was found, the fix) where the hub was not reached."""
+    through = f" through the proxy {hub.proxy}" if hub.proxy else " and no proxy is set"
+    match hub.outcome:
+        case "proxy refused":
+            return _refused(hub)
+        case "proxy unreachable":
+            found = (
+                f"the proxy {hub.proxy} cannot be reached ({hub.detail}): it was never asked for {hub.host}"
+            )
+            fix = "correct HTTPS_PROXY, or unset it if this network needs no proxy"
+        case "no address":
+            found, fix = "HF_ENDPOINT is no address", "write https://HOST, or unset it to use huggingface.co"
+        case "no name":
+            found = f"the name {hub.host} is not found ({hub.detail}), and no proxy is set"
+            fix = f"set HTTPS_PROXY if this network has a proxy; {_STAY_OFFLINE}"
+        case "certificate":
+            found = f"{hub.host} shows a certificate that is not trusted ({hub.detail})"
+            fix = "see that the clock is right; where a proxy opens TLS, name its certificate in "
+            fix += "SSL_CERT_FILE and REQUESTS_CA_BUNDLE"
+        case "refused":
+            found = f"{hub.host} answers HTTP {hub.status}"
+            fix = "try again later; if HF_ENDPOINT names a mirror, see that it is the right one"
+        case _:
+            found = f"no way to {hub.host}{through} ({hub.detail})"
+            fix = f"set HTTPS_PROXY if this network has a proxy, or ask for a way out; {_STAY_OFFLINE}"
+    return found, fix
+
+
+def _refused(hub: Hub) -> tuple[str, str]:
+    """(what was found, the fix) where a proxy was reached, and the hub was not."""
+    found = f"the proxy {hub.proxy} is reached, and refuses the way to {hub.host} with HTTP {hub.status}"
+    match hub.status:
+        case 407:
+            return found, "give user and password in HTTPS_PROXY (http://USER:PASSWORD@HOST:PORT)"
+        case 403 | 405:
+            return found, f"ask the proxy's administrator to let {hub.host} through; {_STAY_OFFLINE}"
+        case 502 | 503 | 504:
+            return (
+                f"{found}: the network up to the proxy is whole, and the proxy finds no way on",
+                "try again, then tell the proxy's administrator; until then fetch the data elsewhere and "
+                f"name its files; {_STAY_OFFLINE}",
+            )
+        case _:
+            return found, "correct HTTPS_PROXY: what answers there may not be a proxy"
