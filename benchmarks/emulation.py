@@ -23,8 +23,8 @@ import narrowgauge as ng
 from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import DTYPES, set_step
+from narrowgauge.runs.monitor.arithmetic import products_of
 from narrowgauge.runs.monitor.hardware import memory_kept
-from narrowgauge.runs.monitor.products import products_of
 
 
 def seconds(action: Callable[[], object]) -> float:

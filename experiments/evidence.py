@@ -9,7 +9,7 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
-from narrowgauge.report.page.figures import rungs_svg
+from narrowgauge.report.page.rungs import rungs_svg
 from narrowgauge.report.verdict.rungs import arm_results
 from publish.page import asked_arms, results_markdown
 from publish.predictions import read_predictions

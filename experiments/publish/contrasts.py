@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from narrowgauge.report.verdict.rows import DIVERGED, Row
 from narrowgauge.report.verdict.rule import is_control
+from narrowgauge.report.verdict.rungs import DIVERGED, Row
 from narrowgauge.t_interval import Interval, interval, t_quantile
 from publish.predictions import Prediction, gaps_of
 

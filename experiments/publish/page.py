@@ -7,9 +7,8 @@ from typing import Any
 from narrowgauge.experiment.power import Plan, seeds_for_equality, smallest_gap
 from narrowgauge.report.page.rungs import facts, probe_table
 from narrowgauge.report.table.rungs import ends, percent
-from narrowgauge.report.verdict.rows import Row
 from narrowgauge.report.verdict.rule import MARGIN, Judgement, is_control
-from narrowgauge.report.verdict.rungs import ArmResult, arm_results
+from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results
 from publish.contrasts import shares, unpaired_deviation
 from publish.predictions import Prediction, outcome
 from publish.tables import (

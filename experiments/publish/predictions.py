@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import UserError
-from narrowgauge.report.verdict.rows import DIVERGED, Row
-from narrowgauge.report.verdict.rungs import gap_percent
+from narrowgauge.report.verdict.rungs import DIVERGED, Row, gap_percent
 from narrowgauge.t_interval import Interval, interval
 
 HEAD = ("arm", "against", "loss", "rung", "predicted gap", "why")

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from narrowgauge.errors import UserError
-from narrowgauge.report.verdict.rows import COLUMNS, Row
+from narrowgauge.report.verdict.rungs import COLUMNS, Row
 
 
 def read_rows(path: Path) -> list[Row]:

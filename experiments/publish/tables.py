@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from narrowgauge.report.page.rungs import Table
 from narrowgauge.report.table.rungs import COLUMNS, cells, ends, percent
-from narrowgauge.report.verdict.rows import Row
-from narrowgauge.report.verdict.rungs import ArmResult
+from narrowgauge.report.verdict.rungs import ArmResult, Row
 from narrowgauge.units import human_count
 from publish.contrasts import MEAN, growth, share_cells, shares
 from publish.predictions import Prediction, outcome

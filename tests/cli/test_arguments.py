@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from narrowgauge.cli.line import read_line
-from narrowgauge.cli.parsing.help import EXAMPLES
+from narrowgauge.cli.parsing.key_parser import EXAMPLES
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, model_config, model_names

@@ -4,7 +4,7 @@ import runpy
 import shutil
 from pathlib import Path
 
-from narrowgauge.report.verdict.rows import Row, rows_text
+from narrowgauge.report.verdict.rungs import Row, rows_text
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,11 +7,9 @@ import random
 import pytest
 from rich.console import Console
 
-from narrowgauge.report.page.figures import rungs_svg
-from narrowgauge.report.page.rungs import probe_table, rungs_section
+from narrowgauge.report.page.rungs import probe_table, rungs_section, rungs_svg
 from narrowgauge.report.table.rungs import print_results
-from narrowgauge.report.verdict.rows import COLUMNS, Row, rows_text
-from narrowgauge.report.verdict.rungs import arm_results, extra_tokens
+from narrowgauge.report.verdict.rungs import COLUMNS, Row, arm_results, extra_tokens, rows_text
 from narrowgauge.t_interval import interval
 from publish.contrasts import growth, ratio_interval
 from publish.page import results_markdown

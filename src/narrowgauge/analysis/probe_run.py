@@ -15,7 +15,7 @@ from narrowgauge.data.cache import Progress
 from narrowgauge.recipes import Recipe
 from narrowgauge.runs import TrainedRun, open_run
 from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.runs.use.run_data import run_data
+from narrowgauge.runs.use.trained_model import run_data
 from narrowgauge.training.step.build_model import decay_start_of
 from narrowgauge.training.step.trainer import Trainer
 

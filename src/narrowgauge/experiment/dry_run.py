@@ -13,7 +13,7 @@ from narrowgauge.experiment.jobs import state_of
 from narrowgauge.kernels import choose_products
 from narrowgauge.report.read.listing import last_records
 from narrowgauge.runs import choose_device
-from narrowgauge.runs.monitor.products import measured_products
+from narrowgauge.runs.monitor.arithmetic import measured_products
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_count, human_duration

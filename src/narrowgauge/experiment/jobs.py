@@ -20,7 +20,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import Chain, Experiment, RungRun
 from narrowgauge.files import write_whole
 from narrowgauge.report.read.records import read_status
-from narrowgauge.report.verdict.rows import DIVERGED, DONE, Row
+from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row
 from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
 

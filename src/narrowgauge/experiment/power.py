@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from narrowgauge.report.verdict.critical import FloatArray, critical_value, normal_cdf, spread_nodes
-from narrowgauge.report.verdict.known import known_deviation
 from narrowgauge.report.verdict.rule import (
     MARGIN,
     Arm,
@@ -29,6 +28,7 @@ from narrowgauge.report.verdict.rule import (
     Spread,
     equality_factor,
     judge,
+    known_deviation,
 )
 
 _MOST = 200

@@ -28,8 +28,7 @@ from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.table.rungs import print_results
-from narrowgauge.report.verdict.rows import rows_text
-from narrowgauge.report.verdict.rungs import ArmResult, arm_results
+from narrowgauge.report.verdict.rungs import ArmResult, arm_results, rows_text
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.threads import threads_of

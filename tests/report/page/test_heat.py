@@ -7,7 +7,7 @@ import torch
 
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
-from narrowgauge.report.page.heat import heat_data
+from narrowgauge.report.page.gauges import heat_data
 from narrowgauge.report.page.memory import memory
 from narrowgauge.report.page.step_time import step_time
 from narrowgauge.report.read.run import read_run

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.runs.monitor import products
-from narrowgauge.runs.monitor.products import PRODUCTS, measured_products, products_of
+from narrowgauge.runs.monitor import arithmetic
+from narrowgauge.runs.monitor.arithmetic import PRODUCTS, measured_products, products_of
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 
 HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"
@@ -27,9 +27,9 @@ def test_a_run_keeps_what_it_began_with(monkeypatch):
 
 def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(products, "cpu_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(arithmetic, "cpu_multiplies_bf16", lambda: True)
     seconds = {torch.bfloat16: 2.0, torch.float32: 1.0}
-    monkeypatch.setattr(products, "fastest_tries", lambda n, device, dtype: [seconds[dtype]] * 3)
+    monkeypatch.setattr(arithmetic, "fastest_tries", lambda n, device, dtype: [seconds[dtype]] * 3)
     assert measured_products() == "fp32"
     seconds[torch.float32] = 3.0
     assert measured_products() == "fp32"  # kept

@@ -17,7 +17,7 @@ from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.export import export_run, import_model
 from narrowgauge.runs.use.hellaswag import evaluate as score_hellaswag
 from narrowgauge.runs.use.lm_eval import harness_scores
-from narrowgauge.runs.use.run_data import run_data
+from narrowgauge.runs.use.trained_model import run_data
 
 
 def _print(text: str) -> None:

@@ -21,8 +21,7 @@ from narrowgauge.report.page import sections
 from narrowgauge.report.page.analysis import analysis
 from narrowgauge.report.page.curves import page_data
 from narrowgauge.report.page.events import events
-from narrowgauge.report.page.gauges import gauges
-from narrowgauge.report.page.heat import heat_data
+from narrowgauge.report.page.gauges import gauges, heat_data
 from narrowgauge.report.page.memory import memory
 from narrowgauge.report.page.origin import origin
 from narrowgauge.report.page.step_time import step_time

@@ -14,7 +14,7 @@ freedom, and s^2 = 2 x mean square is that of a gap. For one arm it is the varia
     equal       |mean| + t s / sqrt(n) < margin: two one-sided tests at 5 %, shared out over the family
 
 **Few seeds.** Two differences that are nearly equal by luck have a tiny variance. The deviation that runs of
-such a length are known to have (`power.known_deviation`) is therefore averaged in like one more degree of
+such a length are known to have (`known_deviation`) is therefore averaged in like one more degree of
 freedom: designs differ tenfold, so it is worth no more. It only ever raises s, and c stays that of d degrees,
 so the 5 % holds whatever the true variance is.
 
@@ -40,6 +40,13 @@ MARGIN = 0.25  # percent; the equality that reports of FP8 training claim (DeepS
 KNOWN_DEGREES = 1  # that the known deviation counts for
 UNDECIDED = "no difference seen"
 _OWN_KIND = 3.0
+
+#: Paired standard deviation of the gap in percent, by the tokens for each parameter up to which it holds.
+KNOWN = (
+    (0.5, 0.5, "docs/lab-log-archive.md: 5 M parameters, 0.2 tokens each"),
+    (3.0, 0.9, "docs/evidence.md, seven arms: 0.89 and 0.97 % at 0.85 M parameters, 1.0 and 1.9 tokens each"),
+    (math.inf, 0.5, "docs/evidence.md, seven arms: 0.49 % there, 3.8 tokens each"),
+)
 
 Arm = TypeVar("Arm")
 Gaps = Mapping[Arm, Mapping[int, float]]  # in percent, by arm and seed
@@ -133,6 +140,15 @@ class Judgement:
 def equality_factor(family: int, degrees: int) -> float:
     """Student's one-sided quantile at 5 % over the number of arms."""
     return t_quantile(degrees, 1 - 2 * (1 - CONFIDENCE) / family)
+
+
+def known_deviation(tokens_per_parameter: float) -> float:
+    """The paired standard deviation in percent that earlier runs of such a length had.
+
+    >>> known_deviation(0.2), known_deviation(12)
+    (0.5, 0.5)
+    """
+    return next(deviation for limit, deviation, _ in KNOWN if tokens_per_parameter < limit)
 
 
 def is_control(name: str, reference: str) -> bool:

@@ -1,4 +1,10 @@
-"""The statistics of a measured experiment: paired gaps at each rung, verdicts, and extra tokens.
+"""The results of a measured experiment: a row for each run, and the paired gaps, verdicts and extra tokens.
+
+    arm,seed,rung,tokens,own_loss,bf16_loss,status
+
+A row has the losses in nats a token, with six decimals, on the held-out tokens: under the arm's own forward
+pass, and under a bf16 forward pass of the same weights. A run that diverged has no losses. Runs that are not
+finished have no row.
 
     gap         100 (L / L_reference - 1) of one seed and rung: same initial weights, same tokens in order
     verdict     by the `rule` of all comparisons, over the arms of a rung at once
@@ -9,18 +15,48 @@ two rungs ln L is linear in ln D, and outside the line of the nearest two rungs 
 reference has the arm's loss at D, the extra tokens are 100 (D / D' - 1).
 """
 
+import csv
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import pairwise
 
-from narrowgauge.report.verdict.known import known_deviation
-from narrowgauge.report.verdict.rows import DIVERGED, Row
-from narrowgauge.report.verdict.rule import UNDECIDED, Judgement, is_control, judge
+from narrowgauge.report.verdict.rule import UNDECIDED, Judgement, is_control, judge, known_deviation
 from narrowgauge.t_interval import Interval, interval
 
+COLUMNS = ("arm", "seed", "rung", "tokens", "own_loss", "bf16_loss", "status")
+DONE, DIVERGED = "done", "diverged"
 NAN = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result of one run; NaN losses if it diverged."""
+
+    arm: str
+    seed: int
+    rung: int
+    tokens: int
+    own_loss: float
+    bf16_loss: float
+    status: str
+
+    def loss(self, which: str) -> float:
+        """The loss called "own" or "bf16"."""
+        return self.own_loss if which == "own" else self.bf16_loss
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """The rows as the text of a CSV."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        losses = ["" if math.isnan(x) else f"{x:.6f}" for x in (row.own_loss, row.bf16_loss)]
+        writer.writerow([row.arm, row.seed, row.rung, row.tokens, *losses, row.status])
+    return text.getvalue()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,12 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_block_weights, model_config
 from narrowgauge.report.read.run import Run
 from narrowgauge.report.verdict.gap import Gap, gap_to
 from narrowgauge.report.verdict.groups import Group, groups
-from narrowgauge.report.verdict.known import known_of
-from narrowgauge.report.verdict.rule import Judgement, judge
+from narrowgauge.report.verdict.rule import Judgement, judge, known_deviation
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,16 @@ def judged(
     if not in_percent:
         known *= (final_loss(reference[0], has_validation(reference)) or 0.0) / 100
     return gaps, judge(dict(enumerate(gaps)), family, known)
+
+
+def known_of(run: Run) -> float:
+    """The deviation that runs as long as this one are known to have; 0 if its model is unknown."""
+    section = run.config.get("model", {})
+    try:
+        model = model_config(**{key: value for key, value in section.items() if key != "weights"})
+    except (UserError, TypeError, AttributeError):
+        return 0.0
+    return known_deviation(run.tokens / count_block_weights(model))
 
 
 def has_validation(runs: Sequence[Run]) -> bool:

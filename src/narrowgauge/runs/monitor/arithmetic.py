@@ -1,14 +1,38 @@
-"""The arithmetic of a CPU: how many threads, and in which precision it multiplies; equal on all ranks."""
+"""The arithmetic of a CPU: how many threads, and in which precision bf16 values are multiplied faster.
 
+oneDNN reports whether a CPU has instructions for matmuls in bf16, but not whether they are fast: a CPU with
+AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
+(docs/lab-log-archive.md). Either way the values are those of bf16 and sums are kept in fp32; only the order
+of the sums differs, so the last digit of a loss may. That is why a run keeps its choice when it is resumed,
+on whatever CPU, and why all ranks have the same.
+
+    1. a resumed run            what its start recorded; where nothing was recorded yet, as oneDNN reports
+    2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN reports
+    3. otherwise                the faster of one matmul of each kind, timed once for a machine and torch, and
+                                kept in the cache
+"""
+
+import hashlib
+import json
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from narrowgauge.distributed import Coordinator
+from narrowgauge.errors import UserError
+from narrowgauge.files import cache_directory, make_directory, write_whole
 from narrowgauge.kernels import choose_products
-from narrowgauge.runs.monitor.products import products_of
+from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.threads import threads_of
+from narrowgauge.runs.monitor.yardstick import fastest_tries
+from narrowgauge.torch_compat import cpu_multiplies_bf16
+
+PRODUCTS = "NARROWGAUGE_PRODUCTS"
+_SIZE = 512  # of the square matrices that are timed
 
 
 def choose_arithmetic(
@@ -44,3 +68,39 @@ def choose_arithmetic(
     if words:
         log(words)
     return name
+
+
+def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The choice of a run, "bf16" or "fp32": recorded in its metrics, or made now for a run without any.
+
+    Raises:
+        UserError: NARROWGAUGE_PRODUCTS has another value.
+    """
+    if recorded := [str(line["products"]) for line in lines if "products" in line]:
+        return recorded[-1]
+    asked = os.environ.get(PRODUCTS, "")
+    if asked not in ("", "bf16", "fp32", "onednn"):
+        raise UserError(f"{PRODUCTS}={asked} must be bf16, fp32 or onednn; or unset it, and it is measured")
+    if asked == "onednn" or any(line.get("event") == "start" for line in lines):
+        return "bf16" if cpu_multiplies_bf16() else "fp32"
+    return asked or measured_products()
+
+
+def measured_products() -> str:
+    """The faster precision of this machine and torch: kept, or measured now."""
+    if not cpu_multiplies_bf16():
+        return "fp32"
+    cpu = torch.device("cpu")
+    parts = (platform.node(), device_name(cpu), torch.__version__)
+    entry = cache_directory() / "products" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(entry.read_text(encoding="utf-8"))["products"]
+        if kept in ("bf16", "fp32"):
+            return str(kept)
+    seconds = {d: fastest_tries(_SIZE, cpu, d)[0] for d in (torch.bfloat16, torch.float32)}
+    chosen = "bf16" if seconds[torch.bfloat16] <= seconds[torch.float32] else "fp32"
+    flops = {str(d).removeprefix("torch."): 2 * _SIZE**3 / s for d, s in seconds.items()}
+    with suppress(OSError):
+        make_directory(entry.parent)
+        write_whole(entry, json.dumps({"products": chosen, "flops": flops}))
+    return chosen

@@ -1,4 +1,4 @@
-"""Opens a model for use: the newest of a run, or a model of another program."""
+"""Opens a model for use, the newest of a run or a model of another program, and the text of the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,8 @@ import torch
 
 from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
 from narrowgauge.checkpoint.interop.name_map import ExternalModel
-from narrowgauge.data import Tokenizer, load_tokenizer
+from narrowgauge.data import AUTO, Dataset, Tokenizer, load_tokenizer, open_data
+from narrowgauge.data.cache import Progress
 from narrowgauge.errors import UserError
 from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer
@@ -19,8 +20,8 @@ from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.cast import CODES_AND_SCALES
+from narrowgauge.runs.monitor.arithmetic import products_of
 from narrowgauge.runs.monitor.hardware import choose_device, use_device
-from narrowgauge.runs.monitor.products import products_of
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.config.micro_batch import held_out_sequences
@@ -156,3 +157,14 @@ def imported_config(external: ExternalModel, source: str = "stdlib") -> Config:
             "recipe": {"name": "fp32"},
         }
     )
+
+
+def run_data(trained: TrainedRun, source: str | None, progress: Progress | None = None) -> Dataset:
+    """The run's own text, or another source encoded with the run's tokenizer."""
+    data = trained.config.data
+    is_made = data.tokenizer in (AUTO, "bytes") or data.tokenizer.startswith(("bpe-", "ids-"))
+    use_run_tokenizer = source is not None or not (is_made or Path(data.tokenizer).exists())
+    if use_run_tokenizer and trained.tokenizer_file is None:
+        assert trained.tokenizer  # raises
+    name = str(trained.tokenizer_file) if use_run_tokenizer else data.tokenizer
+    return open_data(source or data.source, name, data.weights if source is None else (), progress)
