@@ -44,7 +44,7 @@ def test_something_else_at_the_port_is_an_error(rank, port):
 def test_a_rank_that_finds_nobody_says_where(rank, port):
     ended = rank(1, "rendezvous_s=1").wait()
     assert ended.code == 2
-    assert f"finds nobody at localhost:{port} after 1 s" in one_sentence(ended)
+    assert f"finds no store at localhost:{port} after 1 s" in one_sentence(ended)
 
 
 @pytest.mark.tier("thorough")

@@ -68,7 +68,7 @@ WORLDS = [
 
 # (variables that train refuses, words of its sentence)
 REFUSED = [
-    (MPIRUN, ("mpirun started 4 processes", "world of its own", "-x MASTER_ADDR=")),
+    (MPIRUN, ("mpirun started 4 processes", "separate world", "-x MASTER_ADDR=")),
     (HYDRA, ("mpiexec started 4 processes", "-genv MASTER_ADDR")),
     (f"{SRUN} RANK=0 WORLD_SIZE=1", ("srun started 16 processes", "WORLD_SIZE=1", "unset RANK")),
     ("SLURM_NTASKS=8 RANK=0 WORLD_SIZE=1", ("Slurm started 8", "WORLD_SIZE=1")),
@@ -79,7 +79,7 @@ REFUSED = [
     ),
     (
         f"{SRUN} {ALONE}",
-        ("srun started 16 processes", "mpirun tells each that it is alone", "not by one inside"),
+        ("srun started 16 processes", "mpirun starts each as a single one", "not by one inside"),
     ),
     ("ENVIRONMENT=BATCH SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0", ("without srun", "write srun")),
     ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_LOCALID=0", ("srun", "MASTER_ADDR is not set")),
@@ -113,6 +113,6 @@ CONTRADICTIONS = {
     "no size": ("RANK=0", "WORLD_SIZE is not"),
     "no rank": ("WORLD_SIZE=2", "RANK is not"),
     "beyond the size": ("RANK=5 WORLD_SIZE=2 LOCAL_RANK=5 MASTER_ADDR=a", "5 of 2"),
-    "no number": ("RANK=first WORLD_SIZE=2", "no whole number"),
+    "no number": ("RANK=first WORLD_SIZE=2", "not a whole number"),
     "nowhere to meet": ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", "MASTER_ADDR"),
 }

@@ -1,7 +1,7 @@
-"""How is a run spread over devices?
+"""Distributed training: how a run is spread over devices.
 
-The names below are imported when they are first used (`lazy`): the doctor and the command read a launcher's
-variables where torch does not import.
+The names below are imported on first use (`lazy`): the doctor and the command line read a launcher's
+variables even where torch cannot be imported.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Data parallelism in a training loop of one's own: torch's DDP and FSDP2 around a converted model.
+"""Data parallelism in your own training loop: torch's DDP and FSDP2 around a converted model.
 
     model = DistributedDataParallel(ng.prepare_ddp(ng.convert(model, "msamp-o2")))
 
@@ -6,13 +6,13 @@
         ng.fully_shard(block)
     ng.fully_shard(model)
 
-DDP sums what autograd adds up. Gradients that a recipe keeps in narrow numbers are outside of autograd, and
-so are the magnitudes that delayed scales wait for. `prepare_ddp` gives both to a hook at the end of the
-backward pass, which reduces them over DDP's own process group, in the numbers of the recipe's place `reduce`,
-by the code that the package's own training calls. All else DDP does as ever: `no_sync`, buckets, the mean.
+DDP sums the gradients that autograd accumulates. Gradients that a recipe stores in low precision are outside
+of autograd, and so are the amax histories of delayed scaling. `prepare_ddp` reduces both in a hook at the end
+of the backward pass, over DDP's process group, in the format of the recipe's place `reduce`, with the same
+code as the package's own training. Everything else in DDP works as usual: `no_sync`, buckets, the mean.
 
-FSDP2 shards parameters. `fully_shard` shards with a narrow weight what belongs to it, and lets its bytes
-travel. Gradients stay as FSDP2 makes them, in float32, so that `parameter.grad` is what a loop expects.
+FSDP2 shards parameters. `fully_shard` shards the state of a low-precision weight along with it, and sends the
+weight's bytes. Gradients remain FSDP2's float32 gradients, so `parameter.grad` is what a loop expects.
 """
 
 from collections.abc import Iterator
@@ -39,16 +39,16 @@ from narrowgauge.torch_compat import active_ddp, after_backward, ignore_in_ddp, 
 
 
 def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
-    """Let the `DistributedDataParallel` that will wrap a module sum its narrow gradients, too.
+    """Let the `DistributedDataParallel` that will wrap a module reduce its low-precision gradients as well.
 
     Args:
-        module: The module that DDP will wrap, with layers that `convert` has changed; changed in place.
+        module: The module that DDP will wrap, with layers that `convert` has changed; modified in place.
 
     Returns:
-        The module. Its replicas stay equal to the last bit under every recipe: process 0's weights are sent
-        to all before the first forward pass, gradients are averaged. Each process draws random bits of its
-        own. They are those of a step's samples if each process gives `set_step` the index of its own first
-        sample.
+        The module. Its replicas stay bit-identical under every recipe: process 0 sends its weights to all
+        before the first forward pass, and gradients are averaged. Each process draws different random bits.
+        They match those of the step's samples if each process passes the index of its first sample to
+        `set_step`.
 
     Raises:
         UserError: No parameter would be left for DDP, which then refuses to wrap the module.
@@ -57,7 +57,7 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     if narrow and not any(p.requires_grad and n not in narrow for n, p in module.named_parameters()):
         raise UserError(
             "DistributedDataParallel needs a trainable parameter whose gradient is fp32, and this module has "
-            "none beside its narrow weights: keep a layer wide (`convert(..., keep=[...])`), or add a bias"
+            "only weights in narrow formats: keep a layer wide (`convert(..., keep=[...])`), or add a bias"
         )
     ignore_in_ddp(module, [*narrow, *_buffers_of_layers(module)])
     for gradient in _gradients(module).values():
@@ -70,11 +70,11 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """Shard a module as torch's `fully_shard` does, with the narrow state of its weights.
+    """Shard a module like torch's `fully_shard`, including the low-precision state of its weights.
 
-    Blocks and scales are laid on the full weights, so that sharding changes no number of a recipe. A narrow
-    weight is sent in its own bytes, and its gradient is summed in the numbers of the recipe's place `reduce`.
-    The sum rests in float32, as `parameter.grad`, whatever the recipe's place `grad` says.
+    Blocks and scales are laid out on the full weights, so sharding does not change the results of a recipe. A
+    low-precision weight is sent as its bytes, and its gradient is summed in the format of the recipe's place
+    `reduce`. The sum is stored in float32, as `parameter.grad`, whatever the recipe's place `grad` specifies.
 
     Args:
         module: The module, with or without layers that `convert` has changed.
@@ -84,9 +84,8 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
         The module.
 
     Raises:
-        UserError: The weights of a recipe with narrow weights have no numbers yet (meta device), or are to be
-            sharded along another dimension than the first; or layers keep channels, which each process would
-            choose by itself.
+        UserError: Low-precision weights have no values yet (meta device), or would be sharded along another
+            dimension than the first; or layers keep channels, which each process would choose by itself.
     """
     if any(isinstance(m, ChannelChoice) for m in module.modules()):
         raise UserError(
@@ -98,8 +97,8 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     for name, layer in _layers(module):
         if layer.state_at_rest is not None and layer.weight.is_meta:
             raise UserError(
-                f"layer {name!r} keeps its weight in narrow numbers and has none yet (meta device): "
-                "give it numbers before narrowgauge.fully_shard (`to_empty` and `load_state_dict`), or "
+                f"layer {name!r} stores its weight in low precision and has no values yet (meta device): "
+                "give it values before narrowgauge.fully_shard (`to_empty` and `load_state_dict`), or "
                 "start from the meta device under a recipe whose weights and gradients are fp32: fp8, "
                 "mxfp8, nvfp4, coat and others"
             )
@@ -113,12 +112,12 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
 
 
 class _Reduction:
-    """Gives each process its own random bits; reduces, at the end of a backward pass, what DDP does not see.
+    """Gives each process its random bits; at the end of a backward pass, reduces what DDP does not handle.
 
     Attributes:
-        group: The process group of the DDP whose forward pass was the last; None if it is not to sync.
-        is_queued: Whether the reduction waits for the end of the backward pass that is under way.
-        is_synced: Whether all processes have process 0's narrow weights.
+        group: The process group of the DDP that ran the last forward pass; None if it is not to sync.
+        is_queued: Whether the reduction waits for the end of the current backward pass.
+        is_synced: Whether all processes have process 0's low-precision weights.
     """
 
     def __init__(self) -> None:
@@ -129,7 +128,7 @@ class _Reduction:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        """See which DDP the forward pass belongs to, and whether its gradients are wanted."""
+        """Record which DDP runs the forward pass, and whether its gradients are needed."""
         ddp = active_ddp()
         if ddp is not None and not self.is_synced:
             _require_prepared(module, ddp)
@@ -163,7 +162,7 @@ class _Reduction:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Put the mean over processes in place of each narrow gradient; magnitudes become the largest."""
+        """Replace each low-precision gradient by its mean over processes, and each amax by the largest."""
         self.is_queued = False
         assert self.group is not None
         assert self.module is not None
@@ -176,7 +175,7 @@ class _Reduction:
 
 
 def _gradients(module: torch.nn.Module) -> dict[torch.Tensor, GradientState]:
-    """The narrow gradients of the trainable parameters."""
+    """The low-precision gradients of the trainable parameters."""
     trained = (p for p in module.parameters() if p.requires_grad)
     return {p: gradient for p in trained if (gradient := state_of(p).gradient) is not None}
 
@@ -190,14 +189,14 @@ def _is_random(module: torch.nn.Module) -> bool:
 
 
 def _train_beside(module: torch.nn.Module, process: int) -> None:
-    """Let every layer draw the random bits of this process, until a loop says which samples a pass has."""
+    """Let every layer draw this process's random bits until a loop specifies the samples of a pass."""
     for layer in module.modules():
         if isinstance(layer, Stepped):
             layer.train_beside(process)
 
 
 def _rank_in_mesh(mesh: DeviceMesh | None) -> int:
-    """The number of this process among those of a mesh, in row-major order; without one among all."""
+    """The rank of this process in a mesh, in row-major order; without a mesh, its global rank."""
     coordinate = None if mesh is None else mesh.get_coordinate()
     if mesh is None or coordinate is None:
         return rank_in(torch.distributed.group.WORLD)
@@ -208,12 +207,12 @@ def _rank_in_mesh(mesh: DeviceMesh | None) -> int:
 
 
 def _buffers_of_layers(module: torch.nn.Module) -> list[str]:
-    """The names of buffers that belong to a process's own samples, which DDP would overwrite."""
+    """The names of buffers that belong to a process's samples, and that DDP would overwrite."""
     return [f"{name}.{b}".lstrip(".") for name, layer in _layers(module) for b, _ in layer.named_buffers()]
 
 
 def _require_prepared(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
-    """Refuse a wrapper that would leave out other gradients than those that are summed here."""
+    """Refuse a wrapper whose ignored gradients differ from those that are reduced here."""
     narrow = {n for n, p in module.named_parameters() if state_of(p).gradient is not None}
     left_out = {n for n, _ in module.named_parameters()} & ddp.parameters_to_ignore
     if ddp.module is module and narrow != left_out:
@@ -230,7 +229,7 @@ def _require_prepared(module: torch.nn.Module, ddp: DistributedDataParallel) -> 
 
 
 def _send_state(module: torch.nn.Module, group: Group) -> None:
-    """Give all processes the narrow weights of process 0, and all that belongs to them."""
+    """Send process 0's low-precision weights, with all their state, to all processes."""
     tensors = []
     for _, layer in _layers(module):
         state = state_of(layer.weight)
@@ -239,7 +238,7 @@ def _send_state(module: torch.nn.Module, group: Group) -> None:
         if layer.reduce_prescale is not None:
             tensors += layer.reduce_prescale.tensors.values()
     device = next(module.parameters()).device
-    for tensor in tensors:  # some may be in the host's memory
+    for tensor in tensors:  # some may be in host memory
         sent = tensor.to(device)
         broadcast_bytes(sent, group)
         tensor.copy_(sent)

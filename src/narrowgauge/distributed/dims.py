@@ -1,4 +1,4 @@
-"""The degrees of parallelism of a run, one an axis of its mesh (`mesh` describes the axes)."""
+"""The degrees of parallelism of a run, one for each axis of its mesh (`mesh` describes the axes)."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -30,12 +30,12 @@ class ParallelDims:
 
     @property
     def expert_shard(self) -> int:
-        """Number of processes of `shard` that have the same experts."""
+        """The number of processes of `shard` that have the same experts."""
         return self.shard // self.expert
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages: each process of the pipeline has `chunks` of them."""
+        """The number of pipeline stages: each process of the pipeline has `chunks` of them."""
         return self.pipeline * self.chunks
 
     @property
@@ -51,20 +51,20 @@ class ParallelDims:
 
     @property
     def data(self) -> int:
-        """Degree of data parallelism: how many processes have sequences that no other one has."""
+        """The degree of data parallelism: the number of processes with different sequences."""
         return self.replicate * self.shard
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the weights; else each process has full ones (DDP, or one process)."""
+        """Whether FSDP2 shards the weights; otherwise each process has full ones (DDP, or one process)."""
         return self.shard > 1 and self.zero > 0
 
 
 def resolve_dims(parallel_dims: ParallelDims, processes: int) -> ParallelDims:
-    """The degrees of parallelism for so many processes; a requested `shard` of 0 takes what other axes leave.
+    """The degrees of parallelism for a number of processes; a `shard` of 0 takes what other axes leave.
 
     Raises:
-        UserError: the product over the axes is not the number of processes.
+        UserError: the axes do not multiply to the number of processes.
     """
     others = prod(getattr(parallel_dims, name) for name in AXES if name != "shard")
     shard = parallel_dims.shard or max(1, processes // others)

@@ -1,4 +1,4 @@
-"""Lets FSDP shard layers whose weights rest or travel in narrow numbers, with the state of those weights.
+"""Lets FSDP shard layers whose weights are stored or sent in low precision, with the state of those weights.
 
     with quantized_fsdp(block):
         fully_shard(block, mesh=mesh)
@@ -6,10 +6,10 @@
     optimizer.step()
     renew_gather_scales(model)
 
-FSDP shards the weight. The narrow weight, its master and its gradient are sharded here in the same way, with
-scales that all ranks share (`quantization.sharding`), and the bytes of the narrow weight travel. FSDP sums
-gradients over the ranks in float32; after each such sum they are added to the narrow gradients. One
-collective computes the scales of all gradients of a module.
+FSDP shards the weight. The low-precision weight, its master and its gradient are sharded here in the same
+way, with scales that all ranks share (`quantization.sharding`), and the bytes of the low-precision weight are
+sent. FSDP sums gradients over the ranks in float32; after each such sum they are added to the low-precision
+gradients. One collective computes the scales of all gradients of a module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,15 +41,15 @@ FP32 = make_cast("fp32")
 
 @contextmanager
 def quantized_fsdp(module: torch.nn.Module, only_narrow: bool = False) -> Iterator[None]:
-    """Surrounds `fully_shard` of a module: its weights rest and travel in the formats of their recipes.
+    """Surround `fully_shard` of a module, so that weights are stored and sent in the formats of their
+    recipes.
 
     Every process enters it for the same modules in the same order.
 
     Args:
-        module: What is sharded.
-        only_narrow: Whether it is for a loop that does not call `renew_gather_scales` and reads
-            `parameter.grad`: weights that are fp32 at rest then travel as FSDP sends them, and gradients rest
-            in fp32.
+        module: The module to shard.
+        only_narrow: For a loop that does not call `renew_gather_scales` and reads `parameter.grad`: weights
+            stored in fp32 are then sent by FSDP as usual, and gradients are stored in fp32.
     """
     layers = (m for m in module.modules() if isinstance(m, Linear))
     if only_narrow:
@@ -62,7 +62,7 @@ def quantized_fsdp(module: torch.nn.Module, only_narrow: bool = False) -> Iterat
 
 
 def renew_gather_scales(model: torch.nn.Module) -> None:
-    """Compute the scales of all weights that travel in scaled numbers; needed after each change of a weight.
+    """Compute the scales of all weights that are sent in a scaled format; call it after each weight update.
 
     One all-reduce serves all weights that the same processes hold. The scales are bit for bit those that each
     layer would compute alone.
@@ -76,7 +76,7 @@ def renew_gather_scales(model: torch.nn.Module) -> None:
 
 
 def _detach_state(layer: Linear) -> tuple[ParamState | None, TensorShard]:
-    """Put a placeholder in place of a narrow weight; returns the weight's record and its shard."""
+    """Replace a low-precision weight by a placeholder; returns the weight's record and its shard."""
     weight, state = layer.weight, layer.state_at_rest
     layer.state_at_rest = None
     shard = state_of(weight).shard or TensorShard(tuple(full_axis(n) for n in weight.shape))
@@ -93,7 +93,7 @@ def _attach_state(
 ) -> None:
     """Give a layer, whose weight FSDP has sharded, its shard of the full weight's record.
 
-    Without a collector the gradient stays FSDP's.
+    Without a collector the gradient remains FSDP's.
     """
     parameter = layer.weight
     assert isinstance(parameter, DTensor), "quantized_fsdp surrounds a call of fully_shard"
@@ -110,7 +110,7 @@ def _attach_state(
 
 
 def note_shards(module: torch.nn.Module) -> None:
-    """Write in the record of each sharded parameter which shard it is, where `quantized_fsdp` has not."""
+    """Record the shard of each sharded parameter that `quantized_fsdp` has not recorded."""
     for p in module.parameters():
         if isinstance(p, DTensor) and state_of(p).shard is None:
             shard = TensorShard(tuple(full_axis(n) for n in p.shape))
@@ -118,13 +118,13 @@ def note_shards(module: torch.nn.Module) -> None:
 
 
 def fsdp_shard(shard: TensorShard, mesh: Mesh, axis: str) -> TensorShard:
-    """The shard that FSDP leaves to this rank of a tensor of which all ranks of an axis hold `shard`."""
+    """This rank's FSDP shard of a tensor of which all ranks of an axis hold `shard`."""
     first, *others = shard.axes
     return TensorShard((first.chunk(mesh.index(axis), mesh.size(axis), mesh.group(axis)), *others))
 
 
 def _shard_and_rows(shard: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:
-    """The same of a parameter, by its placements on any mesh; and the local rows in the parameter."""
+    """The shard of a parameter, by its placements on any mesh; and its local rows in the parameter."""
     first, *others = shard.axes
     rows, mesh = slice(0, first.length), parameter.device_mesh
     for dim, placement in enumerate(parameter.placements):
@@ -137,9 +137,9 @@ def _shard_and_rows(shard: TensorShard, parameter: DTensor) -> tuple[TensorShard
 
 
 def _shard_state(full: ParamState, layer: Linear, rows: slice, grad: Cast | None) -> ParamState | None:
-    """The record of a shard: the full weight's bytes, but for scales of blocks of several rows, made anew.
+    """The record of a shard: the full weight's bytes, except that scales of multi-row blocks are recomputed.
 
-    With `grad` the gradient rests in that cast and not in the recipe's. None if nothing is left to be kept.
+    With `grad` the gradient is stored in that cast, not in the recipe's. None if there is nothing to store.
     """
     recipe, stored = layer.recipe, full.master or full.weight
     parameter: torch.Tensor = layer.weight
@@ -160,7 +160,7 @@ def _shard_state(full: ParamState, layer: Linear, rows: slice, grad: Cast | None
 def _copy_rows(to: QuantizedState, of: QuantizedState, rows: slice) -> None:
     for name, tensor in of.tensors.items():
         local = tensor[rows] if tensor.ndim and len(tensor) == of.shape[0] else tensor
-        if local.shape == to.tensors[name].shape:  # not so for blocks of several rows, laid on the shard
+        if local.shape == to.tensors[name].shape:  # not for blocks of several rows, laid out on the shard
             to.tensors[name].copy_(local)
 
 
@@ -172,7 +172,7 @@ class GradCollector:
         self._arrived: set[Linear] = set()
 
     def expect(self, layer: Linear) -> None:
-        """Wait for the gradient of this layer's weight, too."""
+        """Wait for the gradient of this layer's weight as well."""
         self._layers[layer] = layer.weight
         layer.weight.register_post_accumulate_grad_hook(partial(self._arrive, layer))
 
@@ -185,7 +185,7 @@ class GradCollector:
 
 @torch.no_grad()
 def collect_grads(parameters: Mapping[Linear, torch.Tensor]) -> None:
-    """Add FSDP's sums (`parameter.grad`) to the narrow gradients of these layers, and free the sums."""
+    """Add FSDP's sums (`parameter.grad`) to the low-precision gradients of the layers, and free the sums."""
     gradients, tensors, streams = [], [], []
     for layer, parameter in parameters.items():
         state, total = layer.state_at_rest, parameter.grad

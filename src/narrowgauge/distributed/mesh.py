@@ -1,6 +1,6 @@
-"""The device mesh of a run: on which axes the processes divide the work, and where this process stands.
+"""The device mesh of a run: the axes along which processes divide the work, and this process's coordinates.
 
-    pipeline    the layers            a stage sends what it computed to the next
+    pipeline    the layers            a stage sends its output to the next
     replicate   the batch             full weights on each process, gradients summed (DDP)
     shard       the batch             weights, gradients and moments sharded over the processes (FSDP2, ZeRO)
     context     the sequence          each process has some tokens, and all of them for some heads
@@ -18,8 +18,8 @@ ZeRO's stages (arXiv 1910.02054) of the axis `shard`:
 
     0   nothing is sharded: the same as `replicate`
     1   moments are sharded; gradients are summed once a step, full weights stay between micro-batches
-    2   gradients, too: they are reduce-scattered after each micro-batch
-    3   weights, too: gathered for a layer's forward and backward pass only
+    2   gradients are sharded as well: they are reduce-scattered after each micro-batch
+    3   weights are sharded as well: gathered only for a layer's forward and backward pass
 """
 
 from math import prod
@@ -45,7 +45,7 @@ HSDP_AXES = ("pipeline", "replicate", "fsdp", "tensor")  # of the mesh with repl
 
 
 class StandIns(Protocol):
-    """The parts of torch that refuse meta tensors, as a simulated mesh replaces them."""
+    """The parts of torch that do not work on meta tensors, as a simulated mesh replaces them."""
 
     def fully_shard(self, module: torch.nn.Module, reshard_after_forward: bool, axis: str) -> None:
         """Shard a module's parameters over the ranks of an axis, as FSDP2 would."""
@@ -59,7 +59,7 @@ class Mesh:
 
     Attributes:
         parallel_dims: the degrees of parallelism.
-        first_last_group: the first and the last rank of this process's pipeline, where it is one of them.
+        first_last_group: the first and the last rank of this process's pipeline, if it is one of them.
         micro_batches: number of micro-batches of a step; only a simulated run sets it.
         stand_ins: replacements of FSDP2 and of torch's pipelines; None in a real run.
     """
@@ -69,7 +69,7 @@ class Mesh:
     stand_ins: StandIns | None = None
 
     def __init__(self, parallel_dims: ParallelDims, device: torch.device) -> None:
-        """Make the process groups of all axes; every process calls this at the same time."""
+        """Create the process groups of all axes; every process calls this at the same time."""
         self.parallel_dims = parallel_dims
         self._meshes: dict[str, DeviceMesh] = {}
         if parallel_dims.size > 1:
@@ -121,10 +121,10 @@ class Mesh:
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """The same for experts that lie on different processes."""
+        """The sub-mesh that FSDP works on for experts that are divided over processes."""
         return self._meshes.get("expert_hsdp", self._meshes["expert_shard"])
 
     @property
     def data_index(self) -> int:
-        """Data-parallel rank: which of the `parallel_dims.data` shares of a batch this process has."""
+        """The data-parallel rank: which of the `parallel_dims.data` shares of a batch this process has."""
         return self.index("replicate") * self.parallel_dims.shard + self.index("shard")

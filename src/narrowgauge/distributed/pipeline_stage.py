@@ -1,8 +1,8 @@
 """Pipeline parallelism: the stages of a model, and which of them this process has.
 
 Each process of `pipeline` has `chunks` stages: process p of P has the stages p, P + p, 2P + p ...
-(interleaved 1F1B, arXiv 2104.04473). The first stage has the embedding, the last the norm, the head and the
-loss. Both have a copy of a tied embedding; `Engine` sums the gradients of both, so that they stay equal.
+(interleaved 1F1B, arXiv 2104.04473). The first stage has the embedding; the last has the norm, the head and
+the loss. Both have a copy of a tied embedding; `Engine` sums the gradients of both, so that they stay equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass
 class StageInput:
-    """Inputs of a process's stages in a step, besides the tensors that stages send each other.
+    """Inputs of a process's stages in a step, apart from the tensors that stages send each other.
 
     Attributes:
         begin: `begin(i)` is called before each forward pass of the i-th micro-batch.
@@ -82,7 +82,7 @@ def keep_stages(model: Transformer, mesh: Mesh) -> None:
 class Stage(nn.Module):
     """The layers of one stage: token ids or a residual stream in, a residual stream or the loss out.
 
-    Torch's schedules pass a stage only tensors. Micro-batches come in their order, so the stage counts them
+    Torch's schedules pass only tensors to a stage. Micro-batches arrive in order, so the stage counts them
     and reads positions and targets from `stage_input`.
     """
 
@@ -91,7 +91,7 @@ class Stage(nn.Module):
     def __init__(self, model: Transformer, number: int, stages: int) -> None:
         super().__init__()
         self.number, self.is_first, self.is_last = number, number == 0, number == stages - 1
-        self.model_ref = [model]  # in a list, so that the layers of other stages are not this module's
+        self.model_ref = [model]  # in a list, so that layers of other stages are not registered here
         self.blocks = nn.ModuleList(
             model.blocks[i] for i in blocks_of_stage(number, stages, len(model.blocks))
         )
@@ -129,7 +129,7 @@ class Stage(nn.Module):
     def _run_block(
         self, i: int, block: nn.Module, *inputs: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run one block for one micro-batch; a recomputation comes after later micro-batches have begun."""
+        """Run one block for one micro-batch; a recomputation runs after later micro-batches have begun."""
         self.stage_input.enter(i)
         if (recomputed := options.get("recomputed")) is not None:  # a part of the block
             options["recomputed"] = lambda function, *of: recomputed(partial(self._again, i, function), *of)

@@ -117,7 +117,7 @@ def test_one_world(text, words):
         (EIGHT_BY_MPIRUN, "mpirun started 8 processes, but MASTER_ADDR is not set", "-x MASTER_ADDR=HOST"),
         ("PMI_SIZE=8 PMI_RANK=3 MPI_LOCALRANKID=3", "mpiexec started 8 processes", "-genv MASTER_ADDR HOST"),
         ("PMI_SIZE=8 PMI_RANK=3 PMI_LOCAL_RANK=3", "mpiexec started 8 processes", "-genv MASTER_ADDR HOST"),
-        ("PMIX_RANK=3", "no variable says how many", "srun, torchrun or mpirun"),
+        ("PMIX_RANK=3", "no variable gives the number", "srun, torchrun or mpirun"),
         (f"{STEP} RANK=0 WORLD_SIZE=1", "srun started 8 processes, but WORLD_SIZE=1", "unset RANK"),
         (f"{STEP} {ONE_NODE} WORLD_SIZE=5", "srun started 8 processes, but WORLD_SIZE=5", "unset RANK"),
         (f"{STEP} {ONE_NODE} TORCHELASTIC_RUN_ID=7", "srun started torchrun 8 times", "start it once a node"),

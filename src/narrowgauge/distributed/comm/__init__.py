@@ -1,1 +1,1 @@
-"""What travels between ranks, in which numbers?"""
+"""Communication between ranks, and the formats of what is sent."""

@@ -5,14 +5,14 @@
     counter.sent["gather"]
 
 Every collective of torch.distributed, FSDP and DTensor goes through torch's dispatcher, where a `CommCounter`
-reads its tensors. The bytes are those that a rank of N sends in a ring, for a tensor of n bytes:
+reads its tensors. A collective on n bytes counts as what one rank of N sends in a ring:
 
     all-gather of n bytes from each rank          (N - 1) n
     reduce-scatter, all-to-all of n bytes         (N - 1) n / N
     all-reduce of n bytes                         2 (N - 1) n / N
     broadcast, send                               n
 
-They are counted under the tag that the caller has set (`collectives.comm_tag`); else under "gather" for an
+They are counted under the tag set by the caller (`collectives.comm_tag`); without one, under "gather" for an
 all-gather, "reduce" for a reduce-scatter, "activations" for a send, and "other".
 """
 
@@ -75,6 +75,6 @@ class CommCounter(TorchDispatchMode):
 
 
 def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
-    """The tensors that a collective reads: the second of (output, input), or the list that it works on."""
+    """The tensors that a collective reads: the second of (output, input), or the list it updates in place."""
     tensors = args[1] if reads_second else args[0]
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

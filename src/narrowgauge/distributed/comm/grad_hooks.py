@@ -1,10 +1,10 @@
-"""Connects `quantized_reduce.py` to FSDP, to DDP and to gradients at rest, which add up gradients over ranks.
+"""Connects `quantized_reduce.py` to FSDP, to DDP and to gradients at rest, which sum gradients over ranks.
 
     QuantizedReduceScatter        for `FSDPModule.set_custom_reduce_scatter`, one for each sharded module
     quantized_comm_hook           for `DistributedDataParallel.register_comm_hook`
-    all_reduce_gradient_states    for gradients in narrow numbers, outside of autograd (`nn.weight`)
+    all_reduce_gradient_states    for gradients in low precision, outside of autograd (`nn.weight`)
 
-The result is a sum; it is divided only where torch asks for a mean (FSDP's default) or the caller divides.
+The result is a sum; it is divided only if torch asks for a mean (FSDP's default) or the caller divides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +33,9 @@ WireFormats = Mapping[torch.Tensor, WireFormat]
 
 
 def wire_formats(model: torch.nn.Module) -> dict[torch.Tensor, WireFormat]:
-    """The wire format of each parameter's gradient: from the recipe for weights of linear layers, else fp32.
+    """The wire format of each parameter's gradient: the recipe's for weights of linear layers, else fp32.
 
-    Sharding replaces parameters, so call it again afterwards.
+    Sharding replaces parameters, so call this again afterwards.
     """
     wires: dict[torch.Tensor, WireFormat] = dict.fromkeys(model.parameters(), WIDE)
     for layer in model.modules():
@@ -69,10 +69,10 @@ def quantize_fsdp_reduce(model: torch.nn.Module) -> None:
 
 
 class QuantizedReduceScatter:
-    """FSDP's reduce-scatter of one sharded module, each of its parameters in its wire format.
+    """FSDP's reduce-scatter for one sharded module, with each parameter in its wire format.
 
     FSDP passes a flat float32 buffer (ranks, shard). Row r concatenates rank r's shards of all parameters;
-    the first dimension of each parameter is padded to a multiple of the ranks.
+    the first dimension of each parameter is padded to a multiple of the number of ranks.
     """
 
     def __init__(self, parameters: Sequence[DTensor], wires: WireFormats) -> None:
@@ -110,9 +110,9 @@ class QuantizedReduceScatter:
 def quantized_comm_hook(
     wires: WireFormats, group: Group, divisor: float = 1.0
 ) -> Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]:
-    """A communication hook of DDP: the sums of a bucket's gradients, divided by `divisor`.
+    """A communication hook for DDP: the sums of a bucket's gradients, divided by `divisor`.
 
-    Each parameter has one scale, which all ranks share; one collective computes those of a bucket.
+    Each parameter has one scale, shared by all ranks; one collective computes the scales of a bucket.
     """
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -129,7 +129,7 @@ def all_reduce_gradient_states(
 ) -> None:
     """Replace gradients at rest by their sums over ranks; one that is empty on a rank counts as zeros.
 
-    Where a gradient rests and travels in the same format, the codes of the sum become its codes.
+    If a gradient rests and travels in the same format, the codes of the sum become its codes.
     """
     values = [_values(g) for g in gradients]
     narrow = [i for i, wire in enumerate(wires) if wire.is_narrow]

@@ -1,12 +1,12 @@
-"""The sum of all ranks' gradients in narrow numbers: the place `reduce`.
+"""Sums the gradients of all ranks in low precision: the recipe's place `reduce`.
 
     reduce_scatter    a buffer (ranks, shard) -> this rank's row of the sum               FSDP
     all_reduce        a list of tensors -> every sum, on all ranks                        DDP
 
-Each tensor has its `WireFormat`. Narrow ones travel in one all-to-all of bytes for the full bucket, and are
-added in the order of a ring (`ring_reduce.py`), under scales that all ranks share (`shared_scales.py`). fp32
-ones travel by torch's collectives. The all-reduce of narrow numbers is a reduce-scatter and an all-gather of
-the sums, in the same format.
+Each tensor has its `WireFormat`. Tensors in narrow formats travel in one all-to-all of bytes for the full
+bucket, and are added in the order of a ring (`ring_reduce.py`) under scales that all ranks share
+(`shared_scales.py`). fp32 tensors use torch's collectives. The all-reduce of narrow formats is a
+reduce-scatter and an all-gather of the sums, in the same format.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class QuantizedSum(NamedTuple):
-    """A sum as it travels: uint8 codes and their 0-dim scale, or bf16 or fp16 values and None."""
+    """A sum in its wire format: uint8 codes and their 0-dim scale, or bf16 or fp16 values and None."""
 
     numbers: torch.Tensor
     scale: torch.Tensor | None
@@ -71,7 +71,7 @@ def reduce_scatter(
 
 
 def all_reduce(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> None:
-    """Put the sum over ranks in place of each float32 tensor."""
+    """Replace each float32 tensor by its sum over ranks."""
     wide, narrow = _wide_and_narrow(wires)
     all_reduce_flat([tensors[i] for i in wide], group)
     sums = all_reduce_quantized([tensors[i] for i in narrow], [wires[i] for i in narrow], group)
@@ -80,7 +80,7 @@ def all_reduce(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> N
 
 
 def all_reduce_quantized(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> list[QuantizedSum]:
-    """The sums over ranks of float32 tensors, in the numbers of the wire and the tensors' shapes."""
+    """The sums over ranks of float32 tensors, in the wire format and the tensors' shapes."""
     if not tensors:
         return []
     ranks = group.size()
@@ -129,6 +129,6 @@ def _wide_and_narrow(wires: Sequence[WireFormat]) -> tuple[list[int], list[int]]
 
 
 def _sum_wide(flat_RS: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's row of the sum, in float32, by torch."""
+    """This rank's row of the sum, in float32, computed by torch."""
     with comm_tag("reduce"):
         return reduce_scatter_rows(flat_RS, group)

@@ -1,20 +1,20 @@
-"""The sum of narrow numbers over ranks, in the order in which a ring of devices adds them up.
+"""Sums values in narrow formats over ranks, in the order in which a ring of devices adds them.
 
-In a ring reduce-scatter every device passes on what it received plus its local term. Of N ranks, rank r is to
-hold the sum of chunk r. The chunk starts at its neighbour r + 1 and comes to r last; with numbers of a format
-F, every stop rounds:
+In a ring reduce-scatter every device passes on what it received plus its local term. Of N ranks, rank r ends
+up with the sum of chunk r. The chunk starts at its neighbour r + 1 and reaches r last; every stop rounds to
+the format F:
 
     s = x[r+1];   s = F(s + x[r+2]);   ...   s = F(s + x[r+N-1]);   s = F(s + x[r])        all modulo N
 
-F rounds to the nearest, ties to even. Codes of a byte saturate at the format's largest number; sums in bf16
-and fp16 overflow to infinity, as everywhere in torch, which is what loss scaling waits for. This is NCCL's
-ring when the ring has the ranks in their order.
+F rounds to nearest, ties to even. 8-bit codes saturate at the format's largest value; sums in bf16 and fp16
+overflow to infinity, as everywhere in torch, which loss scaling relies on. This is NCCL's ring if the ring
+has the ranks in order.
 
-Here it is emulated exactly: one all-to-all brings rank r the chunks r of all ranks, and r does the additions
-in that sequence. (N - 1) / N of the bytes leave each rank, as many as in the ring. The sum is the same on
-every backend and network; that of a library that chooses its own ring or tree is not.
+The ring is emulated exactly: one all-to-all brings rank r the chunks r of all ranks, and r performs the
+additions in that sequence. (N - 1) / N of the bytes leave each rank, as many as in the ring. The sum is the
+same on every backend and network; that of a library that chooses its own ring or tree is not.
 
-The sum of two codes of a byte is a function of 2^16 pairs, and so a table.
+The sum of two 8-bit codes is a function of 2^16 pairs, and is therefore a table.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def ring_reduce_scatter(
     """The sums of this rank's chunk, after one all-to-all for all formats.
 
     Args:
-        by_format: each format with its numbers on the wire, (ranks, chunk): uint8 codes, or bf16 or fp16
+        by_format: each format with its values on the wire, (ranks, chunk): uint8 codes, or bf16 or fp16
             values.
         group: the ranks, which hold chunks of the same length.
         counts: whether to count overflow.
@@ -57,19 +57,19 @@ def ring_reduce_scatter(
 def ring_sum(
     terms: torch.Tensor, rank: int, element: Format, counts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The additions of one chunk.
+    """Add the terms of one chunk in ring order.
 
     Args:
-        terms: (ranks, chunk), the numbers of every rank in the format `element`.
+        terms: (ranks, chunk), the values of every rank in the format `element`.
         rank: rank of this process, which gets the sum.
         element: the format.
         counts: whether to count overflow.
 
     Returns:
-        The sum, (chunk,), in the same numbers; and how many of its additions saturated, (chunk,) of uint8, or
+        The sum, (chunk,), in the same format; and how many of its additions saturated, (chunk,) of uint8, or
         None.
     """
-    # Without numbers (meta device) two additions stand for all.
+    # Without values (meta device) two additions stand for all.
     ranks = min(terms.shape[0], 3) if terms.is_meta else terms.shape[0]
     total = terms[(rank + 1) % ranks]
     if terms.dtype != torch.uint8:
@@ -87,7 +87,7 @@ def ring_sum(
 
 
 def all_gather_chunks(chunks: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """For each tensor (chunk,) the chunks of all ranks, concatenated, after one all-gather."""
+    """The chunks (chunk,) of all ranks, concatenated for each tensor, after one all-gather."""
     rows = [chunk.contiguous().view(torch.uint8) for chunk in chunks]
     with comm_tag("reduce"):
         gathered = all_gather_rows(torch.cat(rows), group)
@@ -96,7 +96,7 @@ def all_gather_chunks(chunks: Sequence[torch.Tensor], group: Group) -> list[torc
 
 
 def _viewed(some_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as numbers, copied to new memory: a slice of bytes may not be aligned for such numbers."""
+    """Bytes viewed as `dtype`, copied to new memory: a slice of bytes may not be aligned."""
     if dtype == torch.uint8:
         return some_bytes
     return some_bytes.clone(memory_format=torch.contiguous_format).view(dtype)
@@ -104,7 +104,7 @@ def _viewed(some_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @cache
 def _tables(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a format of 8 bits, at 256 a + b: the code of the rounded sum, and 1 where it was saturated."""
+    """For an 8-bit format, at 256 a + b: the code of the rounded sum, and 1 where it saturated."""
     element = format_named(name)
     values = decode(torch.arange(256, dtype=torch.uint8), element)
     exact = (values[:, None] + values).flatten()

@@ -1,17 +1,17 @@
 """Scales that all ranks share, so that their codes can be added (FP8-LM, arXiv 2310.18313, eq. 4 to 6).
 
-Every rank has its local gradient of a weight. If each were scaled by its local largest magnitude, codes could
-not be added without being rounded anew. So all ranks scale by the largest magnitude on any rank, which one
-all-reduce with MAX finds for all weights of a bucket:
+Every rank has its local gradient of a weight. If each were scaled by its local amax, codes could not be added
+without rounding them again. So all ranks scale by the largest magnitude on any rank, which one all-reduce
+with MAX finds for all weights of a bucket:
 
     scale = fp32_scale(MAX over ranks of amax) * mu
 
 A NaN or an infinity anywhere counts as infinite (MAX of a NaN is not the same on all backends), and makes
 the whole sum NaN on all ranks. mu is the factor of automatic pre-scaling (`quantization.state.prescale`),
-where the cast asks for it. The number of elements that overflow, before the sum or in it, is added up over
-the ranks as integers, so that mu stays the same on all of them, to the bit.
+if the cast uses it. The number of elements that overflow, before the sum or in it, is summed over the ranks
+as integers, so that mu stays bit-identical on all of them.
 
-Where a weight is sharded on other mesh axes, too, or has replicas there, the scale is the same for all of it.
+If a weight is also sharded or replicated along other mesh axes, the scale is the same for all of it.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ from narrowgauge.quantization.state.prescale import applied
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """The format in which one tensor travels.
+    """The wire format of one tensor.
 
     Attributes:
-        cast: the cast of its numbers.
-        prescale: the learnt factor of its scale, where the cast asks for one.
+        cast: the cast of its values.
+        prescale: the adaptive factor of its scale, if the cast uses one.
         also: groups that hold other shards or replicas of the same weight, and share its scale and factor.
     """
 
@@ -44,7 +44,7 @@ class WireFormat:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is another format than float32."""
+        """Whether the format is other than float32."""
         return self.cast.name != "fp32"
 
 
@@ -54,8 +54,8 @@ def shared_scales(
     """The scales of float32 tensors that are added over ranks.
 
     Returns:
-        For each tensor (encode, decode), 0-dim float32, the same on all ranks; None where the cast has no
-        scale. Decode is NaN where the tensor is not finite on some rank.
+        For each tensor (encode, decode), 0-dim float32, the same on all ranks; None if the cast has no scale.
+        Decode is NaN if the tensor is not finite on some rank.
     """
     scaled = [i for i, wire in enumerate(wires) if wire.cast.is_scaled]
     scales: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(wires)
@@ -83,7 +83,7 @@ def to_wire(x: torch.Tensor, wire: WireFormat, encode: torch.Tensor | None) -> t
 
 
 def count_overflow(x: torch.Tensor, wire: WireFormat, encode: torch.Tensor | None) -> torch.Tensor:
-    """Number of elements beyond the format's largest number, 0-dim int64; 0 where no factor is learnt."""
+    """The number of elements beyond the format's largest value, 0-dim int64; 0 without an adaptive factor."""
     if wire.prescale is None or encode is None:
         return torch.zeros((), dtype=torch.int64, device=x.device)
     return torch.count_nonzero(x.abs() * encode > wire.cast.element.max)

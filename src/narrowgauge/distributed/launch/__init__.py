@@ -1,1 +1,1 @@
-"""Who is this process among the ranks?"""
+"""The rank of this process, from its launcher's environment."""

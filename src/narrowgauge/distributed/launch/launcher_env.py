@@ -7,9 +7,9 @@
     PMIx           PMIX_RANK, and no size
     srun           SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID
 
-Launchers nest. Inside a Slurm job mpirun leaves Slurm's variables set, but only those of mpirun describe this
-process: the first launcher in the order above decides. The shell of a Slurm batch script has the variables of
-task 0 of its job, but no `SLURM_STEP_ID`, which only processes that srun started have.
+Launchers nest. Inside a Slurm job mpirun leaves Slurm's variables set, but only mpirun's variables describe
+this process: the first launcher in the order above decides. The shell of a Slurm batch script has the
+variables of task 0 of its job, but no `SLURM_STEP_ID`, which is set only in processes started by srun.
 
 Sources: https://docs.pytorch.org/docs/stable/elastic/run.html ("Environment Variables"),
 https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html, https://slurm.schedmd.com/srun.html.
@@ -46,7 +46,9 @@ def number(environ: Mapping[str, str], *names: str) -> int | None:
             try:
                 return int(environ[name])
             except ValueError:
-                raise UserError(f"{name} is {environ[name]!r}, which is no whole number; unset it") from None
+                raise UserError(
+                    f"{name} is {environ[name]!r}, which is not a whole number; unset it"
+                ) from None
     return None
 
 
@@ -58,8 +60,8 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
         return _from_torchrun(environ, outer or alone)
     if outer is None and environ.get("PMIX_RANK"):
         raise UserError(
-            "PMIX_RANK is set, but no variable says how many processes there are; start them by srun, "
-            "torchrun or mpirun, or set RANK, WORLD_SIZE and LOCAL_RANK too"
+            "PMIX_RANK is set, but no variable gives the number of processes; start them by srun, "
+            "torchrun or mpirun, or set RANK, WORLD_SIZE and LOCAL_RANK as well"
         )
     return outer or alone
 
@@ -106,7 +108,7 @@ def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
         return None
     local_rank = number(environ, f"{prefix}_LOCAL_RANK", "MPI_LOCALRANKID")
     local_size = max(1, number(environ, f"{prefix}_LOCAL_SIZE", "MPI_LOCALNRANKS") or size)
-    # MPI does not give the node: assume that ranks fill one node after the other, as they do by default.
+    # MPI does not report the node: assume that ranks fill one node after the other, the default.
     local_rank = rank % local_size if local_rank is None else local_rank
     return LaunchInfo(
         launcher, rank, size, local_rank, local_size, rank // local_size, -(-size // local_size)
@@ -149,7 +151,7 @@ def refuse_separate_worlds(environ: Mapping[str, str], info: LaunchInfo) -> None
     step = _from_slurm(environ) if by_mpi and in_step else None
     if step and info.size == 1 and step.size > step.nodes:  # mpirun has srun start one daemon a node
         raise UserError(
-            f"srun started {step.size} processes, but {info.launcher} tells each that it is alone; start "
+            f"srun started {step.size} processes, but {info.launcher} starts each as a single one; start "
             f"them by srun or by {info.launcher}, not by one inside of the other"
         )
     if info.launcher != "torchrun":
@@ -166,8 +168,8 @@ def refuse_separate_worlds(environ: Mapping[str, str], info: LaunchInfo) -> None
     if tasks not in (1, info.size):
         name = outer.launcher if outer else "Slurm"
         raise UserError(
-            f"{name} started {tasks} processes, but WORLD_SIZE={info.size} is set, so that they would be no "
-            "world of their own size; unset RANK, WORLD_SIZE and LOCAL_RANK"
+            f"{name} started {tasks} processes, but WORLD_SIZE={info.size} is set, which does not match; "
+            "unset RANK, WORLD_SIZE and LOCAL_RANK"
         )
 
 

@@ -11,18 +11,15 @@ from collections.abc import Iterator
 
 from narrowgauge.errors import UserError
 
-# Ports below the range that Linux hands out by itself (32768 and up), above those of services.
+# Ports below Linux's ephemeral range (32768 and up), and above those of services.
 _FIRST_PORT, _PORTS = 15000, 15000
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """The hosts of a Slurm list, in its order, one at a time.
+    """The hosts of a Slurm list, in its order, one at a time; a `UserError` if the list is malformed.
 
     >>> list(expand_hosts("login,rack[1-2]n[08-09]"))
     ['login', 'rack1n08', 'rack1n09', 'rack2n08', 'rack2n09']
-
-    Raises:
-        UserError: the text is no such list.
     """
     if (
         not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|,(?=[^,]))+", text)
@@ -50,13 +47,10 @@ def _expand(name: str) -> Iterator[str]:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """The number of tasks of each node.
+    """The number of tasks of each node; a `UserError` if the text is malformed.
 
     >>> tasks_of_nodes("8(x3),4")
     [8, 8, 8, 4]
-
-    Raises:
-        UserError: the text is no such list.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -71,5 +65,5 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def port_of(job: int, step: int = 0) -> int:
-    """A port that all ranks of a job compute alike; a different one for each step of the job."""
+    """A port that all ranks of a job compute independently; a different one for each step of the job."""
     return _FIRST_PORT + (job + 1009 * step) % _PORTS

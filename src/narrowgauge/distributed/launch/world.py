@@ -1,8 +1,8 @@
 """The rank, node and device of this process, and the number of ranks, from the environment of any launcher.
 
-A run starts alike under torchrun, srun and mpirun, and needs no MPI library. The dangerous case is a launcher
-that starts eight processes, each without the others' number: eight runs on one GPU, in one directory. This is
-an error, not a warning, and so is a GPU that several processes would share.
+A run starts the same way under torchrun, srun and mpirun, and needs no MPI library. The dangerous case is a
+launcher that starts eight processes of which none knows about the others: eight runs on one GPU, in one
+directory. This is an error, not a warning, and so is a GPU that several processes would share.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def _master_address(environ: Mapping[str, str], info: LaunchInfo) -> tuple[str, 
         fix = _FIXES.get(info.launcher, "set it to the host of rank 0")
         raise UserError(
             f"{info.launcher} started {info.size} processes, but MASTER_ADDR is not set, so each would "
-            f"be a world of its own; {fix}"
+            f"be a separate world; {fix}"
         )
     if port is None:
         port = 29500 if job is None else port_of(job, number(environ, "SLURM_STEP_ID") or 0)

@@ -1,1 +1,1 @@
-"""Which part of the model and of the batch is of which rank?"""
+"""Divides the model and the batch over ranks."""

@@ -1,7 +1,7 @@
-"""Checks that sharding divides no block of numbers over ranks, before any tensor is made.
+"""Checks that sharding does not divide a quantization block over ranks, before any tensor is created.
 
-Blocks are laid on the global tensors, and a rank has to hold blocks of a fixed size in full; otherwise
-`TensorShard.reduce_amax` would refuse in the middle of a step. Legend: M tokens, N outputs, K inputs.
+Blocks are laid out on the global tensors, and a rank must hold blocks of a fixed size in full; otherwise
+`TensorShard.reduce_amax` would raise in the middle of a step. Legend: M tokens, N outputs, K inputs.
 
     M    over `context`; in the head and in the residual stream over `context` x `tensor`
     N    over `tensor` in qkv, up and gate_up
@@ -44,8 +44,7 @@ class ShardedDimension:
     def require_aligned(self, size: int, what: str, cast: Cast, where: str) -> None:
         """Refuse a sharding that divides blocks of `size` entries.
 
-        Raises:
-            UserError: it does; names the place, the cast and the degrees of parallelism.
+        The `UserError` names the place, the cast and the degrees of parallelism.
         """
         if not all(axis.is_aligned_to(size) for axis in self.shards):
             degrees = " x ".join(f"parallel.{name} = {n}" for name, n in self.degrees.items() if n > 1)
@@ -56,7 +55,7 @@ class ShardedDimension:
             )
 
     def under_fsdp(self, dims: ParallelDims, of_expert: bool = False) -> "ShardedDimension":
-        """The dimension as FSDP shards it further, of an expert over processes that have the same one."""
+        """The dimension as FSDP shards it further; an expert over the processes that have the same one."""
         if not dims.is_sharded:
             return self
         degrees = {"shard": dims.shard, "context": dims.context}
@@ -70,7 +69,14 @@ class ShardedDimension:
 def check_blocks(
     model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, parallel_dims: ParallelDims
 ) -> None:
-    """Refuse degrees of parallelism that divide blocks of a recipe's casts; `sequences` are of a micro-batch.
+    """Refuse degrees of parallelism that divide blocks of a recipe's casts.
+
+    Args:
+        model: The model.
+        recipe: The recipe.
+        sequence_length: Tokens in a sequence.
+        sequences: Sequences in a micro-batch.
+        parallel_dims: The degrees of parallelism.
 
     Raises:
         UserError: a block would be divided; names place, layer and mesh axis.

@@ -1,7 +1,7 @@
 """The collective part of an optimizer step, without the update: forward, backward, reductions.
 
 gradients over `data`      summed by DDP or FSDP2, during the backward pass
-gradients over `tensor`    summed here for replicated weights, as the ranks of `tensor` see other tokens
+gradients over `tensor`    summed here for replicated weights, as the ranks of `tensor` see different tokens
 histories of operands      reduced here, all layers in one collective of each kind
 """
 
@@ -52,12 +52,12 @@ class Engine:
 
     @classmethod
     def alone(cls, model: Transformer) -> "Engine":
-        """The engine of a model that is on one process."""
+        """The engine of a model on a single process."""
         device = next(model.parameters()).device
         return cls(model, Mesh(ParallelDims(), device), device, [model.loss])
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the group of ranks that hold the parameters."""
+        """Pass an optimizer the group of ranks that hold the parameters."""
         if not self.mesh.is_alone:
             assert dist.group.WORLD is not None
             optimizer.model_group = ModelGroup(dist.group.WORLD, self.mesh.size("stage"))
@@ -97,12 +97,12 @@ class Engine:
         return total
 
     def _same_weights(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Let layers add up gradients and keep codes, where this process has the model by itself.
+        """Let layers accumulate gradients and keep codes, if this process has the model to itself.
 
-        Codes of weights are kept where a step has several micro-batches and no block is recomputed whole: who
-        does that is short of memory. Codes take a byte a weight, which is kept for the backward pass anyway;
-        there they are copied to lie along the other axis. Without an option that saves memory, those of small
-        weights are kept along both.
+        Codes of weights are kept if a step has several micro-batches and no block is recomputed in full,
+        which indicates that memory is short. Codes take a byte a weight, which is kept for the backward pass
+        anyway; there they are copied to lie along the other axis. Unless an option saves memory, codes of
+        small weights are kept along both axes.
         """
         if not self.mesh.is_alone:
             return nullcontext()
@@ -125,7 +125,7 @@ class Engine:
         return loss
 
     def _reshard(self) -> None:
-        """Free full weights after a forward pass without a backward pass, which would do it."""
+        """Free full weights after a forward pass that no backward pass follows, which would do it."""
         modules: list[object] = [*self.modules, *self.model.modules()]
         for module in modules:
             if isinstance(module, FSDPModule):
@@ -138,7 +138,7 @@ class Engine:
         return loss
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
-        """Sum gradients after the last micro-batch only; after each where they are sharded (ZeRO 2 and 3)."""
+        """Sum gradients after the last micro-batch only; after each if they are sharded (ZeRO 2 and 3)."""
         objective: object = self.modules[0]
         if isinstance(objective, DistributedDataParallel):
             return nullcontext() if is_last else objective.no_sync()
@@ -163,7 +163,7 @@ class Engine:
         self._reduce_histories()
 
     def _reduce_gradient_states(self) -> None:
-        """Sum gradients at rest: replicated ones over `tensor`, and over `data` all that FSDP does not."""
+        """Sum gradients at rest: replicated ones over `tensor`, and over `data` those that FSDP does not."""
         wires = wire_formats(self.model)
         narrow = {p: g for p in self.model.parameters() if (g := state_of(p).gradient) is not None}
         for axis in ("tensor",) if self.mesh.parallel_dims.is_sharded else ("data", "tensor"):
@@ -192,7 +192,7 @@ class Engine:
                 yield p
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """The sum of each number over all processes, in float64."""
+        """The sum of each value over all processes, in float64."""
         if self.mesh.is_alone:
             return list(values)
         return all_reduce_values(values, [None], self.device, torch.float64)
@@ -208,11 +208,11 @@ class Engine:
         return 0 if self.mesh.is_alone else dist.get_rank()
 
     def gather(self, value: T) -> list[T]:
-        """The value of each process, in the order of their ranks, on all of them."""
+        """The value of each process, in rank order, on all of them."""
         return gather_objects(value, None if self.mesh.is_alone else dist.group.WORLD)
 
     def all_reduce_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        """Set the overflow flags on all processes if one has a gradient that is not finite: so loss scales
+        """Set the overflow flags on all processes if any has a non-finite gradient, so that their loss scales
         stay equal."""
         if not self.mesh.is_alone:
             for flag in overflow_flags(scaler, optimizer).values():

@@ -1,16 +1,16 @@
-"""Expert parallelism: each process of `expert` has some experts of every layer, and gets the tokens of all.
+"""Expert parallelism: each process of `expert` holds some experts of every layer and gets everyone's tokens.
 
-    counts      each process tells each other one how many tokens it has for the experts there
+    counts      each process sends each other one the number of its tokens for the experts there
     dispatch    tokens go to their experts                     backward: their gradients come back
-    combine     what the experts made of them comes back       backward: its gradients go to the experts
+    combine     the experts' outputs come back                 backward: their gradients go to the experts
 
-The three are all-to-alls of torch.distributed (GShard, arXiv 2006.16668, section 3.3), without a largest
-number of tokens: nothing is dropped and nothing padded. An expert sees one matrix, the tokens of the first
-process of the group before those of the second, as if one process had the sequences of all of them in one
-micro-batch. So a recipe's scales, blocks and random bits of an expert are those of the group's tokens.
+The three are all-to-alls of torch.distributed (GShard, arXiv 2006.16668, section 3.3), without a capacity
+limit: nothing is dropped and nothing padded. An expert sees one matrix, the tokens of the first process of
+the group before those of the second, as if one process had all their sequences in one micro-batch. So a
+recipe's scales, blocks and random bits of an expert are those of the group's tokens.
 
-The other weights are sharded over `shard` as ever. An expert is sharded over the processes that have the same
-one, by a unit of FSDP2 for each: it then has memory and traffic only while it computes.
+The other weights are sharded over `shard` as usual. An expert is sharded over the processes that hold the
+same one, as a separate FSDP2 unit: it then uses memory and traffic only while it computes.
 
 Legend: R assignments of local tokens, S those that arrive, D dim, E experts, P processes.
 """
@@ -33,11 +33,10 @@ from narrowgauge.nn import Linear, PooledSequences
 
 
 def check_expert_parallel(model: ModelConfig, parallel_dims: ParallelDims) -> None:
-    """Refuse a number of processes that the experts of a layer cannot be divided over.
+    """Refuse a number of processes over which the experts of a layer cannot be divided.
 
-    Raises:
-        UserError: the model has no experts, or their number or that of the processes that shard the other
-            weights cannot be divided; names the setting.
+    The `UserError` names the setting: the model has no experts, or their number, or the number of processes
+    that shard the other weights, is not divisible.
     """
     n, shard = parallel_dims.expert, parallel_dims.shard
     if n == 1:
@@ -60,7 +59,7 @@ def check_expert_parallel(model: ModelConfig, parallel_dims: ParallelDims) -> No
 
 
 def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:
-    """Keep of each layer the experts of this process, and let tokens go to those of others, in place.
+    """Keep this process's experts of each layer, and route tokens to those of others, in place.
 
     Args:
         model: a converted model on the meta device.
@@ -84,7 +83,7 @@ def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:
 
 
 def local_experts(module: nn.Module) -> nn.ModuleList:
-    """The experts in a module that other processes do not have; none where all have all."""
+    """The experts in a module that other processes do not have; none if all processes have all."""
     blocks = getattr(module, "blocks", [module])
     layers = (layer for layer in experts_of(blocks) if layer.is_divided)
     return nn.ModuleList(m for layer in layers for m in layer.children() if isinstance(m, Expert))
@@ -101,13 +100,13 @@ def exchange_tokens(
 
     Args:
         x_RD: the assignments of this process, sorted by expert.
-        tokens_E: how many each expert has, on the device.
+        tokens_E: the number of tokens for each expert, on the device.
         sizes: the same numbers on the host.
-        compute: makes of the tokens of each local expert what it returns for them.
-        group: the processes; each has an equal share of the experts, in the order of their ranks.
+        compute: maps the tokens of each local expert to its outputs.
+        group: the processes; each has an equal share of the experts, in rank order.
 
     Returns:
-        What the experts made of `x_RD`, in its order.
+        The experts' outputs for `x_RD`, in its order.
     """
     each = len(sizes) // group.size()
     arriving = _counts(tokens_E, sizes, group)
@@ -123,7 +122,7 @@ def exchange_tokens(
 
 
 def _counts(tokens_E: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """From each process, the number of its tokens for each local expert; without numbers as from this one."""
+    """The number of tokens from each process for each local expert; on the meta device, as from this one."""
     arriving_E = torch.empty_like(tokens_E)
     with comm_tag("activations"):
         dist.all_to_all_single(arriving_E, tokens_E, group=group)
@@ -136,7 +135,7 @@ def _counts(tokens_E: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends rows to the processes of a group, so many to each, and gathers what they send."""
+    """Sends a given number of rows to each process of a group, and gathers what they send."""
 
     @staticmethod
     def forward(

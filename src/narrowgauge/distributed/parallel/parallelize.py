@@ -1,13 +1,13 @@
-"""From a model's configuration to this process's shards of it, with their starting values.
+"""From a model's configuration to this process's shards of it, with their initial values.
 
-    1. the full model without numbers (meta device), under its recipe: its layers are numbered
-    2. the layers of other pipeline stages are removed; the others are sharded over `tensor` and `context`
-    3. each process keeps its own experts of a layer, if they are divided over `expert`
-    4. parameter after parameter is drawn, sharded, and given to its layer; a block that has all of them is
+    1. build the full model without values (meta device), under its recipe: its layers are numbered
+    2. remove the layers of other pipeline stages; shard the others over `tensor` and `context`
+    3. keep this process's experts of each layer, if they are divided over `expert`
+    4. draw one parameter after another, shard it, and give it to its layer; a block that has all of them is
        sharded over `shard` (FSDP2) at once: no process ever holds more than one full block, the embedding and
        its shards
 
-The values are those with which one process alone would start.
+The values are those with which a single process would start.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,17 +54,17 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model, the recipe that it computes under, and everything else that its forward pass depends on.
+    """A model, its recipe, and everything else that its forward pass depends on.
 
     Attributes:
-        seed: the seed of the starting weights.
+        seed: the seed of the initial weights.
         backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
-        recompute: one of how many blocks recomputes its activations in the backward pass; 0: none does.
-        selective: whether those recompute their MLP alone.
+        recompute: one block in this many recomputes its activations in the backward pass; 0: none does.
+        selective: whether those recompute only their MLP.
         chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
         z_loss: the coefficient of the z-loss; 0: none.
-        balance_loss: the coefficient of the balance of experts; 0: none.
-        batch_size: sequences of a step, by which processes number the tokens that they send each other.
+        balance_loss: the coefficient of the experts' balance loss; 0: none.
+        batch_size: sequences of a step, by which processes number the tokens they exchange.
     """
 
     model: ModelConfig
@@ -79,14 +79,14 @@ class ModelSpec:
     batch_size: int = 1
 
     def set_options(self, model: Transformer) -> None:
-        """Give a model what is neither a dimension of it nor of its recipe."""
+        """Apply to a model the options that belong neither to its dimensions nor to its recipe."""
         model.recompute, model.selective = self.recompute, self.selective
         model.chunked_loss = self.chunked_loss
         model.z_loss, model.balance_loss = self.z_loss, self.balance_loss
 
 
 def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
-    """Make this process's shards of a model; on the meta device a model without numbers.
+    """Create this process's shards of a model; on the meta device, a model without values.
 
     Returns:
         The model, and the modules that compute with it: one `Objective`, or the `Stage`s of this process in a
@@ -200,7 +200,7 @@ def _apply_fsdp(module: nn.Module, mesh: Mesh) -> None:
 def _apply_ddp(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     """Sum gradients over `data`; each process keeps full weights."""
     group = mesh.group("data")
-    # Buffers hold the numbers of a process's sequences, which differ between processes. Gradients at rest are
+    # Buffers hold values of a process's sequences, which differ between processes. Gradients at rest are
     # outside of autograd: the engine sums them.
     ignored = [name for name, _ in objective.named_buffers()]
     for name, p in objective.named_parameters():
@@ -223,7 +223,7 @@ def _sum(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """The sum of a bucket's gradients, where DDP would take their mean."""
+    """The sum of a bucket's gradients, in place of DDP's mean."""
     if bucket.buffer().is_meta:
         return _sum_simulated(group, bucket)
     with comm_tag("reduce"):

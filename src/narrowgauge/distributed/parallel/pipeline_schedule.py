@@ -1,4 +1,4 @@
-"""The order in which the stages of a pipeline run: torch's schedules, 1F1B and interleaved 1F1B."""
+"""Runs the stages of a pipeline in the order of torch's schedules: 1F1B and interleaved 1F1B."""
 
 from typing import Any
 
@@ -83,5 +83,5 @@ def _unwrapped(module: nn.Module) -> Stage:
 
 
 def _first(loss_1: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """The last stage's output is the loss already."""
+    """The last stage's output, which is already the loss."""
     return loss_1[0]

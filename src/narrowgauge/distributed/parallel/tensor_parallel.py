@@ -1,7 +1,7 @@
-"""Tensor and context parallelism: this process's shards of a converted model that has no numbers yet.
+"""Tensor and context parallelism: this process's shards of a converted model that has no values yet.
 
     qkv, up, gate_up         rows (heads, hidden units) over `tensor`; one segment of each fused part
-    attention_out, down      columns over `tensor`; their products are summed over it
+    attention_out, down      columns over `tensor`, over which their outputs are summed
     everything else          replicated over `tensor`, whose processes have different tokens there
     attention                heads over `tensor` x `context`: each process has all tokens of its heads
 
@@ -9,9 +9,9 @@ Elsewhere tokens are sharded over `tensor` (sequence parallelism), and everywher
 of a parameter (`quantization.ParamState.shard`) has its position in the global tensor.
 
 DTensor's `parallelize_module` cannot do this. The rows of a fused qkv on one rank are three segments of the
-global weight, of unequal lengths where heads share keys. A placement is one segment a rank and dimension;
-`_StridedShard`, which is private, is several of equal lengths; and no placement has the scales of blocks.
-`ShardAxis` has both. FSDP2 shards the local tensors further.
+global weight, of unequal lengths if heads share keys. A placement is one segment for each rank and dimension;
+`_StridedShard`, which is private, is several of equal lengths; and no placement carries the scales of blocks.
+`ShardAxis` supports both. FSDP2 shards the local tensors further.
 """
 
 from collections.abc import Iterator
@@ -45,11 +45,10 @@ COLUMN_SHARDED = ("attention_out", "down")  # the layers of a block whose column
 
 
 def check_tensor_parallel(model: ModelConfig, sequence_length: int, parallel_dims: ParallelDims) -> None:
-    """Refuse degrees of parallelism that the model's dimensions cannot be divided by.
+    """Refuse degrees of parallelism that do not divide the model's dimensions.
 
-    Raises:
-        UserError: one of them cannot, experts would be sharded over `tensor` or `context`, or there are fewer
-            layers than pipeline stages; names the setting.
+    The `UserError` names the setting. Experts cannot be sharded over `tensor` or `context`, and there must be
+    at least as many layers as pipeline stages.
     """
     dims = parallel_dims
     both = dims.tensor * dims.context

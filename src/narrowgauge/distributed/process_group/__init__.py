@@ -1,1 +1,1 @@
-"""How do ranks meet, take decisions and end together?"""
+"""The process group: how ranks connect, make decisions and end together."""

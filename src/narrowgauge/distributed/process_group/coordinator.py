@@ -1,4 +1,4 @@
-"""Joins the process group, takes decisions that all ranks share, and ends all ranks with the first failure.
+"""Joins the process group, makes decisions that all ranks share, and ends all ranks at the first failure.
 
     with init_process_group(world, device) as coordinator:
         for step in ...:
@@ -6,8 +6,8 @@
             ...
             asked = coordinator.all_reduce_max(asked=requests.number)["asked"]
 
-Decisions are made from values that all ranks have alike, and never from what one of them saw: a signal that
-reached one rank only, a clock, a full disk. Flags travel together, in one small all-reduce a step.
+Decisions are made only from values that are equal on all ranks, never from what one of them observed: a
+signal that reached one rank, a clock, a full disk. Flags travel together, in one small all-reduce a step.
 
 A run of one process has no store, no group and no thread; the same calls return their arguments.
 """
@@ -77,7 +77,7 @@ class Coordinator:
         return self.world.size
 
     def progress(self, place: str, patience: float = 1.0) -> None:
-        """Report that this rank is at `place`, such as "step 12"; all ranks come to the same places in order.
+        """Report that this rank is at `place`, such as "step 12"; all ranks reach the same places in order.
 
         No progress for longer than the run's patience, times `patience`, is a hang.
         """
@@ -85,10 +85,10 @@ class Coordinator:
             self.watchdog.progress(place, patience)
 
     def all_reduce_max(self, **flags: int) -> dict[str, int]:
-        """The largest value of each flag over the ranks, which all give the same names, once a step."""
+        """The largest value of each flag over the ranks, which all pass the same names, once a step."""
         if self.control is None:
             return flags
-        # on a GPU the tree of NCCL is faster than gloo's ring; the step ends with a number on the host anyway
+        # on a GPU NCCL's tree is faster than gloo's ring, and the step ends with a value on the host anyway
         group, device = (None, self.device) if self.device.type == "cuda" else (self.control, "cpu")
         names = sorted(flags)
         values = torch.tensor([flags[name] for name in names], dtype=torch.int64, device=device)
@@ -101,7 +101,7 @@ class Coordinator:
             dist.barrier(group=self.control)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, which JSON can hold, on all ranks."""
+        """Rank 0's value, which must be JSON-serialisable, on all ranks."""
         if self.control is None:
             return value
         text = json.dumps(value).encode() if self.rank == 0 else b""
@@ -123,8 +123,8 @@ class Coordinator:
     @contextmanager
     def first_failure(self) -> Iterator[None]:
         """Replace an error by the first cause of the run's end: the error itself on the rank that has it,
-        `StoppedByPeer` on all others. `init_process_group` enters one around everything; code that writes the
-        cause down, such as the status, enters another one further inside."""
+        `StoppedByPeer` on all others. `init_process_group` enters one around everything; code that records
+        the cause, such as the status, enters another one further inside."""
         try:
             yield
         except (Preempted, StoppedByPeer):
@@ -151,7 +151,7 @@ class Coordinator:
                 _wait_for_the_watchdog()
             if watchdog is not None:
                 watchdog.stop()
-            leave(store)  # this rank reads it no more
+            leave(store)  # this rank no longer reads it
         except (dist.DistError, RuntimeError):
             if not is_connection_error(error):
                 return  # no rank can read it
@@ -162,7 +162,7 @@ class Coordinator:
             error.add_note(f"rank {self.rank} of {self.size}")
             report_to_torchrun(error)
             return
-        time.sleep(1)  # the rank with the cause prints it first
+        time.sleep(1)  # so that the rank with the cause prints it first
         is_printed = first.is_reported_by(self.world) and first.sentence != local_failure.sentence
         raise StoppedByPeer(first.as_seen_by_peers(), first.code, is_printed) from None
 
@@ -199,7 +199,7 @@ def init_process_group(
     rendezvous_s: float = RENDEZVOUS_S,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Coordinator]:
-    """Make the coordinator of a world, torch's default process group (gloo, with NCCL for a GPU) and
+    """Create the coordinator of a world, torch's default process group (gloo, with NCCL for a GPU) and
     `coordinator.control`; they end with the `with` block.
 
     Args:

@@ -1,4 +1,4 @@
-"""Reports the first failure of a run, when one rank fails and all the others fail because of it.
+"""Reports the first failure of a run, when one rank fails and all others fail because of it.
 
 A rank that fails publishes the cause in the store before its connections close. The others then see
 connection errors. A rank that sees one reads the first failure from the store, and raises that instead. A
@@ -24,7 +24,7 @@ from narrowgauge.signals import StoppedEarly
 EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 1, 2, 75
 _KEY = "end"
 
-# Words in PyTorch's errors that a peer is gone, where the error's class does not show it.
+# Words in PyTorch's errors which mean that a peer is gone, if the error's class does not show it.
 _CONNECTION_WORDS = (
     "gloo",
     "nccl",
@@ -36,11 +36,11 @@ _CONNECTION_WORDS = (
 
 
 class PeerGone(RuntimeError):
-    """Another rank has ended the run, so that waiting for the others is useless."""
+    """Another rank has ended the run, so waiting for the others is useless."""
 
 
 class StoppedByPeer(Failed):
-    """This rank ends because of another one, with its exit code; prints the sentence if `is_printed`."""
+    """This rank ends because of another, with its exit code; prints the sentence if `is_printed`."""
 
     def __init__(self, sentence: str, code: int, is_printed: bool) -> None:
         super().__init__(sentence)
@@ -132,4 +132,4 @@ def keep_traceback(error: BaseException, rank: int, directory: Path | None) -> N
         folder.mkdir(exist_ok=True)
         (folder / f"rank-{rank}.txt").write_text(f"{datetime.now():%F %T}, process {os.getpid()}\n{text}")
     except OSError:
-        pass  # a full or lost disk may be the error itself, which is reported without the file too
+        pass  # a full or lost disk may be the error itself, which is reported even without the file

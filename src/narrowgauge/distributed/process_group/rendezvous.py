@@ -1,8 +1,8 @@
 """Connects the processes of a run, and names those that are missing.
 
-They meet in a store of keys and values (PyTorch's `TCPStore`). torchrun keeps one in its own process; else
-rank 0 keeps it, at the address and port of its `World`. Each process registers there and waits for the
-others. Only then are process groups made, which would wait for a missing rank without naming it.
+They meet in a store of keys and values (PyTorch's `TCPStore`). torchrun keeps one in its own process;
+otherwise rank 0 keeps it, at the address and port of its `World`. Each process registers there and waits for
+the others. Only then are process groups created, which would wait for a missing rank without naming it.
 """
 
 import json
@@ -54,10 +54,10 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
             why = "is in use" if "in use" in str(error) else f"cannot be opened ({error})"
             raise UserError(
                 f"port {world.master_port}, at which the ranks were to meet, {why} on this host; "
-                "set MASTER_PORT to a free one for all of them, or end the job that has it"
+                "set MASTER_PORT to a free one for all of them, or end the job that uses it"
             ) from None
         raise UserError(
-            f"something else than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
+            f"something other than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
         ) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = environ.get(RENDEZVOUS, environ.get(_FORMER, ""))
@@ -74,7 +74,7 @@ def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]"
 
 
 def _wait_until_open(world: World, timeout_s: float) -> None:
-    """Wait until the port is open. PyTorch's waiting cannot be interrupted, and prints warnings."""
+    """Wait until the port is open. PyTorch's own wait cannot be interrupted, and prints warnings."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -87,7 +87,7 @@ def _wait_until_open(world: World, timeout_s: float) -> None:
         heed_early(MEET_S)
         if time.monotonic() > deadline:
             raise UserError(
-                f"rank {world.rank} finds nobody at {world.master_addr}:{world.master_port} after "
+                f"rank {world.rank} finds no store at {world.master_addr}:{world.master_port} after "
                 f"{timeout_s:g} s: {reason}; see whether rank 0 was started and is on that host"
             )
         time.sleep(_POLL_S)
@@ -96,8 +96,7 @@ def _wait_until_open(world: World, timeout_s: float) -> None:
 def register(store: Store, world: World, timeout_s: float) -> None:
     """Register this process in the store, and wait until all have.
 
-    Raises:
-        UserError: ranks are missing, a rank is registered twice, or sizes differ; names them.
+    The `UserError` names missing ranks, a rank registered twice, or processes of another WORLD_SIZE.
     """
     size = store.compare_set("size", "", str(world.size)).decode()
     if size != str(world.size):
@@ -109,8 +108,8 @@ def register(store: Store, world: World, timeout_s: float) -> None:
     registered = store.compare_set(f"here/{world.rank}", "", local).decode()
     if registered != local:
         raise UserError(
-            f"rank {world.rank} has joined already, as {json.loads(registered)}; give each process a RANK of "
-            "its own, and each job a MASTER_PORT of its own"
+            f"rank {world.rank} has joined already, as {json.loads(registered)}; give each process its own "
+            "RANK, and each job its own MASTER_PORT"
         )
     arrived = store.add("arrived", 1)
     deadline = time.monotonic() + timeout_s
@@ -126,7 +125,7 @@ def register(store: Store, world: World, timeout_s: float) -> None:
 
 
 def leave(store: Store) -> None:
-    """Record that this process reads the store no more."""
+    """Record that this process no longer reads the store."""
     store.add("left", 1)
 
 
@@ -154,10 +153,10 @@ def _missing(store: Store, world: World, timeout_s: float) -> str:
 
 
 def make_groups(world: World, device: torch.device, store: Store, hang_s: float) -> dist.ProcessGroup:
-    """Make the default group, whose timeout is longer than the watchdog's, and one of gloo for control.
+    """Create the default group, whose timeout is longer than the watchdog's, and a gloo group for control.
 
     Returns:
-        The control group. It waits for ever, because rank 0 may prepare the data for hours.
+        The control group. It never times out, because rank 0 may prepare the data for hours.
 
     Raises:
         UserError: the ranks are registered in the store, but cannot connect to each other.

@@ -1,18 +1,18 @@
 """Ends a run that hangs, with the stacks of all ranks and the name of the rank that the others wait for.
 
 The main thread of a rank reports its progress to the watchdog: each step, each save. The watchdog is a thread
-with a connection of its own to the store, so that it works while the main thread is stuck in a collective.
+with a separate connection to the store, so that it works while the main thread is stuck in a collective.
 Every half second it
 
 - publishes a heartbeat: a count, and how far the main thread is;
-- reads whether some rank has ended the run (`failure.Failure`), and ends this rank, too, if its main thread
-  cannot because it waits for a rank that is gone;
+- reads whether some rank has ended the run (`failure.Failure`), and ends this rank as well if its main thread
+  cannot, because it waits for a rank that is gone;
 - counts the heartbeats since the last progress. After too many it ends the run for all: every rank writes the
-  stacks of its threads to RUN/hang/rank-N.txt, and the first one says which ranks are late. A rank without
+  stacks of its threads to RUN/hang/rank-N.txt, and the first one reports which ranks are late. A rank without
   a heartbeat was stopped or killed, or its machine is gone.
 
-Time is counted in heartbeats, not by a clock: a job that its scheduler suspends sends none either, and is no
-hang when it goes on.
+Time is counted in heartbeats, not by a clock: a job that its scheduler suspends sends none either, and is not
+considered hung when it resumes.
 """
 
 import faulthandler
@@ -34,8 +34,8 @@ from narrowgauge.distributed.process_group.failure import EXIT_FAILED, Failure, 
 from narrowgauge.distributed.process_group.rendezvous import name_of
 
 HEARTBEAT_S = 0.5
-_MISSED_HEARTBEATS = 5  # a rank that sends none in so many of ours is taken for gone
-_GRACE_HEARTBEATS = 20  # what a main thread gets to end by itself
+_MISSED_HEARTBEATS = 5  # a rank that sends none during this many of ours is considered gone
+_GRACE_HEARTBEATS = 20  # how long a main thread may take to end by itself
 _REPORT = "report"
 
 T = TypeVar("T")
@@ -45,9 +45,9 @@ class Watchdog:
     """Watches the main thread of this rank, and the failures of others.
 
     Attributes:
-        patience_s: seconds without progress that are a hang; 0: none is.
+        patience_s: seconds without progress that count as a hang; 0: no limit.
         directory: the run directory, for the stacks; None until it is this run's.
-        report_cause: is called with the cause of a hang, on the rank that detected it.
+        report_cause: called with the cause of a hang, on the rank that detected it.
         hang_detected: whether this rank knows of a hang.
         end: the failure that another rank published.
     """
@@ -66,19 +66,19 @@ class Watchdog:
         self._thread.start()
 
     def progress(self, place: str, patience: float = 1.0) -> None:
-        """Note that the main thread is at `place`, where it may stay `patience` times as long as usual; all
-        ranks come to the same places in the same order."""
+        """Record that the main thread is at `place`, where it may stay `patience` times as long as usual; all
+        ranks reach the same places in the same order."""
         self._location, self._patience, self._without_progress = place, patience, 0
         self._progress_count += 1
 
     def stop(self) -> None:
-        """Stop watching: the main thread ends by itself from here."""
+        """Stop watching: from here, the main thread ends by itself."""
         self._done.set()
         self._thread.join(timeout=5)
         self._store_client.close()
 
     def ranks_without_heartbeat(self) -> list[int]:
-        """The ranks whose heartbeat count stands still; takes two seconds."""
+        """The ranks whose heartbeat count does not change; takes two seconds."""
         before = self._heartbeats()
         self._done.wait(_MISSED_HEARTBEATS * HEARTBEAT_S)
         after = self._heartbeats()
@@ -119,10 +119,10 @@ class Watchdog:
     def _exit(self, sentence: str, code: int = EXIT_FAILED) -> None:
         if sentence:
             print(f"narrowgauge: {sentence}", file=sys.stderr, flush=True)
-        os._exit(code)  # the main thread may be in a place from which it never comes back
+        os._exit(code)  # the main thread may be stuck where it never returns
 
     def _end_hang(self) -> None:
-        """End the run after too long a time without progress, and report which ranks are late."""
+        """End the run after too long without progress, and report which ranks are late."""
         self.hang_detected = True
         self._dump_stacks()
         waited = f"nothing moved for {self.patience_s * self._patience:g} s"
@@ -152,7 +152,7 @@ class Watchdog:
         self._exit("")
 
     def _has_report(self) -> bool:
-        """Whether the cause is published; sends a heartbeat, so that this rank is not taken for gone."""
+        """Whether the cause is published; sends a heartbeat, so that this rank is not considered gone."""
         try:
             self._store_client.ask(self._heartbeat)
             return self._store_client.ask(lambda store: store.check([_REPORT])).result(5)
@@ -184,10 +184,10 @@ class Watchdog:
         return self._store_client.ask(read).result(10)
 
     def _dump_stacks(self) -> None:
-        """The stacks of all threads of this process, to RUN/hang/rank-N.txt or standard error."""
+        """Write the stacks of all threads of this process to RUN/hang/rank-N.txt or standard error."""
         writer = threading.Thread(target=self._write_stacks, name="narrowgauge-stacks", daemon=True)
         writer.start()
-        writer.join(timeout=5)  # it may be the disk that hangs
+        writer.join(timeout=5)  # the disk itself may hang
 
     def _write_stacks(self) -> None:
         place = f"rank {self.world.rank}, process {os.getpid()}, at {self._location}, {datetime.now():%F %T}"
