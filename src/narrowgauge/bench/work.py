@@ -1,9 +1,9 @@
-"""The least work of a step, counted from shapes: products, attention, and bytes that must move.
+"""The minimum work of a step, from shapes: matmuls, attention, and bytes that must move.
 
     GEMMs        2 M N K operations each: forward, input gradient, weight gradient; forward again where a
                  block is recomputed; each in the format that the hardware multiplies
     attention    forward and backward of every layer, as one kernel each
-    casts        each operand is written once in the format of its product, unless it has that format already;
+    casts        each operand is written once in the format of its GEMM, unless it has that format already;
                  an operand that two places share is made once. The kernel that computes an activation or a
                  gradient can write the operand as well, so only a weight is read, once for all its operands
     norms ...    the rest, fused as far as possible: a norm with the sum before it, an activation, rotary
@@ -11,8 +11,10 @@
     loss         logits read forward, read and written backward
     optimizer    gradients read for their norm and for the update, all state read and written
 
-Nothing is measured in this file. `ceilings` measures how fast the machine does each kind of work. Work
-divided by ceiling is the floor: no step of this shape can be faster on this machine without doing other work.
+`bench` divides it by the ceilings that `ceilings` measures: the floor of a step on this machine, for any
+program. It cannot come from the count of a step (`simulate.count`): that is of a GPU and of this program's
+kernels, while a floor also holds for a CPU, whose passes in C are not operations of torch, and for fusions
+that this program does not have. A test asserts that no count is below it.
 
 Legend: M tokens, N outputs, K inputs, D dim, F ffn_dim, V vocabulary, H head_dim.
 """
@@ -23,14 +25,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from narrowgauge.bench.linear_layers import is_of_expert, linear_layers, tokens_of
 from narrowgauge.distributed import ModelSpec
+from narrowgauge.models import ModelConfig
 from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast, kept_count
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes import GEMM_PLACES
 from narrowgauge.simulate import estimate_memory
 from narrowgauge.training import Config
+from narrowgauge.training.step.build_model import build_model
 
 #: The kind of a native product, by the format of its scales; all others are fp8.
 _NARROW = {"e8m0": "mxfp8", "e4m3": "fp4"}
@@ -66,16 +69,6 @@ class Attention:
     kind: str
 
 
-@dataclass(frozen=True)
-class Operand:
-    """An operand that a recipe makes: from `source` (a dtype), along an axis, for one product or for two."""
-
-    cast: Cast
-    source: str
-    axis: int
-    is_shared: bool
-
-
 @dataclass
 class Work:
     """The work of one optimizer step of one process."""
@@ -85,8 +78,6 @@ class Work:
     attention_backward: int = 0
     gemms: Counter[Gemm] = field(default_factory=Counter)  # times
     moved: Counter[str] = field(default_factory=Counter)  # bytes by class
-    operands: Counter[Operand] = field(default_factory=Counter)  # elements
-    scaled_results: int = 0  # elements of emulated products that a tensor's scale is applied to
 
     @property
     def flops(self) -> int:
@@ -96,35 +87,20 @@ class Work:
 
 def work_of(config: Config, native: bool) -> Work:
     """The work of a configuration's step; `native` if the hardware multiplies its narrow formats."""
-    work = work_of_passes(config, native)
-    memory = estimate_memory(config).device
-    state = sum(memory[name] for name in ("weights", "master", "m", "v"))
-    work.moved["optimizer"] = 2 * state + 2 * memory["gradients"]
-    return work
-
-
-def work_of_passes(config: Config, native: bool, expert_ranks: int = 1) -> Work:
-    """The work of a step's forward and backward passes, without the optimizer's.
-
-    Args:
-        config: the configuration; the work is that of its whole batch.
-        native: whether the hardware multiplies its narrow formats.
-        expert_ranks: the processes that the experts of a block are divided over. Each computes a micro-batch
-            at the same time, and all of them together make the operands of an expert's weights once.
-    """
     model, recipe, t = config.spec.model, config.spec.recipe, config.training
     B, T = t.micro_batch_size, config.data.sequence_length
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
     work = Work(attention)
     times, M = t.batch_size // B, B * T  # micro-batches of a step, tokens of one
-    layers = linear_layers(config.spec)
+    modules = build_model(config.spec, torch.device("meta")).named_modules()
+    layers = [(name, module) for name, module in modules if isinstance(module, torch.nn.Linear)]
     recomputed_layers = _recomputed_blocks(config, model.layers)
     of_attention = 0 if config.spec.selective else recomputed_layers
     work.attention_forward = times * (model.layers + of_attention)
     work.attention_backward = times * model.layers
     share = recomputed_layers / model.layers
     shares = {name: share for name, _ in layers if _is_recomputed(name, config.spec.selective)}
-    _add_products(work, layers, config.spec, times, M, shares, native, expert_ranks)
+    _add_products(work, layers, config.spec, times, M, shares, native)
     D, V = model.dim, model.vocab_size
     ffn_dim = model.ffn_dim * (model.experts_per_token if model.experts else 1)
     F = (2 if model.mlp == "swiglu" else 1) * ffn_dim
@@ -141,6 +117,9 @@ def work_of_passes(config: Config, native: bool, expert_ranks: int = 1) -> Work:
     block = forward + again * share + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize
+    memory = estimate_memory(config).device
+    state = sum(memory[name] for name in ("weights", "master", "m", "v"))
+    work.moved["optimizer"] = 2 * state + 2 * memory["gradients"]
     return work
 
 
@@ -163,12 +142,11 @@ def _add_products(
     tokens: int,
     recomputed_shares: Mapping[str, float],
     native: bool,
-    expert_ranks: int,
 ) -> None:
     """The three products of each linear layer, and the casts of their operands."""
     recipe = spec.recipe
     for name, layer in layers:
-        M, N, K = tokens_of(name, spec.model, tokens), layer.out_features, layer.in_features
+        M, N, K = _tokens_of(name, spec.model, tokens), layer.out_features, layer.in_features
         casts = layer.spec.casts if isinstance(layer, Linear) else {}
         forward = times * (1 + recomputed_shares.get(name, 0.0))
         for gemm, (m, n, k), passes in (
@@ -182,12 +160,16 @@ def _add_products(
             if gemm == "wgrad" and casts and casts["wgrad.dy"].channels.cast:
                 columns = kept_count(casts["wgrad.x"].channels.share, K)
                 work.gemms[Gemm(N, columns, M, kind)] += passes
-            if not native and any(cast.scales_result for cast in pair):
-                work.scaled_results += m * n * passes
-        elements = {"x": M * K, "w": N * K / (expert_ranks if is_of_expert(name) else 1), "dy": M * N}
+        elements = {"x": M * K, "w": N * K, "dy": M * N}
         _add_operands(work, casts, recipe.compute, elements, {"fprop": forward}, times, native)
         if not casts and recipe.compute != "fp32":
             work.moved["casts"] += times * N * K * (4 + DTYPES[recipe.compute].itemsize)
+
+
+def _tokens_of(layer: str, model: ModelConfig, tokens: int) -> int:
+    """The tokens that a layer computes; an expert of a block computes an equal share."""
+    is_of_expert = ".experts." in layer and not layer.endswith(".router")
+    return -(-tokens * model.experts_per_token // model.experts) if is_of_expert else tokens
 
 
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
@@ -201,12 +183,12 @@ def _add_operands(
     work: Work,
     casts: Mapping[str, Cast],
     compute: str,
-    elements: Mapping[str, float],
+    elements: Mapping[str, int],
     passes: Mapping[str, float],
     times: int,
     native: bool,
 ) -> None:
-    """Add the operands that one layer's places make, and the bytes of their casts."""
+    """Add the bytes of the casts that make the operands of one layer."""
     source = {"x": compute, "w": "fp32", "dy": compute}
     made: set[tuple[str, Cast]] = set()
     for place in GEMM_PLACES if casts else ():
@@ -217,12 +199,10 @@ def _add_operands(
         if tensor == "w" and "w" not in dict(made):
             work.moved["casts"] += int(times * elements["w"] * DTYPES[source["w"]].itemsize)
         made.add((tensor, cast))
-        axis = 0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1
         for part, share in _parts(cast):
             count = int(share * passes.get(gemm, times) * elements[tensor])
             bits = part.element.bits if native and part.is_scaled else 8 * DTYPES[compute].itemsize
             work.moved["casts"] += int(count * bits / 8)
-            work.operands[Operand(part, source[tensor], axis, part.ignores_axis)] += count
 
 
 def _parts(cast: Cast) -> list[tuple[Cast, float]]:
