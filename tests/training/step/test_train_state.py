@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.checkpoint import load
-from narrowgauge.data import prepare
+from narrowgauge.data import Batch, prepare
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
 from narrowgauge.training.step.build_model import load_weights, newest_checkpoint
@@ -49,6 +49,15 @@ def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, chang
         assert torch.equal(tensor, other.optimizer.tensors(other.names)[name]), name
     for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_micro_batches_weigh_by_their_targets(tiny):
+    trainer = begin(tiny, {"training.batch_size": 4, "training.micro_batch_size": 2})
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    taken = trainer.next_micro_batches(
+        iter([Batch(tokens, tokens, targets=48), Batch(tokens, tokens, targets=16)])
+    )
+    assert [(first, weight) for first, _, weight in taken] == [(0, 0.75), (2, 0.25)]
 
 
 def test_masks_do_not_depend_on_the_micro_batch_and_a_z_loss_changes_no_loss(tiny, corpus):
