@@ -1,6 +1,6 @@
-"""Put a model under a recipe: every linear layer is replaced by one that computes as the recipe says.
+"""Put a model under a recipe: every linear layer is replaced by one that computes under the recipe.
 
-Where a recipe narrows attention or the residual stream, the model's modules for these are replaced, too
+If the recipe narrows attention or the residual stream, the model's modules for these are replaced as well
 (`transformer/replace.py`).
 """
 
@@ -35,7 +35,7 @@ def convert(
 
     Args:
         model: Any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place. The
-            experts of transformers' mixtures, stacked in one parameter, are converted, too.
+            experts of transformers' mixtures, stacked in one parameter, are converted as well.
         recipe: A recipe, its name, or the path of its TOML file.
         keep: Names or patterns of layers that stay in the recipe's `compute` format, in addition to those
             that the recipe keeps. A pattern is compared with the full name and with its last component;
@@ -48,14 +48,14 @@ def convert(
 
     Raises:
         UserError: The model has no linear layer, a `keep` pattern or a rule of the recipe matches none, a
-            weight is computed from other tensors (`torch.nn.utils.parametrize`), a layer has tensors beside
-            weight and bias, the backend is "native" and the model's device lacks the formats, or the recipe
-            narrows attention or the stream and the model has no such place; or the recipe keeps weights in
-            casts and those of experts are stacked.
+            weight is computed from other tensors (`torch.nn.utils.parametrize`), a layer has more tensors
+            than weight and bias, the backend is "native" and the model's device lacks the formats, or the
+            recipe narrows attention or the stream and the model has no such place; or the recipe keeps
+            weights in casts and those of experts are stacked.
 
     Warns:
         UserWarning: Some matrices are reached by no recipe, such as those of `torch.nn.MultiheadAttention`
-            and of layers in plain lists; or some layers have a forward pass of their own (`own_forward.py`).
+            and of layers in plain lists; or some layers override the forward pass (`own_forward.py`).
     """
     keep = (keep,) if isinstance(keep, str) else keep
     return convert_but(model, (), recipe, keep, backend)
@@ -87,7 +87,7 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe, backend: str = "auto") 
 
 
 def kept_layers(model: torch.nn.Module) -> list[str]:
-    """The names of the linear layers of a converted model whose products no rule narrows at any time."""
+    """The names of the linear layers of a converted model whose matmuls no rule narrows at any time."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) or is_conv1d(m)}
     return [name for name, m in layers.items() if not (isinstance(m, Linear) and m.recipe.is_narrow)]
 
@@ -216,11 +216,11 @@ def set_step(
 
 
 def step(model: torch.nn.Module) -> None:
-    """Say that an optimizer step was taken: the next forward pass that records gradients begins another one.
+    """Report that an optimizer step was taken: the next forward pass that records gradients begins another.
 
-    A loop that calls neither this nor `set_step` is served, too: layers hear of every step of a
-    `torch.optim.Optimizer`. This says it where no such optimizer moves the weights, or where another model's
-    does between two micro-batches. From the first call on only these calls count.
+    A loop that calls neither this nor `set_step` also works: layers count every step of a
+    `torch.optim.Optimizer`. Call this if no such optimizer moves the weights, or if another model's optimizer
+    steps between two micro-batches. From the first call on only these calls count.
 
     Args:
         model: A model that `convert` has changed.
@@ -233,8 +233,8 @@ def step(model: torch.nn.Module) -> None:
 def discard_step(model: torch.nn.Module) -> None:
     """Undo what a computed step changed in the state of recipes, if the optimizer does not take the step.
 
-    Histories of delayed scales forget what they saw since `set_step` began the step, and pre-scaling factors
-    go back. Weights and masters have not moved yet, because only the optimizer moves them.
+    Histories of delayed scales forget what they recorded since `set_step` began the step, and pre-scaling
+    factors are restored. Weights and masters have not moved yet, because only the optimizer moves them.
     """
     for module in model.modules():
         if isinstance(module, Linear):

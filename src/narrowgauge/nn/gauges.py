@@ -4,10 +4,10 @@
 have, before and after; nothing is changed. Each place is read once:
 
     operands    of the first micro-batch: `fprop.x` ... `wgrad.x`, and `saved` where that is a cast of its
-                own. Numbers that two products share stand under the place that made them (fp8: `fprop.w`, and
+                own. Values that two matmuls share stand under the place that made them (fp8: `fprop.w`, and
                 no `dgrad.w`). A second forward pass (recompute) finds its places read. A head that is
                 computed together with the loss (`kernels.head_loss`) shows none
-    products    of the first micro-batch: `fprop.y`, `dgrad.dx`, `wgrad.dw`, each against the product in
+    results     of the first micro-batch: `fprop.y`, `dgrad.dx`, `wgrad.dw`, each against the matmul in
                 float32 of what came before any rounding, at 64 rows of y and dx and 64 columns of dw, evenly
                 spaced
     state       of matrices: `grad` when the last micro-batch has been added, before it is clipped; `weight`,

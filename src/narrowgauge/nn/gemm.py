@@ -91,7 +91,7 @@ class RowOperand(NamedTuple):
 
 
 class QuantizedOperand(NamedTuple):
-    """An operand as (rows, contraction) in narrow numbers.
+    """An operand as (rows, contraction) in codes and scales.
 
     Attributes:
         codes: uint8, one an element.

@@ -1,19 +1,17 @@
-"""What operands remember of earlier steps: largest magnitudes, and the channels that a layer keeps apart.
+"""The state of operands from earlier steps: amax values, and the channels that a layer keeps apart.
 
-**Delayed scaling**: a tensor's scale comes from the largest magnitudes it had in the last steps.
-The tensor can then be quantized in one pass, without waiting for its own maximum. As in TransformerEngine
-(recipe DelayedScaling): after a step with largest magnitude a, the history of `length` entries is shifted by
-one and a put in, and
+**Delayed scaling**: a tensor's scale comes from its amax in the last steps, so that the tensor is quantized
+in one pass, without waiting for its own amax. As in TransformerEngine (recipe DelayedScaling): after a step
+with amax a, the history of `length` entries is shifted by one, a is put in, and
 
     scale = (max * 2^-margin) / amax      amax: the largest of the history, or its newest entry
 
-The scale stays as it was where that amax is 0. Before the first step it is 1. Several forward passes within a
-step (accumulation, recomputation) count as one, by their largest magnitude. A magnitude that is not finite is
-left out: its tensor is NaN anyway (`quantize`), and the guard skips the step.
+If that amax is 0, the scale does not change. Before the first step it is 1. Several forward passes within a
+step (accumulation, recomputation) count as one, by their largest amax. An amax that is not finite is left
+out: its tensor is NaN anyway (`quantize`), and the guard skips the step.
 
-**Held magnitudes**: a `HeldAmax` keeps less (`refresh` = n): the largest magnitude that the tensor had in a
-step, which its tensor scale comes from in the n - 1 steps after it. In the step itself, and before any, each
-tensor has its own.
+**Held amax**: `HeldAmax` measures the amax once every `refresh` steps and reuses it for the steps in between.
+In a measuring step the tensor's own amax is used.
 
 **Kept channels** (`keep_channels`, TetraJet-v2): a `ChannelChoice` sums the squares of each channel of a
 layer's input over `keep_steps` steps, over all tokens of all processes. After each of these steps the
@@ -39,7 +37,7 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 class History(torch.nn.Module):
-    """What is remembered of one tensor, in buffers that are no part of a state dict."""
+    """The history of one tensor, in buffers outside the state dict."""
 
     def __init__(self, cast: Cast) -> None:
         super().__init__()
@@ -223,10 +221,7 @@ def reduce_histories(modules: Iterable[torch.nn.Module], group: Group) -> None:
 def history_of(place: str, cast: Cast, channels: int) -> History | None:
     """The history that the cast of a place needs, in its first state; None if it needs none.
 
-    Args:
-        place: The place; of those that keep channels, CHOOSES chooses for all.
-        cast: The cast.
-        channels: The channels of the full layer.
+    Of the places that keep some of the full layer's `channels`, CHOOSES chooses for all.
     """
     if cast.channels.share:
         return ChannelChoice(cast, channels) if place == CHOOSES else None

@@ -58,10 +58,10 @@ from narrowgauge.torch_compat import SeesFSDP, has_hooks, reshaped
 class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     """`torch.nn.Linear` whose three GEMMs compute under a recipe.
 
-    It shares the parameters of the layer it is made from. All that depends on the step (random bits, delayed
-    scales, rules that wait) follows `nn.set_step`, which a training loop calls. Without it, each forward call
-    that records gradients has random bits of its own (recomputed ones have those of the first time), and
-    delayed scales are renewed once an optimizer has taken a step, or `nn.step` says so. There is no second
+    It shares the parameters of the layer it is made from. Everything that depends on the step (random bits,
+    delayed scales, rules with a start step) follows `nn.set_step`, which a training loop calls. Otherwise
+    each forward call that records gradients draws new random bits (recomputed calls reuse the first ones),
+    and delayed scales are updated when an optimizer steps or `nn.step` is called. There is no second
     derivative, because rounding has none.
 
     Attributes:
@@ -76,7 +76,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         gathering: How a sharded weight travels, if not in fp32.
         has_memory: Whether anything here depends on the step.
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
-        observer: Sees all operands and products; attached for a step.
+        observer: Reads all operands and results; attached for a step.
         accumulation: What is the same in all micro-batches of a step; attached for a step (`accumulating`).
     """
 
@@ -209,9 +209,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     ) -> torch.Tensor | None:
         """This layer of SwiGLU of another layer's result, all in one function: (..., K) to (..., N).
 
-        The numbers are those of the three one after the other; less is kept for the backward pass. None where
-        they have to be called: without kernels or gradients, with biases, hooks, a gauge or a share of the
-        products, and under all but FP8 with one scale a tensor. Weights may be gathered (FSDP).
+        The values are those of the three calls, and less is kept for the backward pass. None if they have to
+        be called: without kernels or gradients, with biases, hooks, gauges or sharded matmuls, and under any
+        recipe but FP8 with one scale a tensor. Weights may be gathered (FSDP).
         """
         if not use_kernels(input) or not isinstance(gate_up, Linear):
             return None

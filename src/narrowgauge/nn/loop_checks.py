@@ -1,16 +1,15 @@
-"""Checks against what a training loop of one's own could do wrongly without a word.
+"""Checks against silent mistakes of a user's training loop.
 
-    another optimizer            would move the raw numbers of a weight that is kept in a cast
-    DistributedDataParallel      would sum no narrow gradients, which are outside of autograd
-    fully_shard                  would shard raw numbers, without their scales, masters and gradients
-    nn.init, in-place writes     would change raw numbers, past their scale and their master
-    torch's encoder fast path    would multiply with the weights, past the recipe
+    another optimizer            would update the stored values of a quantized weight without their scale
+    DistributedDataParallel      would not sum narrow gradients, which are outside of autograd
+    fully_shard                  would shard stored values without their scales, masters and gradients
+    nn.init, in-place writes     would change stored values, but not their scale and their master
+    torch's encoder fast path    would multiply by the weights and bypass the recipe
 
-All but the last are refused in a sentence. That one is switched off.
+The first four raise an error; the last is switched off.
 
-A loop could also count wrongly: micro-batches are no steps. `count_steps` lets layers hear of the steps that
-optimizers take. A loop that has said a step (`set_step`) and says no other while optimizers take theirs is
-warned.
+Micro-batches are not optimizer steps. `count_steps` notifies layers whenever an optimizer steps. If a loop
+called `set_step` once and never again, a warning is raised.
 """
 
 import warnings
@@ -28,10 +27,10 @@ from narrowgauge.torch_compat import active_ddp, ask_at_wrapping, parameters_of_
 
 
 class CountsSteps(Protocol):
-    """A layer that no loop tells its step."""
+    """A layer that counts the steps of optimizers."""
 
     def optimizer_stepped(self) -> None:
-        """Hear that an optimizer has taken a step."""
+        """Count a step of an optimizer."""
 
 
 #: Optimizer steps in what a loop calls one step. Adversarial training takes some, a loop that forgot more.
@@ -41,10 +40,10 @@ _COUNTING: WeakSet[CountsSteps] = WeakSet()
 
 
 def count_steps(layer: CountsSteps) -> None:
-    """From now on, tell a layer of each step that an optimizer of torch's (or ours) takes in this process.
+    """From now on, notify a layer of each step that an optimizer of torch's (or ours) takes in this process.
 
-    The optimizer may be that of another model. Its step then ends one of this layer's, too, which changes
-    nothing where the layer has seen nothing.
+    The optimizer may be that of another model. Its step then ends a step of this layer as well, which changes
+    nothing if the layer has seen nothing.
     """
     _COUNTING.add(layer)
     _listen_to_optimizers()
@@ -52,16 +51,16 @@ def count_steps(layer: CountsSteps) -> None:
 
 @cache
 def _listen_to_optimizers() -> None:
-    register_optimizer_step_post_hook(_tell_layers)
+    register_optimizer_step_post_hook(_notify_layers)
 
 
-def _tell_layers(*_: Any) -> None:
+def _notify_layers(*_: Any) -> None:
     for layer in list(_COUNTING):
         layer.optimizer_stepped()
 
 
 def warn_of_still_step(step: int | None, taken: int) -> None:
-    """Warn of a loop that has said a step, and then took some without saying another."""
+    """Warn of a loop that set a step, and then took several without setting another."""
     warnings.warn(
         f"{taken} optimizer steps were taken since narrowgauge.set_step said step {step}, and random bits, "
         "delayed scales and rules stay those of that step: call narrowgauge.set_step before each forward "
@@ -90,9 +89,9 @@ def _require_narrow_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def require_sum(parameter: torch.Tensor, gradient: GradientState) -> None:
-    """Refuse a forward pass under a DistributedDataParallel that nobody has told of a narrow gradient.
+    """Refuse a forward pass under a DistributedDataParallel that `prepare_ddp` has not prepared.
 
-    One that would reduce the parameter itself is not the one that was told.
+    One that reduces the parameter itself is not the prepared one.
 
     Raises:
         UserError: Its replicas would drift apart.
@@ -150,10 +149,10 @@ def refuse_fsdp(state: ParamState | None) -> None:
 
 
 def require_own_numbers(parameter: torch.Tensor, state: ParamState) -> None:
-    """Refuse to compute with a narrow weight whose parameter somebody else has written to.
+    """Refuse to compute with a narrow weight whose parameter was overwritten.
 
     Raises:
-        UserError: The numbers are not those that its scale and its master belong to.
+        UserError: The stored values no longer match the scale and the master.
     """
     if state.weight is None or parameter.is_meta or torch.compiler.is_compiling():
         return
@@ -167,7 +166,7 @@ def require_own_numbers(parameter: torch.Tensor, state: ParamState) -> None:
 
 
 def leave_fast_path(model: torch.nn.Module) -> None:
-    """Let torch's transformer encoder call its linear layers in evaluation, too."""
+    """Make torch's transformer encoder call its linear layers in evaluation as well."""
     for module in model.modules():
         if isinstance(module, torch.nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # the fast path asks for one of the two

@@ -24,7 +24,7 @@ _NEAREST = "nearest-even"
 
 
 def verified_backend(recipe: Recipe, device: torch.device, requested: str = "auto") -> Backend:
-    """`choose_backend` for a device that is here: native only if its products pass the test.
+    """`choose_backend` for a device that is here: native only if its GEMMs pass the test.
 
     Raises:
         UserError: The requested backend is unknown, or native where the device lacks the formats or fails.

@@ -1,7 +1,7 @@
 """The shard of a linear layer that this process computes, where several compute it together.
 
     tokens     some tokens of every sequence (sequence and context parallel)
-    inputs     some columns of the weight: products are partial sums (row-wise tensor parallel)
+    inputs     some columns of the weight: matmuls give partial sums (row-wise tensor parallel)
     outputs    some rows of the weight (column-wise tensor parallel)
 
 A layer needs this to lay blocks, scales and random bits on the global tensors. Two functions exchange tokens
@@ -68,8 +68,8 @@ class LinearShards:
         tokens: the shard of the tokens.
         inputs: the shard of the weight's columns.
         outputs: the shard of the weight's rows.
-        before: makes the input of the products from the layer's input.
-        after: makes the layer's output, still without bias, from the result of the products.
+        before: makes the input of the matmuls from the layer's input.
+        after: makes the layer's output, still without bias, from the result of the matmul.
     """
 
     tokens: EqualShare | None = None

@@ -1,13 +1,12 @@
-"""The position of training, as one layer sees it: histories of delayed scales, random bits, rules that wait.
+"""The position of training in one layer: histories of delayed scales, random bits, rules with a start step.
 
-Random bits are a function of (seed, step, tensor, element). Ten tensors of a linear layer have a stream each
-step: the six operands, the signs of the three GEMMs' transforms, and the gradient that is stored in narrow
-numbers.
+Random bits are a function of (seed, step, tensor, element). In each step ten tensors of a linear layer have a
+stream: the six operands, the signs of the three GEMMs' transforms, and the quantized gradient.
 
-`Stepped` is what every module under a recipe has in common: the step that it is in, and the keys of its
-streams. A training loop says the step (`nn.set_step`). In one that does not, every forward pass that records
-gradients has random bits of its own, and a step ends when an optimizer takes one (`loop_checks.count_steps`),
-or `nn.step` says so.
+`Stepped` is the base of every module under a recipe: it holds the step and the keys of the streams. A
+training loop sets the step (`nn.set_step`). Otherwise every forward pass that records gradients draws new
+random bits, and a step ends when an optimizer takes one (`loop_checks.count_steps`), or when `nn.step` is
+called.
 """
 
 from collections.abc import Mapping
@@ -67,12 +66,12 @@ class StepState:
         return random_signs(self.keys[len(GEMM_PLACES) + gemm], size)
 
     def gradient_stream(self, elements: int) -> RandomStream | None:
-        """The random bits with which a gradient of so many elements is added to the stored one."""
+        """The random bits with which a gradient of `elements` elements is added to the stored one."""
         return None if self.keys is None else RandomStream(self.keys[-1], self.first_sample * elements)
 
 
 class Stepped:
-    """A module whose numbers depend on the step.
+    """A module whose values depend on the step.
 
     Attributes:
         recipe: The recipe of this layer.
@@ -83,13 +82,13 @@ class Stepped:
         histories: What places remember of earlier steps; a module without operands has none.
         observer: Sees what the layer computes with; attached for a step.
         step: The optimizer step; None before the first.
-        length: The steps of the run and the first one of its decay, as far as a loop says them.
-        step_is_set: Whether a loop says the step.
+        length: The steps of the run and the first one of its decay, if the loop passes them.
+        step_is_set: Whether the loop sets the step.
         begins_step: Whether the next pass that records gradients begins one.
         hears_optimizer: Whether an optimizer has taken a step since the layer was made.
         is_told: Whether `nn.step` was called, which alone counts from then on.
         awaits_backward: The passes of this step that the backward pass may compute again.
-        unsaid: The optimizer steps, each after a pass, since a loop that says steps has said one.
+        unsaid: The optimizer steps, each after a pass, since the loop last set the step.
     """
 
     recipe: Recipe
@@ -150,11 +149,7 @@ class Stepped:
             self._use_own_samples()
 
     def train_beside(self, process: int) -> None:
-        """Draw the random bits of this process, until a loop says which samples a pass has.
-
-        Args:
-            process: The number of this process among those that train on other samples in the same step.
-        """
+        """Draw the random bits of process number `process`, until a loop sets the samples of a pass."""
         self.process = process
         self._use_own_samples()
 
@@ -184,16 +179,16 @@ class Stepped:
         return is_training
 
     def step_taken(self) -> None:
-        """Count an optimizer step, and from now on only those that are told here, until a step is set."""
+        """Count an optimizer step; from now on only calls of this method count, until a step is set."""
         self.begins_step = self.hears_optimizer = self.is_told = True
         self.step_is_set = False
         self._use_own_samples()
 
     def optimizer_stepped(self) -> None:
-        """Count the step of an optimizer, unless a loop says steps itself.
+        """Count the step of an optimizer, unless the loop sets steps.
 
         Warns:
-            UserWarning: The loop did say them, and has stopped.
+            UserWarning: The loop did set them, and has stopped.
         """
         if self.is_told:
             return
@@ -212,8 +207,8 @@ class Stepped:
         """Whether a pass is the first since an optimizer took a step.
 
         Before an optimizer is heard of, it is one unless the gradient of another micro-batch waits for more.
-        A loop that moves weights without an optimizer so counts each pass. In compiled code each pass counts,
-        too: asked for a flag that changes, it would be compiled anew.
+        So each pass counts in a loop that moves weights without an optimizer, and also in compiled code: a
+        flag that changes would compile it anew.
         """
         if torch.compiler.is_compiling():
             return True
@@ -250,7 +245,7 @@ class Stepped:
             self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
 
     def _use_own_samples(self) -> None:
-        """Go to the samples of this process, where no loop says which ones a pass has."""
+        """Go to the samples of this process, if the loop does not set those of a pass."""
         if self.first_sample is not None and not self.step_is_set:
             self.first_sample = torch.full_like(self.first_sample, self.process * _A_PROCESS)
 

@@ -79,7 +79,7 @@ class GatheredWeight(torch.Tensor):
         numbers: uint8 codes, or values in bf16, fp16 or fp32; in memory that FSDP frees and fills again.
         scale: 0-dim float32 factor of the numbers, or None for 1.
         cast: the cast of the numbers.
-        is_operand: whether products take the numbers as they are; else they quantize the weight first.
+        is_operand: whether matmuls take the values as they are; else they quantize the weight first.
     """
 
     numbers: torch.Tensor

@@ -1,6 +1,6 @@
 """The places of attention and of the residual stream, and which casts they can have.
 
-Attention is two products forward and four backward (`nn/transformer/attention_function.py`). A place names
+Attention is two matmuls forward and four backward (`nn/transformer/attention_function.py`). A place names
 a tensor, not a product: each tensor is an operand of two or three of them.
 
     attention.q    queries                q kᵀ, and ds ᵀ q
@@ -13,7 +13,7 @@ a tensor, not a product: each tensor is an operand of two or three of them.
 A product contracts another axis of a tensor than the other one does, so a tensor is quantized for each, with
 blocks along the axis that this product contracts. A place that a recipe does not name is in `compute`.
 
-`stream` is the residual: fp32 unless a recipe says otherwise.
+`stream` is the residual: fp32 unless a recipe sets it.
 """
 
 from collections.abc import Collection, Iterable, Mapping

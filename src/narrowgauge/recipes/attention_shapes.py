@@ -20,12 +20,7 @@ def require_attention_shapes(
 ) -> None:
     """Refuse blocks and transforms that do not fit a model's heads, its sequences or its width.
 
-    Args:
-        recipe: The recipe.
-        head_dim: The width of a head.
-        sequence_length: The tokens of a sequence.
-        dim: The width of the residual stream.
-        attention_dropout: The share of probabilities that become 0.
+    `dim` is the width of the residual stream, `attention_dropout` the share of probabilities that become 0.
 
     Raises:
         UserError: A block does not fit, or probabilities are dropped where attention is narrow.

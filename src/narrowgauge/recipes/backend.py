@@ -1,15 +1,15 @@
-"""The code that runs a recipe on a device: the hardware's own formats, or emulation, and why.
+"""The code that runs a recipe on a device: the hardware's formats or emulation, and why.
 
-A *scheme* is one scaled product of torch: formats of the elements, blocks of the scales, and the devices
-whose matrix units take them (torch.nn.functional.scaled_mm; its conditions are in
-aten/src/ATen/native/cuda/ScaledBlas.cpp). A recipe runs natively where each of its GEMMs has a scheme on the
-device, and is emulated as a whole otherwise, so that one word says which arithmetic a run had.
+A *scheme* is one scaled GEMM of torch: formats of the elements, blocks of the scales, and the devices whose
+matrix units take them (torch.nn.functional.scaled_mm; its conditions are in
+aten/src/ATen/native/cuda/ScaledBlas.cpp). A recipe runs natively if each of its GEMMs has a scheme on the
+device, and is emulated as a whole otherwise, so that one word names the arithmetic of a run.
 
-Formats that no scheme names are emulated everywhere: torch multiplies no FP6 and no fixed point, and MXFP4
-only where it was built with a library of its own.
+Formats without a scheme are emulated everywhere: torch does not multiply FP6 or fixed point, and MXFP4 only
+if it was built with a separate library.
 
-A wide recipe is native, but for bf16 on GPUs whose matrix units do not have it: NVIDIA's before Ampere, AMD's
-before CDNA. Torch converts bf16 to fp32 there, and multiplies that. fp16 is theirs.
+A wide recipe is native, except bf16 on GPUs without matrix units for it (NVIDIA before Ampere, AMD before
+CDNA): torch converts bf16 to fp32 there. fp16 is native on them.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ ROW32, ROW16, SQUARE16 = (1, 32), (1, 16), (16, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A scaled product of torch, and the devices that have it.
+    """A scaled GEMM of torch, and the devices that have it.
 
     Attributes:
         words: Its name for people.
@@ -67,7 +67,7 @@ class Scheme:
     amd: tuple[str, ...] = ()
 
     def is_of(self, a: Cast, b: Cast) -> bool:
-        """Whether two operands make this product."""
+        """Whether two operands make this GEMM."""
         elements = {a.element.name, b.element.name}
         return (
             a.scales.format == b.scales.format == self.scale
@@ -79,7 +79,7 @@ class Scheme:
         )
 
     def needs(self, device: Device) -> str:
-        """What a device lacks for this product, as words; empty if it lacks nothing."""
+        """What a device lacks for this GEMM, as words; empty if it lacks nothing."""
         if device.maker == "amd":
             return "" if device.architecture in self.amd else " or ".join(self.amd) or "an NVIDIA GPU"
         if self.since is None or device.maker != "nvidia":
@@ -142,7 +142,7 @@ SCHEMES = (
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The choice of a backend: `name` is "native" or "emulated", `reason` a clause that says why."""
+    """The choice of a backend: `name` is "native" or "emulated", `reason` a clause."""
 
     name: str
     reason: str
@@ -186,13 +186,13 @@ def _lacks_units(compute: str, device: Device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of a recipe on a device.
+    """A GEMM of a recipe on a device.
 
     Attributes:
         gemm: "fprop", "dgrad" or "wgrad"; of attention a key of `ATTENTION_PRODUCTS`.
         places: The places of its two operands.
         operands: The casts of its two operands.
-        scheme: The name of the scheme that the device has for it; empty for a plain product.
+        scheme: The name of the scheme that the device has for it; empty for a plain GEMM.
         obstacle: Why the device cannot multiply these values, as a clause; empty if it can.
         made_by: The code that makes each operand; None in attention, where the shapes at hand decide.
     """
@@ -206,7 +206,7 @@ class Product:
 
 
 def products_on(recipe: Recipe, device: Device) -> list[Product]:
-    """Every product that a recipe has in some layer at some time, and whether a device multiplies it."""
+    """Every GEMM that a recipe has in some layer at some time, and whether a device multiplies it."""
     products = [
         _product(gemm, a, b, device, recipe.compute) for gemm in GEMMS for a, b in _pairs(recipe, gemm)
     ]
@@ -229,7 +229,7 @@ def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Produ
 
 
 def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
-    """The products of attention in any layer at any time; torch has no kernel for those that are narrow."""
+    """The matmuls of attention in any layer at any time; torch has no kernel for the narrow ones."""
     products, casts = [], (recipe.attention, *({**recipe.attention, **r.attention} for r in recipe.rules))
     for product, places, (a, b) in operands_of_attention(casts, recipe.compute):
         obstacle = "a CPU has no narrow matrix units"
@@ -254,7 +254,7 @@ def _native_schemes(recipe: Recipe, device: Device) -> tuple[str, list[str]]:
 
 
 def _obstacle(gemm: str, a: Cast, b: Cast, device: Device) -> str:
-    """Why a product is not native on a device."""
+    """Why a GEMM is not native on a device."""
     if device.maker == "cpu":
         return "a CPU has no narrow matrix units"
     schemes = [s for s in SCHEMES if s.is_of(a, b)]

@@ -1,8 +1,7 @@
 """The facts that decide what a device can multiply: its maker, its generation, the library that drives it.
 
-The name of the product is none of them: two products of one generation can do the same, and next year's
-product has a new name. `devices.toml` only says which generation a product of today is of, so that one can
-ask about a device that is elsewhere.
+The name of a GPU is not one of them: two GPUs of one generation can do the same, and next year's GPU has a
+new name. `devices.toml` only maps the GPUs of today to generations, for questions about a device elsewhere.
 """
 
 from __future__ import annotations

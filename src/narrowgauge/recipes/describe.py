@@ -48,7 +48,7 @@ def key_value(key: str, value: Any) -> Any:
 
 
 def cast_keys(c: Cast) -> tuple[str, dict[str, Any]]:
-    """The name that a cast begins with ("" for none), and the keys beside it."""
+    """The name that a cast begins with ("" for none), and its other keys."""
     if c.of and not c.is_scaled:
         return c.of, {}
     if c.name in (*cast_names(), *state_cast_names()):
@@ -57,7 +57,7 @@ def cast_keys(c: Cast) -> tuple[str, dict[str, Any]]:
 
 
 def cast_text(c: Cast | str | None) -> str:
-    """The cast in a table's cell: its name, then the keys beside it; without a name, its keys."""
+    """The cast in a table's cell: its name, then its other keys; without a name, its keys."""
     if not isinstance(c, Cast):
         return c or NONE
     name, keys = cast_keys(c)
@@ -66,7 +66,7 @@ def cast_text(c: Cast | str | None) -> str:
 
 
 def recipe_facts(recipe: Recipe) -> dict[str, str]:
-    """What a recipe says, by key: places with their casts, what is kept wide, rules."""
+    """The contents of a recipe by key: places with their casts, what is kept wide, rules."""
     facts: dict[str, str] = {}
     for f in fields(recipe):
         value = getattr(recipe, f.name)
@@ -124,7 +124,7 @@ def _rule_facts(recipe: Recipe, rules: Sequence[Rule]) -> dict[str, str]:
 
 
 def differences(a: Recipe, b: Recipe) -> list[tuple[str, str, str]]:
-    """(keys, what the first recipe says, what the second says): those that differ; alike ones together."""
+    """(keys, value in the first recipe, value in the second): those that differ; alike ones together."""
     first, second = recipe_facts(a), recipe_facts(b)
     rows: dict[tuple[str, str], list[str]] = {}
     for key in dict.fromkeys([*first, *second]):

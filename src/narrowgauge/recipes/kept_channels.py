@@ -1,7 +1,7 @@
 """Channels that are kept in another cast (`keep_channels`): which places can keep them, and what they need.
 
 The channels are columns of a layer's input, and chosen from it. Its weight has the same columns, and so has
-the weight's gradient: the columns of kept channels there are products of two operands in `keep_cast`.
+the weight's gradient: the columns of kept channels there are the matmul of two operands in `keep_cast`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,8 @@
 """A recipe's places in a model, in sentences: which layers stay wide, and which blocks do not fit.
 
-Blocks are laid from the first row and the first column on, and what is left at the edge is a block as well.
-It is computed as if zeros filled it up: its scale is that of fewer values. Where all blocks are cut, the cast
-is another one than it says: blocks of 4096 rows on 257 rows are blocks of 257. So the plan, a run and its
-page name what is cut.
+Blocks start at the first row and the first column, and the rest at the edge is a block as well. It is padded
+with zeros: its scale is that of fewer values. If all blocks are cut, the cast is in fact another one: blocks
+of 4096 rows on 257 rows are blocks of 257. So the plan, a run and its page name what is cut.
 """
 
 from collections.abc import Iterator, Sequence

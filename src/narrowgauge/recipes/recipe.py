@@ -113,9 +113,9 @@ class Recipe:
 
     @property
     def weight_operands(self) -> tuple[Cast, ...]:
-        """The casts of a weight in products at any time, in layers that no rule selects by name or block.
+        """The casts of a weight in GEMMs at any time, in layers that no rule selects by name or block.
 
-        A product that takes the numbers of the other as they are has no cast of its own.
+        A GEMM that takes the values of the other as they are has no separate cast.
         """
         rules = [r.casts for r in self.rules if r.is_for_all]
         places = (c[place] for c in (self.casts, *rules) for place in ("fprop.w", "dgrad.w") if place in c)
@@ -172,7 +172,7 @@ class Recipe:
         return self._with(rules=(*self.rules, kept))
 
     def with_wide_routers(self) -> "Recipe":
-        """This recipe with routers of experts in `compute`, unless one of its rules says otherwise.
+        """This recipe with routers of experts in `compute`, unless one of its rules sets them.
 
         A router decides by small differences which experts a token passes through, and costs next to nothing.
         """

@@ -97,7 +97,7 @@ def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe from a TOML file.
 
     Raises:
-        UserError: The file cannot be read or is no recipe.
+        UserError: The file cannot be read or is not a recipe.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

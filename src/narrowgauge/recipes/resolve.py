@@ -1,18 +1,18 @@
 """A recipe in a model, resolved once: what each layer, each attention and each moment gets.
 
-A recipe is casts and rules; a rule selects layers by name or block, or waits for a step. `resolve` asks every
-rule of every layer, once, and every reader of the plan asks none again: `convert` builds layers from it, an
-optimizer takes the casts of moments from it, and a run prints which layers stay wide and which blocks do not
-fit. A rule that waits for a step remains in the recipe of the layer: `operands_of` lists the casts of all
-times, `casts_at` those of one step.
+A recipe is casts and rules; a rule selects layers by name or block, or starts at a step. `resolve` applies
+every rule to every layer once, and all readers use the plan: `convert` builds layers from it, an optimizer
+takes the casts of moments from it, and a run prints which layers stay wide and which blocks do not fit. A
+rule that starts at a step remains in the recipe of the layer: `operands_of` lists the casts of all times,
+`casts_at` those of one step.
 
-A rule names layers by patterns (`rule.matches`). `head` is a role as well as a name: the layer that makes the
-model's output is selected by it, whatever it is called. A pattern may match nothing where another of the same
-list matches. A list that matches nothing at all is a mistake, unless a model without a head should keep it.
+A rule names layers by patterns (`rule.matches`). `head` is a role as well as a name: it selects the layer
+that makes the model's output, whatever its name. A pattern may match nothing if another of the same list
+matches. A list that matches nothing at all is a mistake, unless it keeps the head of a model without one.
 
-An `Outline` is made of the full model, also where a process holds a part of it: of modules by
-`nn.outline_of`, of a configuration by `training.outline`. Whether a device multiplies the operands itself is
-the question of `backend.py`.
+An `Outline` is made of the full model, even if a process holds a part of it: from modules by `nn.outline_of`,
+from a configuration by `training.outline`. `products_on` (`backend.py`) resolves the recipe of a layer for a
+device: the GEMMs that run natively, and the code that makes each operand.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class Outline:
         shapes: (outputs, inputs) of each linear layer.
         blocks: The names of the repeated blocks, in the order of the model.
         attention: The attentions that a recipe reaches, by name, in the form of `layers`.
-        owners: All modules that have parameters of their own, likewise; rules about moments select these.
+        owners: All modules that own parameters, in the form of `layers`; rules about moments select these.
         untouched: The names of linear layers that stay as they are (`nn.transformer.own_forward`).
     """
 

@@ -30,7 +30,7 @@ def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | Non
 
 
 def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, where: str) -> None:
-    """Refuse to gather weights in numbers that would not be those of the products.
+    """Refuse to gather weights in values that would not be those of the GEMMs.
 
     Args:
         cast: The cast of the place `gather`.
@@ -39,7 +39,7 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
         where: The recipe, for the error.
 
     Raises:
-        UserError: Products would see other numbers than those of the full wide weight.
+        UserError: GEMMs would see other values than those of the full wide weight.
     """
     if cast.name == "fp32":
         return
@@ -69,13 +69,13 @@ def require_reduce(cast: Cast, where: str) -> None:
 
 
 def _keeps_stored(cast: Cast, weight: Cast) -> bool:
-    """Whether a weight that is stored in narrow numbers keeps them in this cast."""
+    """Whether a quantized weight keeps its values in this cast."""
     is_same = cast == weight.having(rounding=cast.rounding.mode, feedback=cast.state.feedback)
     return cast.name == "fp32" or (is_same and weight.block is None)
 
 
 def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
-    """Whether products see the same numbers of a weight that travelled in this cast as of one in fp32."""
+    """Whether GEMMs see the same values of a weight that travelled in this cast as of one in fp32."""
     if cast.name == "fp32":
         return True
     is_one = cast.scales.format == "fp32" or not cast.is_scaled

@@ -27,7 +27,7 @@ _STREAMS = 2 * len(ATTENTION_PRODUCTS)
 
 
 class NarrowAttention(Stepped, Attention):
-    """The attention of one layer, with its operands as a recipe says.
+    """The attention of one layer, with its operands in the casts of a recipe.
 
     Attributes:
         casts: The cast of each place in this step; one that is missing, or None, is in `compute`.
@@ -36,7 +36,7 @@ class NarrowAttention(Stepped, Attention):
     """
 
     def __init__(self, recipe: Recipe, index: int) -> None:
-        """Compute as the recipe of this layer says.
+        """Compute under the recipe of this layer.
 
         Args:
             recipe: The recipe of this layer.

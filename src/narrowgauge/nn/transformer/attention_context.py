@@ -1,4 +1,4 @@
-"""The context of one pass of attention: which cast each operand of the six products has, and its operands.
+"""The context of one pass of attention: the casts of the operands of its six matmuls, and the operands.
 
     product    operands     contracts
     q kᵀ       q, k         H
@@ -8,8 +8,13 @@
     ds k       ds, k        S
     dsᵀ q      ds, q        T
 
-In the backward pass an operand is narrow only beside a narrow gradient: with `do` in a format without scales,
-its two products take p and v as they came, and the same holds for `ds` with k and q.
+In the backward pass an operand is quantized only if the gradient that it meets is: with `do` in a format
+without scales, its two matmuls take p and v as they came, and the same holds for `ds` with k and q.
+
+Blocks lie within a matrix, so a process or a piece that does not hold all of a tensor changes no block, with
+one exception: a scale of the full tensor needs the amax of all pieces, and of the heads of other processes.
+It is computed first and passed to every piece. Random bits are those of an element's index in the global
+tensor [B, all heads, rows, columns] of the step.
 
 Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, T queries, S keys, H head_dim.
 """
@@ -20,16 +25,63 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from narrowgauge.collectives import all_reduce_max
-from narrowgauge.formats import RandomStream, torch_dtype
+from narrowgauge.formats import Randomness, RandomStream, torch_dtype
 from narrowgauge.kernels import emulate as emulate_matrix
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.shards import EqualShare
-from narrowgauge.nn.transformer.piece_context import PieceContext, largest_of, needs_largest
 from narrowgauge.quantization import Cast, QuantContext, emulate
+from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.passes.rounding import block_amax
+from narrowgauge.quantization.transforms import transformed
 from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES
 
 _PRODUCTS = list(ATTENTION_PRODUCTS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceContext(QuantContext):
+    """The circumstances under which a piece [heads, rows, columns] is quantized.
+
+    Attributes:
+        largest: 0-dim float32, the largest magnitude of the global tensor; None if the piece is all of it.
+        first: int64 [heads], the index in the global tensor of each head's first element in the piece.
+        width: The columns of the global tensor.
+    """
+
+    largest: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    width: int = 0
+
+    def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
+        """The largest magnitudes of blocks; that of the full tensor is known."""
+        is_known = cast.block is None and self.largest is not None
+        return self.largest.expand_as(amax) if is_known and self.largest is not None else amax
+
+    def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
+        """The largest magnitude of the global tensor, 0-dim."""
+        return amax.amax() if self.largest is None else self.largest
+
+    def random_over(self, blocks: Blocks) -> Randomness:
+        """The random numbers of a piece that is split into blocks."""
+        if not isinstance(self.random, RandomStream):
+            return self.random
+        return blocks.split(self.random.uniform_at(self._indices(blocks)))
+
+    def random_over_grid(self, blocks: Blocks, cast: Cast, axis: int) -> Randomness:
+        """The random numbers of the scales of blocks: from a separate stream, at their first element."""
+        if not isinstance(self.random, RandomStream):
+            return self.random
+        numbers = blocks.split(self.random.of_scales().uniform_at(self._indices(blocks)))
+        for dim in blocks.inner:
+            numbers = numbers.narrow(dim, 0, 1)
+        return numbers
+
+    def _indices(self, blocks: Blocks) -> torch.Tensor:
+        """The index of each element of the piece in the global tensor."""
+        assert self.first is not None
+        rows, columns = (torch.arange(n, device=self.first.device) for n in blocks.shape[-2:])
+        return self.first[:, None, None] + rows[:, None] * self.width + columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +146,11 @@ class AttentionContext:
         part: Part | None = None,
         shape: tuple[int, ...] = (),
     ) -> Operand:
-        """The operand that a product sees of a tensor [Z, rows, columns] whose `axis` it contracts, -1 or -2.
+        """The operand that a product sees of a tensor [Z, rows, columns]; it contracts its `axis`, -1 or -2.
 
         Args:
             x: The tensor, or a part of it.
             place: Its place.
-            product: The product.
-            axis: The axis.
             dtype: What a place without a cast is in.
             largest: The largest magnitude of the global tensor, if a scale needs it and x is not all of it.
             part: Which part of the tensor x is; None for all of it.
@@ -146,3 +196,21 @@ class AttentionContext:
 def _is_by_row(cast: Cast) -> bool:
     """Whether the blocks along the last axis are the same in one matrix of all rows."""
     return cast.block is None or cast.block[0] == 1
+
+
+def needs_largest(cast: Cast | None) -> bool:
+    """Whether a cast has a scale of the full tensor."""
+    return cast is not None and cast.is_scaled and (cast.block is None or cast.scales.outer == "tensor")
+
+
+def largest_of(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
+    """The largest magnitude that the scale of the full tensor is taken from, of one piece: 0-dim float32.
+
+    Blocks with a separate scale keep what is not finite to themselves.
+    """
+    x = transformed(x, cast, axis, context)
+    blocks = blocks_of(x.shape, cast, axis)
+    amax = block_amax(blocks.split(x), blocks)
+    if cast.block is not None:
+        amax = torch.where(amax.isfinite(), amax, 0.0)
+    return amax.amax() if amax.numel() else amax.new_zeros(())

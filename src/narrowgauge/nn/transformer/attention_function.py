@@ -9,7 +9,7 @@
     ds_ts = p_ts (dp_ts - sum over s of p_ts dp_ts)    p as the softmax gave it
     dq_t = (sum over s of ds_ts k_s) / sqrt(H)         dk_s = (sum over t of ds_ts q_t) / sqrt(H)
 
-Rounding passes gradients through unchanged, so these are the gradients of the products that were computed.
+Rounding passes gradients through unchanged, so these are the gradients of the matmuls that were computed.
 Sums and the softmax are float32 (float64 where the tensors are); the scale of a full tensor is applied to a
 sum, not to its terms. The result has the dtype of q. p is narrowed after it is normalised; under a scale a
 row this is the same as narrowing exp(z - max z), as kernels with a running maximum do.
@@ -33,8 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.devices import imagined
 from narrowgauge.nn.gemm import Operand
-from narrowgauge.nn.transformer.attention_context import AttentionContext, Part
-from narrowgauge.nn.transformer.piece_context import needs_largest
+from narrowgauge.nn.transformer.attention_context import AttentionContext, Part, needs_largest
 
 SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time, in float32
 

@@ -180,7 +180,7 @@ def _is_list(name: str, module: torch.nn.Module) -> bool:
 
 
 def _holds_linear(module: torch.nn.Module) -> bool:
-    """Whether a module, which is no linear layer itself, has any inside."""
+    """Whether a module, which is not a linear layer itself, has any inside."""
     if is_linear(module):
         return False
     return any(isinstance(m, torch.nn.Linear) or is_conv1d(m) or is_stacked(m) for m in module.modules())
@@ -189,12 +189,9 @@ def _holds_linear(module: torch.nn.Module) -> bool:
 def head_of(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], blocks: Sequence[str]
 ) -> list[str]:
-    """The names of the linear layers that make the model's output; none where nothing says so.
+    """The names of those linear `layers` that make the model's output; none if it cannot be decided.
 
-    Args:
-        model: The model.
-        layers: Its linear layers.
-        blocks: The names of its repeated blocks.
+    `blocks` are the names of the model's repeated blocks.
     """
     embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     tied = [name for name, layer in layers.items() if any(layer.weight is e.weight for e in embeddings)]

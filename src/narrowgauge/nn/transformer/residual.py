@@ -52,7 +52,7 @@ class NarrowResidual(Stepped, Residual):
     is_plain = False
 
     def __init__(self, recipe: Recipe, index: int) -> None:
-        """Keep the stream as the recipe says.
+        """Keep the stream in the cast of the recipe.
 
         Args:
             recipe: The recipe of the model.

@@ -1,4 +1,4 @@
-"""Which matrices of a model no recipe reaches: `convert` says so, as they would stay wide without a word."""
+"""The matrices of a model that no recipe reaches: `convert` warns, as they would silently stay wide."""
 
 import warnings
 from collections.abc import Iterator, Sequence

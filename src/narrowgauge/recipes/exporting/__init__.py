@@ -36,7 +36,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def refusals(recipe: Recipe, target: str) -> list[Refusal]:
-    """What a target cannot say of a recipe, key by key; empty if it says all of it.
+    """What a target cannot express of a recipe, key by key; empty if it expresses all of it.
 
     Raises:
         UserError: No target has that name.
@@ -50,7 +50,7 @@ def refusals(recipe: Recipe, target: str) -> list[Refusal]:
 
 
 def write_recipe(recipe: Recipe, target: str, blocks: int | None = None) -> str:
-    """The file of a recipe for a target, with a header that says which recipe and which version.
+    """The file of a recipe for a target, with a header that names the recipe and the version.
 
     Args:
         recipe: The recipe.

@@ -42,7 +42,7 @@ def wide_layers(model):
 
 
 def selection(recipe: Recipe) -> str:
-    """The Python that says which layers stay wide; it needs math, fnmatchcase and torch."""
+    """Python code that selects the layers that stay wide; it needs math, fnmatchcase and torch."""
     modules, first, last = kept(recipe)
     said = _KEPT.format(compute=recipe.compute, modules=list(modules), first=first, last=last)
     return said + _SELECTION

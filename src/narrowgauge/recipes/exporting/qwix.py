@@ -101,7 +101,7 @@ def _dtype(c: Cast) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression of module paths for a pattern of a recipe; a name's last part matches, too."""
+    """A regular expression of module paths for a pattern of a recipe; a name's last part matches as well."""
     special = {"*": ".*", "?": ".", ".": "/"}
     made = "".join(special.get(ch, ch if ch.isalnum() or ch in "_[]-" else f"\\{ch}") for ch in pattern)
     return made if "." in pattern else f"(.*/)?{made}"

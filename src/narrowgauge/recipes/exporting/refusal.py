@@ -1,7 +1,7 @@
 """What another tool cannot say of a recipe, key by key.
 
 A tool's words are tables of casts, and an operand has to be equal to one of them in every field. So a key
-that is new in recipes is refused by every tool until somebody says what the tool makes of it. The same
+that is new in recipes is refused by every tool until its meaning there is written down. The same
 holds for a recipe's fields: those that no product sees are listed here, any other must be at its default.
 """
 
@@ -35,7 +35,7 @@ class Refusal:
     Attributes:
         place: The place of the recipe, or "" for what belongs to the recipe as a whole.
         key: The key: of the cast in that place, or of the recipe.
-        why: What the recipe says there, and what the target says.
+        why: The value in the recipe, and what the target has.
     """
 
     place: str
@@ -67,7 +67,7 @@ def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused
 
 
 def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
-    """What no target says: state, gradients on the wire, and every field that is not known here."""
+    """What no target expresses: state, gradients on the wire, and every field that is not known here."""
     found = [
         Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of state")
         for place, c in recipe.state.items()
@@ -123,7 +123,7 @@ def other_rules(recipe: Recipe, target: str) -> list[Refusal]:
 
 
 def unsaid(place: str, c: Cast, said: Iterable[Cast], target: str) -> list[Refusal]:
-    """Refusals of a cast that is not among those a target says: the keys in which the nearest differs."""
+    """Refusals of a cast that a target cannot express: the keys in which the nearest differs."""
     casts = list(said)
     if any(c == other for other in casts):
         return []

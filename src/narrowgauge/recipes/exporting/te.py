@@ -41,7 +41,7 @@ def _unsaid_column(place: str, c: Cast, said: list[Cast], target: str) -> list[R
 
 
 def _unmultiplied(recipe: Recipe) -> list[Refusal]:
-    """Products whose operands are of two families, or both in E5M2: no GEMM there takes them."""
+    """GEMMs whose operands are of two families, or both in E5M2: none is supported there."""
     families: dict[str, list[str]] = {gemm: [] for gemm in GEMMS}
     for tensor, row, column in TENSORS:
         first, second = quantizers_of(recipe, tensor, row, column)

@@ -37,7 +37,7 @@ def _float8_casts(compute: str) -> list[Cast]:
 
 
 def _mx_mode(recipe: Recipe) -> str:
-    """The scale rule of a recipe that torchao's MXFP8 training says; "" if it is none."""
+    """The scale rule of torchao's MXFP8 training that a recipe has; "" if it has none of them."""
     wide = make_cast(recipe.compute)
     for rule in MX_MODES:
         mx = make_cast({"cast": "mxfp8", "scale_rule": rule})
@@ -62,7 +62,7 @@ def refusals(recipe: Recipe) -> list[Refusal]:
 
 
 def _together(recipe: Recipe) -> list[Refusal]:
-    """What the casts that torchao says one by one cannot be together."""
+    """Combinations of casts that torchao has one by one, but not together."""
     casts, found = recipe.casts, []
     if any(c.scales.format == "e8m0" for c in casts.values()):
         why = "MXFP8 in some places, which torchao has in all three products, or in all but wgrad"
@@ -121,7 +121,7 @@ def _float8(recipe: Recipe) -> tuple[str, str]:
 
 
 def _cast_config(c: Cast, element: str) -> str:
-    """One CastConfig; `element` is the tensor's, which torchao wants to be the same in both products."""
+    """One CastConfig; `element` is the tensor's, which torchao wants to be the same in both GEMMs."""
     dtype = DTYPES.get(element, "torch.float8_e4m3fn")
     if not c.is_scaled:
         return f"CastConfig(ScalingType.DISABLED, target_dtype={dtype})"
