@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "parallel",
     ),
     "checkpoint": ("store", "interop"),
-    "training": ("outline", "config", "step"),
+    "training": ("outline", "plan", "config", "step"),
     "simulate": (),
     "runs": ("monitor", "run_directory", "use", "loop"),
     "analysis": (),

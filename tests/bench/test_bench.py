@@ -127,7 +127,7 @@ def test_the_floor_adds_up_what_each_part_takes(config):
 def test_a_peer_does_the_same_work_as_we_do(config):
     c = config(recipe__name="fp32", training__batch_size=4, training__micro_batch_size=2)
     batches = random_batches(c, CPU)
-    trainer = Trainer.begin(c, CPU)
+    trainer = Trainer.begin(c.plan, CPU)
     theirs = peer_step("torch fp32", c, CPU, batches)
     in_bf16 = peer_step("torch bf16 parameters", c, CPU, batches)
     loss, _, _ = trainer.train_step(iter(batches))

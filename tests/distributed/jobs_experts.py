@@ -66,7 +66,7 @@ def goes_on(values, path, start, steps=2):
     d = config.data
     data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
     mesh = Mesh(parallel_dims_of(config, dist.get_world_size()), CPU)
-    trainer = Trainer.begin(config, CPU, mesh)
+    trainer = Trainer.begin(config.plan, CPU, mesh)
     if start:
         trainer.restore(Path(start), dist.group.WORLD)
         restored = trainer.save(Path(path) / "restored", "me", dist.group.WORLD)

@@ -18,7 +18,7 @@ def account(values):
     config = make_config(values)
     d = config.data
     data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
-    trainer = Trainer.begin(config, CPU, Mesh(parallel_dims_of(config, dist.get_world_size()), CPU))
+    trainer = Trainer.begin(config.plan, CPU, Mesh(parallel_dims_of(config, dist.get_world_size()), CPU))
     with trainer.batches(data.train) as batches, CommCounter() as traffic, MemoryTracker(CPU) as watch:
         trainer.train_step(batches, watch.after_forward)
     return watch.measured(trainer).as_json(), dict(traffic.sent)

@@ -55,7 +55,7 @@ class Trained:
         d, samples = config.data, config.training.micro_batch_size
         data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
         self.mesh = Mesh(parallel_dims_of(config, dist.get_world_size()), CPU)
-        self.trainer = Trainer.begin(config, CPU, self.mesh)
+        self.trainer = Trainer.begin(config.plan, CPU, self.mesh)
         if loss_scale:
             self.trainer.scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
             self.trainer.scaler.scale(torch.zeros(()))

@@ -77,7 +77,7 @@ def journal_of(recipe, steps=1):
     )
     journal, meta = Journal(), torch.device("meta")
     with imagine(named_device("h200"), journal.told), journal.watching():
-        trainer = Trainer.begin(config, meta)
+        trainer = Trainer.begin(config.plan, meta)
         x_BT = torch.empty(2, TOKENS, dtype=torch.int64, device=meta)
         batches = [Batch(x_BT, x_BT, x_BT.numel(), None)] * MICRO_BATCHES
         for _ in range(steps):

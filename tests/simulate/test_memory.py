@@ -30,7 +30,7 @@ def products():
 
 def step(tiny, text, changes):
     """(trainer, its memory) after one tracked step."""
-    trainer = Trainer.begin(make_config(tiny(WIDE | changes)), CPU)
+    trainer = Trainer.begin(make_config(tiny(WIDE | changes)).plan, CPU)
     corpus = prepare(text, "bytes")
     with MemoryTracker(CPU) as watch:
         trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
@@ -97,7 +97,7 @@ def test_narrow_saved_operands_are_smaller(tiny, text):
 
 
 def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
-    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})), CPU)
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})).plan, CPU)
     corpus = prepare(text, "bytes")
     watch = MemoryTracker(CPU)
     with watch:
@@ -172,7 +172,7 @@ def test_bytes_a_parameter_of_linear_weights(name):
             "training": {"batch_size": 8},
         }
     )
-    trainer = Trainer.begin(config, torch.device("meta"))
+    trainer = Trainer.begin(config.plan, torch.device("meta"))
     linear = [p for p in trainer.model.parameters() if state_of(p).weight is not None]
     total = 0
     for p in linear:

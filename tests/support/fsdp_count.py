@@ -106,7 +106,7 @@ def events_of(model, recipe, layers, world=1, is_plain=False, micro_batch=16, le
     recorder = Recorder()
     shard = patch.object(parallelize, "_apply_fsdp", plain_fsdp if is_plain else parallelize._apply_fsdp)
     with mesh_of(world) as mesh, shard, imagine(named_device("h200"), recorder.told), recorder.watching():
-        trainer = Trainer.begin(config, META, mesh)
+        trainer = Trainer.begin(config.plan, META, mesh)
         renew = trainer.engine.after_update
         renew()
         trainer.engine.after_update = partial(_in_phase, recorder, renew)

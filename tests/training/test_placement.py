@@ -12,10 +12,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import outline_of
 from narrowgauge.report import read_run, write_report
-from narrowgauge.runs.monitor.placement import placement
 from narrowgauge.simulate.few_blocks import few_blocks
 from narrowgauge.training import make_config
-from narrowgauge.training.outline import outline_of_model
+from narrowgauge.training.outline import outline_of_model, placement
 
 HUGE = '[fprop]\nw = {element = "e2m1", block = [4096, 32], scale = "e8m0"}\n[keep]\nlast_blocks = 1\n'
 CUT = "blocks of 4096 in fprop.w do not divide the outputs of 5 of 9 layers: "

@@ -16,7 +16,6 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.runs import TrainedRun, open_run
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.trained_model import run_data
-from narrowgauge.training.step.build_model import decay_start_of
 from narrowgauge.training.step.trainer import Trainer
 
 
@@ -67,7 +66,7 @@ def open_probed(
     weights = trained.weights()
     spec = replace(trained.config.spec, recompute=0, z_loss=0.0, balance_loss=0.0)  # the cross entropy alone
     steps = training.steps
-    decay = decay_start_of(trained.config)
+    decay = trained.config.plan.decay_start
     position = Position(training.seed, min(trained.step + 1, steps), steps, decay)
     target = next(trained.model.parameters()).device
     return Probed(Subject(spec, weights, position, taken, target), trained, trained.config.spec.recipe)
@@ -81,7 +80,7 @@ def step_metric(trained: TrainedRun) -> StepMetric:
         checkpoint, _ = newest_valid(RunDirectory(trained.path).checkpoints, None)
     if checkpoint is None or config.optimizer.name != "adamw" or "optimizer" not in load(checkpoint).tensors:
         return StepMetric(weights)
-    trainer = Trainer.begin(config, torch.device("cpu"))
+    trainer = Trainer.begin(config.plan, torch.device("cpu"))
     trainer.restore(checkpoint)
     device = next(trained.model.parameters()).device
     moments = {}

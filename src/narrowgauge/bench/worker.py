@@ -93,7 +93,7 @@ def _answer(command: str, step: Callable[[], object], device: torch.device) -> o
 
 def own_step(config: Config, device: torch.device, batches: Sequence[Batch]) -> Callable[[], object]:
     """An optimizer step of this project, as a run takes it."""
-    trainer = Trainer.begin(config, device)
+    trainer = Trainer.begin(config.plan, device)
     return lambda: trainer.train_step(iter(batches))
 
 

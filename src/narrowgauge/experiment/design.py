@@ -21,7 +21,6 @@ from typing import Any
 
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.grid import Point, Variant, make_points
-from narrowgauge.optim import decay_start
 from narrowgauge.report.verdict.rule import is_control
 from narrowgauge.training import Config
 
@@ -225,9 +224,7 @@ def _branch_step(config: Config, steps: int) -> int:
             f"schedule.kind = {s.kind!r} with several rungs: a branch needs a rate that is constant until it "
             "falls; set --schedule.kind wsd and no decay_steps, or give one rung"
         )
-    first = decay_start(
-        steps=steps, kind=s.kind, warmup_steps=s.warmup_steps, decay_fraction=s.decay_fraction
-    )
+    first = replace(config.plan, steps=steps).decay_start
     assert first is not None
     if steps * (1 - s.decay_fraction) < s.warmup_steps or first < 2:
         raise UserError(

@@ -40,7 +40,7 @@ def measured_speed(config: Config, threads: int, products: str) -> float:
     torch.set_num_threads(threads)
     choose_products(products or measured_products())
     try:
-        trainer = Trainer.begin(config, choose_device(config.training.device))
+        trainer = Trainer.begin(config.plan, choose_device(config.training.device))
         with trainer.batches(dataset.train) as batches:
             trainer.train_step(batches)
             start = time.perf_counter()

@@ -32,7 +32,7 @@ def learning_rate(
         step: The step about to be taken; the first is 1.
         lr: The peak.
         steps: The number of steps of the run.
-        kind: "cosine" | "linear" | "wsd" | "constant".
+        kind: One of `ScheduleKind`.
         warmup_steps: The number of steps of the linear rise.
         final_lr_fraction: The final rate as a share of the peak.
         decay_fraction: For "wsd", the share of all steps over which the rate falls.

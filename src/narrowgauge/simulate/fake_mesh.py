@@ -1,7 +1,7 @@
 """Simulates one rank of an N-process run on meta tensors, with torch's fake process group.
 
     with fake_mesh(parallel_dims, rank) as mesh:
-        Trainer.begin(config, torch.device("meta"), mesh)
+        Trainer.begin(config.plan, torch.device("meta"), mesh)
 
 Collectives of a fake group return at once and compute nothing; meta tensors have no values that could be
 wrong. So the code of a run on thousands of processes runs on one, with the shapes, the memory and the

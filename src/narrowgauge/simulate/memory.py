@@ -126,7 +126,7 @@ def measured(trainer: Trainer, forward: int, peak: int) -> Memory:
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that the step allocates are a separate class.
     device["workspace"] = max(0, peak - saved - new)
-    return Memory(device, host, count_parameters(trainer.config.spec.model))
+    return Memory(device, host, count_parameters(trainer.plan.spec.model))
 
 
 def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
@@ -156,9 +156,9 @@ def _logits(trainer: Trainer) -> int:
     """Bytes of the head's output for a micro-batch; 0 without a head on this rank or with a chunked loss."""
     if trainer.model.head is None or trainer.model.chunks_loss:
         return 0
-    t, data, count = trainer.config.training, trainer.config.data, trainer.model.share[1]
-    tokens = t.micro_batch_size * data.sequence_length // count
-    return tokens * trainer.config.spec.model.vocab_size * trainer.model.compute_dtype.itemsize
+    plan, count = trainer.plan, trainer.model.share[1]
+    tokens = plan.micro_batch_size * plan.sequence_length // count
+    return tokens * plan.spec.model.vocab_size * trainer.model.compute_dtype.itemsize
 
 
 def _early_gradient(trainer: Trainer) -> int:

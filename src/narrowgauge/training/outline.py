@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from narrowgauge.models import ModelConfig
-from narrowgauge.recipes import HEAD, Names, Outline, Recipe, require_matches
+from narrowgauge.recipes import HEAD, Names, Outline, Recipe, cut_blocks, kept_text, require_matches, resolve
 
 _FIRST = "blocks.0"
 
@@ -62,3 +62,9 @@ def _names(first: str, layers: int) -> Iterator[str]:
 def _in_block(name: str, number: int) -> str:
     is_inside = f"{name}.".startswith(f"{_FIRST}.")
     return f"blocks.{number}{name.removeprefix(_FIRST)}" if is_inside else name
+
+
+def placement(model: ModelConfig, recipe: Recipe, tokens: int) -> list[str]:
+    """A sentence for each layer that stays wide and each block that is cut; `tokens` of a micro-batch."""
+    plan = resolve(recipe, outline_of_model(model))
+    return [line for line in (kept_text(plan), *cut_blocks(plan, tokens)) if line]

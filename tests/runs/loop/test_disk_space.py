@@ -68,7 +68,7 @@ def test_the_planned_space_of_a_checkpoint_is_that_of_its_files(train, tiny, tmp
         path = train(name, {"recipe.name": name, "model.dim": 128, "training.steps": 2})
         folder = path / "checkpoints" / "step-2"
         trainer = Trainer.begin(
-            make_config(tiny({"recipe.name": name, "model.dim": 128})), torch.device("cpu")
+            make_config(tiny({"recipe.name": name, "model.dim": 128})).plan, torch.device("cpu")
         )
         space = trainer.plan_save(tmp_path, "me").space
         assert space.inodes == len(os.listdir(folder)) + 1
@@ -78,7 +78,7 @@ def test_the_planned_space_of_a_checkpoint_is_that_of_its_files(train, tiny, tmp
 
 def test_tied_weights_count_once(tiny, tmp_path):
     config = make_config(tiny({"model.name": "gpt2-debug", "model.kv_heads": 2, "recipe.name": "fp32"}))
-    trainer = Trainer.begin(config, torch.device("cpu"))
+    trainer = Trainer.begin(config.plan, torch.device("cpu"))
     parameters = sum(p.nbytes for p in trainer.model.parameters())
     of_steps = 4 * len(list(trainer.model.parameters()))
     space = trainer.plan_save(tmp_path, "me").space

@@ -178,7 +178,7 @@ STATE = {
 @pytest.fixture(scope="module")
 def trained(tiny):
     config = make_config(tiny(STATE))
-    trainer = Trainer.begin(config, CPU)
+    trainer = Trainer.begin(config.plan, CPU)
     corpus = prepare(config.data.source, config.data.tokenizer)
     with trainer.batches(corpus.train) as batches:
         for _ in range(2):
@@ -192,7 +192,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_pat
     config, trainer, corpus = trained
     path = trainer.save(tmp_path, "id")
     before = load(path).tensors
-    other = Trainer.begin(config, CPU)
+    other = Trainer.begin(config.plan, CPU)
     other.restore(path)
     other.guard.raised.append(Raise(place, ("blocks.0.down",), "narrow", "fp32", 3, 4))
     other.follow_rules()
@@ -205,7 +205,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_pat
         for name, tensor in named.items():
             if not name.startswith("blocks.0.down"):
                 assert tensor.equal(saved.tensors[group][name]), name
-    again = Trainer.begin(config, CPU)
+    again = Trainer.begin(config.plan, CPU)
     again.restore(tmp_path / "raised" / f"step-{steps(tmp_path / 'raised')[-1]}")
     results = []
     for trainer in (other, again):
@@ -247,7 +247,7 @@ def test_what_would_still_be_lost_stays_wide(tiny, train, look, monkeypatch):
     }
     assert rules["v",].until_step != 5, "still wide"
     assert rules["m",].until_step == 5
-    last = Trainer.begin(make_config(tiny(options)), CPU)
+    last = Trainer.begin(make_config(tiny(options)).plan, CPU)
     last.restore(ran.path / "checkpoints" / "step-8")
     moments = last.optimizer.moments(last.model.head.weight)
     assert {place: moments[place].cast.name for place in "mv"} == {"m": "e4m3", "v": "fp32"}
@@ -282,7 +282,7 @@ def test_what_a_checkpoint_had_lost_is_raised_from_an_older_one(train, look, mon
 
 def test_a_second_moment_that_underflowed_gets_the_bound_that_is_known_of_it(trained, tmp_path):
     config, trainer, _ = trained
-    other = Trainer.begin(config, CPU)
+    other = Trainer.begin(config.plan, CPU)
     other.restore(trainer.save(tmp_path, "id"))
     p = other.model.head.weight
     narrow = other.optimizer.moments(p)["v"]
@@ -299,7 +299,7 @@ def test_a_rule_of_state_holds_from_its_step_on(tiny, tmp_path):
     file = tmp_path / "late.toml"
     file.write_text('m = "e4m3"\n[[rule]]\nmodules = ["down"]\nfrom_step = 2\nm = "fp32"\n')
     config = make_config(tiny({**STATE, "recipe.name": str(file)}))
-    trainer = Trainer.begin(config, CPU)
+    trainer = Trainer.begin(config.plan, CPU)
     corpus = prepare(config.data.source, config.data.tokenizer)
     casts = []
     with trainer.batches(corpus.train) as batches:

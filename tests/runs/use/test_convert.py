@@ -20,7 +20,7 @@ WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.steps": 8, "checkpoint
 
 
 def session_of(path):
-    trainer = Trainer.begin(RunDirectory(path).config(own_recipe=True), torch.device("cpu"))
+    trainer = Trainer.begin(RunDirectory(path).config(own_recipe=True).plan, torch.device("cpu"))
     trainer.restore(newest_valid(RunDirectory(path).checkpoints, None)[0])
     return trainer
 
@@ -105,7 +105,7 @@ def test_another_recipe_in_the_same_directory_is_refused_with_both_named(train):
 @case("C8", quick=True)
 def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
     path = train("run", WIDE | {"recipe.name": "msamp-o1"})
-    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})), torch.device("cpu"))
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})).plan, torch.device("cpu"))
     there = newest_valid(RunDirectory(path).checkpoints, None)[0]
     with pytest.raises(UserError, match=r"keeps .blocks.* as torch.float16, .* as torch.float8_e4m3fn"):
         trainer.restore(there)

@@ -13,7 +13,6 @@ from narrowgauge.errors import UserError
 from narrowgauge.recipes import GROUPS, KEYS
 from narrowgauge.training import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.config.diff import trajectory
-from narrowgauge.training.step.build_model import decay_start_of
 
 PLACES = (*KEYS, *GROUPS)
 
@@ -238,6 +237,5 @@ def test_a_rule_that_waits_for_a_decay_needs_a_schedule_that_has_one(tmp_path):
     values = {"recipe": {"name": str(tmp_path / "finish.toml")}, "schedule": {"kind": "constant"}}
     with pytest.raises(UserError, match=r"waits for the decay .* schedule\.kind = 'constant' has none"):
         make_config(values)
-    assert (
-        decay_start_of(make_config(values | {"schedule": {"kind": "wsd"}, "training": {"steps": 500}})) == 401
-    )
+    values |= {"schedule": {"kind": "wsd"}, "training": {"steps": 500}}
+    assert make_config(values).plan.decay_start == 401

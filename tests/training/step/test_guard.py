@@ -51,7 +51,7 @@ def state_of(trainer):
 def test_a_bad_gradient_leaves_every_bit(tiny, value):
     config = make_config(tiny({"recipe.name": "fp32"}))
     corpus = prepare(config.data.source, config.data.tokenizer)
-    trainer = Trainer.begin(config, CPU)
+    trainer = Trainer.begin(config.plan, CPU)
     spoil(trainer, {3}, value)
     trainer.train_step(trainer.batches(corpus.train))
     trainer.train_step(trainer.batches(corpus.train))

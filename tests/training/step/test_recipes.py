@@ -53,7 +53,7 @@ def test_a_rule_holds_from_its_share_of_the_run_on(train, look, tmp_path):
 
 def test_fp16_scales_its_loss_and_lowers_the_scale_where_it_overflows(tiny):
     config = make_config(tiny({"recipe.name": "fp16"}))
-    trainer = Trainer.begin(config, torch.device("cpu"))
+    trainer = Trainer.begin(config.plan, torch.device("cpu"))
     assert trainer.scaler is not None
     scale = trainer.scaler.get_scale()
     from narrowgauge.data import prepare

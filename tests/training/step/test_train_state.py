@@ -21,7 +21,7 @@ def corpus(text):
 
 
 def begin(tiny, changes=None):
-    return Trainer.begin(make_config(tiny(changes)), CPU)
+    return Trainer.begin(make_config(tiny(changes)).plan, CPU)
 
 
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1, "model.qk_norm": True}

@@ -74,7 +74,7 @@ def _remedy(name: str, device: torch.device, expected: Sequence[float]) -> str:
 
 def trained(config: Config, device: torch.device) -> list[float]:
     """The losses of some steps on the same sequences."""
-    trainer, batches = Trainer.begin(config, device), random_batches(config, device)
+    trainer, batches = Trainer.begin(config.plan, device), random_batches(config, device)
     return [trainer.train_step(iter(batches))[0] for _ in range(config.training.steps)]
 
 

@@ -13,8 +13,8 @@ from narrowgauge.cluster.plan.plan import Plan, cost_of, price_of
 from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import imagine
 from narrowgauge.models import count_parameters
-from narrowgauge.runs.monitor.placement import placement
 from narrowgauge.simulate import cheaper
+from narrowgauge.training.outline import placement
 from narrowgauge.units import human_bytes, human_duration
 
 

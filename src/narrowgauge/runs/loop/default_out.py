@@ -33,14 +33,9 @@ _IN_THE_NAME = ("model.name", "data.source", "recipe.name")
 
 
 def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
-    """Choose the run directory of a configuration for which none is named.
+    """Choose the run directory of a configuration: that of the run it continues, else a new one.
 
-    Args:
-        config: The configuration.
-        allowed: The keys in which the run that is there may differ (`--allow-change`).
-
-    Returns:
-        The directory of the run that this configuration continues, if there is one; else a new one.
+    `allowed` are the keys in which the existing run may differ (`--allow-change`).
 
     Raises:
         UserError: several runs differ in `allowed` keys alone.

@@ -47,9 +47,9 @@ def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, obj
     for sentence in refused:
         log(f"passed over: {sentence}")
     coordinator.progress("building the model", START)
-    trainer = Trainer.begin(context.run.config, context.run.device, mesh)
+    trainer = Trainer.begin(context.run.plan, context.run.device, mesh)
     if checkpoint is None:
-        start_from_weights(context.run.weights, context.run.spec.model, trainer.model)
+        start_from_weights(context.run.weights, context.run.plan.spec.model, trainer.model)
         log(f"run directory: {directory.path}")
         directory.keep_metrics_until(-1)
     else:
@@ -72,7 +72,7 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
     Raises:
         Preempted: a signal arrived; the state is saved.
     """
-    directory, steps = context.directory, context.run.steps
+    directory, steps = context.directory, context.run.plan.steps
     if trainer.step == 0:
         val_loss = _validate(context, trainer)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
@@ -86,7 +86,7 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
 
 def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """Run steps to the end, or until a rollback, after which the batches change."""
-    directory, steps, every = context.directory, context.run.steps, context.run.every
+    directory, steps, every = context.directory, context.run.plan.steps, context.run.every
     last_save = time.monotonic()
     tokens = _tokens_seen(context, trainer)
     requests.save_first()
@@ -124,13 +124,13 @@ def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
     lines = context.directory.lines() if context.coordinator.rank == 0 else []  # it records for all
     counted = [line for line in lines if "tokens" in line]
     step, tokens = (counted[-1]["step"], counted[-1]["tokens"]) if counted else (0, 0)
-    return int(tokens) + (trainer.step - step) * context.run.tokens
+    return int(tokens) + (trainer.step - step) * context.run.plan.tokens
 
 
 def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
     """Take the first step of this process, and record its memory next to the estimate."""
     run = context.run
-    is_hidden = run.compiles and run.device.type != "cuda"  # compiled operations
+    is_hidden = run.plan.compiles and run.device.type != "cuda"  # compiled operations
     if run.memory is None or is_hidden:
         return _measured_step(context, trainer, batches, seen)
     with MemoryTracker(run.device) as tracker:
@@ -168,7 +168,7 @@ def _measured_step(
         lines = token_lines(trainer.tokens, trainer.step)
         context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
-    tokens = context.run.tokens
+    tokens = context.run.plan.tokens
     flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
         "step": trainer.step,
@@ -187,7 +187,7 @@ def _measured_step(
 def _is_read(context: RunContext, step: int) -> bool:
     """Whether gauges read a step: every n-th and the last, so that a short run is read, too."""
     every = context.run.every.gauges
-    is_due = step % every == 0 or step == context.run.steps if every else False
+    is_due = step % every == 0 or step == context.run.plan.steps if every else False
     return is_due and context.coordinator.rank == 0  # it reads for all
 
 
@@ -196,7 +196,7 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
     if context.profile is None:
         return take()
     number = trainer.step + 1
-    result, step_time = context.profile.step(number, take, is_last=number == context.run.steps)
+    result, step_time = context.profile.step(number, take, is_last=number == context.run.plan.steps)
     if step_time is not None:
         facts = {"step_ms": step_time.step_ms, "ms": step_time.classes, "device": step_time.device}
         context.directory.record({"event": "step time", "step": trainer.step, **facts})
@@ -211,10 +211,10 @@ def _validate(context: RunContext, trainer: Trainer) -> float:
         trainer.engine,
         trainer.go_to_sample,
         context.dataset.val,
-        run.micro_batch_size,
-        run.sequence_length,
+        run.plan.micro_batch_size,
+        run.plan.sequence_length,
         None,
-        run.separate_documents,
+        run.plan.separate_documents,
         run.held_out,
     )
 

@@ -123,7 +123,7 @@ def _roll_back(
     guard.rolled_back(before)
     trainer.follow_rules()
     context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
-    first = guard.samples - (spike - trainer.step) * context.run.spec.batch_size
+    first = guard.samples - (spike - trainer.step) * context.run.plan.spec.batch_size
     event = {
         "event": "rollback",
         "step": trainer.step,

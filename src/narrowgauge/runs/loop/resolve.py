@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.distributed import ModelSpec, ParallelDims, World, world_from
+from narrowgauge.distributed import ParallelDims, World, world_from
 from narrowgauge.errors import UserError
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.recipes import Backend
@@ -22,9 +22,10 @@ from narrowgauge.runs.loop.parallel_dims import lay_out
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.runs.monitor.loggers import require_sinks
 from narrowgauge.runs.monitor.memory_check import require_memory
-from narrowgauge.runs.monitor.placement import placement
 from narrowgauge.simulate.memory import Memory
 from narrowgauge.training.config.config import Config, make_config
+from narrowgauge.training.outline import placement
+from narrowgauge.training.plan import TrainingPlan
 from narrowgauge.units import parse_bytes
 
 
@@ -54,25 +55,18 @@ class Run:
     """A run before its first step; equal on all ranks but for rank and device.
 
     Attributes:
-        config: The configuration, with the micro-batch that the run takes. The run directory writes it, and
-            the trainer begins with it.
+        config: The configuration, with the micro-batch that the run takes. The run directory writes it.
+        plan: What the trainer takes.
         path: The run directory.
         world: The processes.
         device: The device of this process.
         parallel_dims: The processes along each axis.
-        spec: Model and recipe.
         backend: Whether narrow GEMMs run natively, and why.
         memory: The expected memory of a step, in bytes.
         memory_limit: Bytes that a step may take; 0: all that the device has.
         choice: A sentence about the micro-batch; "" where it is the default or was given.
         placement: A sentence for each layer or block that the recipe treats in its own way.
-        steps: Optimizer steps of the run.
-        tokens: Tokens of a step.
-        micro_batch_size: Sequences that a process computes at once.
-        sequence_length: Tokens of a sequence.
-        separate_documents: Whether documents in one sequence do not see each other.
         held_out: Sequences of a validation.
-        compiles: Whether the model runs through torch.compile.
         weights: The run whose weights this one starts from; "" for none.
         prompt: The start of the sample at the end; "": held-out tokens.
         sample_tokens: Tokens of that sample.
@@ -80,23 +74,17 @@ class Run:
     """
 
     config: Config
+    plan: TrainingPlan
     path: Path
     world: World
     device: torch.device
     parallel_dims: ParallelDims
-    spec: ModelSpec
     backend: Backend
     memory: Memory | None
     memory_limit: int
     choice: str
     placement: list[str]
-    steps: int
-    tokens: int
-    micro_batch_size: int
-    sequence_length: int
-    separate_documents: bool
     held_out: int
-    compiles: bool
     weights: str
     prompt: str
     sample_tokens: int
@@ -131,32 +119,27 @@ def resolve(
         )
     hardware.use_device(device, config.training.deterministic)
     layout = lay_out(config, world.size, path)
-    config, t, spec = layout.config, layout.config.training, layout.config.spec
-    backend = verified_backend(spec.recipe, device, spec.backend)
+    config, plan = layout.config, layout.config.plan
+    backend = verified_backend(plan.spec.recipe, device, plan.spec.backend)
     require_sinks(config.log.sinks)
     check_vocabulary(config)
-    memory, memory_limit = require_memory(config, device, layout.parallel_dims), parse_bytes(t.memory_limit)
+    memory = require_memory(config, device, layout.parallel_dims)
+    memory_limit = parse_bytes(config.training.memory_limit)
     hardware.limit_memory(device, memory_limit)
-    length, is_source_text = config.data.sequence_length, config.data.source == "stdlib"
+    is_source_text = config.data.source == "stdlib"
     return Run(
         config=config,
+        plan=plan,
         path=path,
         world=world,
         device=device,
         parallel_dims=layout.parallel_dims,
-        spec=spec,
         backend=backend,
         memory=memory,
         memory_limit=memory_limit,
         choice=layout.choice,
-        placement=placement(spec.model, spec.recipe, t.micro_batch_size * length),
-        steps=t.steps,
-        tokens=t.batch_size * length,
-        micro_batch_size=t.micro_batch_size,
-        sequence_length=length,
-        separate_documents=config.data.separate_documents,
+        placement=placement(plan.spec.model, plan.spec.recipe, plan.micro_batch_size * plan.sequence_length),
         held_out=layout.held_out,
-        compiles=t.compile,
         weights=config.model.weights,
         prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
         sample_tokens=config.log.sample_tokens,

@@ -75,7 +75,7 @@ def run(
     with (
         hardware.memory_kept(resolved.device),
         stop_requests() as requests,
-        Display(console, resolved.steps, resolved.every.log) as display,
+        Display(console, resolved.plan.steps, resolved.every.log) as display,
     ):
         patience = resolved.config.training.hang_timeout
         with init_process_group(resolved.world, resolved.device, patience) as coordinator:

@@ -35,12 +35,12 @@ class RunContext:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The facts about the run that its start and resume events record."""
-        run, recipe, model = self.run, self.run.spec.recipe, self.run.spec.model
+        run, plan = self.run, self.run.plan
         peak = yardstick.Yardstick(None, "")
         if self.coordinator.rank == 0:  # it records for all, and two that measure at once slow each other
-            peak = yardstick.yardstick(run.device, DTYPES[recipe.compute])
+            peak = yardstick.yardstick(run.device, DTYPES[plan.spec.recipe.compute])
         return {
-            "recipe": recipe.name,
+            "recipe": plan.spec.recipe.name,
             "backend": run.backend.name,
             "backend_reason": run.backend.reason,
             "placement": run.placement,
@@ -49,8 +49,8 @@ class RunContext:
             "threads": torch.get_num_threads(),
             "processes": self.coordinator.size,
             "torch": torch.__version__,
-            "parameters": count_parameters(model),
-            "flops_per_token": flops_per_token(model, run.sequence_length),
+            "parameters": count_parameters(plan.spec.model),
+            "flops_per_token": flops_per_token(plan.spec.model, plan.sequence_length),
             "peak_flops": peak.flops,
             "peak_source": peak.source,
             "corpus": self.dataset.digest,

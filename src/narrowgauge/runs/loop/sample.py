@@ -13,11 +13,11 @@ def sample_text(context: RunContext, state: TrainState) -> tuple[str, str]:
     prompt = run.prompt or tokenizer.decode(dataset.val.streams[0][1:9].tolist())  # the first held-out tokens
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     model = state.model if context.coordinator.size == 1 else _full_model(context, state)
-    new = generate(model, ids, run.sample_tokens, temperature=0.7, top_k=40, seed=run.spec.seed)
+    new = generate(model, ids, run.sample_tokens, temperature=0.7, top_k=40, seed=run.plan.spec.seed)
     return prompt, tokenizer.decode_after(ids, new)
 
 
 def _full_model(context: RunContext, state: TrainState) -> Transformer:
     """The full model of the checkpoint of the last step on this process."""
     checkpoint = load(context.directory.checkpoints / f"step-{state.step}")
-    return model_of(state.config, checkpoint, state.device)[1]
+    return model_of(state.plan, checkpoint, state.device)[1]

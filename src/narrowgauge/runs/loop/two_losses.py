@@ -44,9 +44,8 @@ def two_losses(
     Args:
         trained: The run.
         recipe: The recipe of the other forward pass, such as "bf16".
-        held_out: The held-out tokens.
-        length: Tokens of a sequence.
-        batches: How many of the run's micro-batches, spread evenly over the tokens; None: all.
+        held_out: The held-out tokens, in sequences of `length` tokens.
+        batches: The number of the run's micro-batches, spread evenly over the tokens; None: all.
     """
     c = trained.config
     sequences = trained.held_out_sequences(batches)

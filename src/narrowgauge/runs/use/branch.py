@@ -52,7 +52,7 @@ def branch_run(trunk: Path, step: int, config: Config, out: Path) -> None:
             "with a --checkpoint.every that divides the step and a larger --checkpoint.keep"
         ) from None
     digest = old.corpus_digest()
-    trainer = Trainer.begin(config, torch.device("cpu"))
+    trainer = Trainer.begin(config.plan, torch.device("cpu"))
     trainer.restore(checkpoint)
     with staged_directory(out) as folder:
         new = RunDirectory(folder)

@@ -50,7 +50,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
             f"narrowgauge train --model.weights {source}"
         )
     digest = old.corpus_digest()
-    a, b = (Trainer.begin(config, torch.device("cpu")) for config in (before, after))
+    a, b = (Trainer.begin(config.plan, torch.device("cpu")) for config in (before, after))
     a.restore(path)
     b.step = a.step
     b.follow_rules()  # a rule may keep state in other casts by now

@@ -65,7 +65,7 @@ class TrainedRun:
 
     def go_to_sample(self, first: int) -> None:
         """Tell the model which sequence of the step is the first of the next forward pass."""
-        go_to(self.model, self.config, self.step, first)
+        go_to(self.model, self.config.plan, self.step, first)
 
     def held_out_sequences(self, batches: int | None) -> int | None:
         """Held-out sequences of so many of the run's micro-batches; None: all there are."""
@@ -130,10 +130,10 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
         )
     if target.type == "cpu" and (lines := directory.lines()):
         choose_products(products_of(lines))
-    config, model = model_of(config, checkpoint, target)
+    plan, model = model_of(config.plan, checkpoint, target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     files = (tokenizer or saved, directory.special_tokens())
-    return TrainedRun(path, config, model, checkpoint.step, *files)
+    return TrainedRun(path, config.with_recipe(plan.spec.recipe), model, checkpoint.step, *files)
 
 
 def plain_model(external: ExternalModel) -> Transformer:

@@ -43,6 +43,7 @@ from narrowgauge.training.outline import require_layers
 
 if TYPE_CHECKING:
     from narrowgauge.distributed import ModelSpec
+    from narrowgauge.training.plan import TrainingPlan
 
 
 class Config(Section):
@@ -82,6 +83,24 @@ class Config(Section):
             z_loss=t.z_loss,
             balance_loss=t.balance_loss,
             batch_size=t.batch_size,
+        )
+
+    @property
+    def plan(self) -> "TrainingPlan":
+        """What a trainer takes of it."""
+        from narrowgauge.training.plan import OptimizerPlan, SchedulePlan, TrainingPlan
+
+        return TrainingPlan(
+            spec=self.spec,
+            steps=self.training.steps,
+            micro_batch_size=self.training.micro_batch_size,
+            sequence_length=self.data.sequence_length,
+            separate_documents=self.data.separate_documents,
+            compiles=self.training.compile,
+            keep=self.checkpoint.keep,
+            guard=self.guard.rules(),
+            optimizer=OptimizerPlan(**self.optimizer.model_dump()),
+            schedule=SchedulePlan(**self.schedule.model_dump()),
         )
 
     def with_micro_batch_size(self, size: int) -> "Config":

@@ -1,6 +1,5 @@
-"""A run's model on one process: made from its configuration, and brought to where a checkpoint left it."""
+"""A run's model on one process: built, and brought to where a checkpoint left it."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,12 +7,11 @@ import torch
 from narrowgauge.checkpoint import Checkpoint, load, newest_valid
 from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
-from narrowgauge.guard.raises import Raise, raises_of
+from narrowgauge.guard.raises import raises_of
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, apply_recipe, recipe_tensors, set_step
-from narrowgauge.optim import decay_start
 from narrowgauge.quantization import stored_tensor
-from narrowgauge.training.config.config import Config
+from narrowgauge.training.plan import TrainingPlan
 
 
 def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
@@ -28,42 +26,25 @@ def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
     return model
 
 
-def go_to(model: torch.nn.Module, config: Config, step: int, first_sample: int) -> None:
-    """Set the position of a run's model: `nn.set_step` with what the configuration says of the run."""
-    t = config.training
-    set_step(model, t.seed, step, first_sample, t.steps, decay_start_of(config))
+def go_to(model: torch.nn.Module, plan: TrainingPlan, step: int, first_sample: int) -> None:
+    """Set the position of a run's model (`nn.set_step`)."""
+    set_step(model, plan.spec.seed, step, first_sample, plan.steps, plan.decay_start)
 
 
-def decay_start_of(config: Config) -> int | None:
-    """The first step whose learning rate is below the peak; None if the schedule has none."""
-    s = config.schedule
-    return decay_start(
-        steps=config.training.steps,
-        kind=s.kind,
-        warmup_steps=s.warmup_steps,
-        decay_fraction=s.decay_fraction,
-        decay_steps=s.decay_steps,
-    )
+def model_of(
+    plan: TrainingPlan, checkpoint: Checkpoint, device: torch.device
+) -> tuple[TrainingPlan, Transformer]:
+    """The full model of a checkpoint on one process, and the plan that was in force there."""
+    plan = plan.in_force(raises_of(checkpoint.state), checkpoint.step)
+    model = build_model(plan.spec, device)
+    load_model(model, plan, checkpoint)
+    return plan, model.eval()
 
 
-def in_force(config: Config, raises: Sequence[Raise], step: int) -> Config:
-    """A run's configuration with the recipe that is in force after `step` steps."""
-    recipe = config.spec.recipe.with_rules([r.rule(config.spec.recipe) for r in raises])
-    return config.with_recipe(recipe.at_rest(step + 1, config.training.steps, decay_start_of(config)))
-
-
-def model_of(config: Config, checkpoint: Checkpoint, device: torch.device) -> tuple[Config, Transformer]:
-    """The full model of a checkpoint on one process, and the configuration that was in force there."""
-    config = in_force(config, raises_of(checkpoint.state), checkpoint.step)
-    model = build_model(config.spec, device)
-    load_model(model, config, checkpoint)
-    return config, model.eval()
-
-
-def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:
+def load_model(model: torch.nn.Module, plan: TrainingPlan, checkpoint: Checkpoint) -> None:
     """Bring a model to where it was when the checkpoint was made: weights, and the state of its recipe."""
     load_weights(model, checkpoint)
-    go_to(model, config, checkpoint.step, 0)
+    go_to(model, plan, checkpoint.step, 0)
     saved = checkpoint.tensors.get("recipe", {})
     for name, tensor in recipe_tensors(model).items():
         if name not in saved or saved[name].shape != tensor.shape:

@@ -1,4 +1,4 @@
-"""A run's optimizer, made from its configuration: parameter groups, random bits, learning rate."""
+"""A run's optimizer: its parameter groups and the numbers that its random bits depend on."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,24 +7,24 @@ import torch
 
 from narrowgauge.models import Transformer
 from narrowgauge.nn import outline_of
-from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups
+from narrowgauge.optim import AdamW, Muon, Optimizer, parameter_groups
 from narrowgauge.optim.optimizer import is_large
 from narrowgauge.quantization import ensure_state
 from narrowgauge.recipes import Recipe, resolve
-from narrowgauge.training.config.config import Config
+from narrowgauge.training.plan import OptimizerPlan, TrainingPlan
 
 
-def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
-    """Make the configuration's optimizer of a model, before its first step."""
-    o, groups, seed = config.optimizer, _groups(config, model), config.training.seed
-    recipe = replace(config.spec.recipe, rules=())
+def build_optimizer(plan: TrainingPlan, model: torch.nn.Module) -> Optimizer:
+    """The optimizer of a model before its first step."""
+    o, groups, seed = plan.optimizer, _groups(plan.optimizer, model), plan.spec.seed
+    recipe = replace(plan.spec.recipe, rules=())
     optimizer: Optimizer
     if o.name == "muon":
         optimizer = Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
     else:
         optimizer = AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
-    if any(rule.state for rule in config.spec.recipe.rules):
-        _follow_rules(optimizer, config.spec.recipe, model)
+    if any(rule.state for rule in plan.spec.recipe.rules):
+        _follow_rules(optimizer, plan.spec.recipe, model)
     return optimizer
 
 
@@ -38,32 +38,16 @@ def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) 
                 optimizer.recast(p, place, casts[place])
 
 
-def number_parameters(config: Config, model: torch.nn.Module) -> None:
+def number_parameters(plan: TrainingPlan, model: torch.nn.Module) -> None:
     """Set the index of each local parameter among all of the full model's; its random bits depend on it."""
     with torch.device("meta"):
-        full_model = Transformer(config.spec.model)
-    parameters = (p for group in _groups(config, full_model) for p in group["params"])
+        full_model = Transformer(plan.spec.model)
+    parameters = (p for group in _groups(plan.optimizer, full_model) for p in group["params"])
     indices = {p: i for i, p in enumerate(parameters)}
     of_name = {name: indices[p] for name, p in full_model.named_parameters()}
     for name, parameter in model.named_parameters():
         ensure_state(parameter).index = of_name[name]
 
 
-def learning_rate_of(config: Config, step: int) -> float:
-    """The learning rate of an optimizer step, counted from 1."""
-    s = config.schedule
-    return learning_rate(
-        step,
-        lr=config.optimizer.lr,
-        steps=config.training.steps,
-        kind=s.kind,
-        warmup_steps=s.warmup_steps,
-        final_lr_fraction=s.final_lr_fraction,
-        decay_fraction=s.decay_fraction,
-        decay_steps=s.decay_steps,
-    )
-
-
-def _groups(config: Config, model: torch.nn.Module) -> list[dict[str, Any]]:
-    o = config.optimizer
+def _groups(o: OptimizerPlan, model: torch.nn.Module) -> list[dict[str, Any]]:
     return parameter_groups(model, o.weight_decay, o.groups, muon=o.name == "muon")

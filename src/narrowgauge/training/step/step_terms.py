@@ -1,4 +1,4 @@
-"""What a step says besides its loss: other terms of the objective, and how many tokens each expert had.
+"""What a step reports besides its loss: other terms of the objective, and how many tokens each expert had.
 
 Experts compete for tokens: one that has few learns little, and then gets fewer. `busiest_expert` in the
 metrics is the number to watch: the tokens of the busiest expert of any layer, over the mean. It is 1 at best,
@@ -23,7 +23,7 @@ def forget_tokens(engine: Engine) -> None:
 
 
 def step_terms(engine: Engine, total: torch.Tensor) -> tuple[float, dict[str, float], dict[str, list[int]]]:
-    """What a step says, from this process's sum of losses; all processes call it together.
+    """What a step reports, from this process's sum of losses; all processes call it together.
 
     Returns:
         (cross entropy, further figures by name, tokens of each expert by layer).

@@ -20,7 +20,7 @@ from narrowgauge.nn import recipe_tensors
 from narrowgauge.optim import Optimizer
 from narrowgauge.quantization import stored_tensor
 from narrowgauge.recipes import Recipe
-from narrowgauge.training.config.config import Config
+from narrowgauge.training.plan import TrainingPlan
 from narrowgauge.training.step.build_model import go_to
 from narrowgauge.training.step.checkpoint_slices import local_tensors_of
 from narrowgauge.training.step.replica_check import common, fingerprint_local, require_same_replicas
@@ -30,7 +30,7 @@ from narrowgauge.training.step.replica_check import common, fingerprint_local, r
 class TrainState:
     """Everything that changes from step to step; on each of several processes its shard of it."""
 
-    config: Config
+    plan: TrainingPlan
     device: torch.device
     model: Transformer
     optimizer: Optimizer
@@ -47,12 +47,12 @@ class TrainState:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the run, without what the guard has raised."""
-        return self.config.spec.recipe
+        return self.plan.spec.recipe
 
     @property
     def keep(self) -> int:
         """How many valid checkpoints are kept."""
-        return self.config.checkpoint.keep
+        return self.plan.keep
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by group and name, as this process holds them (not copied)."""
@@ -97,9 +97,9 @@ class TrainState:
         with torch.no_grad():
             checkpoint = restore_distributed(path, self.local_tensors(), group)
         self.engine.after_update()
-        go_to(self.model, self.config, checkpoint.step, 0)
+        go_to(self.model, self.plan, checkpoint.step, 0)
         self.step = checkpoint.step
-        taken = self.step * self.config.training.batch_size
-        self.guard = Guard.from_state(self.config.guard.rules(), checkpoint.state, taken)
+        taken = self.step * self.plan.spec.batch_size
+        self.guard = Guard.from_state(self.plan.guard, checkpoint.state, taken)
         if self.scaler:
             self.scaler.load_state_dict(checkpoint.state["loss_scaling"])

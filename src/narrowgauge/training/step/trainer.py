@@ -20,9 +20,9 @@ from narrowgauge.guard.raises import raises_of
 from narrowgauge.nn import Gauges, discard_step
 from narrowgauge.optim import set_learning_rate
 from narrowgauge.torch_compat import compiled_as_eager
-from narrowgauge.training.config.config import Config
-from narrowgauge.training.step.build_model import build_model, go_to, in_force
-from narrowgauge.training.step.build_optimizer import build_optimizer, learning_rate_of, number_parameters
+from narrowgauge.training.plan import TrainingPlan
+from narrowgauge.training.step.build_model import build_model, go_to
+from narrowgauge.training.step.build_optimizer import build_optimizer, number_parameters
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
 from narrowgauge.training.step.recast import hold, put_back
 from narrowgauge.training.step.replica_check import require_same_replay, step_fingerprint
@@ -34,7 +34,7 @@ from narrowgauge.training.step.train_state import TrainState
 class Trainer(TrainState):
     """The state of a run, and the optimizer step that moves it."""
 
-    in_force: Config | None = None  # the configuration with the recipe that model and optimizer are under
+    in_force: TrainingPlan | None = None  # the plan with the recipe that model and optimizer are under
     verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
     first_bad: FirstBad | None = None  # of the last step; None if it was finite
     terms: dict[str, float] = field(default_factory=dict)  # of the last step, beside its loss
@@ -42,83 +42,79 @@ class Trainer(TrainState):
     micro_batches: Sequence[MicroBatch] = ()  # of the last step
 
     @classmethod
-    def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
+    def begin(cls, plan: TrainingPlan, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
         """The state before the first step; with several processes, the local shard of it."""
-        trainer = cls._build(in_force(config, (), 0), device, mesh)
-        trainer.config = config
-        if config.spec.recipe.compute == "fp16" and device.type != "meta":
+        trainer = cls._build(plan.in_force((), 0), device, mesh)
+        trainer.plan = plan
+        if plan.spec.recipe.compute == "fp16" and device.type != "meta":
             trainer.scaler = torch.amp.GradScaler(device.type)
             trainer.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
         return trainer
 
     @classmethod
-    def _build(cls, config: Config, device: torch.device, mesh: Mesh | None) -> "Trainer":
+    def _build(cls, plan: TrainingPlan, device: torch.device, mesh: Mesh | None) -> "Trainer":
         """Model, optimizer and engine under the recipe that is in force, with the numbers of the start."""
         mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
-            model = build_model(config.spec, device)
+            model = build_model(plan.spec, device)
             # The memory estimate tracks operations on the meta device, and compiled code hides them. Worse,
             # torch's compiler never compiles code afterwards that it has met under such a tracker.
-            is_compiled = config.training.compile and device.type != "meta"
+            is_compiled = plan.compiles and device.type != "meta"
             modules = [compiled_as_eager(model.loss) if is_compiled else model.loss]
         else:
-            model, modules = parallelize(config.spec, mesh, device)
-            number_parameters(config, model)
+            model, modules = parallelize(plan.spec, mesh, device)
+            number_parameters(plan, model)
         engine = Engine(model, mesh, device, modules)
-        trainer = cls(
-            config, device, model, build_optimizer(config, model), engine, Guard(config.guard.rules())
-        )
+        trainer = cls(plan, device, model, build_optimizer(plan, model), engine, Guard(plan.guard))
         trainer.engine.attach(trainer.optimizer)
-        trainer.in_force = config
+        trainer.in_force = plan
         return trainer
 
     def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
         """Go back to the state in a checkpoint, of any number of processes; all of `group` together."""
         saved = read_state(path, group)
-        self._rebuild(in_force(self.config, raises_of(saved.state), saved.step), keep=False)
+        self._rebuild(self.plan.in_force(raises_of(saved.state), saved.step), keep=False)
         self.fill(path, group)
 
     def follow_rules(self) -> None:
         """Keep state as the recipe's rules and the guard's raises say for the next step. Collective."""
-        self._rebuild(in_force(self.config, self.guard.raised, self.step), keep=True)
+        self._rebuild(self.plan.in_force(self.guard.raised, self.step), keep=True)
 
-    def _rebuild(self, config: Config, keep: bool) -> None:
+    def _rebuild(self, plan: TrainingPlan, keep: bool) -> None:
         """Build everything anew where another recipe is in force, with the same numbers if they are kept."""
         assert self.in_force is not None
-        if config.spec.recipe == self.in_force.spec.recipe:
+        if plan.spec.recipe == self.in_force.spec.recipe:
             return
         held = hold(self.model, self.optimizer) if keep else None
-        mesh, self.in_force = self.engine.mesh, config
+        mesh, self.in_force = self.engine.mesh, plan
         del self.model, self.optimizer, self.engine
         gc.collect()  # before others take their memory
-        built = self._build(config, self.device, mesh)
+        built = self._build(plan, self.device, mesh)
         self.model, self.optimizer, self.engine = built.model, built.optimizer, built.engine
         if held is not None:
             put_back(held, self.model, self.optimizer)
             self.engine.after_update()
-            go_to(self.model, self.config, self.step, 0)
+            go_to(self.model, self.plan, self.step, 0)
 
     def go_to_sample(self, first: int) -> None:
         """Tell the model which sequence of the step is the first of the next forward pass."""
-        go_to(self.model, self.config, self.step, first)
+        go_to(self.model, self.plan, self.step, first)
 
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from this step on, prepared in the background until the loader is closed."""
-        t, data, mesh = self.config.training, self.config.data, self.engine.mesh
-        skipped = self.guard.samples - self.step * t.batch_size
-        micro_batches = t.batch_size // (t.micro_batch_size * mesh.parallel_dims.data)
+        plan, mesh, batch_size = self.plan, self.engine.mesh, self.plan.spec.batch_size
+        size, readers = plan.micro_batch_size, mesh.parallel_dims.data
+        skipped = self.guard.samples - self.step * batch_size
         return Loader(
             train,
-            t.seed,
-            first_samples(
-                self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.parallel_dims.data, skipped
-            ),
-            t.micro_batch_size,
-            data.sequence_length,
-            data.separate_documents,
+            plan.spec.seed,
+            first_samples(self.step, batch_size, size, mesh.data_index, readers, skipped),
+            size,
+            plan.sequence_length,
+            plan.separate_documents,
             pin=self.device.type == "cuda",
-            prefetch=max(8, micro_batches),  # a step takes all of its own before its first product
+            prefetch=max(8, batch_size // (size * readers)),  # a step begins with all of its own
         )
 
     def train_step(
@@ -158,8 +154,8 @@ class Trainer(TrainState):
             engine.all_reduce_overflow(self.scaler, self.optimizer)
         if gauges is not None:
             gauges.after_backward()
-        norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
-        lr, (loss, self.terms, self.tokens) = learning_rate_of(self.config, step), step_terms(engine, total)
+        norm = self.optimizer.clip_grad_norm_(self.plan.optimizer.clip_norm).item()
+        lr, (loss, self.terms, self.tokens) = self.plan.learning_rate(step), step_terms(engine, total)
         self.verdict = self.guard.judge(loss, norm, is_scaled=self.scaler is not None)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
@@ -173,7 +169,7 @@ class Trainer(TrainState):
         if self.scaler:
             self.scaler.update()
         self.micro_batches = micro_batches
-        self.step, self.guard.samples = step, self.guard.samples + self.config.training.batch_size
+        self.step, self.guard.samples = step, self.guard.samples + self.plan.spec.batch_size
         if self.verdict.action != "raise":
             self.follow_rules()
         return loss, norm, lr
@@ -200,18 +196,18 @@ class Trainer(TrainState):
             self.scaler.load_state_dict(scaling)
         gauges.after_backward()
         if update:
-            self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm)
-            set_learning_rate(self.optimizer, learning_rate_of(self.config, self.step + 1))
+            self.optimizer.clip_grad_norm_(self.plan.optimizer.clip_norm)
+            set_learning_rate(self.optimizer, self.plan.learning_rate(self.step + 1))
             self.optimizer.step()
         gauges.after_step()
         discard_step(self.model)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[MicroBatch]:
         """This rank's micro-batches of the next step, weighted by their share of the targets of all ranks."""
-        t, mesh = self.config.training, self.engine.mesh
-        local_samples = t.batch_size // mesh.parallel_dims.data
+        mesh = self.engine.mesh
+        local_samples = self.plan.spec.batch_size // mesh.parallel_dims.data
         begin = mesh.data_index * local_samples
-        firsts = range(begin, begin + local_samples, t.micro_batch_size)
+        firsts = range(begin, begin + local_samples, self.plan.micro_batch_size)
         local_batches = [next(batches) for _ in firsts]
         targets = max(self.engine.sum_over_data(sum(batch.targets for batch in local_batches)), 1)
         return [
@@ -230,7 +226,7 @@ class Trainer(TrainState):
         forget_tokens(self.engine)
 
         def begin(i: int) -> None:
-            go_to(self.model, self.config, self.step + 1, micro_batches[i].first)
+            go_to(self.model, self.plan, self.step + 1, micro_batches[i].first)
             if observer is not None:
                 observer.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
 
@@ -243,7 +239,7 @@ class Trainer(TrainState):
 
     def _find_first_bad(self, micro_batches: Sequence[MicroBatch]) -> FirstBad:
         """Compute the step that was just judged again, and find its first bad tensor on any process."""
-        if self.config.training.compile:
+        if self.plan.compiles:
             return COMPILED
         discard_step(self.model)
         with NanTracer(self.model, self.engine.rank) as tracer:

@@ -1,0 +1,91 @@
+"""The parts of a configuration that the steps of a run are made from, as plain records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from narrowgauge.distributed import ModelSpec
+from narrowgauge.guard.raises import Raise
+from narrowgauge.guard.rules import GuardRules
+from narrowgauge.optim import decay_start, learning_rate
+from narrowgauge.optim.schedule import ScheduleKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """The keys of `[optimizer]`."""
+
+    name: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float
+    momentum: float
+    groups: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePlan:
+    """The keys of `[schedule]`."""
+
+    kind: ScheduleKind
+    warmup_steps: int
+    final_lr_fraction: float
+    decay_fraction: float
+    decay_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """What a `Trainer` takes.
+
+    Attributes:
+        spec: Model, recipe, seed and batch size.
+        steps: Optimizer steps of the run.
+        micro_batch_size: Sequences that a process computes at once.
+        sequence_length: Tokens of a sequence.
+        separate_documents: Whether documents in one sequence do not see each other.
+        compiles: Whether the model runs through torch.compile.
+        keep: The number of valid checkpoints that are kept.
+        guard: The rules of the guard.
+        optimizer: The optimizer.
+        schedule: The learning rate over time.
+    """
+
+    spec: ModelSpec
+    steps: int
+    micro_batch_size: int
+    sequence_length: int
+    separate_documents: bool
+    compiles: bool
+    keep: int
+    guard: GuardRules
+    optimizer: OptimizerPlan
+    schedule: SchedulePlan
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.spec.batch_size * self.sequence_length
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of an optimizer step, counted from 1."""
+        return learning_rate(step, lr=self.optimizer.lr, steps=self.steps, **vars(self.schedule))
+
+    @property
+    def decay_start(self) -> int | None:
+        """The first step whose learning rate is below the peak; None if the schedule has none."""
+        s = self.schedule
+        return decay_start(
+            steps=self.steps,
+            kind=s.kind,
+            warmup_steps=s.warmup_steps,
+            decay_fraction=s.decay_fraction,
+            decay_steps=s.decay_steps,
+        )
+
+    def in_force(self, raises: Sequence[Raise], step: int) -> "TrainingPlan":
+        """The plan with the recipe that is in force after `step` steps."""
+        recipe = self.spec.recipe.with_rules([r.rule(self.spec.recipe) for r in raises])
+        at_rest = recipe.at_rest(step + 1, self.steps, self.decay_start)
+        return replace(self, spec=replace(self.spec, recipe=at_rest))
