@@ -72,7 +72,7 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
 
 def test_histories_forget_a_step_that_is_not_taken(tiny):
     config = make_config(tiny({"recipe.name": "fp8-delayed"}))
-    trainer = Trainer.begin(config, CPU)
+    trainer = Trainer.begin(config.plan, CPU)
     spoil(trainer, {2})
     batches = trainer.batches(prepare(config.data.source, config.data.tokenizer).train)
     trainer.train_step(batches)

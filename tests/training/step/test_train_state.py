@@ -126,5 +126,5 @@ def test_the_newest_checkpoint_of_the_run_is_found(tiny, corpus, tmp_path):
     checkpoint, refused = newest_checkpoint(tmp_path, "me")
     assert checkpoint is not None
     assert (checkpoint.step, refused) == (2, [])
-    with pytest.raises(UserError, match="of run 'me', and this run is 'you'"):
+    with pytest.raises(UserError, match="of run 'me', but this run is 'you'"):
         newest_checkpoint(tmp_path, "you")

@@ -19,8 +19,6 @@ from typing import Any
 from narrowgauge.json_lines import append_lines
 from narrowgauge.runs.monitor.loggers import Loggers
 from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.training.config.config import Config
-from narrowgauge.training.config.diff import ConfigDiff
 
 _MOST = 100_000  # lines of a file that are kept in memory; then the oldest are dropped
 
@@ -120,7 +118,7 @@ class NullRunWriter(RunWriter):
     def set_status(self, status: str, reason: str) -> None:
         """Do nothing: rank 0 does it."""
 
-    def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int, run_id: str) -> None:
+    def adopt(self, *_: Any, **__: Any) -> None:
         """Do nothing: rank 0 does it."""
 
 
