@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-thorough test-slow pages faults check format bench tables evidence docs notebook clean
+.PHONY: train test test-thorough pages faults check format bench tables evidence docs notebook clean
 
 train: $(VENV)/.run
 	$(BIN)/narrowgauge train $(ARGS)
@@ -15,15 +15,12 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-thorough: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'thorough and not slow and not faults' $(ARGS)
-
-test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
 
 # The tables of plans that pages show, made again by their commands; with another torch in an environment of its own:
 # make pages VENV=.venv-next TORCH=torch==2.14.1 PYTHON=...
 pages: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/test_plan_pages.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m '' tests/test_plan_pages.py $(ARGS)
 
 faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -m case --fault-table=docs/faults.md -n 2 --dist worksteal $(ARGS)

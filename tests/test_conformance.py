@@ -199,7 +199,7 @@ def test_the_oracle_makes_these_inputs_and_one_vector_of_every_cast_and_option()
         assert v in [other | {"name": ""} for other in CASTS["vectors"]], (name, options)
 
 
-@pytest.mark.tier("slow")  # twenty seconds of Fractions
+@pytest.mark.tier("thorough")  # twenty seconds of Fractions
 def test_the_files_are_what_the_oracle_makes(tmp_path):
     subprocess.run([sys.executable, FOLDER / "make.py", tmp_path], check=True)
     for name in FILES:

@@ -91,7 +91,7 @@ def test_casts_move_what_they_read_and_write(config):
 FLOOR = {"dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 512, "layers": 2, "vocab_size": 512}
 
 
-@pytest.mark.tier("slow", keep=("bf16", "fp8-delayed", "nvfp4"))
+@pytest.mark.tier("thorough", keep=("bf16", "fp8-delayed", "nvfp4"))
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_the_floor_is_never_above_the_count_of_the_step(recipe):
     """FLOPs, bytes, and the bytes of the update. Kernels that cast on the way make no class of their own."""

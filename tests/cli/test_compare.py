@@ -75,7 +75,7 @@ def test_a_comparison_and_the_same_line_again(narrowgauge, compare, look, tmp_pa
     ("number", "everywhere"),
     [
         pytest.param(signal.SIGUSR1, False, id="SIGUSR1"),
-        pytest.param(signal.SIGTERM, True, id="SIGTERM to each process", marks=pytest.mark.tier("slow")),
+        pytest.param(signal.SIGTERM, True, id="SIGTERM to each process", marks=pytest.mark.tier("thorough")),
         pytest.param(signal.SIGINT, True, id="Ctrl-C"),
     ],
 )
@@ -95,7 +95,7 @@ def test_asked_to_stop_the_run_inside_saves(narrowgauge, compare, look, tmp_path
     assert not (tmp_path / "both" / "report.html").exists()
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("thorough")
 def test_the_same_line_continues_a_comparison_that_stopped(narrowgauge, compare, look, tmp_path):
     words = compare("bf16,fp8", {"training.steps": 100, "checkpoint.every": 1000})
     bf16, fp8 = look(tmp_path / "both" / "bf16"), look(tmp_path / "both" / "fp8")
@@ -108,7 +108,7 @@ def test_the_same_line_continues_a_comparison_that_stopped(narrowgauge, compare,
     assert bf16.column("step") == fp8.column("step") == [*range(1, 101)]
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("thorough")
 def test_a_run_that_was_killed_is_named(narrowgauge, compare, look, tmp_path, refused):
     run = look(tmp_path / "both" / "bf16")
     process = narrowgauge.start(*compare("bf16,fp8", {"training.steps": 10_000})).until(run.has_step(1))
@@ -204,7 +204,7 @@ def test_a_variant_in_a_sweep_from_a_file(narrowgauge, compare, look, tmp_path, 
     assert "A gap of one seed has no confidence interval" in " ".join(ended.out.split())
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("thorough")
 def test_two_processes_train_every_run_together(narrowgauge, compare, look, tmp_path):
     options = ["--standalone", "--nproc-per-node", "2", "-m", "narrowgauge"]
     ended = narrowgauge(*options, *compare("bf16,fp8", {"training.steps": 4}), script=TORCHRUN)

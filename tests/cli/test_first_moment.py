@@ -28,7 +28,6 @@ def while_importing():
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.tier("slow", keep=("SIGINT",))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda n: n.name)
 def test_a_run_that_is_asked_in_its_first_second_ends_with_75(while_importing, line, tmp_path, number):
     start = time.monotonic()

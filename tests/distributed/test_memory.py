@@ -20,14 +20,14 @@ def text(tmp_path_factory):
     ("recipe", "parallel"),
     [
         ("bf16", {"shard": 2}),
-        pytest.param("fp8", {"shard": 2}, marks=pytest.mark.tier("slow")),
+        ("fp8", {"shard": 2}),
         ("msamp-o3", {"shard": 2}),
-        pytest.param("bf16", {"shard": 2, "zero": 1}, marks=pytest.mark.tier("slow")),
-        pytest.param("bf16", {"replicate": 2}, marks=pytest.mark.tier("slow")),
+        ("bf16", {"shard": 2, "zero": 1}),
+        ("bf16", {"replicate": 2}),
         ("bf16", {"shard": 2, "expert": 2}),
         ("bf16", {"tensor": 2}),
         ("bf16", {"context": 2}),
-        pytest.param("fp4", {"context": 2}, marks=pytest.mark.tier("slow")),
+        ("fp4", {"context": 2}),
     ],
     ids=str,
 )

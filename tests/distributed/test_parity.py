@@ -8,11 +8,13 @@ a single element, which with a small learning rate does not grow.
 
 import json
 import shutil
+from itertools import cycle
 from math import inf, isfinite
 
 import pytest
 
 from narrowgauge.recipes import recipe_names
+from support.covering import covering, properties_of
 
 LAYOUTS = {
     "fsdp 2": (2, {}),
@@ -83,7 +85,7 @@ def parity(ranks, tmp_path_factory):
     def base(changes):
         values = {
             "model": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "ffn_dim": 64, "vocab_size": 257},
-            "data": {"source": str(text), "tokenizer": "bytes", "sequence_length": 64},
+            "data": {"source": str(text), "tokenizer": "bytes", "sequence_length": TOKENS},
             "training": {"steps": 10, "batch_size": 4, "micro_batch_size": 1, "device": "cpu"},
             "optimizer": {"lr": 1e-5},
             "schedule": {"warmup_steps": 2},
@@ -143,11 +145,10 @@ def check_sums(alone, everyone, bound=1e-5, tensors=1e-3, val=None):
 
 # The recipe without anything special and the one with most run on each axis, the others where they differ.
 PAIRS = [(recipe, layout) for recipe in ("fp8", "fp8-delayed", "nvfp4", "quartet") for layout in TWO]
-QUICK = [pair for pair in PAIRS if pair[0] == "nvfp4"] + [("fp8-delayed", "fsdp 2"), ("quartet", "tp 2")]
+QUICK = [("nvfp4", "tp 2"), ("fp8-delayed", "fsdp 2")]
 
 
-@pytest.mark.tier("thorough", keep=2)
-@pytest.mark.tier("slow", keep=QUICK)
+@pytest.mark.tier("thorough", keep=QUICK)
 @pytest.mark.parametrize(("recipe", "layout"), PAIRS)
 def test_two_processes_train_as_one(parity, recipe, layout):
     check(*parity(layout, recipe))
@@ -165,20 +166,25 @@ KEYS = {
     "recipe.wgrad.dy": {"element": "int4", "block": 16, "scale": "bf16", "scale_rounding": "stochastic"},
     "recipe.wgrad.x": "fprop.x",
 }
+TOKENS = 64  # of a sequence
 MEANS = {
     "recipe.fprop.x": {"cast": "nvfp4", "center": "tokens"},
     "recipe.wgrad.dy": {"cast": "mxfp4", "center": "tokens", "rounding": "stochastic"},
 }
 
 
-@pytest.mark.tier("slow", keep=("cp 2",))
+@pytest.mark.tier("thorough", keep=("cp 2",))
 @pytest.mark.parametrize("layout", ["tp 2", "cp 2"])
 def test_means_are_of_all_tokens(parity, layout):
-    check(*parity(layout, "bf16", MEANS))
+    alone, everyone = parity(layout, "bf16", MEANS)
+    if layout == "cp 2":
+        return check(alone, everyone)
+    # A sum of two processes may move the last float32 bit of a mean, and so of the operands of its column.
+    assert all(count <= TOKENS for each in everyone for count in each["unlike"].values())
+    check_sums(alone, everyone)
 
 
-@pytest.mark.tier("thorough", keep=1)
-@pytest.mark.tier("slow", keep=("tp 2", "cp 2"))
+@pytest.mark.tier("thorough", keep=("tp 2",))
 @pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "cp 2"])
 def test_keys_of_casts_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "bf16", KEYS))
@@ -195,7 +201,7 @@ KEPT = {
 }
 
 
-@pytest.mark.tier("slow", keep=("fsdp 2", "tp 2"))
+@pytest.mark.tier("thorough", keep=("fsdp 2", "tp 2"))
 @pytest.mark.parametrize("layout", ["fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2"])
 def test_kept_channels_are_those_of_the_global_tensor(parity, layout):
     alone, everyone = parity(layout, "bf16", KEPT)
@@ -216,7 +222,6 @@ OF_BLOCKS = {
 
 
 @pytest.mark.tier("thorough", keep=1)
-@pytest.mark.tier("slow", keep=("fsdp 2", "tp 2"))
 @pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "cp 2", "pp 2"])
 def test_attention_and_the_stream_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "fp8-attention", OF_BLOCKS))
@@ -251,7 +256,6 @@ PARTS = DROPOUT | {"model.qk_norm": True, "model.kv_heads": 4, "training.z_loss"
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.tier("slow", keep=("tp 2 x cp 2",))
 @pytest.mark.parametrize("layout", [*TWO, "tp 2 x cp 2"])
 def test_dropout_z_loss_and_the_norm_of_heads(parity, layout):
     """Masks of tokens and of heads, of which each process has some."""
@@ -375,7 +379,6 @@ def test_overflow_is_everyones(parity, layout):
 LAST_BIT = [("fsdp 2", 2), ("zero 1", 2), ("ddp 2", 2), ("pp 2", 4)]
 
 
-@pytest.mark.tier("slow", keep=(("fsdp 2", 2), ("pp 2", 4)))
 @pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(("layout", "micro_batches"), LAST_BIT)
 def test_what_the_page_promises_to_the_last_bit(parity, layout, micro_batches):
@@ -404,23 +407,33 @@ def test_sums_in_narrow_numbers_are_near(parity, layout):
     narrow_sums(*parity(layout, "msamp-o3"))
 
 
-# whole blocks of 128, and steps so small that ten of them tip hardly a code
+# whole blocks of 128, and steps so small that five of them tip hardly a code
 LARGE = {"model.dim": 256, "model.ffn_dim": 256, "data.sequence_length": 256, "optimizer.lr": 1e-6}
 
 
-@pytest.mark.tier("slow")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", recipe_names())
+def axes_of(parallel):
+    """The axes of a grid; a stage of ZeRO is one."""
+    return [f"{axis} {n}" if axis == "zero" else axis for axis, n in (parallel or {"shard": 2}).items()]
+
+
+# Every recipe, every grid, and every pair of a property of a recipe and an axis of a grid.
+COVERING = covering(
+    {name: properties_of(name) for name in recipe_names()},
+    {layout: axes_of(parallel) for layout, (_, parallel) in LAYOUTS.items()},
+)
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize(("recipe", "layout"), COVERING)
 def test_every_recipe_on_every_grid(parity, recipe, layout, record_property):
     sums = WIDE_SUMS if recipe in NARROW_SUMS else {}
     changes = LARGE | sums | BY_CHANCE.get(recipe, {})
-    for kind, figure in check(*parity(layout, recipe, changes, steps=10)).items():
+    for kind, figure in check(*parity(layout, recipe, changes, steps=5)).items():
         record_property(kind, figure)
 
 
-@pytest.mark.tier("slow")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", NARROW_SUMS)
-def test_every_recipe_with_narrow_sums_on_every_grid(parity, recipe, layout, record_property):
-    for kind, figure in narrow_sums(*parity(layout, recipe, LARGE, steps=10)).items():
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize(("layout", "recipe"), list(zip(LAYOUTS, cycle(NARROW_SUMS), strict=False)))
+def test_every_grid_with_narrow_sums(parity, recipe, layout, record_property):
+    for kind, figure in narrow_sums(*parity(layout, recipe, LARGE, steps=5)).items():
         record_property(kind, figure)

@@ -96,7 +96,6 @@ def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run):
 
 
 @pytest.mark.tier("thorough")  # test_coordinator.py names ranks without torchrun
-@pytest.mark.tier("slow", keep=(0,))
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stopped_process_is_found_and_named(rank, run, number):
     """Rank 0 keeps the store, which is then silent too."""

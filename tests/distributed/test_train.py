@@ -8,7 +8,7 @@ from support.processes import TORCHRUN
 
 
 @pytest.mark.tier("thorough")  # test_parity.py trains in ranks
-@pytest.mark.parametrize("kind", ["tensor", pytest.param("context", marks=pytest.mark.tier("slow"))])
+@pytest.mark.parametrize("kind", ["tensor", "context"])
 def test_fp4_is_trained_by_two_processes(narrowgauge, line, look, tmp_path, kind):
     """Its quantiles are those of elements on both, and the estimate before step 1 has none to read."""
     changes = {"recipe.name": "fp4", "model.kv_heads": 2, f"parallel.{kind}": 2, "training.steps": 2}

@@ -200,7 +200,6 @@ def test_round_to_keeps_the_dtype_and_gives_grid_values(dtype):
 
 
 @pytest.mark.tier("thorough")  # compiles for seconds; nn/test_compile.py keeps some
-@pytest.mark.tier("slow", keep=("e4m3", "e2m1"))
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize("name", NARROW)

@@ -21,7 +21,6 @@ class Run:
     world: int = 1
     changes: Mapping[str, Any] = field(default_factory=dict)
     products: str = "fp32"
-    is_slow: bool = False
 
 
 # How many processes, and the keys. Those that share out a batch have two micro-batches each, as others do.
@@ -36,17 +35,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2, tensor 2": (4, {"parallel.shard": 2, "parallel.tensor": 2, "training.batch_size": 4}),
 }
 SHARED_OUT = ("bf16", "fp8", "nvfp4", "msamp-o3")
-# What a commit waits for: each grid, each recipe where it goes a way of its own. The others are `slow`.
-SOON = {
-    "replicate 2": ("nvfp4",),
-    "shard 2": ("fp8", "msamp-o3"),
-    "shard 2, zero 2": ("msamp-o3",),
-    "shard 2, zero 1": ("nvfp4",),
-    "tensor 2": ("fp8", "msamp-o3"),
-    "context 2": ("nvfp4",),
-    "pipeline 2": ("bf16", "fp8"),
-    "shard 2, tensor 2": ("nvfp4",),
-}
 FEW = {"training.steps": 2, "training.batch_size": 2, "training.micro_batch_size": 1}
 
 
@@ -59,7 +47,7 @@ def all_runs() -> dict[str, Run]:
     runs |= {f"{name}, 2 micro-batches": Run(name, 1, FEW | gauges) for name in SHARED_OUT}
     for grid, (world, keys) in GRIDS.items():
         for name in SHARED_OUT:
-            runs[f"{name}, {grid}"] = Run(name, world, FEW | keys, is_slow=name not in SOON[grid])
+            runs[f"{name}, {grid}"] = Run(name, world, FEW | keys)
     return runs
 
 

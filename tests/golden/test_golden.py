@@ -35,15 +35,8 @@ def require_none(differences):
         pytest.fail("\n".join([f"{len(differences)} differences", *differences[:20]]), pytrace=False)
 
 
-# A commit does not wait for all of them.
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.tier("slow")] if run.is_slow else [])
-    for name, run in cells.RUNS.items()
-]
-
-
 @pytest.mark.tier("thorough", keep=10)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cells.RUNS)
 def test_digits(pinned, digits, bounds, other_arithmetic, record_property, name):
     assert name in digits["runs"], "no digits are kept of it: see tests/golden/make.py"
     kept, now = digits["runs"][name], cells.take(pinned, name)

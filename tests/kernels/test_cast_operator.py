@@ -41,7 +41,6 @@ def outcomes(model, run):
 
 
 @pytest.mark.tier("thorough")  # nn/test_compile.py compares fp8 and mxfp4, whose casts are operators there
-@pytest.mark.tier("slow", keep=("nvfp4",))
 @pytest.mark.parametrize("name", FORMS)
 def test_a_graph_of_operators_gives_the_eager_numbers(name, monkeypatch):
     monkeypatch.setattr(cast, "_casts", {})

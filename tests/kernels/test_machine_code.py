@@ -28,14 +28,9 @@ TARGETS = {
 #: memory of an H100 takes the time of some 29 for the 4 bytes of its element.
 CODES = {"swiglu_codes": (1, 52), "swiglu_backward_codes": (3, 114)}
 
-#: A commit waits for this; each takes some twenty seconds.
-FIRST = ("cuda:90",)
-
 
 @pytest.mark.tier("thorough")  # the interpreter shows the values; registers change with a kernel only
-@pytest.mark.parametrize(
-    "target", [pytest.param(t, marks=() if t in FIRST else pytest.mark.tier("slow")) for t in TARGETS]
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_without_spilling_registers(target, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

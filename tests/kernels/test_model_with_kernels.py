@@ -79,20 +79,9 @@ def assert_near(got, expected, near):
         assert off <= near * torch.linalg.vector_norm(expected[1][name].double()), name
 
 
-# Each model and each dtype once; the kernels by themselves are looked at in both.
-PAIRS = [
-    pytest.param(
-        *(name, dtype),
-        id=f"{name}-dtype{number}",
-        marks=() if (name == "llama") == (dtype is torch.bfloat16) else pytest.mark.tier("slow"),
-    )
-    for name in MODELS
-    for number, dtype in enumerate(NEAR)
-]
-
-
 @pytest.mark.tier("thorough")  # each kernel has its own test in the interpreter
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("name", MODELS)
 def test_loss_and_all_gradients(device, without, name, dtype):
     torch.manual_seed(0)
     model = model_of(name, dtype, device)

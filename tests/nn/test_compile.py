@@ -64,7 +64,6 @@ def gradients(model, run, seed):
 
 
 @pytest.mark.tier("thorough")  # compiles for seconds; the test of inductor's layers keeps some
-@pytest.mark.tier("slow", keep=("fp32", "bf16", "mxfp4", "fp8"))
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_traced_model_is_the_eager_one_bit_for_bit(name):
     eager, model = make(name), make(name)

@@ -14,8 +14,6 @@ from nn.plain_recipes import PLAIN
 every_recipe = pytest.mark.parametrize("name", PLAIN)
 HALF_ULP = 2.0**-8  # of bf16, in which products are given back
 
-LONG = pytest.param(129, 40, 24, marks=pytest.mark.tier("slow"))
-
 
 def make(name, k=96, n=64, bias=True):
     torch.manual_seed(0)
@@ -40,7 +38,9 @@ def same(got, expected):
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(5, 1, 7), (5, 7, 1), (1, 1, 1), (13, 41, 33), LONG], ids=str)
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(5, 1, 7), (5, 7, 1), (1, 1, 1), (13, 41, 33), (129, 40, 24)], ids=str
+)
 @every_recipe
 def test_what_fills_no_block_is_filled_with_zeros(name, m, k, n):
     """The same products as of tensors that fill every block.
@@ -160,13 +160,7 @@ def test_views_without_strides_of_their_own(name):
         assert same((y, leaf.grad, layer.weight.grad), expected)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bfloat16,
-        *(pytest.param(d, marks=pytest.mark.tier("slow")) for d in (torch.float16, torch.float64)),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @every_recipe
 def test_a_converted_model_changes_its_dtype_as_a_plain_one_does(name, dtype):
     def trained(convert_first):

@@ -111,11 +111,12 @@ def test_tied_heads_stay_tied(kind):
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-# Each recipe with one model, and each model with a third of the recipes; the other pairs are slow tests.
+# Each recipe with one model, and each model with a third of the recipes.
 PAIRS = [
-    pytest.param(kind, name, marks=[] if (i + j) % 3 == 0 else [pytest.mark.tier("slow")])
+    (kind, name)
     for i, kind in enumerate(MODELS)
     for j, name in enumerate(n for n in recipe_names() if not (waits(n) or recipe(n).narrows_attention))
+    if (i + j) % 3 == 0
 ]
 
 

@@ -237,8 +237,7 @@ def test_nothing_non_finite_comes_out_finite(name, poison):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo detected a call to a")  # torch's own
 @pytest.mark.parametrize(
     "name",
-    # The last two are the second's and the first's calls with other dtypes.
-    ["fp8", "fp8-delayed", "fp8-row", *(pytest.param(n, marks=pytest.mark.tier("slow")) for n in ON_CPU[3:])],
+    ON_CPU,  # the last two are the second and the first with other dtypes
 )
 def test_it_compiles_whole(name):
     torch._dynamo.reset()

@@ -182,7 +182,7 @@ def test_adapters(name):
 
 
 @row("PEFT: `get_peft_model` with LoRA")
-@pytest.mark.tier("slow", keep=("nvfp4", "msamp-o3"))
+@pytest.mark.tier("thorough", keep=("nvfp4", "msamp-o3"))
 @pytest.mark.filterwarnings("ignore")  # of PEFT's
 def test_peft(name):
     """Adapters are wide and train, what is frozen stays; saved alone, they go onto another model."""
@@ -234,7 +234,6 @@ def test_a_scaled_loss(name):
 
 @pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
 @row("`torch.compile`")  # nvfp4: `test_compile.py`
-@pytest.mark.tier("slow", keep=("coat", "msamp-o3"))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -265,7 +264,7 @@ def test_compiled_each_pass_is_a_step_unless_the_loop_says_the_step(says_step, e
 
 
 @row("`torch.export` for inference")
-@pytest.mark.tier("slow", keep=("fp8-delayed", "msamp-o3"))
+@pytest.mark.tier("thorough", keep=("fp8-delayed", "msamp-o3"))
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_exported(name):

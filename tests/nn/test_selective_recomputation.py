@@ -31,7 +31,7 @@ def assert_same(name, **changes):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.tier("slow", keep=("bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat", "fp8-attention"))
+@pytest.mark.tier("thorough", keep=("bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat", "fp8-attention"))
 @pytest.mark.parametrize("name", recipe_names())
 def test_losses_and_gradients_are_those_without_it(name):
     assert_same(name)

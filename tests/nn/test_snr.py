@@ -50,7 +50,7 @@ TORCHAO = {"fp8": (18, 0, 17), "fp8-row": (18, 0, 17), "mxfp8": (27, 25, 24), "n
 # One recipe for each way of casting that a compiler has to follow: none, one scale a tensor, one that is
 # remembered, blocks of two dimensions, operands kept narrow, outliers apart, blocks under two scales with
 # random bits, and an estimator. mxfp4's are compiled in test_compile.py. The others cast as one of these
-# does: slow tests.
+# does.
 COMPILED = ("bf16", "fp8-delayed", "fp4", "quartet")
 RECOMPUTED_IN_COMPILED = (
     "fp8-delayed",
@@ -147,18 +147,16 @@ class TestCompiled:
     pytestmark = compiles
 
     @pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
-    @pytest.mark.tier("slow", keep=COMPILED)
-    @pytest.mark.parametrize("name", PLAIN)
+    @pytest.mark.parametrize("name", COMPILED)
     def test_there_is_no_graph_break_and_nothing_changes(self, name):
         compiled_case(name, lambda layer: layer)
 
     @pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
-    @pytest.mark.tier("slow", keep=RECOMPUTED_IN_COMPILED)
-    @pytest.mark.parametrize("name", PLAIN)
+    @pytest.mark.parametrize("name", RECOMPUTED_IN_COMPILED)
     def test_recomputation_within_compiled_code(self, name):
         compiled_case(name, recomputed)
 
-    @pytest.mark.tier("slow")
-    @pytest.mark.parametrize("name", PLAIN)
+    @pytest.mark.tier("thorough")
+    @pytest.mark.parametrize("name", COMPILED)
     def test_without_a_bias(self, name):
         compiled_case(name, lambda layer: layer, bias=False)

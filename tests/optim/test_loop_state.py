@@ -39,7 +39,7 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.tier("slow", keep=("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr", "coat"))
+@pytest.mark.tier("thorough", keep=("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr", "coat"))
 @pytest.mark.parametrize("says_step", [True, False])
 @pytest.mark.parametrize("name", OF_LINEARS)
 def test_it_goes_on_to_the_same_digits(name, says_step):

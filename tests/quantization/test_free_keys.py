@@ -34,7 +34,6 @@ def test_equals_the_oracle_bit_for_bit(name, axis):
             assert_as_by_hand(x, make_cast(TABLES[name]), axis)
 
 
-@pytest.mark.tier("slow", keep=("fp4 ue5m3", "fp4 bf16 of 32", "int4 e4m3"))
 @pytest.mark.parametrize("name", TABLES)
 def test_the_emulated_operand_is_the_stored_numbers(name):
     for kind in ("normal", "bf16", "ragged", "wide"):

@@ -55,7 +55,6 @@ def test_operations_are_counted_until_they_are_gone():
 
 
 @pytest.mark.tier("thorough", keep=("fp8", "msamp-o3"))
-@pytest.mark.tier("slow", keep=("bf16", "fp8", "fp8-delayed", "msamp-o3", "coat"))
 @pytest.mark.parametrize("name", recipe_names())
 def test_expected_state_is_the_runs(tiny, text, name):
     """Whatever the recipe, and so are activations; a CPU has its own workspace, for it works in pieces."""

@@ -6,8 +6,10 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import recipe_names
 from narrowgauge.simulate import estimate_step
 from narrowgauge.training import make_config
+from support.covering import covering, properties_of
 
 KINDS = ("tensor", "context", "shard", "pipeline")
+COVERING = covering({name: properties_of(name) for name in recipe_names()}, {kind: [kind] for kind in KINDS})
 # Two processes divide every dimension and the tokens into multiples of 128, the largest block of a recipe.
 MODEL = {
     "name": "debug",
@@ -20,17 +22,8 @@ MODEL = {
 }
 
 
-@pytest.mark.tier(
-    "slow",
-    keep=(
-        *(("fp4", "tensor"), ("fp4", "context"), ("fp8", "shard"), ("bf16", "pipeline")),
-        ("fp8-attention", "shard"),
-    ),
-)
-@pytest.mark.parametrize(
-    ("recipe", "kind"),
-    [(recipe, kind) for recipe in recipe_names() for kind in KINDS],
-)
+@pytest.mark.tier("thorough", keep=5)
+@pytest.mark.parametrize(("recipe", "kind"), COVERING)
 def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
     config = make_config(
         {

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 #: After the quick tier. Where several markers apply, the last tier of this list wins.
-TIERS = ("thorough", "slow", "faults")
+TIERS = ("thorough", "faults")
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks

@@ -62,7 +62,7 @@ def test_what_fitted_fits(row):
     assert check(row) <= 1
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("row", LLMQ_ROWS, ids=lambda row: row.name)
 def test_llmq(row):
     """Its activations are bf16 throughout and fused; ours, with a float32 stream, take up to half more."""
@@ -70,7 +70,7 @@ def test_llmq(row):
     assert least <= check(row) <= most
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("row", NARROW, ids=lambda row: row.name)
 def test_narrow_rows(row):
     least, most = MISSES.get(row.name, (0.85, 1.15))

@@ -1,4 +1,4 @@
-"""The default comparison of eight recipes, as a user makes it and looks at it: nothing of it is made up."""
+"""A comparison of eight recipes, as a user makes it and looks at it: nothing of it is made up."""
 
 import json
 import subprocess
@@ -10,6 +10,8 @@ import pytest
 from support.browser import dump, needs_browser, said_by, without_policy
 
 RECIPES = ("bf16", "fp8", "fp8-delayed", "mxfp8", "mxfp4", "nvfp4", "fp4", "msamp-o2")
+
+SMALL = "--model.layers 1 --model.dim 64 --model.ffn_dim 64 --data.sequence_length 64 --steps 30"
 
 CLICK = """
 const say = {};
@@ -57,10 +59,10 @@ def values(readout):
     return {name: float(readout[readout.index(name) + 1]) for name in RECIPES if name in readout}
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("thorough")
 @needs_browser
-def test_eight_recipes_by_default(tmp_path):
-    command = [sys.executable, "-m", "narrowgauge", "compare", "--recipes", ",".join(RECIPES)]
+def test_a_comparison_of_eight_recipes(tmp_path):
+    command = [sys.executable, "-m", "narrowgauge", "compare", "--recipes", ",".join(RECIPES), *SMALL.split()]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False
     )
@@ -84,7 +86,7 @@ def test_eight_recipes_by_default(tmp_path):
     assert said["pressed"] == "false"
     assert values(said["without"]).keys() == set(RECIPES) - {RECIPES[4]}
     assert said["again"] == said["validation"]
-    assert said["train"][1:3] == ["M", "tokens"]
+    assert said["train"][1:3] == ["k", "tokens"]
     assert said["seconds"][2:4] == ["of", "training"]
 
     assert len(said["runs"]) == len(RECIPES)

@@ -130,7 +130,6 @@ def test_the_last_save_must_succeed(train, look, disk, in_step, way):
 
 
 @pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
-@pytest.mark.tier("slow", keep=("sealed",))
 @pytest.mark.parametrize("point", ["write:model.safetensors", "synced:optimizer.safetensors", "sealed"])
 def test_killed_in_the_background(narrowgauge, line, look, tmp_path, train, point):
     """What is under way is invisible, the one before it is there, and the run goes on to the same digits."""

@@ -25,14 +25,11 @@ def gauges(path):
 
 
 @pytest.mark.tier("thorough")  # whole runs
-@pytest.mark.tier("slow", keep=(("nvfp4", True),))
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        *[("fp8-delayed", True), ("nvfp4", True), ("msamp-o3", True), ("coat", False)],
-        pytest.param(
-            "fp4", False, marks=pytest.mark.tier("slow")
-        ),  # has no state and no random bits to disturb
+        *(("fp8-delayed", True), ("nvfp4", True), ("msamp-o3", True), ("coat", False)),
+        ("fp4", False),  # has no state and no random bits to disturb
     ],
 )
 def test_not_a_bit_of_the_trajectory_changes(train, name, recompute):

@@ -164,7 +164,7 @@ def test_tensorboard_has_what_the_metrics_have(narrowgauge, line, look, tmp_path
     assert there.Scalars(tag)[0].value == pytest.approx(reading["zeros"])
 
 
-@pytest.mark.tier("slow")
+@pytest.mark.tier("thorough")
 @needs("tensorboard")
 def test_tensorboard_shows_steps_once_that_were_done_twice(narrowgauge, line, look, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -20,7 +20,6 @@ SHORT = LONG | {"training.steps": 8}
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.tier("slow", keep=("msamp-o2", "fp8-delayed"))
 @pytest.mark.parametrize("recipe", ["bf16", "msamp-o2", "fp8-delayed", "nvfp4"])
 def test_a_branch_is_the_shorter_run_bit_for_bit(train, tiny, look, tmp_path, recipe):
     wide = {"model.dim": 128, "model.ffn_dim": 256, "recipe.name": recipe}

@@ -26,7 +26,6 @@ def session_of(path):
 
 
 @pytest.mark.tier("thorough")  # a whole run
-@pytest.mark.tier("slow", keep=(("msamp-o3", "bf16", 0), ("coat", "bf16-sr", 2.0**-8)))
 @pytest.mark.parametrize(
     ("first", "second", "rtol"),
     [
@@ -44,9 +43,9 @@ def test_the_numbers_stay(train, tmp_path, first, second, rtol):
     for (name, p), q in zip(a.model.named_parameters(), b.model.parameters(), strict=True):
         torch.testing.assert_close(master_or_weight(q), master_or_weight(p), rtol=rtol, atol=0, msg=name)
         assert b.optimizer.state[q]["step"] == 8
-    if first == second:
-        ours, theirs = (s.optimizer.tensors(s.names) for s in (a, b))
-        assert all(torch.equal(t, theirs[k]) for k, t in ours.items())
+        for place, moment in b.optimizer.moments(q).items() if first == second else ():
+            # codes may differ: an amax that was rounded down to a power of two has a smaller scale
+            assert torch.equal(moment.read(), a.optimizer.moments(p)[place].read()), (name, place)
 
 
 def records(path: Path) -> dict[int, float]:

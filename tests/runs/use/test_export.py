@@ -37,7 +37,6 @@ def plain_logits(path):
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.tier("slow", keep=("fp8", "msamp-o3", "coat"))
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
     path = train(changes={"recipe.name": name, "training.steps": 2})

@@ -184,8 +184,7 @@ def test_compiled_code_cannot_be_looked_into(tiny):
     assert "training.compile" in str(COMPILED)
 
 
-@pytest.mark.tier("thorough", keep=1)
-@pytest.mark.tier("slow", keep=("fp8-delayed", "msamp-o3"))
+@pytest.mark.tier("thorough", keep=("False-fp8-delayed",))
 @pytest.mark.parametrize(
     "name",
     ["fp32", "fp8-delayed", "nvfp4", "msamp-o2", "msamp-o3", "coat", "bf16-sr"],

@@ -14,7 +14,6 @@ from narrowgauge.training.step.trainer import Trainer
 # That each recipe repeats to its digits, and goes on to them, is shown in tests/golden: here by runs, under
 # the recipes with most state.
 @pytest.mark.tier("thorough")  # a whole run; a test of the step shows its parts
-@pytest.mark.tier("slow", keep=("msamp-o3", "quartet"))
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_run_repeats_and_goes_on_to_the_same_digits(train, look, name):
     changes = {"recipe.name": name, "validation.every": 3}

@@ -89,7 +89,7 @@ def test_a_rollback_without_a_checkpoint_is_a_skip(train, spiky, look):
     assert "there is no checkpoint to go back to" in run.events("skip")[0]["reason"]
 
 
-@pytest.mark.tier("slow")  # five runs; the test below kills one at the moment that matters
+@pytest.mark.tier("thorough")  # five runs; the test below kills one at the moment that matters
 def test_rollbacks_that_survive_kills_are_the_same(narrowgauge, line, spiky, look, tmp_path):
     seed = secrets.randbits(32)
     print(f"delays from random.Random({seed})")
