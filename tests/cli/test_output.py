@@ -127,7 +127,7 @@ def test_a_run_whose_reader_went_away_says_so_in_its_directory(narrowgauge, line
     assert look(tmp_path / "run").column("step") == [1, 2, 3, 4, 5, 6]
 
 
-@case("G4", quick=True)
+@case("G4", tier="quick")
 def test_memory_that_runs_out_is_one_sentence(narrowgauge, line, look, tmp_path, refused):
     """2^31 - 1 sequences at once: their numbers alone take 16 GiB."""
     huge = {"training.batch_size": 2**31 - 1, "training.micro_batch_size": 2**31 - 1, "recipe.name": "bf16"}

@@ -13,7 +13,7 @@ from support.fault_table import case
 FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
 
 
-@case("F2", quick=True)
+@case("F2", tier="quick")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing"])
 def test_damage_to_any_file_is_found_at_opening_and_named(source, tmp_path, name, damage):
@@ -45,7 +45,7 @@ def test_without_verifying_lengths_are_checked_still(source, tmp_path):
         open_corpus(directory, verify=False)
 
 
-@case("F2", quick=True)
+@case("F2", tier="quick")
 def test_swapped_parts_are_refused(source, tmp_path):
     directory = prepare(source, "bytes", tmp_path / "out").directory
     (directory / "train.bin").rename(directory / "x")

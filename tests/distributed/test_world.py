@@ -17,7 +17,7 @@ def test_the_place_of_a_process(text, expected):
     assert w.device == 0
 
 
-@case("G5", quick=True)
+@case("G5", tier="quick")
 @pytest.mark.parametrize(("text", "words"), REFUSED)
 def test_what_is_refused_with_the_way_out(text, words):
     with pytest.raises(UserError) as error:

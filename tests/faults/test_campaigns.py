@@ -44,7 +44,7 @@ def kill_until_done(start, rng, longest, most):
 
 
 @pytest.mark.tier("thorough")  # ten seconds and more
-@case("A1", "E6", quick=True)
+@case("A1", "E6", tier="quick")
 def test_kills_leave_no_trace(runs, tmp_path):
     campaign(runs, tmp_path, {"recipe.name": "nvfp4", "training.steps": 8}, 1, 3)
 

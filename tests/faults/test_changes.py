@@ -33,7 +33,7 @@ def test_another_configuration_is_refused_with_what_is_other(runs, out, key, ran
     assert {name: data for name, data in contents(out) if name != ".lock"} == before
 
 
-@case("C7")
+@case("C7", tier="thorough")
 def test_another_text_under_the_same_name_is_refused(runs, out, text, tmp_path):
     source = tmp_path / "text"
     shutil.copytree(text, source)

@@ -21,7 +21,7 @@ def continues_from_before(runs, out, ranks, named):
 
 
 @pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
-@case("C1", quick=True)
+@case("C1", tier="quick")
 @RANKS
 def test_one_flipped_bit_in_each_file_of_the_newest_checkpoint(runs, tmp_path, ranks):
     runs.copy(tmp_path / "run", SHORT, ranks)
@@ -82,7 +82,7 @@ def test_a_file_that_does_not_belong_there(runs, out, ranks):
 
 
 @pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
-@case("C2", quick=True)
+@case("C2", tier="quick")
 @RANKS
 def test_a_checkpoint_of_another_run_is_passed_over(runs, out, ranks):
     other = runs.undisturbed(SHORT | {"training.seed": 1, "training.steps": 15}, ranks).path
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(runs, out, ranks):
     assert runs.look(out).trajectory[0] == runs.undisturbed(SHORT, ranks).trajectory[0]
 
 
-@case("C3", quick=True)
+@case("C3", tier="quick")
 @RANKS
 def test_when_all_checkpoints_are_damaged_nothing_is_trained(runs, out, ranks):
     look = runs.copy(out, SHORT, ranks)

@@ -22,7 +22,7 @@ BAD_LINES = {
 
 
 @pytest.mark.tier("thorough")  # ten seconds and more
-@case("F1", quick=True)
+@case("F1", tier="quick")
 def test_a_malformed_line_is_named_or_set_aside(narrowgauge, tmp_path):
     """Strict: file, line, reason. Tolerant: counted and kept aside, up to a share."""
     for name, (line, says) in BAD_LINES.items():
@@ -45,7 +45,7 @@ def test_a_malformed_line_is_named_or_set_aside(narrowgauge, tmp_path):
 
 
 @pytest.mark.tier("thorough")
-@case("F1", quick=True)
+@case("F1", tier="quick")
 @pytest.mark.parametrize("content", [b"", b"\n \n\t\n" * 50], ids=["empty", "only blanks"])
 def test_a_file_without_a_record_is_refused(narrowgauge, tmp_path, content):
     source = tmp_path / "empty.jsonl"
@@ -91,7 +91,7 @@ HARM = {
 }
 
 
-@case("F2", quick=True)
+@case("F2", tier="quick")
 @pytest.mark.parametrize("harm", HARM)
 def test_token_files_that_changed_are_refused_before_the_first_step(runs, narrowgauge, text, tmp_path, harm):
     corpus, out = tmp_path / "corpus", tmp_path / "run"
@@ -104,7 +104,7 @@ def test_token_files_that_changed_are_refused_before_the_first_step(runs, narrow
     assert not (out / "metrics.jsonl").exists()
 
 
-@case("F3", quick=True)
+@case("F3", tier="quick")
 def test_ids_beyond_the_vocabulary_are_refused_with_their_position(runs, narrowgauge, tmp_path):
     ids = np.arange(4000) % 256
     ids[1234] = 50_000
@@ -117,7 +117,7 @@ def test_ids_beyond_the_vocabulary_are_refused_with_their_position(runs, narrowg
     assert "1234" in ended.err
 
 
-@case("F3", quick=True)
+@case("F3", tier="quick")
 def test_less_than_one_sequence_is_refused(runs, narrowgauge, tmp_path):
     """Of 32 tokens and the one after them, to train on or held out."""
     for name, sizes in (("training", (20, 20)), ("held-out", (100, 20))):
@@ -131,7 +131,7 @@ def test_less_than_one_sequence_is_refused(runs, narrowgauge, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-@case("F3", quick=True)
+@case("F3", tier="quick")
 def test_nothing_but_masked_targets_is_refused(runs, narrowgauge, tmp_path):
     """A token file whose mask leaves no target: every step would learn nothing, without a word."""
     for name in ("train.bin", "val.bin"):

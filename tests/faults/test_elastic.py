@@ -39,7 +39,7 @@ def goes_through(runs, out, changes, meshes):
 
 
 @pytest.mark.tier("thorough")  # ten seconds and more
-@case("B1", quick=True)
+@case("B1", tier="quick")
 @pytest.mark.parametrize(
     "recipe", ["nvfp4", *(pytest.param(r, marks=LATER) for r in ("bf16", "mxfp8", "msamp-o2"))]
 )
@@ -77,7 +77,7 @@ def test_forty_losses_after_a_move_are_those_of_the_first_mesh(runs, tmp_path, r
     goes_on_alike(runs, tmp_path, changes, ranks, to, 1e-6)
 
 
-@case("B2")
+@case("B2", tier="thorough")
 @pytest.mark.parametrize("ranks", [3], ids=["3 ranks"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8-block", "nvfp4", "msamp-o2"])
 def test_dimensions_that_divide_into_nothing(runs, tmp_path, recipe, ranks):
@@ -89,7 +89,7 @@ def test_dimensions_that_divide_into_nothing(runs, tmp_path, recipe, ranks):
     goes_on_alike(runs, tmp_path, changes | wide | {"training.steps": 20}, ranks, 1, 1e-5)
 
 
-@case("B3")
+@case("B3", tier="thorough")
 @pytest.mark.parametrize("ranks", [3], ids=["3 ranks"])
 def test_a_batch_that_the_ranks_do_not_divide(runs, out, ranks):
     ended = runs.start(runs.words({"training.batch_size": 8}), out, ranks).wait(20)
@@ -100,7 +100,7 @@ def test_a_batch_that_the_ranks_do_not_divide(runs, out, ranks):
     assert not (out / "metrics.jsonl").exists()
 
 
-@case("B4")
+@case("B4", tier="thorough")
 @pytest.mark.parametrize("ranks", [4], ids=["4 ranks"])
 def test_between_sharding_and_sharding_with_tensor_parallelism(runs, tmp_path, ranks):
     fsdp = ("--parallel.shard", "4")

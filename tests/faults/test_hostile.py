@@ -52,7 +52,7 @@ def forge(step, files):
     (step / "manifest.json").write_text(Manifest(manifest.step, manifest.run_id, entries).to_json())
 
 
-@case("C5", quick=True)
+@case("C5", tier="quick")
 @RANKS
 def test_a_pickle_in_place_of_any_file_of_a_checkpoint(runs, tmp_path, bomb, ranks):
     runs.copy(tmp_path / "run", SHORT, ranks)
@@ -71,7 +71,7 @@ def test_a_pickle_in_place_of_any_file_of_a_checkpoint(runs, tmp_path, bomb, ran
         assert "Traceback" not in ended.err
 
 
-@case("C5", quick=True)
+@case("C5", tier="quick")
 def test_a_pickle_from_elsewhere(runs, narrowgauge, tmp_path, bomb):
     """As tokens, as a tokenizer, as a model to import."""
     objects = tmp_path / "tokens.npy"

@@ -14,7 +14,7 @@ from support.fault_table import LATER, RANKS, case
 KILL = signal.SIGKILL
 
 
-@case("A2")  # each commit: distributed/test_stop.py, without a resume
+@case("A2", tier="thorough")  # each commit: distributed/test_stop.py, without a resume
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
 def test_one_rank_is_killed_and_the_job_ends(runs, out, victim, ranks):
@@ -50,7 +50,7 @@ def crash_and_go_on(runs, out, ranks, point):
 
 
 @pytest.mark.tier("thorough", keep=1)
-@case("A3", quick=True)
+@case("A3", tier="quick")
 @pytest.mark.parametrize(
     "point",
     [
@@ -78,7 +78,7 @@ def test_a_kill_at_every_point_leaves_no_trace(runs, tmp_path, ranks):
         crash_and_go_on(runs, tmp_path / str(number), ranks, point)
 
 
-@case("A4")
+@case("A4", tier="thorough")
 @RANKS
 def test_workers_die_with_their_torchrun(runs, out, ranks):
     words = runs.words({"training.steps": 5000})
@@ -99,7 +99,7 @@ def test_workers_die_with_their_torchrun(runs, out, ranks):
     assert set(again.send(signal.SIGTERM).wait().codes) == {75}
 
 
-@case("A5")
+@case("A5", tier="thorough")
 @RANKS
 def test_a_second_job_is_told_who_has_the_run(runs, out, ranks):
     words = runs.words()
@@ -137,7 +137,7 @@ def test_killed_before_the_first_step_is_done(runs, out, ranks):
     assert runs.look(out).trajectory == runs.undisturbed(None, ranks).trajectory
 
 
-@case("A6")
+@case("A6", tier="thorough")
 @RANKS
 def test_a_finished_run_is_left_as_it_is(runs, ranks):
     done = runs.undisturbed(None, ranks).path
@@ -148,7 +148,7 @@ def test_a_finished_run_is_left_as_it_is(runs, ranks):
     assert {name for name in before if before[name] != after[name]} <= {".lock", "report.html"}
 
 
-@case("A7")
+@case("A7", tier="thorough")
 @RANKS
 def test_killed_between_micro_batches_and_across_epochs(runs, tmp_path, ranks):
     """Deaths inside steps 3, 9 and 17; the ids are those that were trained on, step by step."""
@@ -170,7 +170,7 @@ def test_killed_between_micro_batches_and_across_epochs(runs, tmp_path, ranks):
     assert len({line.partition(",")[2] for line in tokens["undisturbed"]}) < sequences, "no epoch was crossed"
 
 
-@case("A9")
+@case("A9", tier="thorough")
 @RANKS
 def test_a_kill_while_a_save_is_written_behind_the_steps(runs, out, ranks):
     words, look = runs.words({"checkpoint.asynchronous": True}), runs.look(out)

@@ -34,7 +34,7 @@ def around(runs, out, changes, ranks, faults):
     return out / "checkpoints"
 
 
-@case("E1", quick=True)
+@case("E1", tier="quick")
 @RANKS
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=LATER)])
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_skipped_step_is_forgotten_by_scales_too(runs, out, ranks):
     assert_same_bits(*({n: t for n, t in step.items() if n not in pending} for step in (seven, eight)))
 
 
-@case("E3")
+@case("E3", tier="thorough")
 @RANKS
 def test_bad_steps_in_a_row_end_the_run_and_the_last_good_state_stays(runs, out, ranks):
     changes = {"training.steps": 60, "checkpoint.every": 4, "guard.max_skips": 5}
@@ -86,7 +86,7 @@ def test_bad_steps_in_a_row_end_the_run_and_the_last_good_state_stays(runs, out,
 
 
 @pytest.mark.tier("thorough")  # ten seconds and more
-@case("E4", quick=True)
+@case("E4", tier="quick")
 @RANKS
 def test_one_bad_step_and_two_hundred_good_ones(runs, tmp_path, ranks):
     """The same with two stops between as without."""
@@ -164,7 +164,7 @@ def test_a_spike_is_answered_as_configured_and_alike_after_a_resume(runs, tmp_pa
         assert max(straight.column("loss")[39:]) < 2 * min(straight.column("loss")[30:39])
 
 
-@case("E5")
+@case("E5", tier="thorough")
 @RANKS
 def test_a_step_that_is_skipped_for_its_spike_leaves_no_trace(runs, out, ranks):
     changes = SPIKE | {"guard.spike": "skip", "checkpoint.every": 1, "checkpoint.keep": 4}
@@ -193,7 +193,7 @@ def test_a_raise_is_the_same_after_kills_around_it(runs, tmp_path, ranks):
     assert (killed.path / "recipe.toml").read_text() == (straight.path / "recipe.toml").read_text()
 
 
-@case("E8")
+@case("E8", tier="thorough")
 @pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
 def test_a_bit_that_flips_in_one_replica_is_found_before_the_next_save(runs, out, ranks):
     changes = {"checkpoint.every": 4, "guard.check_every": 3, "training.batch_size": 4}

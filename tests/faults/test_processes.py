@@ -15,7 +15,7 @@ from support.fault_table import RANKS, case
 from support.launch_environments import CONTRADICTIONS, env
 
 
-@case("G2")
+@case("G2", tier="thorough")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
 def test_a_rank_that_is_stopped_is_found_with_the_stacks_of_the_others(runs, out, victim, ranks):
@@ -35,7 +35,7 @@ def test_a_rank_that_is_stopped_is_found_with_the_stacks_of_the_others(runs, out
     assert set(again.send(signal.SIGTERM).wait().codes) == {75}
 
 
-@case("G3")
+@case("G3", tier="thorough")
 @RANKS
 def test_the_first_traceback_is_that_of_the_rank_that_failed(runs, out, ranks):
     words = runs.words()
@@ -134,7 +134,7 @@ def holdings(pid):
     return int(words["VmRSS"].split()[0]) * 1024, files, int(words["Threads"])
 
 
-@case("G6")
+@case("G6", tier="thorough")
 @RANKS
 def test_two_thousand_steps_leak_nothing(runs, out, ranks):
     changes = {"training.steps": 2000, "checkpoint.every": 50, "validation.every": 100, "log.every": 100}
@@ -162,7 +162,7 @@ def test_two_thousand_steps_leak_nothing(runs, out, ranks):
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-@case("G7")
+@case("G7", tier="thorough")
 @RANKS
 def test_what_a_killed_run_leaves_is_in_nobodys_way(runs, out, ranks):
     words, look = runs.words(), runs.look(out)
@@ -197,7 +197,7 @@ def test_metrics_that_cannot_be_written_for_a_while_are_complete_at_last(runs, o
     assert look.trajectory == runs.undisturbed(changes, ranks).trajectory
 
 
-@case("G8")
+@case("G8", tier="thorough")
 def test_a_report_that_cannot_be_written_does_not_undo_the_run(runs, out):
     """The page is one reader of the record among others: the record is complete without it."""
     job = runs.start(runs.words(), out).until(runs.look(out).has_step(2))

@@ -39,7 +39,7 @@ def stops_and_goes_on(runs, out, ranks, number):
 
 
 @pytest.mark.tier("thorough")
-@case("G1", quick=True)
+@case("G1", tier="quick")
 @RANKS
 def test_asked_to_stop_it_saves_once_and_the_same_line_goes_on(runs, out, ranks):
     stops_and_goes_on(runs, out, ranks, signal.SIGTERM)

@@ -53,7 +53,7 @@ def test_a_disk_that_is_full_for_a_while(runs, out, ranks):
     assert look.trajectory == runs.undisturbed(changes, ranks).trajectory
 
 
-@case("D1")
+@case("D1", tier="thorough")
 @RANKS
 def test_the_last_save_must_not_fail(runs, out, ranks):
     changes = {"checkpoint.every": 20}
@@ -115,7 +115,7 @@ def command(runs, changes, out):
     return [sys.executable, "-m", "narrowgauge", *runs.words(changes), "--out", out]
 
 
-@case("D2")
+@case("D2", tier="thorough")
 @pytest.mark.parametrize(
     ("options", "what"), [("size=600k", "free"), ("size=1g,nr_inodes=12", "inodes")], ids=["bytes", "inodes"]
 )
@@ -154,7 +154,7 @@ def test_a_directory_that_fails_under_a_run(runs, tmp_path, on_disk, act, says):
     assert str(out) in ended.stderr
 
 
-@case("D3")
+@case("D3", tier="thorough")
 def test_a_directory_that_cannot_be_written_from_the_start(runs, tmp_path, on_disk):
     disk = tmp_path / "disk"
     ended = on_disk(command(runs, {}, disk / "run"), "size=1g", before=f"mount -o remount,ro {disk}")
@@ -164,7 +164,7 @@ def test_a_directory_that_cannot_be_written_from_the_start(runs, tmp_path, on_di
     assert "Read-only file system" in ended.stderr
 
 
-@case("D4")
+@case("D4", tier="thorough")
 @RANKS
 def test_a_slow_disk_does_not_slow_the_steps(runs, out, ranks):
     """A save takes seconds; the steps beside it take what they take, and saves do not pile up."""

@@ -181,7 +181,7 @@ def test_a_model_learns_as_in_fp32(name):
     assert losses[name] < 1.1 * losses["bf16"] < 0.6
 
 
-@case("E7", quick=True)
+@case("E7", tier="quick")
 @pytest.mark.parametrize("name", state_recipes())
 def test_state_comes_back_bit_for_bit(name):
     a, b = converted(name, 0), converted(name, 1)
@@ -204,7 +204,7 @@ def test_state_comes_back_bit_for_bit(name):
     assert not any(torch.equal(saved[k], after[0][k]) for k in saved if k.endswith("step"))
 
 
-@case("E7", quick=True)
+@case("E7", tier="quick")
 @pytest.mark.parametrize("name", ["fp32", "msamp-o2"])
 def test_torchs_own_way_to_save_and_load(name, tmp_path):
     a, b = converted(name), converted(name)

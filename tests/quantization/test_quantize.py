@@ -43,7 +43,7 @@ def assert_variants_as_by_hand(x, name, axis):
 
 
 @pytest.mark.tier("thorough", keep=("wide",))
-@case("E2", quick=True)
+@case("E2", tier="quick")
 @pytest.mark.parametrize(("name", "kind", "axis"), ALONG)
 def test_equals_the_oracle_bit_for_bit(name, kind, axis):
     assert_variants_as_by_hand(inputs(SMALL)[kind], name, axis)
@@ -82,7 +82,7 @@ def test_quantizing_twice_changes_nothing(name):
         assert torch.equal(once, twice)
 
 
-@case("E2", quick=True)
+@case("E2", tier="quick")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", SCALED)
 def test_non_finite_input_never_comes_out_finite(name, bad):

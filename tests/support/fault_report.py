@@ -18,8 +18,8 @@ _HEAD = """\
 # What may go wrong with a run, and does not
 
 Every row is one or more tests with real processes, real signals and real files (`tests/faults/` and wherever
-a test says `@case`); `make faults` runs them all and writes this page. Ranks are processes that meet over
-gloo.
+a test says `@case`). CI runs at least one test of each row; `make faults` runs them all and writes this page.
+Ranks are processes that meet over gloo.
 """
 
 

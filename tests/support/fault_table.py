@@ -1,7 +1,8 @@
 """The fault table: what may go wrong with a run, one row a case, and which tests prove it.
 
-A test says `@case("A2")`, wherever it lives; it then waits for `make faults`, unless it also says
-`quick=True`: those belong to every commit. A row passes when all of its tests do.
+A test says `@case("A2")`, wherever it lives. `make faults` runs the full table. CI runs the cases of
+the tiers quick and thorough, at least one of each row; the tier is "faults" by default. A row passes when all
+of its tests do.
 """
 
 from collections.abc import Callable
@@ -62,17 +63,17 @@ CASES = {
 }
 
 
-def case(*names: str, quick: bool = False) -> Callable[[Any], Any]:
-    """Decorates a test (or a set of its parameters, as `marks`) that proves these rows."""
+def case(*names: str, tier: str = "faults") -> Callable[[Any], Any]:
+    """Decorates a test (or a set of its parameters, as `marks`) that proves these rows, in a tier."""
     assert all(name in CASES for name in names), names
 
     def mark(test: Any) -> Any:
         test = pytest.mark.case(*names)(test)
-        return test if quick else pytest.mark.tier("faults")(test)
+        return test if tier == "quick" else pytest.mark.tier(tier)(test)
 
     return mark
 
 
-# For a test of every commit: those of its parameters that wait for `make faults`.
+# Those parameters of a test that wait for `make faults`.
 LATER = pytest.mark.tier("faults")
 RANKS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LATER)], ids=["1 rank", "2 ranks"])

@@ -68,7 +68,7 @@ def test_what_is_sound_is_read(folder, parts):
     assert read_external_model(folder).tensors.keys() == read_external_model(parts).tensors.keys()
 
 
-@case("C6", quick=True)
+@case("C6", tier="quick")
 def test_tensors_that_overlap(folder):
     def overlap(header):
         header["model.norm.weight"]["data_offsets"] = header["model.embed_tokens.weight"]["data_offsets"]
@@ -90,7 +90,7 @@ def test_a_torn_file(folder, cut):
     refused(folder, path, "cannot be trusted")
 
 
-@case("C6", quick=True)
+@case("C6", tier="quick")
 @pytest.mark.parametrize(
     "name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".hidden"]
 )
@@ -103,7 +103,7 @@ def test_an_index_that_leads_out_of_the_folder(parts, name, model):
     refused(parts, repr(name), "outside itself")
 
 
-@case("C6", quick=True)
+@case("C6", tier="quick")
 def test_a_link_that_leads_out_of_the_folder(folder):
     path = folder / "model.safetensors"
     path.rename(folder.parent / "outside.safetensors")
@@ -139,7 +139,7 @@ def test_an_index_that_misplaces_a_tensor(parts):
     refused(parts, "'model.norm.weight'", INDEX)
 
 
-@case("C5", quick=True)
+@case("C5", tier="quick")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_a_folder_of_pickles(folder, tmp_path, name):
     (folder / "model.safetensors").unlink()
@@ -149,7 +149,7 @@ def test_a_folder_of_pickles(folder, tmp_path, name):
     refused(folder, folder / name, "a pickle")
 
 
-@case("C5", quick=True)
+@case("C5", tier="quick")
 def test_a_pickle_under_another_name(folder, parts, tmp_path):
     mark = tmp_path / "executed"
     trap = pickle.dumps(_Trap(mark))

@@ -68,7 +68,7 @@ def test_the_points_below_are_all_there_are():
     assert named == tested | elsewhere
 
 
-@case("A3", quick=True)
+@case("A3", tier="quick")
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_any_point_the_old_or_the_new_one_is_whole(tmp_path, in_process, point):
     for step in (1, 2):
@@ -120,7 +120,7 @@ def test_a_kill_while_a_damaged_step_is_replaced(tmp_path, in_process):
 
 
 @pytest.mark.tier("thorough")
-@case("A8", quick=True)
+@case("A8", tier="quick")
 def test_files_are_synced_then_renamed_then_the_directory_is_synced(tmp_path):
     strace = shutil.which("strace")
     if strace is None:
@@ -210,7 +210,7 @@ def test_a_damaged_step_of_the_same_number_is_set_aside(tmp_path):
     assert [name.split("-")[1] for name in os.listdir(tmp_path) if "aside" in name] == ["2.aside"]
 
 
-@case("C4", quick=True)
+@case("C4", tier="quick")
 def test_going_back_sets_the_abandoned_future_aside(tmp_path):
     for step in (10, 20, 30):
         put(tmp_path, step, keep=5)
@@ -234,7 +234,7 @@ def test_only_set_aside_ones_left_is_no_start_from_zero(tmp_path):
 # Retention
 
 
-@case("D5", quick=True)
+@case("D5", tier="quick")
 @pytest.mark.parametrize("keep", [2, 3])
 def test_the_newest_valid_ones_remain(tmp_path, keep):
     for step in range(1, 9):
@@ -242,7 +242,7 @@ def test_the_newest_valid_ones_remain(tmp_path, keep):
         assert steps(tmp_path) == list(range(max(1, step - keep + 1), step + 1))
 
 
-@case("D5", quick=True)
+@case("D5", tier="quick")
 def test_a_damaged_step_does_not_count_as_kept(tmp_path):
     for step in (1, 2, 3):
         put(tmp_path, step, keep=3)

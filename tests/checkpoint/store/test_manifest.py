@@ -33,7 +33,7 @@ def assert_falls_back(directory, *words):
 
 
 @pytest.mark.tier("thorough", keep=2)
-@case("C1", quick=True)
+@case("C1", tier="quick")
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_found(two, name):
     path = two / "step-2" / name
@@ -50,7 +50,7 @@ def test_every_flipped_bit_is_found(two, name):
     assert newest_valid(two, "run") == (two / "step-2", [])
 
 
-@case("C2", quick=True)
+@case("C2", tier="quick")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["cut", "empty", "missing", "grown", "link", "pipe", "directory"])
 def test_damaged_files_are_named_and_the_older_step_is_used(two, name, damage):
@@ -72,7 +72,7 @@ def test_damaged_files_are_named_and_the_older_step_is_used(two, name, damage):
     )
 
 
-@case("C2", quick=True)
+@case("C2", tier="quick")
 def test_extra_files_are_refused(two):
     (two / "step-2" / "readme.txt").write_text("a note")
     assert_falls_back(two, "readme.txt", "nothing may be added")
@@ -109,7 +109,7 @@ def seal(content):
     return json.dumps(content | {"sha256": digests[1].hexdigest()}, indent=1, sort_keys=True) + "\n"
 
 
-@case("C6", quick=True)
+@case("C6", tier="quick")
 @pytest.mark.parametrize(
     "name",
     [
@@ -164,7 +164,7 @@ def test_a_manifest_of_another_shape_is_refused(two, change):
     assert_falls_back(two, "manifest.json")
 
 
-@case("C2", quick=True)
+@case("C2", tier="quick")
 @pytest.mark.parametrize(
     "text", ["", "null", "[]", "7", "garbage", "[" * 100_000, '{"step": ' + "9" * 5000 + "}"]
 )

@@ -68,7 +68,7 @@ def save_one(tmp_path, tensors, state=None):
     return load(save(tmp_path / "c", 1, tensors, state or {}, keep=2, run_id="run"))
 
 
-@case("E7", quick=True)
+@case("E7", tier="quick")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_round_trips_bit_for_bit_with_any_shape_and_stride(tmp_path, dtype):
     x = finite(dtype)
@@ -131,7 +131,7 @@ def test_state_keeps_floats_and_integers_exactly(tmp_path):
     assert math.copysign(1, loaded["minus zero"]) == -1
 
 
-@case("E7", quick=True)
+@case("E7", tier="quick")
 def test_save_leaves_the_trajectory_alone(tmp_path):
     torch.manual_seed(0)
     before, w = torch.get_rng_state(), torch.nn.Parameter(torch.ones(4))
@@ -250,7 +250,7 @@ HOSTILE = {
 }
 
 
-@case("C6", quick=True)
+@case("C6", tier="quick")
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_forged_manifest_does_not_help_a_hostile_safetensors_file(tmp_path, payload):
     path = forge(tmp_path, {"model.safetensors": payload, "state.json": b"{}"})
@@ -270,7 +270,7 @@ class Payload:
         return (exec, (f"open({str(self.marker)!r}, 'w').close()",))
 
 
-@case("C5", quick=True)
+@case("C5", tier="quick")
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "index.json", "state.json", "manifest.json", "model.pt", ".metadata"]
 )

@@ -49,7 +49,7 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
-@case("F4", quick=True)
+@case("F4", tier="quick")
 @pytest.mark.parametrize("stop_at", ["read", "learn", "encode"])
 def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes(
     source, tmp_path, stop_at, child
@@ -71,7 +71,7 @@ def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes
     assert os.listdir(place.parent) == ["out"]
 
 
-@case("F4", quick=True)
+@case("F4", tier="quick")
 def test_two_at_once_both_end_well(source, tmp_path, child):
     place, go = tmp_path / "place" / "out", tmp_path / "go"
     children = [

@@ -197,7 +197,7 @@ def below(root):
 
 
 @pytest.mark.tier("thorough")  # real processes
-@case("F4", quick=True)
+@case("F4", tier="quick")
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
 def test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes(lines, tmp_path):
     (tmp_path / "child.py").write_text(CHILD)

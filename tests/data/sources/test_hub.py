@@ -24,7 +24,7 @@ class Wire:
             yield {"text": f"row {row}"}
 
 
-@case("F5", quick=True)
+@case("F5", tier="quick")
 @pytest.mark.parametrize("failures", [{}, {0: 1}, {5: 3}, {2: 3, 3: 3, 9: 1}])
 def test_every_row_comes_once_whatever_fails_for_a_while(failures):
     wire, pauses = Wire(10, failures), []
@@ -34,7 +34,7 @@ def test_every_row_comes_once_whatever_fails_for_a_while(failures):
     assert len(wire.asked) == 1 + sum(failures.values())
 
 
-@case("F5", quick=True)
+@case("F5", tier="quick")
 def test_what_fails_for_good_is_told_with_what_was_tried_and_the_way_out(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://somebody:se/c@ret@proxy.example:3128")
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")

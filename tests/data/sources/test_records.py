@@ -103,7 +103,7 @@ BAD = {
 }
 
 
-@case("F1", quick=True)
+@case("F1", tier="quick")
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, case):
     line, says = BAD[case]
@@ -122,7 +122,7 @@ def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, case):
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["out"]
 
 
-@case("F1", quick=True)
+@case("F1", tier="quick")
 def test_a_line_of_a_hundred_megabytes_is_refused_without_being_held(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
@@ -202,7 +202,7 @@ def test_a_table_that_is_cut_or_none_is_refused(tmp_path):
         assert f"{path}, row 0, cannot be read as parquet" in refusal(path)
 
 
-@case("F1", quick=True)
+@case("F1", tier="quick")
 def test_the_share_that_is_tolerated_is_kept_to(tmp_path):
     path = written(tmp_path / "a.jsonl", LINES * 20 + b"bad\n" * 3)
     options = Options(tolerance=0.01)

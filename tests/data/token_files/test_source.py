@@ -209,7 +209,7 @@ def test_mixed_and_useless_sources_are_refused():
         open_data("cut.bin")
 
 
-@case("C5", quick=True)
+@case("C5", tier="quick")
 def test_a_pickle_is_never_opened(tmp_path):
     class Bomb:
         def __reduce__(self):

@@ -61,7 +61,7 @@ def test_nothing_appears_when_writing_fails(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@case("F2", quick=True)
+@case("F2", tier="quick")
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -120,7 +120,7 @@ def test_verify_finds_what_opening_cannot(tmp_path):
         verify_token_file(path, written, 257)
 
 
-@case("F3", quick=True)
+@case("F3", tier="quick")
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_position(tmp_path):
     path = tmp_path / "train.bin"
     written = write(path, [5, 6, 299, 7, 257], 300)

@@ -110,7 +110,7 @@ def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_pat
 
 
 @pytest.mark.tier("thorough")  # a whole run
-@case("E9", quick=True)
+@case("E9", tier="quick")
 @pytest.mark.parametrize("layout", ["llm.c", "megatron"])
 def test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch(
     corpus, tmp_path, train, look, layout

@@ -101,7 +101,7 @@ def test_another_recipe_in_the_same_directory_is_refused_with_both_named(train):
 
 
 @pytest.mark.tier("thorough")  # a whole run
-@case("C8", quick=True)
+@case("C8", tier="quick")
 def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
     path = train("run", WIDE | {"recipe.name": "msamp-o1"})
     trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})).plan, torch.device("cpu"))
