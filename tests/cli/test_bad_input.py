@@ -165,7 +165,7 @@ KEYS = {
     "source: a device": ({"data.source": "/dev/null"}, ["/dev/null", "neither a file nor a directory"]),
     "source: empty": ({"data.source": "{dir}/empty.txt"}, ["{dir}/empty.txt", "white space"]),
     "source: blank": ({"data.source": "{dir}/blank.txt"}, ["{dir}/blank.txt", "white space"]),
-    "source: one document": ({"data.source": "{dir}/short.txt"}, ["{dir}/short.txt", "one document"]),
+    "source: one document": ({"data.source": "{dir}/short.txt"}, ["{dir}/short.txt", "single document"]),
     "source: binary": ({"data.source": "{dir}/binary.txt"}, ["{dir}/binary.txt", "not UTF-8"]),
     "source: another encoding": ({"data.source": "{dir}/latin"}, ["latin/a.txt", "byte 3 is 0xe9"]),
     "source: shorter than a sequence": ({"data.source": "{dir}/brief"}, ["tokens", "sequence of 32", "33"]),

@@ -89,7 +89,7 @@ REFUSED = [
     (f"RANK=1 WORLD_SIZE=2 {MEET}", ("LOCAL_RANK is not",)),
     (f"RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 {MEET}", ("2 of 2", "cannot be")),
     ("RANK=one WORLD_SIZE=2", ("RANK is 'one'", "whole number")),
-    ("PMIX_RANK=1", ("PMIX_RANK", "how many")),
+    ("PMIX_RANK=1", ("PMIX_RANK", "gives the number of processes")),
     (f"{SRUN} MASTER_PORT=70000", ("MASTER_PORT is 70000",)),
     (f"{SRUN} SLURM_NODELIST=a[1-", ("'a[1-'", "node[01-04,07]")),
     (f"{SRUN} SLURM_TASKS_PER_NODE=8*2", ("8*2", "8(x3),4")),
