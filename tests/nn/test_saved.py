@@ -6,7 +6,9 @@ import weakref
 import pytest
 import torch
 
+from narrowgauge.formats import random_stream
 from narrowgauge.nn import Linear
+from narrowgauge.nn.step_state import stream_ids
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.recipes import recipe
 
@@ -56,6 +58,15 @@ def by_hand(r, x, dy):
     layer.set_position(1, 2, 0)
     layer(x.detach()).backward(dy)
     return layer.weight.grad
+
+
+def test_an_operand_is_kept_with_the_random_bits_that_the_product_saw():
+    table = {"cast": "mxfp4", "rounding": "stochastic"}
+    x, dy, _, dw, _ = run(recipe("mxfp4").with_places({"saved": "operand", "fprop.x": table}))
+    stream = random_stream(1, 2, stream_ids(0)[0])  # of seed 1, step 2 and fprop.x, as in `run`
+    seen = quantize(x, table, generator=stream).dequantize(torch.bfloat16)
+    assert not torch.equal(seen, quantize(x, "mxfp4").dequantize(torch.bfloat16))
+    assert torch.equal(dw, by_hand(recipe("mxfp4"), seen, dy))
 
 
 def test_another_cast():
