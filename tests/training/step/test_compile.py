@@ -4,7 +4,9 @@ import shutil
 
 import pytest
 
-DRIFTS = pytest.mark.xfail(reason="losses of compiled steps are further from eager ones than the bound")
+DRIFTS = pytest.mark.xfail(
+    reason="the loss of mxfp8 is 6e-5 away in step 8, that of nvfp4 3e-3 in step 6; the cause is not proven"
+)
 
 
 @pytest.mark.tier("thorough")

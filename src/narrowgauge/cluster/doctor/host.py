@@ -172,7 +172,7 @@ def collect_compiler() -> Compiler:
         if cxx := shutil.which(name):
             break
     else:
-        return Compiler(cc=cc, error=f"CXX={named}, which is no program" if named else "", triton=triton)
+        return Compiler(cc=cc, error=f"CXX={named}, which is not a program" if named else "", triton=triton)
     first = (output_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
     return Compiler(cc=cc, cxx=cxx, version=first, error=_compile(cxx), triton=triton)
 

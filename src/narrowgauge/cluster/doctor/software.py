@@ -42,19 +42,19 @@ def collect_software(torch: TorchReport) -> Software:
     """Python, torch by its own report, or by its files where it does not import, and the other packages."""
     folder = folder_of("torch")
     none = {"version": "", "cuda": "", "hip": ""}
-    told: Mapping[str, Any] = torch.software or (_written(folder) if folder else none)
-    is_known = bool(torch.software or told["version"])
+    known: Mapping[str, Any] = torch.software or (_written(folder) if folder else none)
+    is_known = bool(torch.software or known["version"])
     return Software(
         python=tuple(sys.version_info[:3]),
-        torch=told["version"],
+        torch=known["version"],
         error=torch.error,
         glibc=_glibc_of(folder) if folder else (),
         packages={name: _version(name) for name in LIMITS["packages"]},
-        build="rocm" if told["hip"] else "cuda" if told["cuda"] else "cpu" if is_known else "",
-        library=release(told["hip"] or told["cuda"] or "0.0"),
-        architectures=tuple(told.get("architectures", ())),
-        backends=tuple(told.get("backends", ())),
-        nccl=tuple(told.get("nccl", ())),
+        build="rocm" if known["hip"] else "cuda" if known["cuda"] else "cpu" if is_known else "",
+        library=release(known["hip"] or known["cuda"] or "0.0"),
+        architectures=tuple(known.get("architectures", ())),
+        backends=tuple(known.get("backends", ())),
+        nccl=tuple(known.get("nccl", ())),
     )
 
 

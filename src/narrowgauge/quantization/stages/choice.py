@@ -67,12 +67,12 @@ def error_by_hand(
     """The error of a block by the cast's choice, every operation rounded to float32.
 
     Args:
-        elements: The numbers before scales, by index.
-        x: The numbers that they stand for.
-        scales: The block's scale, the scale above, and the largest magnitude that the latter comes from.
+        elements: The elements by index, without their scale.
+        x: The values that they quantize, by index.
+        scales: The block's scale, the outer scale, and the amax that the outer scale comes from.
         cast: The cast.
         axis: The axis along which errors are added first.
-        back: What numbers are multiplied by, if they were stretched before they were rounded.
+        back: The factor that undoes the stretch of the second element format; 1 without it.
     """
     errors = {i: _error(elements[i], x[i], scales, cast, back) for i in x}
     if cast.choice.by == "max":
@@ -102,7 +102,7 @@ def _error(
 
 
 def _halved(errors: Sequence[Fraction]) -> Fraction:
-    """The sum of the rows' errors: halves are added as long as there are two, what is left one by one."""
+    """The sum of the rows' errors: pairwise halves while their number is even, then one by one."""
     while len(errors) > 1 and len(errors) % 2 == 0:
         half = len(errors) // 2
         errors = [fl(a + b) for a, b in zip(errors[:half], errors[half:], strict=True)]
