@@ -164,10 +164,12 @@ def signals(steps: Iterable[int], name: str) -> None:
 
 
 def record_tokens(file: str) -> None:
-    """Every sequence that is trained on is written down: [step, ids], one line each."""
+    """Write each sequence of a training step as [step, ids], one per line; not those of the memory estimate."""
     take = Trainer.train_step
 
     def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if next(self.model.parameters()).is_meta:
+            return take(self, *args, **kwargs)
         embed = self.model.embed  # is given whole sequences, whatever part of them is here
 
         def write(x_BT: torch.Tensor, *rest: Any) -> torch.Tensor:

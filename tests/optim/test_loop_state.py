@@ -16,6 +16,11 @@ STEPS = 6
 OF_LINEARS = [name for name in recipe_names() if not recipe(name).narrows_attention]
 
 
+def waits_for_a_step(name):
+    """Whether a loop has to call `set_step` under a recipe; without it the first forward pass is refused."""
+    return any(rule.is_timed for rule in recipe(name).rules)
+
+
 def make(recipe):
     torch.manual_seed(0)
     m = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), recipe)
@@ -25,7 +30,7 @@ def make(recipe):
 def train(m, optimizer, steps, says_step):
     for step in steps:
         if says_step:
-            ng.set_step(m, 7, step, 0, STEPS)
+            ng.set_step(m, 7, step, 0, STEPS, decay=5)
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
         m(x).square().mean().backward()
         optimizer.step()
@@ -40,8 +45,10 @@ def through_a_file(state):
 
 
 @pytest.mark.tier("thorough", keep=("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr", "coat"))
-@pytest.mark.parametrize("says_step", [True, False])
-@pytest.mark.parametrize("name", OF_LINEARS)
+@pytest.mark.parametrize(
+    ("name", "says_step"),
+    [(n, says) for n in OF_LINEARS for says in (True, False) if says or not waits_for_a_step(n)],
+)
 def test_it_goes_on_to_the_same_digits(name, says_step):
     m, optimizer = make(name)
     train(m, optimizer, range(1, 4), says_step)
