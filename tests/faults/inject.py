@@ -164,7 +164,7 @@ def signals(steps: Iterable[int], name: str) -> None:
 
 
 def record_tokens(file: str) -> None:
-    """Write each sequence of a training step as [step, ids], one per line; not those of the memory estimate."""
+    """Write each sequence that is trained on as [step, ids], one per line; the memory estimate has none."""
     take = Trainer.train_step
 
     def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
