@@ -58,6 +58,19 @@ from narrowgauge.torch_compat import has_hooks
 Known = Sequence[KnownAmax | None]  # of the tensor beside it: one, or none where a hook has dropped it
 
 
+class Embedding(nn.Embedding):
+    """A table of rows that torch's compiler leaves alone.
+
+    Compiled for a CPU, threads add the gradients of equal ids in the order in which they arrive, so that two
+    backward passes over the same batch differ in their last bits.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids of any shape [...]: [..., D]."""
+        return super().forward(ids)
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the last axis: fp32 in, fp32 inside, `compute_dtype` out."""
 
@@ -109,6 +122,7 @@ class StreamNorm(Norm):
         return add_norm(x_BTD, delta_BTD, self.weight, self.bias, *options)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the cosines of inductor have other last bits
 def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
     """Cosines and sines for positions 0 to length-1: fp32, [2, length, head_dim / 2].
 

@@ -33,7 +33,7 @@ from narrowgauge.kernels.residual import Residual, total
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.experts import experts_of, with_balance
 from narrowgauge.models.kv_cache import KVCache
-from narrowgauge.models.layers import Block, Norm, make_dropout, rope_table
+from narrowgauge.models.layers import Block, Embedding, Norm, make_dropout, rope_table
 from narrowgauge.torch_compat import has_hooks
 
 # A block, or what stands for one: (stream, what is to be added to it, rope, mask) to the first two.
@@ -74,9 +74,9 @@ class Transformer(nn.Module):
         self.chunked_loss = False
         self.z_loss = self.balance_loss = 0.0
         self.share = (0, 1)
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding = Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
-            self.position_embedding = nn.Embedding(config.max_sequence_length, config.dim)
+            self.position_embedding = Embedding(config.max_sequence_length, config.dim)
         self.blocks = nn.ModuleList(Block(config, compute_dtype, i) for i in range(config.layers))
         self.embedding_residual = Residual()
         self.embedding_dropout = make_dropout(config.dropout, 3 * config.layers)

@@ -1,39 +1,100 @@
-"""torch.compile: the same training, compiled."""
+"""torch.compile: the same training, compiled.
+
+Inductor adds up the elements of a norm and of the loss in another order than eager code, and its exponential
+has another last bit. A float32 bit that differs seldom survives the next rounding to bf16; where it does, it
+can become a whole step of a format's grid, and the compiled run leaves the eager one. With norms,
+activations and loss left to eager code nothing may differ, under any recipe.
+"""
 
 import shutil
 
 import pytest
+import torch
 
-DRIFTS = pytest.mark.xfail(
-    reason="the loss of mxfp8 is 6e-5 away in step 8, that of nvfp4 3e-3 in step 6; the cause is not proven"
-)
+from narrowgauge.data import prepare
+from narrowgauge.models import layers, mlp, transformer
+from narrowgauge.recipes import recipe_names
+from narrowgauge.training import make_config
+from narrowgauge.training.step.trainer import Trainer
+
+CPU = torch.device("cpu")
+pytestmark = [
+    pytest.mark.tier("thorough"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore:Dynamo detected a call to a"
+    ),  # torch's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # torch hides it
+]
 
 
-@pytest.mark.tier("thorough")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-@pytest.mark.parametrize(
-    ("name", "of_loss", "of_norm"),
-    [
-        pytest.param("mxfp8", 1e-6, 1e-5, marks=DRIFTS),
-        pytest.param("nvfp4", 1e-3, 2e-2, marks=DRIFTS),
-        ("fp8-attention", 1e-3, 2e-2),
-    ],
-)
-def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path, name, of_loss, of_norm):
-    """Gradients of norms are summed in another order, which random bits of NVFP4 find after a few steps."""
-    changes = {"training.steps": 8, "checkpoint.every": 4, "recipe.name": name}
-    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
-    words = line(changes | {"training.compile": True})
+@pytest.fixture
+def eager_sums(monkeypatch):
+    """Leaves norms, activations and the loss to eager code."""
+    places = (
+        (layers, "add_norm"),
+        (layers, "norm"),
+        (mlp, "swiglu_and_amax"),
+        (mlp, "gelu_and_amax"),
+        (transformer, "cross_entropy"),
+    )
+    for module, name in places:
+        monkeypatch.setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def two_threads(monkeypatch, tmp_path):
+    """Compiles for two threads, whatever code another test has compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+    torch.compiler.reset()
+
+
+def begin(tiny, name, compiles):
+    return Trainer.begin(make_config(tiny({"recipe.name": name, "training.compile": compiles})).plan, CPU)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.usefixtures("eager_sums")
+def test_a_compiled_run_is_the_eager_one_but_for_the_order_of_sums(tiny, text, name):
+    corpus = prepare(text, "bytes")
+    eager, compiled = begin(tiny, name, False), begin(tiny, name, True)
+    for _ in range(6):
+        assert compiled.train_step(compiled.batches(corpus.train)) == eager.train_step(
+            eager.batches(corpus.train)
+        )
+    for (parameter, a), b in zip(eager.model.named_parameters(), compiled.model.parameters(), strict=True):
+        assert torch.equal(a, b), parameter
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_compiled_backward_pass_repeats_its_bits(tiny, text):
+    trainer = begin(tiny, "mxfp8", True)
+    micro_batches = trainer.next_micro_batches(trainer.batches(prepare(text, "bytes").train))
+    gradients = []
+    for _ in range(12):
+        trainer._accumulate(micro_batches)
+        gradients.append([p.grad.clone() for p in trainer.model.parameters()])
+    for other in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], other))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-attention"])
+def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path, name):
+    changes = {"training.steps": 8, "checkpoint.every": 4, "recipe.name": name, "training.compile": True}
+    words, run = line(changes), tmp_path / "compiled"
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    assert narrowgauge(*line(changes), "--out", eager).code == 0
-    ended = narrowgauge(*words, "--out", compiled, **cache)
+    ended = narrowgauge(*words, "--out", run, **cache)
     assert ended.code == 0, ended.err
     assert list((tmp_path / "inductor").rglob("*.cpp")), "something was compiled"
     assert "recompile_limit" not in ended.err, "a step is compiled once, not again for each step's numbers"
-    for key, bound in (("loss", of_loss), ("grad_norm", of_norm)):
-        assert look(compiled).column(key) == pytest.approx(look(eager).column(key), rel=bound)
-    before = look(compiled).trajectory
-    shutil.rmtree(compiled / "checkpoints" / "step-8")
-    (compiled / "status.json").unlink()
-    assert narrowgauge(*words, "--out", compiled, **cache).code == 0
-    assert look(compiled).trajectory == before
+    before = look(run).trajectory
+    shutil.rmtree(run / "checkpoints" / "step-8")
+    (run / "status.json").unlink()
+    assert narrowgauge(*words, "--out", run, **cache).code == 0
+    assert look(run).trajectory == before
