@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import kernels
 from narrowgauge.devices import imagine
 from narrowgauge.kernels import has_kernels
 from narrowgauge.kernels.dispatch import converts_to_fp8, fastest_first, use_kernels
+from narrowgauge.nn import gemm
 from narrowgauge.recipes import named_device
 
 
@@ -80,3 +82,39 @@ def test_every_launch_is_on_the_device_of_its_tensors():
     (guard,) = [node for node in ast.walk(found["launch.py:launch"]) if isinstance(node, ast.With)]
     assert ast.unparse(guard.items[0]) == "torch.cuda.device_of(first)"
     assert len(launches(guard)) == 1
+
+
+def test_every_atomic_is_relaxed():
+    """A result is read by a later launch; an ordered atomic would flush the caches of an MI300X each time."""
+    ordered = []
+    for path in (Path(kernels.__file__).parent / "triton").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("tl.atomic_"):
+                relaxed = any(k.arg == "sem" and ast.unparse(k.value) == "'relaxed'" for k in node.keywords)
+                ordered += [] if relaxed else [f"{path.name}:{node.lineno}"]
+    assert not ordered
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of the operands of each product."""
+
+    def __init__(self):
+        super().__init__()
+        self.operands = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.operands += [x.dtype for x in args[:2]]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_narrow"), [("t4", False), ("v100", False), ("a100", True), ("mi300x", True)]
+)
+def test_a_gpu_before_ampere_multiplies_widened_operands(name, is_narrow):
+    """`torch.mm(bf16, bf16, out_dtype=torch.float32)` needs sm_80; the default recipe would crash on a T4."""
+    a, b = (torch.empty(16, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    with imagine(named_device(name)), Products() as products:
+        y = gemm._summed_in_fp32(a, b)
+    assert y.dtype == torch.float32
+    assert products.operands == [torch.bfloat16 if is_narrow else torch.float32] * 2

@@ -93,6 +93,17 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
+def sums_in_fp32(device: torch.device) -> bool:
+    """Whether torch multiplies operands of 16 bits there and gives the sums in fp32 (`out_dtype`).
+
+    It does so on AMD's GPUs and on NVIDIA's from Ampere on; elsewhere the operands are widened first.
+    """
+    if device.type == "meta":
+        facts = imagined(device)
+        return facts is None or facts.maker == "amd" or facts.capability >= (8, 0)
+    return device.type == "cuda" and _is_for(device)
+
+
 def is_slow(x: torch.Tensor) -> bool:
     """Whether torch multiplies this dtype element by element: the same product in fp32 is faster.
 

@@ -50,7 +50,7 @@ from narrowgauge.kernels.cross_entropy import (
     row_squares,
     with_z_loss,
 )
-from narrowgauge.kernels.dispatch import is_slow
+from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32
 from narrowgauge.kernels.product import aligned_rows
 
 Add = Callable[[Tensor, Tensor], bool]
@@ -214,8 +214,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> None:
         torch.addmm(out, a, b, beta=int(adds), out=out)
     elif is_shape_only(out):
         return  # a product would allocate nothing but `out`
-    elif out.device.type == "cpu" and (out.dtype == torch.float32 or is_slow(a)):
-        # On a CPU torch has no product of narrow operands that gives fp32.
+    elif is_slow(a) or (out.dtype == torch.float32 and not sums_in_fp32(out.device)):
         product = a.float() @ b.float()
         out.copy_(out + product if adds else product)
     elif out.dtype == torch.float32:

@@ -38,7 +38,7 @@ import torch
 
 from narrowgauge.devices import is_gpu, is_shape_only
 from narrowgauge.formats import pack, torch_dtype
-from narrowgauge.kernels.dispatch import is_slow, use_kernels
+from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.torch_compat import ScalingType, SwizzleType
@@ -246,9 +246,9 @@ def _product_by_rows(a: Operand | RowOperand, b: Operand | RowOperand, dtype: to
 
 
 def _summed_in_fp32(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    if a_MK.device.type == "cpu":
-        return a_MK.float() @ b_KN.float()
-    return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    if sums_in_fp32(a_MK.device):
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    return a_MK.float() @ b_KN.float()
 
 
 def _plain_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:

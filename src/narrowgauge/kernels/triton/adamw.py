@@ -64,11 +64,11 @@ def largest(
         largest_m = tl.maximum(largest_m, tl.where(inside, magnitude(new_m), 0))
         largest_v = tl.maximum(largest_v, tl.where(inside, magnitude(new_v), 0))
     if SCALES[0]:
-        tl.atomic_max(amax, tl.max(largest_w, 0))
+        tl.atomic_max(amax, tl.max(largest_w, 0), sem="relaxed")
     if SCALES[1]:
-        tl.atomic_max(amax + 1, tl.max(largest_m, 0))
+        tl.atomic_max(amax + 1, tl.max(largest_m, 0), sem="relaxed")
     if SCALES[2]:
-        tl.atomic_max(amax + 2, tl.max(largest_v, 0))
+        tl.atomic_max(amax + 2, tl.max(largest_v, 0), sem="relaxed")
     if tl.program_id(0) == 0:
         copy_scale(amax + 4, w_extra, W)
         copy_scale(amax + 5, m_extra, M_)

@@ -161,12 +161,12 @@ def _find_largest(
     if FINITE:
         bits = tl.where(bits < INFINITE, bits, 0)
     if BY_ROW:
-        tl.atomic_max(amax + r * amax_R, tl.max(bits, 1), mask=r < R)
+        tl.atomic_max(amax + r * amax_R, tl.max(bits, 1), mask=r < R, sem="relaxed")
     elif IS_ONE:
-        tl.atomic_max(amax, tl.max(tl.max(bits, 1), 0))
+        tl.atomic_max(amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
     else:
         at = tl.program_id(0) * TR // block_R * amax_R + tl.program_id(1) * TK // block_K * amax_K
-        tl.atomic_max(amax + at, tl.max(tl.max(bits, 1), 0))
+        tl.atomic_max(amax + at, tl.max(tl.max(bits, 1), 0), sem="relaxed")
 
 
 @triton.jit
@@ -240,7 +240,9 @@ def cast_given(
         scale = tl.where(bits < INFINITE, tl.math.div_rn(1.0, factor), float("nan"))
         tl.store(block + at, scale, mask=exists & is_first)
         if seen is not None:
-            tl.atomic_max(seen + at, tl.where(bits < INFINITE, bits, 0), mask=exists & is_first)
+            tl.atomic_max(
+                seen + at, tl.where(bits < INFINITE, bits, 0), mask=exists & is_first, sem="relaxed"
+            )
     else:
         factor = tl.load(encode + at, mask=exists, other=1.0)
         scale = tl.load(block + at, mask=exists, other=1.0)

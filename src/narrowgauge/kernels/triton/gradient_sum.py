@@ -53,7 +53,7 @@ def largest_sum(
         inside = at < n
         x = _sum(g, scale, dw, at, inside, IS_EMPTY, G)
         largest = tl.maximum(largest, tl.where(inside, magnitude(x), 0))
-    tl.atomic_max(found, tl.max(largest, 0))
+    tl.atomic_max(found, tl.max(largest, 0), sem="relaxed")
     if tl.program_id(0) == 0:
         copy_scale(found + 1, scale, G)
 
@@ -76,7 +76,7 @@ def add_sum(
         encode = tl.minimum(encode * power, FLOAT_MAX)
         decode = tl.math.div_rn(1.0, encode)
         beyond = (tl.abs(x) * encode > G[MAX]) & inside
-        tl.atomic_add(found + 2, tl.sum(beyond.to(tl.int32), 0))
+        tl.atomic_add(found + 2, tl.sum(beyond.to(tl.int32), 0), sem="relaxed")
     if tl.program_id(0) == 0:
         tl.store(scale, tl.where(finite, decode, float("nan")))
     x = tl.where(finite, x, 0.0) * encode

@@ -42,7 +42,7 @@ def _count(counts, byte, counted):
     bins = tl.arange(0, BINS)
     found = tl.histogram(tl.where(counted, byte, 255), BINS)
     found -= tl.where(bins == 255, tl.sum(1 - counted.to(tl.int32), 0), 0)
-    tl.atomic_add(counts + bins, found, mask=found != 0)
+    tl.atomic_add(counts + bins, found, mask=found != 0, sem="relaxed")
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def delayed_scale(amax_ptr, encode_ptr, scale_ptr, seen_ptr):
     tl.store(scale_ptr + one, encode)
     tl.store(scale_ptr + 1 + one, tl.where(bits < INFINITE, tl.math.div_rn(1.0, encode), float("nan")))
     if seen_ptr is not None:
-        tl.atomic_max(seen_ptr + one, tl.where(bits < INFINITE, bits, 0))
+        tl.atomic_max(seen_ptr + one, tl.where(bits < INFINITE, bits, 0), sem="relaxed")
 
 
 @triton.jit
