@@ -7,6 +7,10 @@
 The numbers of a tensor's state depend on the tensor: moments are narrow for matrices of 4096 elements or more
 (smaller ones cost nothing, and rounding hurts them most), weights and gradients where `convert` made them
 so. Random bits of stochastic rounding are a function of (seed, step, tensor, element).
+
+A parameter of 16 bits that `convert` did not touch would lose every update below half of its last bit. It is
+rounded stochastically where the recipe keeps weights so; otherwise the optimizer keeps a float32 master
+(`half_precision.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +25,7 @@ from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.groups import require_served
+from narrowgauge.optim.half_precision import is_half, rounded_in_place, wide_values
 from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, is_random, write_all
 from narrowgauge.quantization import (
@@ -120,6 +125,17 @@ class Optimizer(SavedOptimizer):
                 on_host = is_narrow and place in self.recipe.offload
                 state = QuantizedState(local_tensor(p).shape, cast, p.device, on_host, shard)
                 self.state[p][place] = state
+            self._ensure_master(p)
+
+    def _ensure_master(self, p: torch.Tensor) -> None:
+        """Keep a float32 master of a 16-bit parameter that is not rounded stochastically.
+
+        Its zeros stand for "the parameter has been written since", as `wide_values` reads them.
+        """
+        if "master" in self.state[p] or not is_half(p) or rounded_in_place(p, self.recipe):
+            return
+        on_host = is_large(p) and "master" in self.recipe.offload
+        self.state[p]["master"] = QuantizedState(local_tensor(p).shape, FP32, p.device, on_host, shard_of(p))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -195,12 +211,16 @@ class Optimizer(SavedOptimizer):
         def key_of(place: str) -> tuple[int, int]:
             return stream_key(self.seed, number, first_stream + _WRITTEN.index(place))
 
-        if algorithm.fused_update is not None and algorithm.fused_update(p, s, group, number, key_of):
+        fused = None if is_half(p) else algorithm.fused_update
+        if fused is not None and fused(p, s, group, number, key_of):
             return
+        self._ensure_master(p)
         g = gradient_of(p)
         assert g is not None
-        source, local = kept.master or kept.weight, local_tensor(p)
-        w = local.float() if source is None else source.read()
+        weight = kept.weight or rounded_in_place(p, self.recipe)
+        master, local = kept.master or s.get("master"), local_tensor(p)
+        source = kept.master or weight
+        w = wide_values(local, s.get("master")) if source is None else source.read()
         moments = {place: s[place].read() for place in algorithm.moments}
         w, g = w.contiguous(), g.contiguous()  # torch's fused update ignores strides
         batch = UpdateBatch([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], [shard_of(p)])
@@ -210,14 +230,14 @@ class Optimizer(SavedOptimizer):
             tensor = first_stream + _WRITTEN.index(place)
             return to, x, random_stream(self.seed, number, tensor, p.device) if is_random(to) else None
 
-        if kept.weight is not None and kept.weight.cast.state.feedback:
-            into, weight, m, v = s["m"], kept.weight, moments.pop("m"), moments["v"]
+        if weight is not None and weight.cast.state.feedback:
+            into, m, v = s["m"], moments.pop("m"), moments["v"]
             feedbacks.append(lambda: [write("m", into, fed_back(m, v, w - weight.read(), group, number))])
         written = {place: (s[place], x) for place, x in moments.items()}
-        for place, (to, x) in {**written, "master": (kept.master, w), "weight": (kept.weight, w)}.items():
+        for place, (to, x) in {**written, "master": (master, w), "weight": (weight, w)}.items():
             if to is not None:
                 yield write(place, to, x)
-        if kept.weight is None and w is not local:
+        if weight is None and w is not local:
             local.copy_(w)
 
     def _is_plain(self, p: torch.Tensor) -> bool:

@@ -13,6 +13,8 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import QuantizedState
 from narrowgauge.recipes import Recipe
 
+MASTER = ".master.values"  # the end of the name of a 16-bit parameter's master (`half_precision.py`)
+
 
 class SavedOptimizer(torch.optim.Optimizer):
     """An optimizer whose moments are kept in casts, as far as it is saved and restored.
@@ -40,7 +42,10 @@ class SavedOptimizer(torch.optim.Optimizer):
             UserError: It is the state of another model or of another recipe; the first difference is named.
         """
         current = self.tensors(names)
-        require_same_tensors(current, saved)
+        absent = {k for k in current.keys() - saved.keys() if k.endswith(MASTER)}  # of an older release
+        require_same_tensors({k: t for k, t in current.items() if k not in absent}, saved)
+        for key in absent:
+            current[key].zero_()  # it starts again from the parameter
         for key, tensor in saved.items():
             current[key].copy_(tensor)
 

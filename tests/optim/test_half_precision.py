@@ -1,0 +1,113 @@
+"""Parameters of 16 bits, as hubs hand them out: they learn as float32 ones do, however small the steps."""
+
+import copy
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.optim import AdamW, Muon
+
+RECIPES = ("fp32", "bf16", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco", "coat")
+LR, STEPS = 1e-5, 60
+MODEL_STEPS = 40
+
+
+def moved(optimizer, p):
+    """How far a parameter is from ones, after steps of one sign."""
+    for _ in range(STEPS):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    wide = optimizer.state[p]["master"].read() if "master" in optimizer.state[p] else p.detach().float()
+    return (1 - wide).mean().item()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4096,), (96, 96)])
+def test_small_updates_move_a_16_bit_parameter_as_they_do_a_float32_one(name, dtype, shape):
+    """Each is a thousandth of the last bit: rounded to nearest, the parameter stands still."""
+    p = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+    optimizer = AdamW([p], name, lr=LR, weight_decay=0.0)
+    if "master" in optimizer.state[p]:
+        twin = torch.nn.Parameter(torch.ones(shape))  # moments are as narrow as the parameter's
+        expected = moved(AdamW([twin], name, lr=LR, weight_decay=0.0), twin)
+        assert moved(optimizer, p) == pytest.approx(expected, rel=1e-6)
+        assert torch.equal(p.detach(), optimizer.state[p]["master"].read().to(dtype))
+    else:  # rounded stochastically: each step of 2^-8 below one is taken with probability LR / 2^-8
+        steps = p.numel() * STEPS * LR / 2**-8
+        assert abs(moved(optimizer, p) - STEPS * LR) < 4 * STEPS * LR / steps**0.5
+        assert name == "bf16-sr"
+        assert dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("make", [AdamW, Muon])
+@pytest.mark.parametrize("name", ["fp32", "nvfp4", "bf16-sr", "msamp-o2"])
+def test_a_bf16_model_moves_as_far_as_its_float32_twin(make, name):
+    """Along the twin's way under the same recipe, in each parameter, norms and biases included."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    model[1].weight.data.uniform_(0.5, 2)
+    model.bfloat16()
+    twin = copy.deepcopy(model).float()
+    x = torch.arange(64)
+    ways = []
+    for m in (model, twin):
+        optimizer = make([*m.parameters()], name, lr=LR, weight_decay=0.0)
+        start = [p.detach().float().clone() for p in m.parameters()]
+        for _ in range(MODEL_STEPS):
+            optimizer.zero_grad()
+            m(x).float().square().mean().backward()
+            optimizer.step()
+        wide = [s["master"].read() if "master" in s else p.detach().float()
+                for p in m.parameters() for s in [optimizer.state[p]]]  # fmt: skip
+        ways.append([a - b for a, b in zip(wide, start, strict=True)])
+    for ours, theirs in zip(*ways, strict=True):
+        if name == "bf16-sr":  # the expectation; what each element has is random
+            noise = 4 * ours.std() / ours.numel() ** 0.5
+            assert (
+                abs((ours * theirs.sign()).mean() - theirs.abs().mean()) < noise + 0.05 * theirs.abs().mean()
+            )
+        else:
+            share = (ours * theirs).sum() / theirs.square().sum()
+            assert share == pytest.approx(1, abs=0.02)
+
+
+def test_a_16_bit_parameter_that_is_written_between_steps_goes_on_from_there():
+    p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = AdamW([p], lr=LR, weight_decay=0.0)
+    moved(optimizer, p)
+    with torch.no_grad():
+        p[:4] = 3.0
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    master = optimizer.state[p]["master"].read()
+    assert (3 - master[:4]).abs().max() < 2 * LR
+    assert (1 - master[4:]).mean().item() == pytest.approx((STEPS + 1) * LR, rel=0.02)
+
+
+def test_a_restart_goes_on_from_the_master_to_the_bit():
+    def one(saved=None):
+        p = torch.nn.Parameter(torch.ones(80, dtype=torch.bfloat16))
+        optimizer = AdamW([p], lr=LR)
+        if saved is not None:
+            p.data.copy_(saved[0])
+            optimizer.load_state_dict(saved[1])
+        return p, optimizer
+
+    p, optimizer = one()
+    moved(optimizer, p)
+    saved = copy.deepcopy((p.detach(), optimizer.state_dict()))
+    q, restarted = one(saved)
+    assert moved(optimizer, p) == moved(restarted, q)
+    without = copy.deepcopy(saved)  # of a release that kept no masters
+    del without[1]["state"][0]["master.values"]
+    r, older = one(without)
+    assert moved(older, r) > 0
+
+
+def test_the_master_follows_a_model_that_becomes_16_bits_after_its_optimizer():
+    model = torch.nn.LayerNorm(64)
+    optimizer = ng.AdamW(model.parameters(), "msamp-o2", lr=LR, weight_decay=0.0)
+    model.bfloat16()
+    assert moved(optimizer, model.weight) == pytest.approx(STEPS * LR, rel=0.02)
