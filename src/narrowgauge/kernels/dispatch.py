@@ -129,6 +129,11 @@ def _has_bf16_products() -> bool:
     return _chosen_products == ["bf16"] if _chosen_products else cpu_multiplies_bf16()
 
 
+def is_traced() -> bool:
+    """Whether a compiler traces this call; the graph of an export has torch's own operators instead."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
 def use_kernels(x: torch.Tensor) -> bool:
     """Whether an operation on `x` launches its kernel.
 

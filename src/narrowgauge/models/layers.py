@@ -53,22 +53,10 @@ from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.experts import Experts
 from narrowgauge.models.kv_cache import LayerKVCache
 from narrowgauge.models.mlp import add_mlp, mlp
+from narrowgauge.models.operators import cos_sin
 from narrowgauge.torch_compat import has_hooks
 
 Known = Sequence[KnownAmax | None]  # of the tensor beside it: one, or none where a hook has dropped it
-
-
-class Embedding(nn.Embedding):
-    """A table of rows that torch's compiler leaves alone.
-
-    Compiled for a CPU, threads add the gradients of equal ids in the order in which they arrive, so that two
-    backward passes over the same batch differ in their last bits.
-    """
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape [...]: [..., D]."""
-        return super().forward(ids)
 
 
 class Norm(nn.Module):
@@ -122,7 +110,6 @@ class StreamNorm(Norm):
         return add_norm(x_BTD, delta_BTD, self.weight, self.bias, *options)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the cosines of inductor have other last bits
 def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
     """Cosines and sines for positions 0 to length-1: fp32, [2, length, head_dim / 2].
 
@@ -141,7 +128,7 @@ def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         freqs = freqs * ((1 - keep) / config.rope_factor + keep)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
-    return torch.stack([angles.cos(), angles.sin()])
+    return cos_sin(angles)
 
 
 # Above the tensor ids of layers (`nn.step_state`) and of the optimizer's.

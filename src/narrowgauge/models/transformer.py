@@ -33,7 +33,8 @@ from narrowgauge.kernels.residual import Residual, total
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.experts import experts_of, with_balance
 from narrowgauge.models.kv_cache import KVCache
-from narrowgauge.models.layers import Block, Embedding, Norm, make_dropout, rope_table
+from narrowgauge.models.layers import Block, Norm, make_dropout, rope_table
+from narrowgauge.models.operators import Embedding
 from narrowgauge.torch_compat import has_hooks
 
 # A block, or what stands for one: (stream, what is to be added to it, rope, mask) to the first two.

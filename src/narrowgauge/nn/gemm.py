@@ -38,7 +38,7 @@ import torch
 
 from narrowgauge.devices import is_gpu, is_shape_only
 from narrowgauge.formats import pack, torch_dtype
-from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32, use_kernels
+from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.torch_compat import ScalingType, SwizzleType
@@ -185,12 +185,7 @@ def _(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
 def add_bias(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
     """y + bias, rounded to the dtype of y; in its memory, except in compiled graphs."""
     # in place: another tensor of this size costs its memory's pages
-    return biased(y_MN, bias_N) if _is_operator() else y_MN.add_(bias_N.to(y_MN.dtype))
-
-
-def _is_operator() -> bool:
-    """Whether products and biases are operators of the graph that is traced; an exported one has torch's."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return biased(y_MN, bias_N) if is_traced() else y_MN.add_(bias_N.to(y_MN.dtype))
 
 
 def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
@@ -213,7 +208,7 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
     wider = torch.promote_types(torch.promote_types(a_MK.dtype, b_KN.dtype), dtype)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if not scales:
-        if _is_operator():
+        if is_traced():
             return plain_mm(a_MK, b_KN, wider)
         return _plain_product(a_MK.to(wider), b_KN.to(wider))
     scale, other = scales if len(scales) == 2 else (scales[0], None)

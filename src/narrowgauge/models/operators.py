@@ -1,0 +1,71 @@
+"""Operations that torch's compiler must not rewrite: each is one operator of a compiled graph.
+
+Compiled for a CPU, the gradient of an embedding adds the rows of equal ids in the order in which threads
+arrive, so that two backward passes over one batch differ in their last bits; and compiled cosines have other
+last bits than eager ones. As operators both compute what eager code does, without a break in the graph.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from narrowgauge.kernels.dispatch import is_traced
+
+
+class Embedding(nn.Embedding):
+    """A table of rows, with the gradient of eager code in compiled graphs as well."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids of any shape [...]: [..., D]."""
+        if type(self.weight) is nn.Parameter and is_traced():
+            rows: Tensor = _lookup(self.weight, ids)
+            return rows
+        return super().forward(ids)
+
+
+def cos_sin(angles: Tensor) -> Tensor:
+    """The cosines and sines of angles: [2, *angles.shape]."""
+    return _cos_sin(angles) if is_traced() else torch.stack([angles.cos(), angles.sin()])
+
+
+@torch.library.custom_op("narrowgauge::cos_sin", mutates_args=())
+def _cos_sin(angles: Tensor) -> Tensor:
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+@_cos_sin.register_fake
+def _(angles: Tensor) -> Tensor:
+    return angles.new_empty(2, *angles.shape)
+
+
+@torch.library.custom_op("narrowgauge::lookup", mutates_args=())
+def _lookup(weight_VD: Tensor, ids: Tensor) -> Tensor:
+    return functional.embedding(ids, weight_VD)
+
+
+@_lookup.register_fake
+def _(weight_VD: Tensor, ids: Tensor) -> Tensor:
+    return weight_VD.new_empty(*ids.shape, weight_VD.shape[1])
+
+
+@torch.library.custom_op("narrowgauge::lookup_gradient", mutates_args=())
+def _lookup_gradient(dy: Tensor, ids: Tensor, rows: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(dy, ids, rows, -1, False)
+
+
+@_lookup_gradient.register_fake
+def _(dy: Tensor, ids: Tensor, rows: int) -> Tensor:
+    return dy.new_empty(rows, dy.shape[-1])
+
+
+def _keep_ids(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    weight_VD, ids = inputs
+    ctx.save_for_backward(ids)
+    ctx.rows = weight_VD.shape[0]
+
+
+def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    return _lookup_gradient(dy, ctx.saved_tensors[0], ctx.rows), None
+
+
+_lookup.register_autograd(_backward, setup_context=_keep_ids)
