@@ -31,6 +31,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),
     "kernels": ("amax", "triton"),
     "recipes": (),
+    "forecast": ("traits", "schemes", "atlas"),
     "conformance": (),
     "nn": ("gemm", "weight", "operands", "linear_function", "fused_mlp", "linear", "convert"),
     "optim": (),
@@ -321,7 +322,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 # Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
-SOURCE_LINES, READING_PATH_LINES = 62_747, 3_512
+SOURCE_LINES, READING_PATH_LINES = 63_209, 3_512
 
 
 def lines_of(path: Path) -> int:

@@ -1,0 +1,248 @@
+"""The atlas: every published loss gap of a low-precision recipe that could be sourced, one row each.
+
+    gap_percent = 100 (loss - reference_loss) / reference_loss
+
+The reference is the run of the same source that differs in nothing but precision: the same model, tokens and
+data in bf16 (the column `matched` records how it was found). `atlas.csv` lies in this folder; `docs/atlas.md`
+names its sources. A user's own file has the same columns, and may have more.
+"""
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from narrowgauge.errors import UserError, unknown, words_of
+from narrowgauge.forecast.schemes import scheme, scheme_names
+from narrowgauge.forecast.traits import Traits, traits
+from narrowgauge.recipes import Recipe, load_recipe, recipe_names
+
+#: The columns that every atlas has.
+COLUMNS = (
+    *("source", "locator", "date", "params", "tokens", "recipe", "gap_percent", "loss", "reference_loss"),
+    *("seeds", "family", "tail_share"),
+)
+_TEXT = ("source", "locator", "recipe", "family")
+_SHIPPED = Path(__file__).with_name("atlas.csv")
+_ROUNDED = 0.006  # percent of the loss by which a published gap may miss the one of its losses: two decimals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One published gap.
+
+    Attributes:
+        source: The paper, repository or thread.
+        locator: The place in the source: table, page, cell of a notebook, run, commit.
+        date: The day on which the source was published in the form that was read.
+        params: Parameters, without embeddings where the source counts so.
+        tokens: Training tokens.
+        recipe: A shipped recipe, a scheme of the atlas, or a recipe's file in the folder of a user's atlas.
+        gap_percent: The loss above that of the reference, in percent of the reference's.
+        loss: The loss in nats per token, or None.
+        reference_loss: The loss of the reference in nats per token, or None.
+        seeds: The runs of the recipe whose mean it is.
+        family: The points that share a lab, a model family, data and references.
+        tail_share: The share of blocks that stayed wide in the run; None takes what the recipe keeps.
+        more: What other columns hold, as text.
+    """
+
+    source: str
+    locator: str
+    date: date
+    params: float
+    tokens: float
+    recipe: str
+    gap_percent: float
+    loss: float | None
+    reference_loss: float | None
+    seeds: int
+    family: str
+    tail_share: float | None
+    more: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tokens_per_param(self) -> float:
+        """Training tokens for each parameter."""
+        return self.tokens / self.params
+
+    @property
+    def gap_nats(self) -> float | None:
+        """The gap in nats per token, or None if the source has no losses in nats."""
+        if self.loss is None or self.reference_loss is None:
+            return None
+        return self.loss - self.reference_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Atlas:
+    """The points of one file, in its order, with the recipes that they name.
+
+    Attributes:
+        points: The points.
+        recipes: The recipe behind each name in `Point.recipe`.
+    """
+
+    points: tuple[Point, ...]
+    recipes: Mapping[str, Recipe]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def column(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+        """The values of one attribute of all points; NaN for a number that is missing."""
+        values = [getattr(point, name) for point in self.points]
+        is_number = any(isinstance(v, int | float) for v in values)
+        return np.array([math.nan if v is None and is_number else v for v in values])
+
+    def where(self, **wanted: Any) -> "Atlas":
+        """The points whose attributes equal those given; a tuple of values admits any of them."""
+
+        def fits(point: Point) -> bool:
+            return all(
+                getattr(point, key) in (value if isinstance(value, tuple) else (value,))
+                for key, value in wanted.items()
+            )
+
+        return Atlas(tuple(point for point in self.points if fits(point)), self.recipes)
+
+    def traits(self, point: Point) -> Traits:
+        """The traits of a point's recipe, with the tail that the published run had."""
+        return traits(self.recipes[point.recipe], tail_share=point.tail_share)
+
+
+def read_atlas(path: str | Path | None = None) -> Atlas:
+    """The atlas that ships, or a file of the same columns.
+
+    Raises:
+        UserError: The file cannot be read, a column is missing, or a value is not what its column holds; the
+            sentence names the line.
+    """
+    return _shipped() if path is None else _read(Path(path))
+
+
+@cache
+def _shipped() -> Atlas:
+    return _read(_SHIPPED)
+
+
+def _read(path: Path) -> Atlas:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"atlas {path} cannot be read: {words_of(error)}") from None
+    try:
+        reader = csv.DictReader(StringIO(text, newline=""), strict=True)
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise UserError(f"atlas {path} is not a CSV file: {error}") from None
+    names = reader.fieldnames or []
+    if missing := [name for name in COLUMNS if name not in names]:
+        raise UserError(
+            f"atlas {path} lacks the column{'s'[: len(missing) > 1]} {', '.join(missing)}; its first line "
+            f"must name {', '.join(COLUMNS)}"
+        )
+    if not rows:
+        raise UserError(f"atlas {path} has no points; write one line for each below its first")
+    points = tuple(_point(row, f"atlas {path}, line {line}") for line, row in rows)
+    return Atlas(points, _recipes(points, path))
+
+
+def _point(row: Mapping[str | None, Any], where: str) -> Point:
+    """The point of a row, whose values are all text."""
+    if None in row or None in row.values():
+        raise UserError(
+            f"{where} has more or fewer values than there are columns; quote a value with a comma"
+        )
+    values: dict[str, str] = {str(key): value.strip() for key, value in row.items()}
+    for name in _TEXT:
+        if not values[name]:
+            raise UserError(f"{where}: {name} is empty; a point without it is of no use")
+    loss, reference = (_positive(values, name, where, needed=False) for name in ("loss", "reference_loss"))
+    params, tokens = (_positive(values, name, where) for name in ("params", "tokens"))
+    assert params is not None
+    assert tokens is not None
+    gap = _number(values, "gap_percent", where)
+    if loss is not None and reference is not None:
+        of_losses = 100 * (loss - reference) / reference
+        if gap is None:
+            gap = of_losses
+        elif abs(gap - of_losses) > _ROUNDED + 0.01 * abs(of_losses):
+            raise UserError(
+                f"{where}: gap_percent = {gap:g}, but loss and reference_loss make it {of_losses:.4g}; "
+                "correct one of them, or leave gap_percent empty"
+            )
+    if gap is None:
+        raise UserError(f"{where}: gap_percent is empty; give it, or both loss and reference_loss")
+    return Point(
+        **{name: values[name] for name in _TEXT},
+        date=_date(values["date"], where),
+        params=params,
+        tokens=tokens,
+        gap_percent=gap,
+        loss=loss,
+        reference_loss=reference,
+        seeds=_seeds(values["seeds"], where),
+        tail_share=_share(values, where),
+        more={name: value for name, value in values.items() if name not in COLUMNS},
+    )
+
+
+def _number(values: Mapping[str, str], name: str, where: str) -> float | None:
+    if not values[name]:
+        return None
+    try:
+        number = float(values[name])
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: {name} = {values[name]!r}, but it must be a finite number")
+    return number
+
+
+def _positive(values: Mapping[str, str], name: str, where: str, needed: bool = True) -> float | None:
+    number = _number(values, name, where)
+    if (number is None and needed) or (number is not None and number <= 0):
+        raise UserError(f"{where}: {name} = {values[name]!r}, but it must be a number above 0, such as 1.9e9")
+    return number
+
+
+def _seeds(text: str, where: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{where}: seeds = {text!r}, but it must be a number of runs, 1 or more")
+    return int(text)
+
+
+def _share(values: Mapping[str, str], where: str) -> float | None:
+    share = _number(values, "tail_share", where)
+    if share is not None and not 0 <= share <= 1:
+        raise UserError(f"{where}: tail_share = {share:g}, but it must be a share from 0 to 1, or empty")
+    return share
+
+
+def _date(text: str, where: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise UserError(f"{where}: date = {text!r}, but it must be a day such as 2026-02-20") from None
+
+
+def _recipes(points: Iterable[Point], path: Path) -> dict[str, Recipe]:
+    """The recipe of each name; a name that ends in `.toml` is a file in the atlas's folder."""
+    found: dict[str, Recipe] = {}
+    for name in dict.fromkeys(point.recipe for point in points):
+        if name.endswith(".toml"):
+            found[name] = load_recipe(path.parent / name)
+        elif name in recipe_names() or name in scheme_names():
+            found[name] = scheme(name).recipe
+        else:
+            known = [*recipe_names(), *scheme_names(), "FILE.toml"]
+            raise UserError(f"atlas {path}: {unknown('recipe', name, known)}")
+    return found
