@@ -16,9 +16,12 @@ PAGES = sorted(
     | {"README.md", "CONTRIBUTING.md"}
 )
 #: How often each pattern still occurs in docstrings of src. Lower a count as you rewrite; never raise it.
-IN_DOCSTRINGS = dict(zip(PATTERNS, (24, 18, 16, 21, 56, 17, 0, 0, 2, 0, 41, 29, 77, 16, 0), strict=True))
+IN_DOCSTRINGS = dict(zip(PATTERNS, (14, 13, 8, 10, 43, 14, 0, 0, 1, 0, 28, 26, 59, 10, 0), strict=True))
 #: Rooms and root modules of src without any finding in docstrings, comments and messages. Add yours.
-CLEAN_ROOMS = ("checkpoint", "data", "distributed", "forecast")
+CLEAN_ROOMS = (
+    *sorted(path.stem for path in (ROOT / "src/narrowgauge").glob("*.py")),
+    *("checkpoint", "conformance", "data", "distributed", "forecast", "formats", "kernels"),
+)
 EXAMPLES = (
     "The moments are narrow, too.",
     "A micro-batch is no step.",

@@ -1,9 +1,9 @@
-"""narrowgauge: pre-train language models in narrow numbers, and see what the narrow numbers did.
+"""narrowgauge: pre-train language models in low precision, and see what the formats did to the training.
 
-Every tensor of a training step has a place; a recipe says which number format each place is in.
+Every tensor of a training step has a place; a recipe specifies the number format of each place.
 
-The names below are imported when they are first used (`lazy`), because torch takes seconds to import, and the
-command has to answer to signals, and to a torch that does not import, before that (`__main__`).
+The names below are imported on first use (`lazy`): importing torch takes seconds, and before that the command
+must already respond to signals, and to a torch that fails to import (`__main__`).
 """
 
 from typing import TYPE_CHECKING

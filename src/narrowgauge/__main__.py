@@ -1,8 +1,8 @@
-"""The command `narrowgauge`, which is `python -m narrowgauge` too.
+"""The command `narrowgauge`, also available as `python -m narrowgauge`.
 
-Importing torch takes seconds, on a cluster's file system minutes. What asks a run to stop in that time is
-noted, and heeded when the import is done: a process that starts to train has an answer to signals from its
-first moment on, and never outlives its launcher. What takes no torch is answered without it (`cli.main`).
+Importing torch takes seconds, or minutes on a cluster's file system. A request to stop that arrives meanwhile
+is recorded and honored once the import is done, so that a training process handles signals from its first
+moment and never outlives its launcher. Commands that do not need torch run without importing it (`cli.main`).
 """
 
 import os
@@ -13,11 +13,11 @@ from narrowgauge.signals import die_with_launcher, stop_requests
 
 
 def main() -> int:
-    """Run the command line; returns the exit code (`cli`)."""
+    """Run the command line and return its exit code (`cli`)."""
     die_with_launcher(os.environ)
-    # When one rank fails, torch in each of the others logs the stack of every connection it has lost.
+    # When one rank fails, torch logs the stack of every lost connection in all the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells that it begins
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs that it starts
     trains = sys.argv[1:2] == ["train"]
     with stop_requests(at_the_end=True) if trains else nullcontext():
         try:

@@ -1,14 +1,14 @@
-"""Collectives of tensors, numbers and objects, tagged with their purpose.
+"""Collectives on tensors, values and objects, tagged with their purpose.
 
-    comm_tag                              names the purpose of collectives, for those who count bytes
-    all_gather_rows, reduce_scatter_rows  one tensor a rank -> all of them, or each rank's row of the sum
+    comm_tag                              names the purpose of collectives, for byte counters
+    all_gather_rows, reduce_scatter_rows  one tensor per rank -> all of them, or each rank's row of the sum
     all_reduce_flat                       sums of many tensors in one collective
-    all_reduce_max                        largest magnitudes, under which ranks scale alike
+    all_reduce_max                        amaxes, so that ranks share a scale
     all_reduce_values                     sums or maxima of Python numbers
     gather_objects, broadcast_object      small Python objects
 
-Objects travel as torch's object collectives send them, between the processes of one job only: nothing that
-was read from a file becomes an object in this way.
+Objects travel through torch's object collectives, and only between the processes of one job: nothing read
+from a file becomes an object this way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ _TAG: ContextVar[str] = ContextVar("comm_tag", default="")
 
 @contextmanager
 def comm_tag(tag: str) -> Iterator[None]:
-    """Tag the collectives within: "gather" (weights), "reduce" (gradients), "activations", "amax"."""
+    """Tag the collectives in this block: "gather" (weights), "reduce" (gradients), "activations", "amax"."""
     token = _TAG.set(tag)
     try:
         yield
@@ -38,7 +38,7 @@ def comm_tag(tag: str) -> Iterator[None]:
 
 
 def current_comm_tag() -> str:
-    """The tag of a collective that would start now; "" outside of `comm_tag`."""
+    """The tag that a collective would get now; "" outside of `comm_tag`."""
     return _TAG.get()
 
 
@@ -52,7 +52,7 @@ def all_gather_rows(row: torch.Tensor, group: Group) -> torch.Tensor:
 def reduce_scatter_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
     """Reduce-scatter: rows (ranks, n) of each rank -> the sum over ranks of this rank's row, (n,).
 
-    The sum is in the dtype of the rows, in the order that the backend chooses.
+    Sums in the dtype of the rows, in the order that the backend chooses.
     """
     row = rows.new_empty(rows.shape[1])
     reduce_scatter_single(row, rows.reshape(-1), group=group)
@@ -60,7 +60,7 @@ def reduce_scatter_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Group) -> None:
-    """Replace each tensor by its sum over ranks, in one collective; they have one dtype and device."""
+    """Replace each tensor by its sum over ranks, in one collective; all share one dtype and device."""
     if not tensors:
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])
@@ -71,9 +71,9 @@ def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Group) -> None:
 
 
 def local_amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x|, 0-dim, in the dtype of x; NaN if x has one, 0 if it is empty.
+    """max |x|, 0-dim, in the dtype of x; NaN if x contains NaN, 0 if x is empty.
 
-    Bit for bit `x.abs().amax()`, without the memory of |x|; four times as fast on a large tensor on a CPU.
+    Bit for bit `x.abs().amax()` without allocating |x|; four times as fast for a large tensor on a CPU.
     """
     if not x.numel():
         return x.new_zeros(())
@@ -82,9 +82,9 @@ def local_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-    """The elementwise maximum over all ranks of the groups; what is not finite becomes infinite.
+    """The elementwise maximum over all ranks of the groups; non-finite entries become infinite.
 
-    Backends differ in the maximum of a NaN and a number, not in that of an infinity and a number.
+    Backends disagree about the maximum of NaN and a number, but agree for infinity and a number.
     """
     if groups:
         amax = torch.where(amax.isfinite(), amax, torch.inf)
@@ -95,7 +95,7 @@ def all_reduce_max(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
 
 
 def all_reduce_sum(values: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-    """The elementwise sum over all ranks of the groups, in the memory of the values: small statistics."""
+    """The elementwise sum over all ranks of the groups, in place: for small statistics."""
     with comm_tag("amax"):
         for group in groups:
             dist.all_reduce(values, group=group)
@@ -110,7 +110,7 @@ def all_reduce_max_(scalars: Sequence[torch.Tensor], group: Group) -> None:
 
 
 def broadcast_bytes(tensor: torch.Tensor, group: Group) -> None:
-    """Replace a tensor by that of the group's rank 0, whatever its dtype (gloo knows no 8-bit floats)."""
+    """Replace a tensor by that of the group's rank 0, in any dtype (gloo does not support 8-bit floats)."""
     numbers = tensor.contiguous().view(-1).view(torch.uint8)
     dist.broadcast(numbers, group=group, group_src=0)
     tensor.copy_(numbers.view(tensor.dtype).view(tensor.shape))
@@ -123,9 +123,9 @@ def all_reduce_values(
     dtype: torch.dtype,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[float]:
-    """The sum (or `op`) of each number over all ranks of the groups, computed in `dtype` on `device`.
+    """The sum (or `op`) of each value over all ranks of the groups, computed in `dtype` on `device`.
 
-    There is one collective for each group, in their order; None stands for torch's default group.
+    Runs one collective per group, in order; None is torch's default group.
     """
     reduced = torch.tensor(values, dtype=dtype, device=device)
     for group in groups:
@@ -144,7 +144,7 @@ def size_of(group: Group | None) -> int:
 
 
 def gather_objects(value: T, group: Group | None) -> list[T]:
-    """The value of every rank, in their order, on every rank; without a group only this one's."""
+    """The values of all ranks, in rank order, on every rank; without a group only this rank's."""
     if group is None:
         return [value]
     values: list[T | None] = [None] * size_of(group)
@@ -153,7 +153,7 @@ def gather_objects(value: T, group: Group | None) -> list[T]:
 
 
 def broadcast_object(value: T, group: Group | None) -> T:
-    """The value of the group's rank 0, on every rank; without a group this one's."""
+    """The value of the group's rank 0, on every rank; without a group this rank's."""
     if group is None:
         return value
     values = [value]

@@ -1,10 +1,10 @@
-"""The facts of a device, and a GPU that is only imagined: tensors on the meta device that take a GPU's path.
+"""The facts of a device, and a simulated GPU: meta tensors that take a GPU's code path.
 
-Meta tensors have shapes, dtypes and strides, and no numbers. Torch's dispatcher, its autograd and its rules
-of shapes are the real ones. Inside of `imagine(facts)` the program treats them as tensors on such a GPU: the
-facts decide which recipes are native, kernels are launched, copies to it are pinned. A launch does nothing
-but tell (`tell`) what a GPU would do: so memory and work of a step can be counted on any machine, without a
-driver, a compiler or the memory.
+Meta tensors have shapes, dtypes and strides but no values. Torch's dispatcher, autograd and shape rules are
+the real ones. Inside `imagine(facts)` the program treats them as tensors on that GPU: the facts decide which
+recipes are native, kernels are launched, host copies are pinned. A launch only reports (`tell`) what the GPU
+would do, so that the memory and work of a step can be counted on any machine, without a driver, a compiler or
+the memory.
 
     memory    `simulate.memory_estimate`
     work      `simulate.count`
@@ -26,11 +26,11 @@ class Device:
     """The facts that decide which code runs.
 
     Attributes:
-        maker: "cpu", "nvidia", "amd", or torch's name for another type of device.
+        maker: "cpu", "nvidia", "amd", or torch's name for another device type.
         capability: The compute capability of an NVIDIA GPU, such as (9, 0).
         architecture: The architecture of an AMD GPU, such as "gfx942".
-        library: The version of the CUDA or ROCm that torch was built with, such as (12, 9).
-        compiles: Whether its machine has Triton and a C compiler; a GPU elsewhere is taken to have them.
+        library: The version of CUDA or ROCm that torch was built with, such as (12, 9).
+        compiles: Whether the machine has Triton and a C compiler; assumed for a GPU elsewhere.
     """
 
     maker: str
@@ -41,12 +41,12 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU of a maker whose facts decide."""
+        """Whether it is a GPU of a supported maker."""
         return self.maker in ("nvidia", "amd")
 
     @property
     def has_triton(self) -> bool:
-        """Whether kernels run on it. Triton compiles for AMD's GPUs, and for NVIDIA's from Ampere on."""
+        """Whether kernels run on it: Triton compiles for AMD GPUs, and for NVIDIA GPUs from Ampere on."""
         is_known = self.maker == "amd" or (self.maker == "nvidia" and self.capability >= (8, 0))
         return is_known and self.compiles
 
@@ -64,17 +64,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class GpuWork:
-    """What one kernel of a GPU does, told by the code that would have launched it.
+    """The work of one GPU kernel, reported by the code that would have launched it.
 
     Attributes:
         name: The kernel's name.
-        reads: The tensors that it reads; one that it reads and writes is in both.
+        reads: The tensors that it reads; a tensor that it reads and writes is in both.
         writes: The tensors that it writes.
-        flops: Its operations on the matrix units.
-        kind: The rate of those: "bf16", "fp32" or "attention".
+        flops: Its FLOPs on the matrix units.
+        kind: The rate of these FLOPs: "bf16", "fp32" or "attention".
         launches: The number of kernels.
-        lanes: Its instructions, of fp32 lanes; 0 where they were not counted, as memory is slower.
-        numbers: What its launch passes by value: constants, and numbers of the host.
+        lanes: Its instructions, in fp32 lanes; 0 where they are not counted because memory is slower.
+        numbers: Arguments that its launch passes by value: constants and host numbers.
     """
 
     name: str
@@ -93,16 +93,16 @@ class _Imagined:
     listener: Callable[[GpuWork], None] | None = field(default=None)
 
 
-_imagined: list[_Imagined] = []  # the innermost last; one thread imagines
+_imagined: list[_Imagined] = []  # innermost last; a single thread simulates
 
 
 @contextmanager
 def imagine(facts: Device | None, listener: Callable[[GpuWork], None] | None = None) -> Iterator[None]:
-    """Treat meta tensors as tensors on a GPU with these facts; None, or a CPU's facts: as they are.
+    """Treat meta tensors as tensors on a GPU with these facts; None, or a CPU's facts, changes nothing.
 
     Args:
-        facts: the facts.
-        listener: is told of each kernel.
+        facts: The facts.
+        listener: Called with the work of each kernel.
     """
     if facts is None or not facts.is_gpu:
         yield
@@ -115,22 +115,22 @@ def imagine(facts: Device | None, listener: Callable[[GpuWork], None] | None = N
 
 
 def imagined(device: torch.device) -> Device | None:
-    """The facts of the GPU that a meta device stands for; None if it stands for none."""
+    """The facts of the GPU that a meta device simulates; None if it simulates none."""
     return _imagined[-1].facts if _imagined and device.type == "meta" else None
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device is a GPU, or stands for one."""
+    """Whether a device is a GPU, real or simulated."""
     return device.type == "cuda" or imagined(device) is not None
 
 
 def is_shape_only(x: torch.Tensor) -> bool:
-    """Whether a meta tensor stands for memory alone, and no GPU is imagined whose work is to be told."""
+    """Whether a meta tensor only stands for memory, with no simulated GPU whose work is counted."""
     return x.is_meta and not _imagined
 
 
 def tell(work: GpuWork) -> None:
-    """Tell what an imagined GPU does."""
+    """Report the work of a simulated GPU."""
     listener = _imagined[-1].listener
     if listener is not None:
         listener(work)

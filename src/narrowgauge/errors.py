@@ -1,7 +1,7 @@
-"""The exceptions that are meant for people.
+"""The exceptions that are meant for users.
 
-A `UserError` is one sentence that names the thing, the rule and the way out. The command line prints it
-without a traceback and exits with 2. Broken invariants inside the house are `assert`s, not this.
+A `UserError` is one sentence: what is wrong, the rule, and the way out. The command line prints it without a
+traceback and exits with code 2. Broken internal invariants are `assert`s instead.
 """
 
 import signal
@@ -14,17 +14,17 @@ class UserError(ValueError):
     """A mistake in usage or input: one sentence for the user, exit code 2.
 
     Attributes:
-        exit_code: that the command ends with; 1 in the kinds that are no mistake of whoever started it.
+        exit_code: The exit code of the command; 1 for subclasses that the user did not cause.
     """
 
     exit_code: ClassVar[int] = 2
 
 
 class Failed(Exception):
-    """The failure of a run, which is no mistake in its line: the command prints the sentence.
+    """A run failed although its command line was correct; the command prints the sentence.
 
     Attributes:
-        code: The exit code that the command ends with.
+        code: The exit code of the command.
         is_printed: Whether this process prints the sentence; a process that another one stopped may not.
     """
 
@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 class ProcessFailed(Exception):
-    """A process that the command started has failed; one that ended by itself has printed why.
+    """A process that the command started has failed; if it exited by itself, it has printed why.
 
     Attributes:
         code: Its exit code, negative if a signal killed it.
@@ -46,7 +46,7 @@ class ProcessFailed(Exception):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that does not exist, with the nearest one that does.
+    """The error for an unknown name, with the nearest known one.
 
     >>> str(unknown("recipe", "mxpf4", ["mxfp4", "bf16"]))
     "unknown recipe 'mxpf4'; the nearest is 'mxfp4' (known: mxfp4, bf16)"
@@ -59,15 +59,14 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
 
 
 def words_of(error: Exception) -> str:
-    """The system's name for an error; never more, because the rest may quote what was asked."""
+    """The operating system's name for an error, and nothing else: the rest may quote the request."""
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip(" .")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name that looks most like another one, or None where none looks like it.
+    """The known name most similar to `name`, or None where none is similar.
 
-    Capitals make no difference, nor do the dashes before an option, which all options share.
-
+    Ignores case and the dashes before an option, which all options share.
     >>> nearest("--Stepz", ["--steps", "--seed"]), nearest("--dry-run", ["--decay-fraction"])
     ('--steps', None)
     """

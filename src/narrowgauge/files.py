@@ -8,13 +8,13 @@ Three facts about file systems decide everything here:
 3. A process can die between any two of these calls.
 
 So a file, or a directory of files, is staged: it is written in full under a temporary name
-(`.NAME.tmp-<nonce>`), synced and renamed, and the parent directory is synced. In this order a reader finds
-the old content or the new one.
+(`.NAME.tmp-<nonce>`), synced and renamed, and then the parent directory is synced. In this order a reader
+finds either the old content or the new.
 
 Tests stop the process at any of these moments: with `NARROWGAUGE_CRASH_AT=<point>` in the environment the
-process ends there at once with exit code 137, as after `kill -9`; `<point>@<rank>` is for one of several
-processes. Where NAME is the name of a file, its points are `write:NAME`, `synced:NAME` and `renamed:NAME`;
-those of a staged directory are `exchange:filled` and `exchange:renamed`; those of a checkpoint are listed in
+process exits at that point with code 137, as after `kill -9`; `<point>@<rank>` selects one of several
+processes. A file NAME has the points `write:NAME`, `synced:NAME` and `renamed:NAME`; a staged directory has
+`exchange:filled` and `exchange:renamed`; those of a checkpoint are listed in
 `narrowgauge.checkpoint.store.commit`.
 """
 
@@ -38,30 +38,30 @@ from narrowgauge.errors import UserError
 from narrowgauge.operating_system import O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK
 
 CRASH_AT = "NARROWGAUGE_CRASH_AT"
-_ABANDONED_S = 3600.0  # a staging directory without a write for an hour belongs to a process that is gone
-_REFUSED = (ENOENT, ENOTDIR, EACCES, EPERM, EROFS)  # a place where a user can make nothing
-_BLOCK = 1 << 20  # bytes that are hashed at a time
+_ABANDONED_S = 3600.0  # a staging directory without a write for an hour belongs to a dead process
+_REFUSED = (ENOENT, ENOTDIR, EACCES, EPERM, EROFS)  # errors of a place where the user cannot create anything
+_BLOCK = 1 << 20  # bytes hashed at a time
 
 
 def crash_point(name: str) -> None:
-    """End the process here, without any clean-up, if the environment asks for it."""
+    """Exit here without clean-up if the environment names this point."""
     requested = os.environ.get(CRASH_AT)
     if requested and (requested == name or requested == f"{name}@{_rank()}"):
         os._exit(137)
 
 
 def _rank() -> int:
-    """Number of this process among those that train together; 0 before torch has connected them."""
+    """This process's rank in the job; 0 before torch has connected the processes."""
     dist = sys.modules.get("torch.distributed")
     return dist.get_rank() if dist and dist.is_available() and dist.is_initialized() else 0
 
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that replaces `path` when the block ends well and vanishes otherwise.
+    """Open a binary file that replaces `path` if the block succeeds and vanishes otherwise.
 
     Raises:
-        OSError: the disk is full or may not be written; `path` is then as it was.
+        OSError: The disk is full or not writable; `path` is then unchanged.
     """
     staging = _staging(path)
     crash_point(f"write:{path.name}")
@@ -79,21 +79,21 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Replace the content of `path` so that it is the old one or the new one after any crash.
+    """Replace the content of `path`; after a crash it is the old content or the new, in full.
 
     Args:
         path: The file; its directory exists.
         data: The content; text is stored as UTF-8.
 
     Raises:
-        OSError: as `staged_file`.
+        OSError: As in `staged_file`.
     """
     with staged_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write and sync a file that must not exist yet, in a directory that is staged itself."""
+    """Write and sync a file that must not exist yet, in a directory that is itself staged."""
     crash_point(f"write:{path.name}")
     with path.open("xb") as file:
         file.write(data)
@@ -103,18 +103,18 @@ def write_new(path: Path, data: bytes) -> None:
 
 @contextmanager
 def staged_directory(path: Path, keep_existing: bool = False) -> Iterator[Path]:
-    """Make an empty directory to fill, which becomes `path` when the block ends well and vanishes otherwise.
+    """Create an empty directory that becomes `path` if the block succeeds and vanishes otherwise.
 
-    Staging directories of `path` that dead processes left an hour ago or earlier are removed.
+    Removes staging directories of `path` that dead processes left an hour ago or earlier.
 
     Args:
-        path: The final name; an empty directory there is replaced. Its parents are made.
-        keep_existing: If another process has filled `path` meanwhile, its content stays and the new one
-            vanishes. Without it, whatever is at `path` is refused, before the block and after it.
+        path: The final name; an empty directory there is replaced. Missing parents are created.
+        keep_existing: If another process has filled `path` meanwhile, keep its content and drop the new one.
+            Otherwise an existing `path` is an error, both before the block and after it.
 
     Raises:
-        UserError: something is at `path` already, or nothing can be written there.
-        OSError: the disk is full; with `keep_existing`, also that nothing can be written there.
+        UserError: `path` already exists, or is not writable.
+        OSError: The disk is full; with `keep_existing`, also if `path` is not writable.
     """
     path = Path(os.path.abspath(path))
     if not keep_existing:
@@ -135,7 +135,7 @@ def staged_directory(path: Path, keep_existing: bool = False) -> Iterator[Path]:
         if not keep_existing:
             _refuse_existing(path)
         try:
-            os.rename(staging, path)  # replaces an empty directory and refuses to replace a filled one
+            os.rename(staging, path)  # replaces an empty directory, fails on a filled one
         except OSError as error:
             if not keep_existing or error.errno not in (ENOTEMPTY, EEXIST):
                 raise
@@ -161,14 +161,14 @@ def _remove_abandoned(path: Path) -> None:
     for staging in path.parent.glob(pattern):
         try:
             newest = max(entry.stat().st_mtime for entry in (staging, *staging.iterdir()))
-        except OSError:  # a file; or its process is alive after all and has just published or removed it
+        except OSError:  # a file, or its process is still alive and has just published or removed it
             continue
         if time.time() - newest > _ABANDONED_S:
             shutil.rmtree(staging, ignore_errors=True)
 
 
 def _sync_tree(root: Path) -> None:
-    """Bring every file and name below `root` to the disk."""
+    """Sync every file and name below `root` to the disk."""
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:
             with Path(directory, name).open("rb") as file:
@@ -182,7 +182,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory last: files created in it, renamed into it, removed from it."""
+    """Sync a directory, so that files created in it, renamed into it or removed from it stay so."""
     descriptor = os.open(path, os.O_RDONLY | O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -191,7 +191,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents (`mkdir -p`) so that the new names last."""
+    """Create a directory and its parents (`mkdir -p`) durably."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -200,13 +200,13 @@ def make_directory(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading, and nothing but a file: no symbolic link, no pipe, no device.
+    """Open a regular file for reading; refuse symbolic links, pipes and devices.
 
     Raises:
-        OSError: it is something else, or cannot be read; with the reason.
+        OSError: It is something else, or cannot be read; with the reason.
     """
     try:
-        # without O_NONBLOCK a pipe would wait for a writer
+        # without O_NONBLOCK, opening a pipe would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
     except OSError as error:
         if error.errno == ELOOP:
@@ -219,15 +219,15 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def sha256_of(path: Path, follow_links: bool = False, advance: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of a file's bytes: 64 lower-case hexadecimal digits, as `sha256sum` prints them.
+    """SHA-256 of a file: 64 lower-case hexadecimal digits, as printed by `sha256sum`.
 
     Args:
         path: A regular file.
         follow_links: Whether `path` may be a symbolic link.
-        advance: Called with the number of bytes after each block that is read.
+        advance: Called with the number of bytes after each block read.
 
     Raises:
-        OSError: the file cannot be read, or is not regular.
+        OSError: The file cannot be read, or is not regular.
     """
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) if follow_links else open_regular(path) as file:
@@ -239,14 +239,14 @@ def sha256_of(path: Path, follow_links: bool = False, advance: Callable[[int], o
 
 
 def cache_directory() -> Path:
-    """$NARROWGAUGE_CACHE, else `narrowgauge` in the user's cache directory: for what is prepared once."""
+    """$NARROWGAUGE_CACHE, or `narrowgauge` in the user's cache directory: for data prepared once."""
     if directory := os.environ.get("NARROWGAUGE_CACHE"):
         return Path(directory).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "narrowgauge"
 
 
 def shipped_names(folder: str) -> list[str]:
-    """Names, without `.toml` and sorted, of the TOML files in a folder of this package."""
+    """Sorted names, without `.toml`, of the TOML files in a folder of this package."""
     files = resources.files("narrowgauge").joinpath(folder).iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 

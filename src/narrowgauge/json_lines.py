@@ -1,4 +1,4 @@
-"""JSON-lines files that a run appends to while it may be killed at any moment, and their reading."""
+"""JSON-lines files: a run appends to them and may be killed at any moment; reading them back."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from narrowgauge.errors import UserError
 
 
 def strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values for a JSON file that any program reads: None for a number that is not finite.
+    """The values for strict JSON: non-finite numbers become None.
 
     >>> strict_json({"loss": float("nan"), "step": 3})
     {'loss': None, 'step': 3}
@@ -23,12 +23,12 @@ def strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON objects as lines of a JSON-lines file.
 
-    They are one `write`, so a kill leaves at most one torn line, at the end; the next append cuts it off
-    before it writes. A NaN or an infinity is written as `NaN`, `Infinity`: a loss that went wrong has to
-    stay visible. Not synced: a power cut may cost the last lines.
+    They are written with one `write`, so a kill leaves at most one torn line, at the end; the next append
+    cuts it off first. NaN and infinity are written as `NaN` and `Infinity`, so that a loss that went wrong
+    stays visible. Not synced: a power cut may lose the last lines.
 
     Raises:
-        OSError: the disk is full or may not be written; the file then ends with its last complete line.
+        OSError: The disk is full or not writable; the file then ends with its last complete line.
     """
     lines = b"".join(json.dumps(record).encode() + b"\n" for record in records)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -44,7 +44,7 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _end_of_last_line(descriptor: int, block: int = 1 << 16) -> int:
-    """Offset just after the last newline, searched from the end; 0 where there is none."""
+    """Offset just after the last newline, searched from the end; 0 if there is none."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - block)
@@ -56,11 +56,11 @@ def _end_of_last_line(descriptor: int, block: int = 1 << 16) -> int:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, without a torn last line (one that lacks its newline).
+    """The objects of a JSON-lines file, ignoring a torn last line (one without its newline).
 
     Raises:
-        UserError: another line is not a JSON object; with file and line.
-        OSError: the file cannot be read.
+        UserError: Any other line is not a JSON object; with file and line.
+        OSError: The file cannot be read.
     """
     *lines, _torn = path.read_bytes().split(b"\n")
     records = []
@@ -79,12 +79,12 @@ def _damaged_line(path: Path, number: int, reason: str) -> UserError:
     return UserError(
         f"{path}:{number}: every line must be one JSON object, and this one is not ({reason}); "
         f"only a last line can be torn by a kill, so the file was changed or the disk is failing: "
-        f"mend or delete that line"
+        f"fix or delete that line"
     )
 
 
 def bytes_until_step(path: Path, step: int) -> int:
-    """Bytes before the first line of a step after `step`, or before a torn line; steps are ascending."""
+    """Bytes before the first line of a step after `step`, or before a torn line; steps ascend."""
     size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -94,7 +94,7 @@ def bytes_until_step(path: Path, step: int) -> int:
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"{path}:{number}: every line must be an object with a step, and this one is not; "
-                    "mend or delete that line, or the file"
+                    "fix or delete that line, or the file"
                 ) from None
             size += len(line)
     return size

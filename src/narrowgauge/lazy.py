@@ -1,15 +1,15 @@
-"""Names of a package that are imported when they are first used (PEP 562).
+"""Imports names of a package on first use (PEP 562).
 
-torch takes seconds to import, and on a broken machine it does not import at all. The command answers before
-that: signals, a typo, a table of formats, the doctor. So the packages import no module for the names that
-they hand on. Each states them once, as imports for type checkers:
+torch takes seconds to import, and on a broken machine it does not import at all. The command must respond
+before that: to signals, to a typo, for a table of formats, in the doctor. So packages do not import the
+modules of the names that they re-export. Each states them once, as imports for type checkers:
 
     if TYPE_CHECKING:
         from package.module import name as name
     else:
         __all__, __getattr__, __dir__ = import_on_use(__name__)
 
-Type checkers do not see the `__getattr__`, so that a name that is not stated is an error to them as well.
+Type checkers do not see the `__getattr__`, so they still report a name that is not listed.
 """
 
 import ast
@@ -21,17 +21,17 @@ from typing import Any
 
 
 def import_on_use(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__all__`, `__getattr__` and `__dir__` of a package that is being imported, `__name__`.
+    """The `__all__`, `__getattr__` and `__dir__` of the package `__name__` that is being imported.
 
-    The second imports the module of a name and gives its value; the package keeps the value.
+    `__getattr__` imports the module of a name and returns its value, which the package then keeps.
     """
     homes = _stated(package)
 
     class Package(ModuleType):
-        """A package whose names prevail over its modules: `quantize` is the function, not `quantize.py`."""
+        """A package whose names shadow its modules: `quantize` is the function, not `quantize.py`."""
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name not in homes or not isinstance(value, ModuleType):  # the import of a module sets its name
+            if name not in homes or not isinstance(value, ModuleType):  # importing a module sets its name
                 super().__setattr__(name, value)
 
     def value_of(name: str) -> Any:

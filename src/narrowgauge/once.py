@@ -1,8 +1,9 @@
-"""A property that is computed once for each object: `functools.cached_property` without its lock.
+"""A property computed once per object: `functools.cached_property` without its lock.
 
-Python 3.11 computes a `cached_property` under a lock, and torch.compile cannot trace a lock. The value is a
-pure function of a frozen record, so two threads may compute it at the same time. A record that compiled code
-reads computes all of them when it is made (`compute_all`): the compiler then sees attributes.
+Python 3.11 computes a `cached_property` under a lock, which torch.compile cannot trace. The value is a pure
+function of a frozen record, so it does no harm if two threads compute it at the same time. A record that
+compiled code reads computes all of them on construction (`compute_all`), so that the compiler only sees
+attributes.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class computed_once(Generic[T]):
-    """Decorates a method without arguments; its value is then an attribute of the object."""
+    """Decorates a method without arguments; its value becomes an attribute of the object."""
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self.function, self.__doc__ = function, function.__doc__

@@ -1,9 +1,9 @@
-"""The parts of Python that exist on some operating systems only, each imported or named here alone.
+"""The parts of Python that exist only on some operating systems; each is imported or named here alone.
 
-Linux and macOS are POSIX systems. Windows has no file locks of this kind (`fcntl`), no limits of a process
-(`resource`), no SIGUSR1, and no directory that could be opened and synced. A run needs all of them to
-survive a kill, so that it is refused there in a sentence. The library, `recipes`, `formats` and `doctor`
-work everywhere.
+Linux and macOS are POSIX systems. Windows lacks this kind of file lock (`fcntl`), process limits
+(`resource`), SIGUSR1, and directories that can be opened and synced. A run needs all of them to survive a
+kill, so on Windows it is refused with a sentence. The library, `recipes`, `formats` and `doctor` work
+everywhere.
 """
 
 import os
@@ -19,7 +19,7 @@ from narrowgauge.errors import UserError
 
 
 def _module(name: str) -> Any:
-    """A module of the standard library; None where this system has no such module."""
+    """A module of the standard library; None if this system lacks it."""
     try:
         return import_module(name)
     except ImportError:
@@ -29,30 +29,30 @@ def _module(name: str) -> Any:
 fcntl, _resource = _module("fcntl"), _module("resource")
 IS_POSIX = fcntl is not None
 
-# A scheduler asks by SIGTERM, Ctrl-C is SIGINT, and SIGUSR1 tells that the time limit is near.
+# A scheduler sends SIGTERM, Ctrl-C sends SIGINT, and SIGUSR1 warns that the time limit is near.
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
 )
 
-# Flags of `os.open`; 0 where the system has no such rule.
+# Flags of `os.open`; 0 where the system lacks them.
 O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (
     getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK")
 )
 
 
 def system_name() -> str:
-    """The operating system's name for people: Linux, macOS or Windows."""
+    """The operating system's usual name: Linux, macOS or Windows."""
     return {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
 
 
 def require_posix(what: str) -> None:
-    """Refuse what locks files, syncs directories or answers to a scheduler's signals, where there are none.
+    """Refuse a command that needs file locks, directory syncs or a scheduler's signals if this is not POSIX.
 
     Args:
-        what: The beginning of the sentence, such as "train".
+        what: The beginning of the message, such as "train".
 
     Raises:
-        UserError: the system is none of POSIX's.
+        UserError: The system is not POSIX.
     """
     if not IS_POSIX:
         raise UserError(
@@ -63,20 +63,20 @@ def require_posix(what: str) -> None:
 
 
 def user_id() -> int:
-    """The number of the user who runs this process; 0 where users have none."""
+    """The numeric id of the user who runs this process; 0 where users have none."""
     return os.geteuid() if IS_POSIX else 0
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether a file or directory is this user's and no other user can write to it.
+    """Whether this user owns a file or directory and no other user can write to it.
 
-    Where modes do not say (Windows), a user's folders are taken for private.
+    Where the system has no modes (Windows), a user's folders count as private.
     """
     return not IS_POSIX or (status.st_uid == user_id() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def limits_of(name: str) -> tuple[int | None, int | None]:
-    """The soft and hard limit of this process, such as RLIMIT_NOFILE; None: unlimited."""
+    """The soft and hard limit of a resource such as RLIMIT_NOFILE for this process; None if unlimited."""
     if _resource is None:
         return None, None
     soft, hard = _resource.getrlimit(getattr(_resource, name))
@@ -85,7 +85,7 @@ def limits_of(name: str) -> tuple[int | None, int | None]:
 
 
 def peak_memory_held() -> int:
-    """The most bytes of memory that this process has held; 0 where the system does not tell."""
+    """Peak memory of this process in bytes; 0 where the system does not report it."""
     if _resource is None:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
@@ -93,10 +93,11 @@ def peak_memory_held() -> int:
 
 
 def _seconds_used() -> tuple[float, float, float]:
-    """The clock, the seconds that this process and its children computed, and those of all on our cores.
+    """The clock, the CPU seconds of this process and its children, and those of all processes on our cores.
 
-    Idle time and programs of low priority, which give way, do not count. Outside of Linux nothing is known of
-    others: the last two are equal.
+    Idle time and low-priority (nice) processes, which give way, do not count. Outside Linux other processes
+    are
+    unknown: the last two are equal.
     """
     own = sum(os.times()[:4])
     with suppress(OSError, ValueError, AttributeError):
@@ -109,10 +110,10 @@ def _seconds_used() -> tuple[float, float, float]:
     return time.monotonic(), own, own
 
 
-_AT_START = _seconds_used()  # torch is imported after this, and the seconds of that are what is looked at
+_AT_START = _seconds_used()  # torch is imported after this; the measurement covers that import
 
 
 def cores_of_others() -> float:
-    """The number of our cores that other programs used, on average since this module was imported."""
+    """How many of our cores other programs used, on average since this module was imported."""
     clock, own, used = (now - before for now, before in zip(_seconds_used(), _AT_START, strict=True))
     return max(0.0, used - own) / clock if clock > 0.5 else 0.0

@@ -1,6 +1,6 @@
-"""Child processes: programs side by side, the output of a program, a process that answers requests.
+"""Child processes: programs that run in parallel, a program's output, a process that answers requests.
 
-No child outlives this process, however it ends. A process that answers, and the workers of a pool, call
+No child outlives this process, however it ends. An answering process and the workers of a pool call
 `depend_on_parent`; `narrowgauge` itself, started as a program, calls `signals.die_with_launcher`.
 """
 
@@ -21,14 +21,14 @@ from narrowgauge.errors import words_of
 from narrowgauge.operating_system import STOP_SIGNALS
 
 T = TypeVar("T")
-_END_S = 10.0  # for a process that is asked to end
+_END_S = 10.0  # for a process that was asked to exit
 
-#: Prepares the process and gives, for the length of a `with`, the function that answers; a name of a module.
+#: Prepares the process and, as a context manager, yields the function that answers; a module-level name.
 Prepare = Callable[..., AbstractContextManager[Callable[[Any], object]]]
 
 
 class Programs:
-    """Programs that run side by side; those that still run are killed at the end of the `with` block."""
+    """Programs that run in parallel; the `with` block kills those that still run when it ends."""
 
     def __init__(self) -> None:
         self._started: list[Popen[bytes]] = []
@@ -40,7 +40,7 @@ class Programs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for program in self._started:
-            program.kill()  # does nothing to one that has ended
+            program.kill()  # no effect on one that has exited
         for program in self._started:
             program.wait()
 
@@ -53,8 +53,8 @@ class Programs:
     def wait(self, grace_s: float) -> int:
         """Wait for all programs; returns 0, or the exit code of one that failed, negative if it was killed.
 
-        After a failure the others have `grace_s` seconds, in which they end because of it. A killed program
-        cannot report to the others, so its death ends the wait at once.
+        After a failure the others get `grace_s` seconds to exit because of it. A killed program cannot notify
+        the others, so its death ends the wait immediately.
         """
         deadline = float("inf")
         while True:
@@ -68,16 +68,16 @@ class Programs:
 
     @contextmanager
     def forwarding(self, note: Callable[[int], None]) -> Iterator[None]:
-        """Within the block, pass each stop signal to `note`, and send it on to the programs.
+        """Within the block, pass each stop signal to `note` and forward it to the programs.
 
-        Ctrl-C is not sent on: it reaches every process of a terminal, and a second one stops a run at once.
+        Ctrl-C is not forwarded: it reaches every process of a terminal, and a second one stops a run at once.
         """
 
         def forward(number: int, frame: FrameType | None) -> None:
             note(number)
             if number != signal.SIGINT:
                 for program in self._started:
-                    program.send_signal(number)  # does nothing to one that has ended
+                    program.send_signal(number)  # no effect on one that has exited
 
         previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
         try:
@@ -89,7 +89,7 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Output of a program, and its exit code; None: it could not be started, or did not end in time."""
+    """A program's output and exit code; code None if it could not be started or did not finish in time."""
 
     code: int | None
     out: str = ""
@@ -97,7 +97,7 @@ class Output:
 
 
 def output_of(command: Sequence[str], seconds: float) -> Output:
-    """Run a command for at most `seconds`. One that not even a kill ends is left behind."""
+    """Run a command for at most `seconds`. A process that survives even a kill is left behind."""
     try:
         process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace")
     except OSError as error:
@@ -117,7 +117,7 @@ def output_of(command: Sequence[str], seconds: float) -> Output:
 
 
 def in_time(ask: Callable[[], T], seconds: float, late: T) -> T:
-    """The result of `ask`, or `late` if that takes more than `seconds`; its thread is then left behind."""
+    """The result of `ask`, or `late` if it takes longer than `seconds`; its thread is then left behind."""
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     thread.start()
@@ -126,7 +126,7 @@ def in_time(ask: Callable[[], T], seconds: float, late: T) -> T:
 
 
 def depend_on_parent() -> None:
-    """Leave Ctrl-C to the parent, and end when the parent ends; for processes of `multiprocessing`."""
+    """Leave Ctrl-C to the parent, and exit with the parent; for `multiprocessing` children."""
 
     def exit_with_parent() -> None:
         parent = parent_process()
@@ -139,7 +139,7 @@ def depend_on_parent() -> None:
 
 
 class Ended(Exception):
-    """The process ended before it answered.
+    """The process exited before it answered.
 
     Attributes:
         code: Its exit code, negative if a signal killed it; None if it has not been collected.
@@ -151,18 +151,18 @@ class Ended(Exception):
 
 
 class Late(Exception):
-    """The process has not answered in time; it still runs."""
+    """The process did not answer in time; it still runs."""
 
 
 class Answering:
     """The parent's side of a process that answers requests, one at a time.
 
-    The process is spawned, so it shares nothing with this one. It ends when the parent closes its end of the
-    pipe, or ends.
+    The process is spawned, so it shares nothing with this one. It exits when the parent exits or closes its
+    end of the pipe.
     """
 
     def __init__(self, prepare: Prepare, *arguments: object) -> None:
-        """Start the process; `prepare(*arguments)` is called there."""
+        """Start the process; it calls `prepare(*arguments)`."""
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(prepare, arguments, theirs))
@@ -171,22 +171,22 @@ class Answering:
         self._is_ready = False
 
     def wait_until_ready(self, most_s: float | None = None) -> None:
-        """Wait for the end of the preparation.
+        """Wait until the preparation is done.
 
         Raises:
-            Ended: The process ended.
-            Late: It took more than `most_s` seconds; None: any time is fine.
+            Ended: The process exited.
+            Late: It took more than `most_s` seconds; None waits without limit.
         """
         if not self._is_ready:
             self._receive(most_s)
             self._is_ready = True
 
     def ask(self, request: object, most_s: float | None = None) -> Any:
-        """The answer to a request; waits for the end of the preparation first.
+        """The answer to a request; first waits until the preparation is done.
 
         Raises:
-            Ended: The process ended.
-            Late: The answer took more than `most_s` seconds; None: any time is fine.
+            Ended: The process exited.
+            Late: The answer took more than `most_s` seconds; None waits without limit.
         """
         self.wait_until_ready()
         try:
@@ -196,7 +196,7 @@ class Answering:
         return self._receive(most_s)
 
     def end(self) -> None:
-        """End the process, if it still runs."""
+        """End the process if it still runs."""
         self._connection.close()
         self._process.terminate()
         self._process.join(_END_S)
@@ -224,5 +224,5 @@ def _serve(prepare: Prepare, arguments: tuple[object, ...], connection: Connecti
             connection.send(None)
             while True:
                 connection.send(answer(connection.recv()))
-        except (EOFError, OSError):  # the parent is gone
+        except (EOFError, OSError):  # the parent has exited
             return

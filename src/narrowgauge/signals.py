@@ -1,14 +1,15 @@
-"""Being asked to stop, by SIGTERM (a scheduler), SIGINT (Ctrl-C) or SIGUSR1 (the time limit is near); and
-dying with the launcher.
+"""Handles requests to stop: SIGTERM (a scheduler), SIGINT (Ctrl-C), SIGUSR1 (the time limit is near); and
+makes a process die with its launcher.
 
-A run that is asked to stop saves after its step. Before its first step there is nothing to save, and it
-stops at once; while it imports torch, or looks for the other ranks, it only notes the request, because a rank
-that ended before it met the others would leave them waiting. Exit code 75 either way.
+A run that is asked to stop saves after its current step. Before its first step there is nothing to save, and
+it stops at once; while it imports torch or waits for the other ranks it only records the request, because a
+rank that exited before it met the others would leave them waiting. The exit code is 75 either way.
 
-A second Ctrl-C, or another signal than the first, stops the run at once. The first one again does not: a
-scheduler that tells every process of a job tells a run of `compare` twice, directly and through its parent.
+A second Ctrl-C, or a signal other than the first, stops the run at once. A repeat of the first does not: a
+scheduler that signals every process of a job reaches a run of `compare` twice, directly and through its
+parent.
 
-This file imports nothing that takes time, because signals arrive from the first moment on.
+This file imports nothing slow, because signals arrive from the first moment on.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ from narrowgauge.operating_system import STOP_SIGNALS
 
 COMPARED = "NARROWGAUGE_COMPARED"  # set by `compare` for the runs that it starts
 
-# Each is set by a launcher that is, or leaves behind, the parent of its processes.
+# Each is set by a launcher that is the parent of its processes, or leaves one behind.
 _LAUNCHED = (
     COMPARED,
     "TORCHELASTIC_RUN_ID",
@@ -43,32 +44,32 @@ class Preempted(Exception):
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """The run was asked to stop before its first step, and has nothing to save: exit code 75."""
+    """The run was asked to stop before its first step and has nothing to save: exit code 75."""
 
 
 class Requests(list[str]):
-    """The names of the signals that asked, in their order; itself the handler of these signals."""
+    """The names of the signals received, in order; an instance is itself their handler."""
 
-    at_once = False  # whether there is nothing to save, and a request need not wait for a step
-    noted_at = math.inf  # when the first came, on the clock of `time.monotonic`
+    at_once = False  # whether there is nothing to save, so that a request need not wait for a step
+    noted_at = math.inf  # arrival of the first, on the clock of `time.monotonic`
 
     @property
     def number(self) -> int:
-        """The first signal, for ranks to agree on; 0 where none came."""
+        """The number of the first signal, for ranks to agree on; 0 if none came."""
         return signal.Signals[self[0]].value if self else 0
 
     def nothing_to_save(self) -> None:
-        """From here a request raises `StoppedEarly`; so does one that has come already."""
+        """From now on a request raises `StoppedEarly`; one that has already come does so immediately."""
         self.at_once = True
         if self:
             raise _early(self[0])
 
     def save_first(self) -> None:
-        """From here a request is noted, for the run to heed after its step."""
+        """From now on a request is recorded, and the run honors it after its step."""
         self.at_once = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal, or stop at once."""
+        """Record a signal, or stop at once."""
         name = signal.Signals(number).name
         if self and (number == signal.SIGINT or name not in self):
             raise KeyboardInterrupt
@@ -84,10 +85,10 @@ def _early(name: str) -> StoppedEarly:
 
 @contextmanager
 def stop_requests(at_the_end: bool = False) -> Iterator[Requests]:
-    """What asks the process to stop, for the length of a `with`; one inside another is the same.
+    """Collect requests to stop this process within the block; a nested block yields the same object.
 
-    Signals reach only a process's main thread; a run in another one cannot be asked. `at_the_end` of the
-    block the process ends too: a signal that comes later asks for what is happening, and changes nothing.
+    Signals only reach a process's main thread; a run in another thread cannot be stopped this way. With
+    `at_the_end` the process exits after the block, so later signals change nothing and are ignored.
     """
     outer = signal.getsignal(signal.SIGTERM)
     if isinstance(outer, Requests):
@@ -104,9 +105,9 @@ def stop_requests(at_the_end: bool = False) -> Iterator[Requests]:
 
 
 def heed_early(after_s: float = 0.0) -> None:
-    """Raise `StoppedEarly` for a request that was noted `after_s` seconds ago or earlier.
+    """Raise `StoppedEarly` for a request that was recorded at least `after_s` seconds ago.
 
-    With 0 later requests raise it too, since the run has nothing to save yet.
+    With 0, later requests also raise it, since the run has nothing to save yet.
     """
     handler = signal.getsignal(signal.SIGTERM)
     if not isinstance(handler, Requests):
@@ -116,25 +117,25 @@ def heed_early(after_s: float = 0.0) -> None:
 
 
 def heed_no_more() -> None:
-    """The process ends already: what asks it to stop from here, such as torchrun's SIGTERM, is only noted."""
+    """Only record further requests, such as torchrun's SIGTERM: the process is already exiting."""
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, Requests):
         handler.save_first()
 
 
 def is_compared() -> bool:
-    """Whether this process is a run of a comparison, which shows its results itself."""
+    """Whether this process is a run of a comparison, which reports the results itself."""
     return bool(os.environ.get(COMPARED))
 
 
 def die_with_launcher(environ: Mapping[str, str]) -> None:
-    """Let the kernel kill this process when its parent ends, if that is a launcher such as torchrun.
+    """Have the kernel kill this process when its parent exits, if that is a launcher such as torchrun.
 
-    A launcher that is killed cannot tell its processes; they would go on training and writing. Linux only.
+    A killed launcher cannot notify its processes; they would go on training and writing. Linux only.
     """
     if sys.platform != "linux" or not any(environ.get(name) for name in _LAUNCHED):
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended in between, and the kernel will not tell
+    if os.getppid() != parent:  # it exited in between, and the kernel will not signal
         os._exit(1)

@@ -1,12 +1,12 @@
 """Confidence interval of a mean over a few seeds, by Student's t.
 
-The mean of n differences with sample deviation s lies within t s / sqrt(n) of the true one in 95 of 100
-experiments, if the differences are about normal; t is the 97.5 % quantile with n - 1 degrees of freedom: 12.7
-for two seeds, 4.30 for three, 2.78 for five, 1.96 for very many. Two seeds say almost nothing, and the factor
-says so.
+The mean of n differences with sample deviation s lies within t s / sqrt(n) of the true mean in 95 of 100
+experiments, if the differences are roughly normal; t is the 97.5 % quantile with n - 1 degrees of freedom:
+12.7 for two seeds, 4.30 for three, 2.78 for five, 1.96 in the limit. Two seeds prove almost nothing, as the
+factor shows.
 
-For whole degrees of freedom the share within t of zero is a finite sum (Abramowitz and Stegun, Handbook of
-Mathematical Functions, 26.7.3 and 26.7.4), so it needs no library.
+For integer degrees of freedom the probability within t of zero is a finite sum (Abramowitz and Stegun,
+Handbook of Mathematical Functions, 26.7.3 and 26.7.4), so no library is needed.
 """
 
 import math
@@ -18,7 +18,7 @@ CONFIDENCE = 0.95
 
 
 def t_probability(t: float, degrees: int) -> float:
-    """Probability that a Student variable lies within `t` of zero; t >= 0, degrees >= 1."""
+    """Probability that a Student t variable lies within `t` of zero; t >= 0, degrees >= 1."""
     theta = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(theta), math.cos(theta)
     is_odd = degrees % 2
@@ -32,7 +32,7 @@ def t_probability(t: float, degrees: int) -> float:
 
 @cache
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t for which `t_probability` is `confidence`, by bisection.
+    """The t at which `t_probability` equals `confidence`, by bisection.
 
     >>> round(t_quantile(2), 3), round(t_quantile(4), 3)
     (4.303, 2.776)
@@ -47,7 +47,7 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def half_width(values: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
-    """Half the width of the confidence interval of the mean of `values`; None for fewer than two."""
+    """Half the width of the confidence interval of the mean; None for fewer than two values."""
     n = len(values)
     if n < 2:
         return None
@@ -65,7 +65,7 @@ class Interval:
     high: float
 
     def as_json(self) -> dict[str, float | None]:
-        """The three numbers; None for one that is not finite, which JSON has no word for."""
+        """The three numbers; None for a non-finite one, which JSON cannot express."""
         numbers = {"mean": self.mean, "low": self.low, "high": self.high}
         return {name: x if math.isfinite(x) else None for name, x in numbers.items()}
 
@@ -76,7 +76,7 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
     >>> interval([2.0, 2.0, 2.0])
     Interval(mean=2.0, low=2.0, high=2.0)
     """
-    mean = sum(values) / len(values)  # infinite and NaN values pass through, which fsum refuses
+    mean = sum(values) / len(values)  # passes infinity and NaN through; fsum raises on them
     half = half_width(values, confidence) if math.isfinite(mean) else None
     half = math.nan if half is None else half
     return Interval(mean, mean - half, mean + half)

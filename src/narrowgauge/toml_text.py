@@ -1,7 +1,7 @@
-"""TOML that users write, read with errors that they can mend; and values as TOML text.
+"""Reads users' TOML with errors that show how to fix it, and writes values as TOML.
 
-The standard library reads TOML and does not write it. Its errors name a rule of the grammar and a column. The
-likeliest mistakes are known, so here they get the line as it stands and what to write instead.
+The standard library reads TOML but does not write it. Its errors name a grammar rule and a column. For the
+most common mistakes this file quotes the line and shows what to write instead.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowgauge.errors import UserError
 
-# What is wrong with a line, by a pattern of it; the first that matches answers.
+# Mistakes by a pattern of the line; the first match wins.
 _MISTAKES = {
     r"[\w.-]+\s*:(\s|$)": "it is YAML; TOML has [section] above its keys, and = between a key and its value",
     r"[\w.\"'-]+\s*=\s*(None|null|nil)\b": "TOML has no such value; leave the key out",
@@ -24,12 +24,12 @@ _MISTAKES = {
 
 
 def parse_toml(text: str, thing: str) -> dict[str, Any]:
-    """Read the TOML of a user's file; `thing` names the file in errors.
+    """Parse a user's TOML; `thing` names the file in errors.
 
     Raises:
-        UserError: It is not TOML. The sentence has the line and, for the likeliest mistakes, the way out.
+        UserError: It is not TOML. The message quotes the line and, for common mistakes, shows the fix.
     """
-    text = text.removeprefix("\ufeff")  # a mark that editors on Windows write
+    text = text.removeprefix("\ufeff")  # the byte order mark of Windows editors
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -48,18 +48,18 @@ def _advice(text: str, error: str) -> str:
 
 
 def toml_key(key: str) -> str:
-    """A key, in quotes where TOML wants them."""
+    """A key, quoted where TOML requires it."""
     return key if key.replace("_", "").isalnum() else json.dumps(key)
 
 
 def toml_value(value: Any) -> str:
-    """Text, a number, true or false, or a list or table of them."""
+    """A value as TOML: text, a number, true or false, or a list or table of them."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
-    # Numbers, booleans and strings are alike in TOML and JSON, but TOML refuses two things that JSON writes:
-    # an emoji as a pair of escaped surrogates, and DEL as it is.
+    # Numbers, booleans and strings are the same in TOML and JSON, except that TOML refuses two things that
+    # JSON writes: escaped surrogate pairs (emoji), and DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,9 +1,9 @@
-"""The private, renamed and experimental names of torch that this package uses, each with its reason.
+"""The private, renamed and experimental torch names that this package uses, each with its reason.
 
-The rest of the package imports them from here (`test_house.py` checks it), so a new version of torch can
-break only this file. `test_torch_compat.py` tests the meaning of each with the installed torch.
+The rest of the package imports them from here (`test_house.py` checks it), so that a new torch version can
+break only this file. `test_torch_compat.py` tests each against the installed torch.
 
-CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments say where a name is known to differ.
+CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments note known differences between versions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
 
-# TorchDispatchMode: the documented way to see every operation ("Extending PyTorch"), from a private module.
-# tree_*: walk through arguments of an operation, which are nested lists and dicts; there is no public name.
-# ScalingType, SwizzleType, scaled_mm: public, but young: kernels are still added, their conditions change.
+# TorchDispatchMode: the documented way to observe every operation ("Extending PyTorch"), in a private module.
+# tree_*: traverse an operation's arguments, which are nested lists and dicts; there is no public name.
+# ScalingType, SwizzleType, scaled_mm: public but recent: kernels are still added and their conditions change.
 __all__ = [
     "ScalingType",
     "SeesFSDP",
@@ -69,7 +69,7 @@ __all__ = [
 
 T = TypeVar("T", bound=torch.Tensor)
 
-# Collectives on one tensor. 2.13 renamed them, and warns of the names that 2.11 and 2.12 have.
+# Collectives on one tensor. 2.13 renamed them and warns about the names of 2.11 and 2.12.
 all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -77,10 +77,10 @@ reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# Copies into many tensors, on a GPU by few launches: (to, from), two lists.
+# Copies many tensors in few GPU launches: (destinations, sources), two lists.
 copy_each: Callable[..., Any] = torch._foreach_copy_
 
-# `__torch_function__` of a tensor subclass that only wants `__torch_dispatch__`; the public one wraps every
+# `__torch_function__` for tensor subclasses that only define `__torch_dispatch__`; the public one wraps every
 # result in the subclass.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
@@ -88,38 +88,39 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 def wrapper_subclass(
     cls: type[T], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> T:
-    """A tensor of a subclass that has a shape, strides, a dtype and a device, and no memory.
+    """A tensor of a subclass, with a shape, strides, a dtype and a device but no memory.
 
-    `torch.Tensor._make_wrapper_subclass`: the documented examples of wrapper subclasses call it, and there is
+    `torch.Tensor._make_wrapper_subclass` is what the documented examples of wrapper subclasses call; there is
     no public name.
     """
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
 
 
 def local_tensor(x: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, the object itself; any other tensor as it is.
+    """The local tensor of a DTensor, as the same object; any other tensor unchanged.
 
-    `DTensor.to_local()` gives a new object, which lacks the attributes and methods that were set on this one,
-    and autograd records it. A write through the DTensor does not raise this one's version (`version_of`), a
+    `DTensor.to_local()` returns a new object, without the attributes and methods set on this one, and
+    autograd records it. A write through the DTensor does not raise this tensor's version (`version_of`); a
     write through `to_local()` does.
     """
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor in another shape, as a tensor of its own and no view, in the same memory.
+    """A tensor with another shape in the same memory, which autograd does not treat as a view.
 
-    `torch.nn.Linear` ends in the same operation. FSDP2 warns of modules that return views.
+    `torch.nn.Linear` ends in the same operation. FSDP2 warns about modules that return views.
     """
     return torch.ops.aten._unsafe_view(x, shape)
 
 
 def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` that keeps the roundings of code that is not compiled.
+    """`torch.compile` that rounds as eager code does.
 
-    By itself torch's compiler drops a rounding to bf16 that is read again at once (`x.bfloat16().float()`),
-    and on a GPU it divides approximately. Options of one call leave what else a process compiles as it is.
-    Their names are those of `torch._inductor.config`; one that this torch does not have is left out.
+    By default torch's compiler drops a rounding to bf16 that is read back at once (`x.bfloat16().float()`),
+    and on a GPU it divides approximately. Options of a single call leave everything else that a process
+    compiles alone. Their names are those of `torch._inductor.config`; names that this torch lacks are left
+    out.
     """
     known = import_module("torch._inductor").list_options()
     wanted = ("emulate_precision_casts", "eager_numerics.division_rounding")
@@ -127,7 +128,8 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def version_of(x: torch.Tensor) -> int:
-    """The number of in-place writes to a tensor; a view counts with its base. -1: nobody counts (inference).
+    """The number of in-place writes to a tensor, shared by its views and base; -1 in inference mode,
+    untracked.
 
     Autograd checks saved tensors by it. There is no public name.
     """
@@ -135,14 +137,14 @@ def version_of(x: torch.Tensor) -> int:
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `x` is a view of, if autograd knows it as a view. There is no public name."""
+    """The tensor that `x` is a view of, if autograd knows it as one. There is no public name."""
     return x._base
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that is the same for all Python objects of one storage, as long as it lives.
+    """A key shared by all Python objects of one storage, valid while the storage lives.
 
-    `data_ptr()` does not do: storages without memory all have 0, and memory is given out again.
+    `data_ptr()` is not enough: it is 0 for all storages without memory, and memory is reused.
     """
     return storage._cdata
 
@@ -150,18 +152,18 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def is_in_backward() -> bool:
     """Whether the autograd engine is running a backward pass in this thread.
 
-    FSDP and activation checkpointing ask in the same way; there is no public name.
+    FSDP and activation checkpointing ask the same way; there is no public name.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def is_in_place(func: Any) -> bool:
-    """Whether an operation, as `__torch_dispatch__` gets it, writes to its first argument."""
+    """Whether an operation, as `__torch_dispatch__` receives it, writes to its first argument."""
     return func._schema.is_mutable
 
 
 def has_hooks(of: torch.nn.Module | torch.Tensor, before: bool = False) -> bool:
-    """Whether a hook (none is listed publicly) sees a module's output, or its input; or a leaf's gradient."""
+    """Whether hooks see a module's output, or its input, or a leaf's gradient; torch lists none publicly."""
     kinds = ("forward", "backward", "post_accumulate_grad") + ("forward_pre", "backward_pre") * before
     return any(getattr(of, f"_{kind}_hooks", None) for kind in kinds)
 
@@ -173,30 +175,31 @@ def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh of one dimension, `name`, with all ranks of `mesh` in row-major order.
+    """A one-dimensional mesh `name` with all ranks of `mesh` in row-major order.
 
-    torchtitan calls `_flatten`, too. Making the groups by hand would make them a second time.
+    torchtitan also calls `_flatten`. Creating the groups by hand would create them twice.
     """
     return mesh._flatten(name)
 
 
 def ignore_in_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Let DDP neither broadcast nor reduce these parameters and buffers; before it wraps the module.
+    """Keep DDP from broadcasting or reducing these parameters and buffers; call it before wrapping the
+    module.
 
-    The constructor has no argument for it.
+    The constructor has no argument for this.
     """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def ask_at_wrapping(module: torch.nn.Module, names: Iterable[str]) -> None:
-    """Let DDP read the names that it leaves out (`ignore_in_ddp`) from an iterable when it wraps a module."""
+    """Have DDP read the names it ignores (`ignore_in_ddp`) from an iterable when it wraps a module."""
     module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward pass is under way; None outside of one.
+    """The DistributedDataParallel whose forward pass is running; None outside of one.
 
-    Nothing public says that a forward pass is DDP's.
+    Torch has no public way to detect this.
     """
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return active
@@ -208,14 +211,14 @@ def parameters_of_ddp(ddp: DistributedDataParallel) -> Sequence[torch.nn.Paramet
 
 
 def tensors_in(output: Any) -> Sequence[torch.Tensor]:
-    """The tensors in an output of a module, as DDP finds them: in tuples, lists, dicts and dataclasses."""
+    """The tensors in a module's output, as DDP finds them: in tuples, lists, dicts and dataclasses."""
     return list(_find_tensors(output))
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that is under way in this thread.
+    """Call a function at the end of the backward pass that is running in this thread.
 
-    FSDP and DDP queue their last work in the same way; there is no public name.
+    FSDP and DDP queue their final work the same way; there is no public name.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -223,16 +226,16 @@ def after_backward(callback: Callable[[], None]) -> None:
 def overflow_flags(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> dict[torch.device, torch.Tensor]:
-    """By device whether `unscale_` found a gradient that is not finite: float32, 1 or 0, to be written to.
+    """Whether `unscale_` found a non-finite gradient, per device: writable float32 tensors, 1 or 0.
 
-    torch's own scaler for FSDP shares them over ranks in the same way.
+    torch's FSDP scaler shares them between ranks the same way.
     """
     flags: dict[Any, torch.Tensor] = scaler._found_inf_per_device(optimizer)
     return flags
 
 
 class _FSDPExtension(Protocol):
-    """The methods by which FSDP2 asks a shard what travels: an experimental interface."""
+    """The methods by which FSDP2 asks a shard what to communicate: an experimental interface."""
 
     def fsdp_pre_all_gather(self, *args: Any) -> Any: ...
 
@@ -240,22 +243,23 @@ class _FSDPExtension(Protocol):
 
 
 def attach_fsdp_extension(shard: torch.Tensor, extension: type[_FSDPExtension]) -> None:
-    """Let FSDP2 ask a plain tensor as it asks one of a subclass: with the methods of `extension`.
+    """Give a plain tensor the FSDP2 extension methods of `extension`, as if it were a tensor subclass.
 
-    FSDP2 looks for the two names on the sharded tensor; torchao's subclasses define them, too.
+    FSDP2 looks for the two names on the sharded tensor; torchao's subclasses also define them.
     """
     for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
         setattr(shard, name, MethodType(getattr(extension, name), shard))
 
 
 class SeesFSDP:
-    """A module that is asked before torch's `fully_shard`, or FSDP's older wrapper, takes it.
+    """A module that is asked before torch's `fully_shard`, or FSDP's older wrapper, shards it.
 
-    Both mark the modules whose parameters they have sharded, for the compiler. Nothing public tells a module.
+    Both mark the modules whose parameters they have sharded, for the compiler. There is no public
+    notification.
     """
 
     def accept_fsdp(self) -> None:
-        """Raise an error where FSDP cannot shard the module."""
+        """Raise an error if FSDP cannot shard the module."""
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -268,53 +272,53 @@ class SeesFSDP:
 
 
 def register_fake_backend() -> None:
-    """Make the backend `fake` known: process groups whose collectives do nothing.
+    """Register the backend `fake`: process groups whose collectives do nothing.
 
-    torch keeps it among the internals of its tests; its own simulators of distributed runs import it, too.
+    torch keeps it in its test internals; its own simulators of distributed runs also import it.
     """
     import_module("torch.testing._internal.distributed.fake_pg")
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether oneDNN has products in bf16 on this CPU; torch.backends.mkldnn says only whether it exists."""
+    """Whether oneDNN has bf16 matmuls on this CPU; `torch.backends.mkldnn` only reports that it exists."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def cuda_architectures() -> tuple[str, ...]:
-    """The GPU architectures that this torch has code for, such as sm_90; none in a build for CPUs.
+    """The GPU architectures that this torch was compiled for, such as sm_90; empty in a CPU build.
 
-    `torch.cuda.get_arch_list()` gives nothing where no GPU is visible, and wakes one where it is.
+    `torch.cuda.get_arch_list()` is empty where no GPU is visible, and initializes one where it is.
     """
     flags = getattr(torch._C, "_cuda_getArchFlags", str)()
     return tuple(flags.split()) if flags else ()
 
 
 def fp8_product(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """a_MK b_KN of FP8 tensors under one scale each, fast accumulation, in bf16: for ceilings only.
+    """a_MK b_KN of FP8 tensors with one scale each, fast accumulation, in bf16: only for measuring ceilings.
 
-    The call that `scaled_mm` ends in, without what that does before.
+    Calls what `scaled_mm` calls in the end, without its overhead.
     """
     return torch._scaled_mm(a_MK, b_KN, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def autograd_node() -> Any:
-    """The node of autograd whose backward is running in this thread; None if none is. No public name."""
+    """The autograd node whose backward is running in this thread; None outside of one. No public name."""
     return torch._C._current_autograd_node()
 
 
 def is_view_operation(func: Any) -> bool:
-    """Whether an operation, as `__torch_dispatch__` gets it, only looks at memory in another way."""
+    """Whether an operation, as `__torch_dispatch__` receives it, only creates a view."""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def operation_name(func: Any) -> str:
-    """The name of an operation, as `__torch_dispatch__` gets it, without its namespace and overload."""
+    """The name of an operation, as `__torch_dispatch__` receives it, without namespace and overload."""
     return str(func._schema.name).partition("::")[2]
 
 
 def without_hooks(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """A shallow copy of a module with other parameters; its class's forward method runs no hooks on it.
+    """A shallow copy of a module with other parameters; calling its class's forward runs no hooks on it.
 
     nn.Module keeps parameters in the private dictionary `_parameters`, which a copy would share.
     """

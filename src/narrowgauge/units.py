@@ -1,4 +1,4 @@
-"""Sizes and counts as words, and words as sizes: one formatter of each."""
+"""Formats sizes and counts as text, and parses sizes: one function for each."""
 
 import math
 import re
@@ -21,7 +21,7 @@ def human_bytes(size: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """A count in at most four digits: 950, 65.5 k, 12.3 M, 1.20 B.
+    """A count with at most four digits: 950, 65.5 k, 12.3 M, 1.20 B.
 
     >>> [human_count(n) for n in (950, 65_536, 999_999, 1_200_000_000)]
     ['950', '65.5 k', '1.00 M', '1.20 B']
@@ -35,7 +35,7 @@ def human_count(count: float) -> str:
 
 
 def signed_percent(percent: float, digits: int = 2) -> str:
-    """A difference in percent, with its sign and two decimals; what rounds to zero has no sign.
+    """A difference in percent, signed, with two decimals; a value that rounds to zero has no sign.
 
     >>> [signed_percent(x) for x in (1.234, -0.5, -0.004, 0.0, float("nan"))]
     ['+1.23 %', '-0.50 %', '0.00 %', '0.00 %', 'not finite']
@@ -53,7 +53,7 @@ def percent_range(low: float, high: float, digits: int = 2) -> str:
 
 
 def signed(number: float, digits: int = 2) -> str:
-    """A finite number with its sign and two decimals; what rounds to zero has no sign."""
+    """A finite number, signed, with two decimals; a value that rounds to zero has no sign."""
     text = f"{number:+.{digits}f}"
     return text[1:] if float(text) == 0 else text
 
@@ -76,7 +76,7 @@ def parse_bytes(size: str) -> int:
     """The bytes of a size such as 24GB (10^9), 22GiB (2^30), 500MB or 4096B; 0 for "".
 
     Raises:
-        UserError: the text is not a size.
+        UserError: The text is not a size.
     """
     if not size:
         return 0

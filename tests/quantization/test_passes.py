@@ -187,7 +187,7 @@ def test_a_folder_that_others_could_write_is_not_used(planted, what, monkeypatch
         folder.rename(folder.parent / "elsewhere")
         folder.write_text("")
     before = sorted(folder.parent.rglob("*"))
-    with pytest.warns(UserWarning, match=rf"{folder} is no directory that only this user can write to"):
+    with pytest.warns(UserWarning, match=rf"{folder} is not a directory that only this user can write to"):
         assert rounds_as_torch()
     assert not mark.exists()
     assert sorted(folder.parent.rglob("*")) == before

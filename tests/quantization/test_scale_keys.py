@@ -145,7 +145,7 @@ MISTAKES = {
     "zero_scale = 'one', but it belongs to scales in": {"cast": "e4m3", "zero_scale": "one"},
     "unknown zero scale 'two'": {"cast": "nvfp4", "zero_scale": "two"},
     "unknown tensor scale 'rows'; the nearest is 'row'": {"cast": "nvfp4", "tensor_scale": "rows"},
-    "tensor_scale = '24', but so many columns must be whole blocks": {"cast": "nvfp4", "tensor_scale": 24},
+    "tensor_scale = '24', but this must be a whole number of blocks": {"cast": "nvfp4", "tensor_scale": 24},
     "unknown tensor scale '0'": {"cast": "nvfp4", "tensor_scale": 0},
     "tensor_scale = 'row', but a row needs several blocks": {"cast": "nvfp4-2d", "tensor_scale": "row"},
     "headroom = 3, but it must lie above 0 and not above 2": {"cast": "nvfp4", "headroom": 3},

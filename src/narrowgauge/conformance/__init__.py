@@ -1,19 +1,20 @@
-"""Does another library compute the same? Its quantizer, held against the conformance vectors.
+"""Does another library compute the same? Compares its quantizer with the conformance vectors.
 
 `python -m narrowgauge.conformance MODULE` imports a module with one function:
 
     def quantize(x, cast):
         return codes, scales            # or codes, scales, tensor_scale
 
-x             a float32 array (rows, columns) of NumPy; a product contracts columns, and blocks lie along them
-cast          the facts of a cast, as in casts.json, with `input` (the format that x came in) and, where a
-              vector has them, `random`, `scale_random`, `signs` and `amaxes`
-codes         the bit pattern of each element, an integer for each, in the shape of x (with `hadamard` = n,
-              columns are filled up to a multiple of n)
-scales        of each block, row by row: integers (bit patterns) for the scales that have 8 bits, else numbers
-tensor_scale  the second scale of NVFP4 and its like, where the cast has one
+x             a NumPy float32 array (rows, columns); a GEMM contracts columns, and blocks lie along them
+cast          the keys of a cast, as in casts.json, with `input` (the original format of x) and, if the vector
+              has them, `random`, `scale_random`, `signs` and `amaxes`
+codes         the bit pattern of each element, as integers in the shape of x (with `hadamard` = n, columns are
+              padded to a multiple of n)
+scales        one per block, row by row: integers (bit patterns) for 8-bit scales, floats otherwise
+tensor_scale  the outer scale of NVFP4 and similar casts, where the cast has one
 
-What the library does not have raises `NotImplementedError`. The vectors are in `conformance/` of a checkout.
+Raise `NotImplementedError` for a cast that the library does not have. The vectors are in `conformance/` of a
+checkout.
 """
 
 from narrowgauge.conformance.compare import Difference, Result, compare

@@ -21,10 +21,10 @@ ALL_PASS, SOME_DIFFER, WRONG_USE = 0, 1, 2
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Hold a module against the vectors; 0 if all that it has pass, 1 if not, 2 for a mistake of its user."""
+    """Compare a module with the vectors; returns 0 if all it supports pass, 1 if not, 2 on misuse."""
     parser = argparse.ArgumentParser(
         prog="python -m narrowgauge.conformance",
-        description="hold another library's quantizer against the conformance vectors",
+        description="compare another library's quantizer with the conformance vectors",
         epilog="the module has a function quantize(x, cast); see help(narrowgauge.conformance)",
     )
     parser.add_argument("module", metavar="MODULE", help="a module's name, or the path of a .py file")
@@ -53,10 +53,10 @@ def _function(name: str) -> Callable[..., Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.path.insert(0, str(Path(name).resolve().parent))  # what it imports may lie beside it
+            sys.path.insert(0, str(Path(name).resolve().parent))  # its imports may be in the same folder
             spec.loader.exec_module(module)
         else:
-            sys.path.insert(0, "")  # a module beside the user
+            sys.path.insert(0, "")  # a module in the working directory
             module = importlib.import_module(name)
     except (ImportError, OSError, SyntaxError) as error:
         raise UserError(
@@ -71,7 +71,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _print(results: Sequence[Result], module: str) -> None:
-    """Print a line for each cast, and for each input that differs the first difference."""
+    """Print one line per cast and, for each input that differs, its first difference."""
     table = Table(
         "cast", "passes", "inputs that differ", "the first difference", box=None, header_style="bold"
     )
@@ -103,7 +103,7 @@ def _print(results: Sequence[Result], module: str) -> None:
 
 
 def _cast(result: Result) -> str:
-    """The name of a vector without that of its input."""
+    """The name of a vector without its input."""
     name, tensor = result.vector.name.removesuffix(" axis 0"), result.vector.input
     return name.removesuffix(f" {tensor}")
 

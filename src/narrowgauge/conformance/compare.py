@@ -1,4 +1,4 @@
-"""One vector against what a library makes of it: equal in every bit, or the first element that is not."""
+"""Compares one vector with a library's result: equal in every bit, or the first element that differs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Verdict = Literal["passes", "differs", "fails", "is not there"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first number that is not what it has to be.
+    """The first value that differs.
 
     Attributes:
         what: "code", "scale" or "tensor scale".
-        where: Its index; of a scale, that of its block.
-        share: The share of these numbers that differ.
-        text: What came out and what has to, in a few words.
+        where: Its index; for a scale, that of its block.
+        share: The share of these values that differ.
+        text: The actual and the expected value, in a few words.
     """
 
     what: str
@@ -31,12 +31,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one vector.
+    """The result for one vector.
 
     Attributes:
         vector: The vector.
         verdict: "passes", "differs", "fails" (an exception, or a wrong shape) or "is not there".
-        differences: At most one of each kind: scales first, on which codes depend.
+        differences: At most one of each kind: scales first, because codes depend on them.
         why: The exception, or what is wrong with the shape.
     """
 
@@ -47,12 +47,12 @@ class Result:
 
 
 def compare(quantize: Callable[..., Any], vector: Vector) -> Result:
-    """Call a library's function with a vector, and compare what it returns."""
+    """Call a library's function with a vector and compare its result."""
     try:
         returned = quantize(vector.x.copy(), dict(vector.cast))
     except NotImplementedError:
         return Result(vector, "is not there")
-    except Exception as error:  # of somebody else's code: it is a result
+    except Exception as error:  # from the library under test: part of the result
         return Result(vector, "fails", why=f"{type(error).__name__}: {error}")
     if returned is None:
         return Result(vector, "is not there")
@@ -67,7 +67,7 @@ def compare(quantize: Callable[..., Any], vector: Vector) -> Result:
     is_wide = vector.cast["scale"] in WIDE_SCALES
     for name, part in (("codes", codes), *(() if is_wide else (("scales", scales),))):
         if part.dtype.kind == "f" and not (part == np.floor(part)).all():
-            return Result(vector, "fails", why=f"{name} are bit patterns, and some are no whole numbers")
+            return Result(vector, "fails", why=f"{name} are bit patterns, and some are not whole numbers")
     found = [
         _second(vector, returned[2] if len(returned) == 3 else None),
         _of_scales(vector, scales.reshape(vector.scales.shape)),
@@ -97,7 +97,7 @@ def _of_codes(vector: Vector, codes: Array) -> Difference | None:
     found = _codes("code", codes, vector.codes)
     if found is None:
         return None
-    if found.where[1] >= vector.x.shape[1]:  # what a transform filled up
+    if found.where[1] >= vector.x.shape[1]:  # padding added by a transform
         return found
     x = vector.x[found.where]
     return Difference(found.what, found.where, found.share, f"{found.text}, of x = {x:.9g}")

@@ -1,4 +1,4 @@
-"""The conformance vectors, read from their files: tensors as arrays, contracted along their columns."""
+"""Reads the conformance vectors from their files: tensors as arrays, contracted along their columns."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 from narrowgauge.errors import UserError
 
 Array = NDArray[Any]
-# The digits of a code, and how the bits of its format are read; others are bytes.
+# Hex digits of a code, and how the bits of its format are read; all other formats use bytes.
 _WIDE = {"fp32": (8, ">u4"), "bf16": (4, ">u2"), "fp16": (4, ">u2")}
 FOLDER = Path(__file__).parents[3] / "conformance"  # of a checkout
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One input, and what has to come out of it.
+    """One input and its expected result.
 
     Attributes:
         name: Its name in the file.
         input: The name of its tensor.
-        cast: The facts of the cast, and what else is given.
-        x: The numbers, float32 (rows, columns), contracted along columns.
-        codes: The bit patterns of the elements, in the shape of x; wider where a transform fills columns.
+        cast: The keys of the cast, and other given values.
+        x: The values, float32 (rows, columns), contracted along columns.
+        codes: The bit patterns of the elements, in the shape of x; wider where a transform pads columns.
         scales: The bit patterns of the scales, (blocks of rows, blocks of columns), in the scale's format.
-        tensor_scale: The bits of the second scale, or of one a row, in fp32; None without one.
+        tensor_scale: The bits of the outer scale (or of one per row) in fp32; None without one.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Vector:
 
 
 def read_vectors(folder: Path = FOLDER) -> Iterator[Vector]:
-    """The vectors of all casts that have scales.
+    """Yield the vectors of all casts that have scales.
 
     Raises:
-        UserError: The folder does not hold them.
+        UserError: The folder does not contain them.
     """
     try:
         inputs, casts = (
@@ -65,7 +65,7 @@ def _read(vector: Mapping[str, Any], stored: Mapping[str, Any]) -> Vector:
     facts = dict(vector["cast"]) | {"input": stored["format"]}
     rows, columns = facts.get("block") or (0, 0)
     is_turned = vector["axis"] == 0
-    # A transform fills the contraction axis with zeros up to a multiple of its size.
+    # A transform pads the contraction axis with zeros to a multiple of its size.
     codes = bits(vector["codes"], "").reshape((-1, x.shape[1]) if is_turned else (x.shape[0], -1))
     shape = codes.T.shape if is_turned else codes.shape
     grid = (-(-shape[0] // (rows or shape[0])), -(-shape[1] // (columns or shape[1])))
@@ -74,7 +74,7 @@ def _read(vector: Mapping[str, Any], stored: Mapping[str, Any]) -> Vector:
     for key in ("signs", "amaxes"):
         facts |= {key: vector[key]} if key in vector else {}
     if vector.get("random"):
-        facts["random"] = _drawn(vector["random"]).reshape(x.shape[0], -1)  # as wide as a transform fills it
+        facts["random"] = _drawn(vector["random"]).reshape(x.shape[0], -1)  # as wide as the padded tensor
     if "scale_random" in vector:
         facts["scale_random"] = _drawn(vector["scale_random"])
     second = bits(vector["tensor_scale"], "fp32") if "tensor_scale" in vector else None
@@ -83,19 +83,19 @@ def _read(vector: Mapping[str, Any], stored: Mapping[str, Any]) -> Vector:
 
 
 def _drawn(text: str) -> Array:
-    """Random bits, six digits for each 24."""
+    """Random integers, six hex digits for each 24 bits."""
     return np.array([int(text[i : i + 6], 16) for i in range(0, len(text), 6)])
 
 
 def bits(text: str, format: str) -> Array:
-    """Bit patterns from hex, most significant digit first."""
+    """Parse bit patterns from hex, most significant digit first."""
     digits, dtype = _WIDE.get(format, (2, ">u1"))
     assert len(text) % digits == 0
     return np.frombuffer(bytes.fromhex(text), dtype).astype(np.uint32)
 
 
 def values(codes: Array, format: str) -> Array:
-    """The numbers of wide formats, as float32."""
+    """Decode wide formats to float32."""
     if format == "fp16":
         return codes.astype(np.uint16).view(np.float16).astype(np.float32)
     return (codes << (16 if format == "bf16" else 0)).astype(np.uint32).view(np.float32)

@@ -1,4 +1,4 @@
-"""What is a number? Formats as records of a few facts, rounding to their grids, codes and bytes."""
+"""What is a number format? Records of a few facts, rounding to their grids, codes and bytes."""
 
 from typing import TYPE_CHECKING
 

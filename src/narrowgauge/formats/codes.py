@@ -1,13 +1,13 @@
-"""Numbers on a format's grid to codes and back, and codes to the bytes that are stored.
+"""Encodes values on a format's grid as codes, decodes them, and packs codes into bytes.
 
-A float32 is an exponent field over 23 mantissa bits, and so is every narrow code, over M. Multiplied by
-2^(b - 127), a number of bias b has the exponent field that its code has; the code is then the upper bits of
-the float32, and the lower ones are zero because the number lies on the grid. Subnormals of the format become
-subnormals of float32, so nothing is special about them. Read backwards this decodes. The sign is the top
-bit; in two's complement (INT8, whose exponent field is empty) the code is a signed integer.
+A float32 is an exponent field over 23 mantissa bits; a narrow code is the same over M. Multiplying a value by
+2^(b - 127) gives it the exponent field of its code in a format of bias b. The code is then the upper bits of
+the float32; the lower bits are zero because the value lies on the grid. Subnormals of the format become
+float32 subnormals and need no special case. Decoding runs the same steps backwards. The sign is the top bit;
+in two's complement (INT8, whose exponent field is empty) the code is a signed integer.
 
-Packing follows OCP MX and the hardware: FP4 two codes a byte, low nibble first; FP6 four codes in three
-bytes, as a little-endian string of bits.
+Packing follows OCP MX and the hardware: two FP4 codes per byte, low nibble first; four FP6 codes in three
+bytes, as a little-endian bit string.
 """
 
 import math
@@ -23,14 +23,14 @@ _BIAS, _MANTISSA = 127, 23  # of float32
 
 
 def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Codes of values that already lie on the grid of `fmt`.
+    """Encode values that already lie on the grid of `fmt`.
 
     Args:
-        values: A floating tensor; every element is a number of `fmt`, or NaN or infinity where it has them.
+        values: A floating tensor; every element is a value of `fmt`, or NaN or infinity where it has them.
         fmt: The format.
 
     Returns:
-        A uint8 tensor of the same shape (int32 for formats of more than 8 bits).
+        A uint8 tensor of the same shape (int32 for formats wider than 8 bits).
     """
     v = values.to(torch.float32)
     codes = encode_finite_(v.clone(), fmt)
@@ -43,7 +43,7 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """`encode` for a float32 tensor of finite numbers, which is overwritten."""
+    """`encode` for a float32 tensor of finite values; overwrites it."""
     dtype = torch.uint8 if fmt.bits <= 8 else torch.int32
     if not in_chunks(v):
         return _encode_(v, fmt).to(dtype)
@@ -54,7 +54,7 @@ def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Int32 codes in the memory of `v`."""
+    """Compute int32 codes in the memory of `v`."""
     bits = v.mul_(2.0 ** (fmt.bias - _BIAS)).view(torch.int32)
     sign = bits >> 31  # 0 or -1
     codes = bits.bitwise_and_(0x7FFFFFFF).bitwise_right_shift_(_MANTISSA - fmt.mantissa_bits)
@@ -66,7 +66,7 @@ def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers of uint8 codes of a format of 8 bits or fewer, in float32 or a dtype that holds them."""
+    """Decode uint8 codes of a format of at most 8 bits, to float32 or any dtype that holds the values."""
     if is_gpu(codes.device) and fmt.bits == 8 and (of_torch := torch_dtype(fmt)) is not None:
         return codes.view(of_torch).to(torch.float32).to(dtype)  # torch's conversion, exact in this direction
     if not in_chunks(codes):
@@ -107,7 +107,7 @@ def pack(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
         fmt: A format of 4, 6 or 8 bits.
 
     Returns:
-        uint8 bytes of shape (..., ceil(K * bits / 8)). A last group that is not full is filled with code 0.
+        uint8 bytes of shape (..., ceil(K * bits / 8)). A last, partial group is filled with code 0.
     """
     if fmt.bits == 8:
         return codes
@@ -124,7 +124,7 @@ def pack(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, fmt: Format, width: int) -> torch.Tensor:
-    """The inverse of `pack`: bytes of shape (..., B) to uint8 codes of shape (..., width)."""
+    """Unpack bytes of shape (..., B) to uint8 codes of shape (..., width): the inverse of `pack`."""
     if fmt.bits == 8:
         return packed
     per_group, bytes_per_group = (2, 1) if fmt.bits == 4 else (4, 3)

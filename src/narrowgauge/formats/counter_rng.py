@@ -1,15 +1,15 @@
-"""Random numbers without hidden state: bits are a pure function of (seed, step, tensor, element).
+"""Stateless random numbers: bits are a pure function of (seed, step, tensor, element).
 
-A generator that advances must be saved, restored and kept in the same order on every rank, and a resumed
-run that gets this wrong is silently another run. Here nothing advances. A `RandomStream` is a 64-bit key,
-mixed from (seed, step, tensor id); element i gets
+A stateful generator must be saved, restored and advanced in the same order on every rank; a resumed run that
+gets this wrong silently becomes a different run. Here nothing advances. A `RandomStream` is a 64-bit key,
+mixed from (seed, step, tensor id), and element i gets
 
     r_i = mix(mix(low(i) ^ k0) ^ high(i) * GOLDEN ^ k1)          all in 32-bit arithmetic, wrapping
 
-where mix is a bijection of 32 bits with nearly perfect avalanche (C. Wellons, "Prospecting for Hash
-Functions", 2018: two multiplications, shifts 16, 15, 15). So the same element gets the same bits
-after a resume, in any order of evaluation, and on any number of devices as long as i is its index in the
-*global* tensor (`offset`).
+where mix is a 32-bit bijection with nearly perfect avalanche (C. Wellons, "Prospecting for Hash Functions",
+2018: two multiplications, shifts 16, 15, 15). An element therefore gets the same bits after a resume, in any
+order of evaluation, and on any number of devices, as long as i is its index in the *global* tensor
+(`offset`).
 """
 
 from dataclasses import dataclass
@@ -36,9 +36,10 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _start_mix(out: torch.Tensor, first: int, key: int) -> None:
-    """Write x ^ (x >> 16), the first of `_mix`, of x = index ^ key for consecutive indices from `first` on.
+    """Write x ^ (x >> 16), the first line of `_mix`, for x = index ^ key and consecutive indices from
+    `first`.
 
-    Among 2^16 indices whose upper halves are the same, x >> 16 is one number, and so all of it is one xor.
+    Among 2^16 indices with the same upper half, x >> 16 is constant, so the whole piece is a single xor.
     """
     done = 0
     for piece in out.split(_sizes(first, out.numel())):
@@ -50,13 +51,13 @@ def _start_mix(out: torch.Tensor, first: int, key: int) -> None:
 
 
 def _sizes(first: int, count: int) -> list[int]:
-    """The lengths of the pieces of `count` indices from `first` on, cut at multiples of 2^16."""
+    """Lengths of the pieces of `count` indices from `first`, cut at multiples of 2^16."""
     bounds = [first, *range((first // 2**16 + 1) * 2**16, first + count, 2**16), first + count]
     return [b - a for a, b in pairwise(bounds)]
 
 
 def _finish_mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """`_mix` after its first shift, in place, as new memory slows a CPU down."""
+    """The rest of `_mix` after its first shift, in place: allocating memory is slow on a CPU."""
     _xor_shifted_(x.mul_(_MIX_1), 15, spare)
     return _xor_shifted_(x.mul_(_MIX_2), 15, spare)
 
@@ -67,7 +68,7 @@ def _xor_shifted_(x: torch.Tensor, count: int, spare: torch.Tensor) -> torch.Ten
 
 
 def _signed(word: int) -> int:
-    """A 32-bit word as a signed number."""
+    """Interpret a 32-bit word as a signed integer."""
     return word - 2**32 * (word >= 2**31)
 
 
@@ -79,33 +80,33 @@ def stream_key(seed: int, step: int, tensor: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class RandomStream:
-    """A source of random numbers for one tensor in one step.
+    """The random bits of one tensor in one step.
 
     Attributes:
-        key: An int32 tensor of two words (a tensor, so that code is not compiled anew for each step).
-        offset: The index in the global tensor of the first element: an integer or a 0-dim int64 tensor.
+        key: An int32 tensor of two words (a tensor, so that compiled code is not recompiled every step).
+        offset: Index of the first element in the global tensor: an int or a 0-dim int64 tensor.
     """
 
     key: torch.Tensor
     offset: int | torch.Tensor = 0
 
     def bits(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-        """Int32 tensor of `shape`: 32 random bits for each element in row-major order."""
+        """32 random bits per element in row-major order, as an int32 tensor of `shape`."""
         count = torch.Size(shape).numel()
         if self.key.device.type == "cpu" and not torch.compiler.is_compiling():
             first = int(self.offset)
-            if first >> 32 == (first + count) >> 32:  # one upper word for all
+            if first >> 32 == (first + count) >> 32:  # all indices share the upper word
                 return self._bits_in_place(count, first).view(shape)
         return self.bits_at(torch.arange(count, device=self.key.device)).view(shape)
 
     def bits_at(self, index: torch.Tensor) -> torch.Tensor:
-        """Int32 tensor: 32 random bits for the elements `index` (int64), counted from the first."""
+        """32 random bits for each element in `index` (int64, relative to the first element), as int32."""
         index = index + self.offset
         low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
         return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1])
 
     def _bits_in_place(self, count: int, first: int) -> torch.Tensor:
-        """`bits` of elements whose indices have the same upper word."""
+        """`bits` for elements whose indices share the upper word."""
         k0, k1 = self.key.tolist()
         x = torch.empty(count, dtype=torch.int32)
         spare = torch.empty_like(x)
@@ -115,7 +116,7 @@ class RandomStream:
         return _finish_mix_(x, spare)
 
     def of_scales(self) -> "RandomStream":
-        """Another stream of the same tensor and step, for the scales of its blocks."""
+        """A separate stream of the same tensor and step, for the scales of its blocks."""
         return RandomStream(self.key ^ _OF_SCALES, self.offset)
 
     def from_element(self, first: int) -> "RandomStream":
@@ -123,22 +124,22 @@ class RandomStream:
         return RandomStream(self.key, self.offset + first)
 
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-        """Float32 tensor of `shape` from the 2^24 numbers k / 2^24 of [0, 1), each of them exact."""
+        """A float32 tensor of `shape` with values k / 2^24 in [0, 1), each exact."""
         return _uniform(self.bits(shape))
 
     def uniform_at(self, index: torch.Tensor) -> torch.Tensor:
-        """Uniform numbers for the elements `index` (int64), counted from the first."""
+        """Uniform values for the elements in `index` (int64, relative to the first element)."""
         return _uniform(self.bits_at(index))
 
 
-_OF_SCALES = 0x5CA1AB1E  # into both words of a key
+_OF_SCALES = 0x5CA1AB1E  # xored into both words of a key
 
-# The source of random numbers in [0, 1); a tensor has one for each element.
+# The source of uniform values in [0, 1), one per element of a tensor.
 Randomness = torch.Generator | RandomStream | torch.Tensor | None
 
 
 def uniform_for(x: torch.Tensor, source: Randomness) -> torch.Tensor:
-    """A random number in [0, 1) for each element of `x`; None is torch's default generator."""
+    """A uniform value in [0, 1) for each element of `x`; None uses torch's default generator."""
     if isinstance(source, RandomStream):
         return source.uniform(x.shape)
     if isinstance(source, torch.Tensor):

@@ -1,18 +1,18 @@
-"""Number formats: a few stored facts each, and every limit derived from them.
+"""Number formats: each stores a few facts, from which every limit is derived.
 
 A binary floating-point format with E exponent bits, M mantissa bits and bias b holds
 
     normal      (-1)^s * 2^(e - b) * (1 + m / 2^M)      e = 1 .. (top), m = 0 .. 2^M - 1
     subnormal   (-1)^s * 2^(1 - b) * (0 + m / 2^M)      e = 0
 
-Besides the bit counts, the formats of low-precision training differ in the codes that they give away for
-infinity and NaN (`Specials`): IEEE gives a full exponent, OCP's E4M3 two codes, the MX element formats of 6
-and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
+Besides their bit counts, the formats of low-precision training differ in which codes they reserve for
+infinity and NaN (`Specials`): IEEE reserves a full exponent, OCP's E4M3 two codes, the 6-bit and 4-bit MX
+element formats none, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
 
-E8M0 is unsigned, without mantissa, zero and subnormals. It stores only scales, 2^(code - 127). MX's INT8 has
-no exponent: it is an integer of two's complement that counts 1/64, written as a format of subnormals only
-(bias 0, so that 2^(1 - b) * m / 2^7 = m / 64). INT4 counts ones in the same way (bias -2). UE5M3 (`e5m3`) is
-an unsigned format of scales with zero and subnormals.
+E8M0 is unsigned, with no mantissa, zero or subnormals. It stores only scales, 2^(code - 127). MX's INT8 has
+no exponent: it is a two's-complement integer in units of 1/64, expressed here as a format with only
+subnormals (bias 0, so that 2^(1 - b) * m / 2^7 = m / 64). INT4 works the same way in units of 1 (bias -2).
+UE5M3 (`e5m3`) is an unsigned scale format with zero and subnormals.
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0,
 section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
@@ -26,7 +26,7 @@ from narrowgauge.once import compute_all, computed_once
 
 
 class Specials(Enum):
-    """The codes of a format that are not finite numbers."""
+    """Which codes of a format do not represent finite numbers."""
 
     IEEE = "the top exponent holds infinity (mantissa 0) and NaN"
     NAN_ONLY = "the code with all bits set is NaN; no infinity"
@@ -36,7 +36,7 @@ class Specials(Enum):
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format by the facts that define it; all limits are derived."""
+    """A binary floating-point format, defined by a few facts; all limits are derived from them."""
 
     name: str
     exponent_bits: int
@@ -45,7 +45,7 @@ class Format:
     specials: Specials
     signed: bool = True
     zero: bool = True  # False: code 0 is the smallest power of two, and there are no subnormals
-    twos_complement: bool = False  # True: the code is a signed integer, not sign and magnitude
+    twos_complement: bool = False  # True: the code is a signed integer rather than sign and magnitude
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -57,12 +57,12 @@ class Format:
 
     @computed_once
     def bits(self) -> int:
-        """Bits of one code."""
+        """Bits per code."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @computed_once
     def is_fixed_point(self) -> bool:
-        """Whether all numbers are evenly spaced: no exponent, so nothing but subnormals."""
+        """Whether all values are evenly spaced: there is no exponent, so every value is subnormal."""
         return self.exponent_bits == 0
 
     @computed_once
@@ -72,12 +72,12 @@ class Format:
 
     @computed_once
     def emin(self) -> int:
-        """Exponent of the smallest normal number."""
+        """Exponent of the smallest normal value."""
         return (1 if self.zero else 0) - self.bias
 
     @computed_once
     def emax(self) -> int:
-        """Exponent of the largest finite number."""
+        """Exponent of the largest finite value."""
         top_is_taken = self.specials is Specials.IEEE or (
             self.specials is Specials.NAN_ONLY and self.mantissa_bits == 0
         )
@@ -85,40 +85,40 @@ class Format:
 
     @computed_once
     def max(self) -> float:
-        """Largest finite number; finite overflow saturates here."""
+        """Largest finite value; finite overflow saturates here."""
         lost_to_nan = self.specials is Specials.NAN_ONLY and self.mantissa_bits > 0
         steps = 2**self.fraction_bits - 1 - lost_to_nan
         return math.ldexp(1 + steps * 2.0**-self.fraction_bits, self.emax)
 
     @computed_once
     def smallest_normal(self) -> float:
-        """2^emin; in fixed point the smallest positive number."""
+        """2^emin; in fixed point the smallest positive value."""
         return self.smallest_subnormal if self.is_fixed_point else math.ldexp(1.0, self.emin)
 
     @computed_once
     def smallest_subnormal(self) -> float:
-        """The smallest positive number: the spacing of the grid around zero."""
+        """The smallest positive value: the grid spacing around zero."""
         return math.ldexp(1.0, self.emin - self.mantissa_bits)
 
     @computed_once
     def eps(self) -> float:
-        """Distance from 1 to the next larger number."""
+        """Distance from 1 to the next larger value."""
         return 2.0**-self.fraction_bits
 
     @computed_once
     def has_infinity(self) -> bool:
-        """Whether an infinity can be stored."""
+        """Whether the format has an infinity."""
         return self.specials is Specials.IEEE
 
     @computed_once
     def has_negative_zero(self) -> bool:
-        """Whether -0 has a code of its own."""
+        """Whether -0 has a code distinct from +0."""
         is_magnitude = self.signed and not self.twos_complement
         return is_magnitude and self.zero and self.specials is not Specials.NEGATIVE_ZERO
 
     @computed_once
     def nan_code(self) -> int | None:
-        """The code written for NaN (positive, quiet), or None where the format has none."""
+        """The code written for NaN (positive, quiet); None where the format has none."""
         match self.specials:
             case Specials.IEEE:
                 top_exponent = (2**self.exponent_bits - 1) << self.mantissa_bits
@@ -132,5 +132,5 @@ class Format:
 
     @computed_once
     def infinity_code(self) -> int | None:
-        """The code of +infinity, or None where the format has none."""
+        """The code of +infinity; None where the format has none."""
         return (2**self.exponent_bits - 1) << self.mantissa_bits if self.has_infinity else None

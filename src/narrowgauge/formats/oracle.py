@@ -1,7 +1,7 @@
-"""Numbers as one would round and encode them by hand: slow, exact, and the judge of the fast version.
+"""Rounding and encoding as done by hand: slow, exact, and the reference for the fast version.
 
-Everything is rational arithmetic (`fractions.Fraction`): find the two neighbours of x on the grid, look
-which is nearer. No trick is shared with `rounding.py` and `codes.py`.
+Everything is rational arithmetic (`fractions.Fraction`): find the two neighbours of x on the grid and pick
+the nearer. No trick is shared with `rounding.py` and `codes.py`.
 """
 
 import math
@@ -15,13 +15,13 @@ FP32 = format("fp32")
 
 
 def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform: float = 0.5) -> float:
-    """Round one number to the grid of `fmt`; see `rounding.round_to`.
+    """Round one value to the grid of `fmt`; see `rounding.round_to`.
 
     Args:
-        x: The number.
+        x: The value.
         fmt: The format.
         rounding: The name of the rounding.
-        uniform: The random number in [0, 1) of "stochastic": up if the fraction of the gap exceeds it.
+        uniform: The random value in [0, 1) of "stochastic": rounds up if the fraction of the gap exceeds it.
     """
     if math.isnan(x) or (math.isinf(x) and not fmt.has_infinity) or (x < 0 and not fmt.signed):
         return math.nan
@@ -41,15 +41,15 @@ def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform:
 def round_magnitude(
     magnitude: Fraction, fmt: Format, rounding: str = "nearest-even", uniform: Fraction = Fraction(1, 2)
 ) -> Fraction:
-    """Round a number that is not negative, at most to the largest finite one.
+    """Round a non-negative value, at most to the largest finite one.
 
-    Let f be the distance to the lower neighbour as a share of the gap. "stochastic" rounds up if f is more
-    than `uniform`, "stochastic-hardware" if f is at least 1 - `uniform`.
+    Let f be the distance to the lower neighbour as a share of the gap. "stochastic" rounds up if f exceeds
+    `uniform`, "stochastic-hardware" if f is at least 1 - `uniform`.
     """
     magnitude = min(magnitude, Fraction(fmt.max))
     lower, upper = _neighbours(magnitude, fmt)
     share = (magnitude - lower) / (upper - lower)
-    steps = lower / (upper - lower)  # the lower neighbour in quanta: its parity is that of its code
+    steps = lower / (upper - lower)  # the lower neighbour in quanta: has the parity of its code
     match rounding:
         case "nearest-even":
             up = share > Fraction(1, 2) or (share == Fraction(1, 2) and steps % 2 == 1)
@@ -67,13 +67,13 @@ def round_magnitude(
 
 
 def fl(x: Fraction) -> Fraction:
-    """The float32 nearest to x, ties to even; beyond the largest one, the largest."""
+    """The float32 nearest to x, ties to even; overflow saturates."""
     rounded = round_magnitude(abs(x), FP32)
     return rounded if x >= 0 else -rounded
 
 
 def code_of(value: float, fmt: Format) -> int:
-    """The code of a number on the grid of `fmt` (for E8M0 a positive one), or of NaN."""
+    """The code of NaN, or of a value on the grid of `fmt` (positive for E8M0)."""
     if math.isnan(value):
         assert fmt.nan_code is not None
         return fmt.nan_code
@@ -98,7 +98,7 @@ def floor_log2(x: Fraction) -> int:
 
 
 def _neighbours(magnitude: Fraction, fmt: Format) -> tuple[Fraction, Fraction]:
-    """The grid points just below-or-at and above a non-negative number."""
+    """The grid points at or just below, and above, a non-negative value."""
     exponent = max(floor_log2(magnitude), fmt.emin) if magnitude else fmt.emin
     quantum = Fraction(2) ** (exponent - fmt.mantissa_bits)
     lower = magnitude // quantum * quantum

@@ -1,27 +1,27 @@
-"""Rounding a tensor to a format's grid.
+"""Rounds a tensor to a format's grid.
 
-Around x the numbers of a format are spaced evenly, by the quantum
+Around x the values of a format are evenly spaced by the quantum
 
     q(x) = 2^(max(floor(log2 |x|), emin) - M)
 
-(M mantissa bits; below 2^emin the spacing stays that of the subnormals). So rounding is: divide by q, round
-to an integer, multiply by q. q is a power of two read off x's own exponent bits, hence both products are
-exact and the only rounding is the one that was asked for. A mantissa that rounds up to 2 lands on the next
-binade by itself. Values beyond the largest finite number are cut to it first (saturation); NaN stays NaN;
-infinity stays where the format has one and is NaN where it has none.
+(M mantissa bits; below 2^emin the spacing is that of the subnormals). Rounding therefore divides by q, rounds
+to an integer and multiplies by q. q is a power of two read from x's exponent bits, so both multiplications
+are exact and the only rounding is the requested one. A mantissa that rounds up to 2 lands on the next binade
+without special handling. Values beyond the largest finite one are clipped to it first (saturation). NaN stays
+NaN; infinity stays where the format has one and becomes NaN where it does not.
 
     nearest-even   ties to the even code (IEEE 754's default, OCP MX's)
     half-away      ties away from zero
     toward-zero    truncation
-    stochastic     up with probability (x - lower) / q: unbiased, with 24 random bits an element. With fewer
-                   bits n it is what hardware does (sm_100 has 8): floor((x - lower) / q + r / 2^n), r from 0
-                   to 2^n - 1, which on average lies low by up to q / 2^n
+    stochastic     up with probability (x - lower) / q: unbiased, with 24 random bits per element. With n < 24
+                   bits it matches hardware (sm_100 uses 8): floor((x - lower) / q + r / 2^n), r from 0 to
+                   2^n - 1, which is biased low by up to q / 2^n
 
-The arithmetic is done in fp32, whose 24 bits hold x / q exactly, or in fp64 where fp32's own exponent
-range is too short (formats as wide as bf16, float64 inputs). Torch's own fp8 casts are not used: they
-disagree between versions about overflow (NaN in 2.11, 448 in 2.13).
+Arithmetic runs in fp32, whose 24 bits hold x / q exactly, or in fp64 where fp32's exponent range is too short
+(formats as wide as bf16, float64 inputs). Torch's FP8 casts are not used: versions disagree about overflow
+(NaN in 2.11, 448 in 2.13).
 
-The slow reference is `oracle.round_scalar`, under the same tests.
+The slow reference, `oracle.round_scalar`, passes the same tests.
 """
 
 import torch
@@ -32,9 +32,9 @@ from narrowgauge.formats.counter_rng import Randomness, RandomStream, uniform_fo
 from narrowgauge.formats.format import Format
 from narrowgauge.formats.table import RANDOM_BITS, ROUNDINGS
 
-CHUNK = 2**17  # elements; with temporaries, about what a core's second-level cache holds
+CHUNK = 2**17  # elements; with temporaries, roughly the size of a core's L2 cache
 
-# The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
+# The working precision: (integer dtype of the same width, exponent mask, mantissa bits, exponent bias).
 _LAYOUT = {
     torch.float32: (torch.int32, 0x7F800000, 23, 127),
     torch.float64: (torch.int64, 0x7FF0000000000000, 52, 1023),
@@ -44,13 +44,13 @@ _LAYOUT = {
 def round_to(
     x: torch.Tensor, format: str | Format, rounding: str = "nearest-even", generator: Randomness = None
 ) -> torch.Tensor:
-    """Round every element of a tensor to the nearest number (by the named rounding) that a format holds.
+    """Round every element of a tensor to a value of a format, by the named rounding.
 
     Args:
         x: A floating tensor of any shape.
         format: A format or its name, such as "e2m1".
         rounding: "nearest-even", "half-away", "toward-zero" or "stochastic".
-        generator: The source of the random bits of "stochastic"; torch's default generator if None.
+        generator: The source of random bits for "stochastic"; torch's default generator if None.
 
     Returns:
         A tensor of x's shape and dtype. Finite overflow saturates; NaN stays NaN; infinity stays infinite
@@ -66,7 +66,7 @@ def round_to(
     y = round_finite(x_work, fmt, rounding, generator)
     special = float("inf") if fmt.has_infinity else float("nan")
     y = torch.where(x_work.isinf(), torch.copysign(torch.full_like(y, special), y), y)
-    if not fmt.signed:  # what has no code is NaN: negative numbers, and in E8M0 zero
+    if not fmt.signed:  # values without a code become NaN: negative ones, and zero in E8M0
         y = torch.where(x_work >= 0 if fmt.zero else x_work > 0, y, float("nan"))
     return y.to(x.dtype)
 
@@ -74,7 +74,7 @@ def round_to(
 def round_finite(
     x: torch.Tensor, fmt: Format, rounding: str = "nearest-even", generator: Randomness = None
 ) -> torch.Tensor:
-    """`round_to` for float32 or float64, except that infinities come out as the largest finite number."""
+    """`round_to` for float32 or float64, except that infinities become the largest finite value."""
     return round_finite_(x.clone(), fmt, rounding, generator)
 
 
@@ -86,7 +86,7 @@ def round_finite_(
     random_bits: int = RANDOM_BITS,
 ) -> torch.Tensor:
     """`round_finite` in place: the inner loop of every quantizer. Returns x."""
-    # Chunks need to know which random bits are theirs; a torch.Generator only knows an order.
+    # A chunk must know which random bits belong to it; a torch.Generator only has an order.
     is_indexed = rounding != "stochastic" or isinstance(generator, RandomStream)
     if not is_indexed or not in_chunks(x):
         return _round_(x, fmt, rounding, generator, random_bits)
@@ -97,7 +97,7 @@ def round_finite_(
 
 
 def in_chunks(x: torch.Tensor) -> bool:
-    """Whether to go through a tensor in chunks that stay in a CPU's cache: memory would bound the speed."""
+    """Whether to process a tensor in chunks that fit a CPU's cache; otherwise memory bounds the speed."""
     is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
     return is_eager_cpu and x.numel() > CHUNK and x.is_contiguous()
 
@@ -116,30 +116,30 @@ def _round_(
     x.mul_(quantum_(exponent, fmt, x.dtype))
     if above_smallest is not None:
         x.clamp_(min=fmt.smallest_normal)
-        if rounding == "nearest-even":  # as ml_dtypes and torch: between the two smallest scales, up
+        if rounding == "nearest-even":  # like ml_dtypes and torch: rounds up between the two smallest scales
             x.copy_(torch.where(above_smallest & (x == fmt.smallest_normal), 2 * x, x))
     return x if fmt.has_negative_zero else x.add_(0.0)  # -0 + 0 = +0
 
 
 def exponent_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The exponent field of each element, at least that of 2^emin, in integers whose other bits are zero."""
+    """The exponent field of each element, at least that of 2^emin, as integers whose other bits are zero."""
     int_dtype, exponent_mask, mantissa_bits, bias = _LAYOUT[x.dtype]
     return (x.view(int_dtype) & exponent_mask).clamp_(min=(fmt.emin + bias) << mantissa_bits)
 
 
 def inverse_quantum(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """1 / q of `exponent_bits`, exact, as a float tensor."""
+    """1 / q from `exponent_bits`, exact, as a float tensor."""
     _, _, mantissa_bits, bias = _LAYOUT[dtype]
     return (((2 * bias + fmt.mantissa_bits) << mantissa_bits) - exponent).view(dtype)
 
 
 def quantum_(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """q of `exponent_bits`, exact, as a float tensor in the same memory."""
+    """q from `exponent_bits`, exact, as a float tensor in the same memory."""
     return exponent.sub_(fmt.mantissa_bits << _LAYOUT[dtype][2]).view(dtype)
 
 
 def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, random_bits: int) -> None:
-    """Round to integers other than by "nearest-even", in place; the sign of a zero is kept."""
+    """Round to integers by a rounding other than "nearest-even", in place; keeps the sign of zero."""
     integer = t.abs()
     if rounding == "toward-zero":
         _with_sign_of_(t, integer.floor_())  # torch's trunc is forty times slower on a CPU
@@ -156,7 +156,7 @@ def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, ra
 
 
 def _with_sign_of_(t: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Write magnitudes over `t`, which keeps its signs; on a CPU `copysign` takes twice as long."""
+    """Write magnitudes into `t`, keeping its signs; `copysign` takes twice as long on a CPU."""
     if t.device.type != "cpu" or torch.compiler.is_compiling():
         torch.copysign(magnitude, t, out=t)
         return
@@ -166,9 +166,9 @@ def _with_sign_of_(t: torch.Tensor, magnitude: torch.Tensor) -> None:
 
 
 def _goes_up_(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:
-    """Whether each fraction of a quantum is rounded up: 1 or 0, in the memory of the fractions."""
+    """Whether each fraction of a quantum rounds up: 1 or 0, in the memory of the fractions."""
     uniform = uniform_for(fraction, generator)
     if random_bits == RANDOM_BITS:
         return fraction.gt_(uniform)
     r = (uniform * 2**random_bits).floor()  # uniform < 1
-    return fraction.ge_(1 - r * 2.0**-random_bits)  # exact, as their sum would not be
+    return fraction.ge_(1 - r * 2.0**-random_bits)  # exact; comparing the sum with 1 would round

@@ -1,4 +1,4 @@
-"""SplitMix64: a hash of 64-bit words, for keys of random bits and for the order of samples."""
+"""SplitMix64: a hash of 64-bit words, for random-bit keys and for the order of samples."""
 
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ _MASK_64 = 2**64 - 1
 def splitmix64(x: _Word) -> _Word:
     """Finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants by David Stafford).
 
-    A bijection of 64-bit words, in arithmetic mod 2^64. Good enough to shuffle, not to keep a secret.
+    A bijection of 64-bit words in arithmetic mod 2^64: good enough for shuffling, not for cryptography.
 
         z <- x + 0x9e3779b97f4a7c15
         z <- (z xor z >> 30) * 0xbf58476d1ce4e5b9
@@ -20,9 +20,9 @@ def splitmix64(x: _Word) -> _Word:
         z xor z >> 31
 
     Args:
-        x: An integer, or an array of uint64 (no scalar: numpy warns when scalars wrap).
+        x: An integer, or a uint64 array (not a scalar: numpy warns when scalars wrap).
     """
-    z: Any = x  # integers and arrays have the same operators, with other types
+    z: Any = x  # integers and arrays share these operators, with different types
     z = (z + 0x9E3779B97F4A7C15) & _MASK_64
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK_64

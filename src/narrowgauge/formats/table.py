@@ -1,6 +1,6 @@
-"""The formats and ways to round that exist, as data, and the torch dtype of formats that torch stores.
+"""The table of formats and roundings, and the torch dtype of each format that torch can store.
 
-Reading the table imports no torch.
+Reading the table does not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from narrowgauge.formats.format import Format, Specials
 if TYPE_CHECKING:
     import torch
 
-#: Ways to round (`rounding` has their definitions), and the random bits that the last one takes an element.
+#: Roundings (defined in `rounding`), and the random bits per element that the last one uses.
 ROUNDINGS = ("nearest-even", "half-away", "toward-zero", "stochastic")
 RANDOM_BITS = 24
 
@@ -57,7 +57,7 @@ _TORCH_DTYPES = {
     "e8m0": "float8_e8m0fnu",
 }
 
-# Names that stand for several formats, and those.
+# Family names, and the formats that each stands for.
 _FAMILIES = {
     "fp8": "e4m3 and e5m2",
     "fp6": "e3m2 and e2m3",
@@ -74,7 +74,7 @@ def format(name: str) -> Format:
     """The format called `name`.
 
     Raises:
-        UserError: No format has that name; the sentence names the nearest.
+        UserError: There is no format of that name; the message suggests the nearest.
     """
     if name not in _FORMATS:
         if name.lower() in _FAMILIES:
@@ -91,13 +91,13 @@ def format_names() -> list[str]:
 
 
 def is_in_torch(fmt: Format) -> bool:
-    """Whether torch has a dtype with this format's codes."""
+    """Whether torch has a dtype with the same codes."""
     return fmt.name in _TORCH_DTYPES
 
 
 def torch_dtype(fmt: Format) -> torch.dtype | None:
-    """The torch dtype with this format's bits, or None where torch has no such element (FP6, FP4)."""
-    import torch  # here: the table of formats is read where torch is not wanted
+    """The torch dtype with the same bits; None where torch has no such element (FP6, FP4)."""
+    import torch  # here, so that the table can be read without torch
 
     name = _TORCH_DTYPES.get(fmt.name)
     dtype: torch.dtype | None = getattr(torch, name) if name else None

@@ -1,12 +1,12 @@
-"""The operations of a step, fast on a GPU: one operation a file.
+"""The operations of a step, fast on a GPU: one operation per file.
 
 A file of this room has an operation's reference in plain torch (that of a cast is in `quantization`) and the
 choice between reference and kernel. The kernel is in the file of the same name in `triton/`. It runs where
-`use_kernels` allows it, the reference everywhere else; both pass the same tests, on a CPU in Triton's
+`use_kernels` allows, the reference everywhere else; both pass the same tests, on a CPU in Triton's
 interpreter.
 
-A kernel computes what its reference does, rounding for rounding: each is launched with enable_fp_fusion=False
-(a product and a sum are not made one), and divides with `tl.math.div_rn` (Triton's `/` is 2 ulp off).
+A kernel matches its reference rounding for rounding: it is launched with enable_fp_fusion=False (multiply and
+add are not fused), and divides with `tl.math.div_rn` (Triton's `/` is off by up to 2 ulp).
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""SwiGLU and GELU between the two products of an MLP, each one pass forward and one backward.
+"""SwiGLU and GELU between the two matmuls of an MLP, each one pass forward and one backward.
 
     swiglu     y = silu(gate) * up                silu(g) = g / (1 + exp(-g))
                dgate = dy * up * s * (1 + g * (1 - s)),  s = 1 / (1 + exp(-g))        dup = dy * silu(gate)
@@ -6,37 +6,37 @@
                dx = dy * (s + x * s * (1 - s) * 2u')
 
 Torch computes each operation in fp32 and rounds its result to the dtype: silu is rounded before it is
-multiplied, and dy * up before the slope of silu. The SwiGLU kernel rounds at the same places, so it gives
-torch's bits wherever its exponential does: on a GPU it calls the function that torch calls; the interpreter
-calls numpy's, which differs from torch's on a CPU by an ulp of fp32 at times, as any two libraries do.
+multiplied, and dy * up before the slope of silu. The SwiGLU kernel rounds at the same places, so it matches
+torch bit for bit wherever its exponential does: on a GPU it calls the same function as torch; the interpreter
+calls numpy's, which at times differs from torch's on a CPU by an fp32 ulp, as any two libraries do.
 
-GELU's tanh form is 0.5 x (1 + tanh(u)) = x * sigmoid(2u). The kernel takes the latter, which does not cancel
-where x is negative: it is nearer to the formula than torch is, and differs from it by no more than the error
-of torch's 1 + tanh(u), 2^-24 of x.
+GELU's tanh form is 0.5 x (1 + tanh(u)) = x * sigmoid(2u). The kernel uses the latter, which does not cancel
+for negative x: it is closer to the formula than torch is, and differs from torch by no more than the error of
+torch's 1 + tanh(u), 2^-24 of x.
 
-Bytes an element of [.., F], in a 2-byte dtype:
+Bytes per element of [.., F], in a 2-byte dtype:
 
-    swiglu forward     separate silu 2+2, product 4+2                                       10
+    swiglu forward     separate silu 2+2, multiply 4+2                                      10
                        fused    gate, up 4; y 2                                              6
-           backward    separate two products 4+2 each, silu 4+2, side by side 4+4           26
+           backward    separate two multiplies 4+2 each, silu 4+2, concatenation 4+4        26
                        fused    dy 2, gate, up 4; their gradients 4                         10
-    gelu               torch's own are one pass each, 4 and 6; the kernel's as well
+    gelu               torch's kernels are one pass each, 4 and 6; this kernel's too
 
-    before FP8 products, whose operands are codes of one byte along both axes:
-               separate   y is cast, 2+1+1; the gradient is made, 10, and cast, (2+1+1) * 2   22
-               fused      y is cast along one axis, 2+1; the gradient's largest magnitude 6;
+    before FP8 matmuls, whose operands are one-byte codes along both axes:
+               separate   y is cast, 2+1+1; the gradient is computed, 10, and cast, (2+1+1) * 2   22
+               fused      y is cast along one axis, 2+1; the amax of the gradient 6;
                           dy, gate, up 6, codes of the gradient 4, of y along the other 1     20
                and with scales of earlier steps, so that y is not written (2 less forward)    12
 
-For the backward pass SwiGLU keeps gate and up only, not silu(gate): 4 bytes an element, not 6. The kernels
-also find the amax of y, for the matmul that reads it, and of the gradient (`kernels.amax`).
+For the backward pass SwiGLU keeps only gate and up, not silu(gate): 4 bytes per element instead of 6. The
+kernels also compute the amax of y, for the matmul that reads it, and of the gradient (`kernels.amax`).
 
-In front of a product in FP8 y need not be kept for the product's backward pass either: it is a function of
-gate and up, which the kernel of the gradient reads anyway. `swiglu_gradient_codes` writes its codes then, and
-those of the gradient, which itself is never in memory. The codes are those that `kernels.quantize` would make
-of what `swiglu` and its gradient write. Under delayed scaling `swiglu_codes` writes those of y forward, too,
-and the pass that finds the gradient's largest magnitude is not needed; where a tensor is not finite its codes
-stand for nothing, as their scale is NaN.
+Before an FP8 matmul, y need not be kept for that matmul's backward pass either: it is a function of gate and
+up, which the gradient kernel reads anyway. `swiglu_gradient_codes` then writes the codes of y and of the
+gradient, which itself never exists in memory. The codes are those that `kernels.quantize` would produce from
+the output of `swiglu` and its gradient. Under delayed scaling `swiglu_codes` also writes the codes of y in
+the forward pass, and the pass that computes the gradient's amax is not needed. If a tensor is not finite, its
+scale is NaN and its codes are meaningless.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,7 +59,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, KnownAmax | None]:
-    """`swiglu`, and its amax where a kernel has found it."""
+    """`swiglu`, and its amax if a kernel has computed it."""
     if not use_kernels(gate_up):
         return swiglu_reference(gate_up), None
     y, amax = _Activation.apply(gate_up, "swiglu")
@@ -67,18 +67,18 @@ def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, KnownAmax | None]:
 
 
 def swiglu_by_kernel(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """`swiglu` by its kernel, without a gradient, and max |y| (0-dim fp32)."""
+    """`swiglu` by its kernel, without autograd, and max |y| (0-dim fp32)."""
     from narrowgauge.kernels.triton.activation import launch_swiglu
 
     return launch_swiglu(gate_up.contiguous())
 
 
 def swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -> tuple[Tensor, Tensor]:
-    """FP8 codes of `swiglu`, by its kernel, under a scale that is known: y itself is never in memory.
+    """FP8 codes of `swiglu`, by its kernel, under a known scale: y itself never exists in memory.
 
     Args:
         gate_up_M2F: The input, M tokens.
-        y: The format of the result's elements.
+        y: The element format of the result.
         delayed: The scale.
 
     Returns:
@@ -101,11 +101,11 @@ def swiglu_gradient_codes(
 
     Args:
         dy_MF: The gradient of y; M tokens.
-        gate_up_M2F: What SwiGLU read.
-        y_told: The largest magnitude of y, 0-dim fp32; with `delayed` both scales of `swiglu_codes`.
-        grad: The format of the gradient's elements, under one scale: FP8.
-        y: That of y's elements.
-        delayed: The gradient's scale, if it is known; else a first pass finds its largest magnitude.
+        gate_up_M2F: SwiGLU's input.
+        y_told: The amax of y, 0-dim fp32; with `delayed` both scales of `swiglu_codes`.
+        grad: The element format of the gradient, under one scale: FP8.
+        y: The element format of y.
+        delayed: The gradient's scale, if it is known; else a first pass computes its amax.
     """
     from narrowgauge.kernels.triton import activation as kernels
     from narrowgauge.kernels.triton.swiglu_codes import launch_swiglu_backward_codes
@@ -124,7 +124,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_and_amax(x: Tensor) -> tuple[Tensor, KnownAmax | None]:
-    """`gelu`, and its amax where a kernel has found it."""
+    """`gelu`, and its amax if a kernel has computed it."""
     if not use_kernels(x):
         return gelu_reference(x), None
     y, amax = _Activation.apply(x, "gelu")
@@ -154,7 +154,7 @@ class _Activation(torch.autograd.Function):
         }[name]
         y, amax = launch(x.contiguous())
         ctx.mark_non_differentiable(amax)
-        ctx.set_materialize_grads(False)  # else torch makes zeros for the amax
+        ctx.set_materialize_grads(False)  # else torch allocates zeros for the amax
         return y, amax
 
     @staticmethod

@@ -1,30 +1,29 @@
-"""AdamW on narrow state: one parameter's weight, gradient and moments, read, updated and rounded.
+"""AdamW on quantized state: reads one parameter's weight, gradient and moments, updates and rounds them.
 
     m' = fma(g - m, 1 - beta1, m)                      1 - beta1 < 1/2; else fma(g - m, -beta1, g)
     v' = fma((1 - beta2) g, g, v beta2)
     w' = w (1 - lr weight_decay) - (lr / c1) m' / (sqrt(v') / sqrt(c2) + eps)        c = 1 - beta^t
 
-Every operation is rounded to fp32, and so is every factor that the host makes in fp64; fma(a, b, c) = a b + c
-is rounded once. These are the operations of torch's fused AdamW on a CPU with vectors (AVX2, AVX-512), so the
-kernel gives that function's digits on every GPU; torch's own kernels for GPUs contract other sums.
+Every operation is rounded to fp32, as is every factor that the host computes in fp64; fma(a, b, c) = a b + c
+is rounded once. These are the operations of torch's fused AdamW on a CPU with vector units (AVX2, AVX-512),
+so the kernel gives the same digits on every GPU; torch's GPU kernels contract other sums.
 
-Narrow results are then rounded as `QuantizedState.write` rounds them. If that needs one scale for a
-tensor, the largest magnitude comes from a first launch, which computes the same update and keeps nothing
-else. Reading 6 bytes twice (msamp-o2) is less than writing 12 bytes of new fp32 numbers in between, and
-reading these.
+Quantized results are then rounded as in `QuantizedState.write`. If that needs one scale per tensor, a first
+launch computes the same update for its amax and stores nothing else. Reading 6 bytes twice (msamp-o2) is less
+than writing 12 bytes of new fp32 values in between and reading them back.
 
-Bytes an element, over the two launches and over torch's separate operations, each of which reads its operands
+Bytes per element, over the two launches and over separate torch operations, each of which reads its operands
 and writes its result (an fp8 tensor is read in 87 bytes and written in 159, fp16-scaled in 14 and 102, bf16
 with random bits in 6 and 708; the fused update itself is 28):
 
                   stored                                  separate  fused
-    bf16-sr       w 2, g 2, m 4, v 4                        748       22    one launch: nothing has a scale
+    bf16-sr       w 2, g 2, m 4, v 4                        748       22    one launch: no scales
     msamp-o1      w 2, g 1, m 4, v 4                        231       32
     msamp-o2      w 2, g 1, m 1, v 2                        593       17
     msamp-o3      w 1, master 2, g 1, m 1, v 2              752       18
 
-Nothing is computed between the launches, and the host does not wait for the device: the second launch makes
-the scales itself.
+Nothing runs between the launches, and the host does not wait for the device: the second launch computes the
+scales itself.
 """
 
 from collections.abc import Mapping
@@ -47,7 +46,7 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of the formulas above that the host computes for a step, in their order: fp32 numbers."""
+    """The factors of the formulas above that the host computes for a step, in order, as fp32 values."""
 
     decay: float
     weight_1: float
@@ -59,7 +58,7 @@ class Factors:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], step: int) -> "Factors":
-        """The factors of step `step`, from 1, under AdamW's options: lr, betas, eps, weight_decay."""
+        """The factors of step `step`, from 1, for AdamW's options: lr, betas, eps, weight_decay."""
         (beta_1, beta_2), lr = options["betas"], options["lr"]
         step_size, root = lr / (1 - beta_1**step), (1 - beta_2**step) ** 0.5
         decay = 1 - lr * options["weight_decay"]
@@ -68,16 +67,16 @@ class Factors:
 
     @property
     def from_m(self) -> bool:
-        """Whether m moves towards g, rather than g back towards m: the sum starts from the nearer one."""
+        """Whether m is moved toward g, rather than g back toward m: the sum starts from the nearer one."""
         return self.weight_1 < 0.5
 
 
 def takes(*states: QuantizedState | Tensor | None) -> bool:
-    """Whether the kernel can update state that is stored in this way (None: there is none).
+    """Whether the kernel can update state that is stored this way (None: absent).
 
-    It takes plain fp32, fp16, bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes under one
-    scale, and copies of what lies in the host's memory; no shards. A gauge needs float32 numbers in memory,
-    so the kernel does not take state that is gauged.
+    It supports plain fp32, fp16 and bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes
+    under one scale, and copies of state in host memory, but not shards. A gauge needs float32 values in
+    memory, so gauged state is not supported either.
     """
     return all(state is None or _takes(state) for state in states)
 
@@ -91,7 +90,7 @@ def adamw(
     factors: Factors,
     keys: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Update a parameter and its state in place by the kernel, which has to take all of it (`takes`).
+    """Update a parameter and its state in place by the kernel, which must support all of it (`takes`).
 
     Args:
         w: The master if there is one, else the weight.
@@ -111,7 +110,7 @@ def adamw(
     launch_update(w_g_m_v, other, astuple(factors), factors.from_m, key_words)
     stored_w, _, stored_m, stored_v = w_g_m_v
     for state, stored in ((w, stored_w), (m, stored_m), (v, stored_v), (weight, other)):
-        if state is not None and stored is not None:  # autograd does not see what a kernel writes
+        if state is not None and stored is not None:  # autograd does not see a kernel's writes
             written = [t for t in stored[:2] if t is not None]
             torch.autograd.graph.increment_version(written)
             if not isinstance(state, Tensor):
@@ -124,7 +123,7 @@ def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> t
     weight_1, weight_2 = (torch.tensor(x, dtype=torch.float32) for x in (f.weight_1, f.weight_2))
     m = fma(g - m, weight_1, m) if f.from_m else fma(g - m, weight_1 - 1, g)
     v = fma(g * weight_2, g, v * f.beta_2)
-    root = v.double().sqrt().float()  # torch may take the fp32 root from a library that is an ulp off
+    root = v.double().sqrt().float()  # torch may use a library's fp32 root, which can be off by an ulp
     w = w * f.decay - (m * f.step_size) / (root / torch.full_like(v, f.root) + f.eps)
     return w, m, v
 
@@ -132,8 +131,8 @@ def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> t
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of fp32 tensors, rounded once.
 
-    The product is exact in fp64. If the sum is inexact there, its last bit is made odd, so that it is no tie
-    and on no wrong side when it is rounded to fp32 (Boldo & Melquiond 2008).
+    The product is exact in fp64. If the fp64 sum is inexact, its last bit is made odd, so that rounding it to
+    fp32 sees neither a false tie nor the wrong side (Boldo & Melquiond 2008).
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c
@@ -145,7 +144,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def stored_tensors(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
-    """(numbers, scale or further bits, cast) of a state."""
+    """(values, scale or extra bits, cast) of a state."""
     if isinstance(state, Tensor):
         return state, None, _PLAIN[state.dtype]
     values, *extra = state.on_device().values()
@@ -161,7 +160,7 @@ def _takes(state: QuantizedState | Tensor) -> bool:
     return is_whole and is_there and state.gauge is None and _takes_cast(state.cast)
 
 
-#: The keys of state that kernels read and write. Not `feedback`: there the first moment waits for the weight.
+#: The keys of state that kernels support. Not `feedback`: it makes the first moment wait for the weight.
 STATE_KEYS = ("element", "scale", "power_of_two", "rounding", "random_bits", "split", "prescale")
 
 

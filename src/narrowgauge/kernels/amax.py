@@ -1,19 +1,19 @@
-"""The amax of a tensor, max |x|, handed from the kernel that writes the tensor to the cast that reads it.
+"""The amax of a tensor, max |x|, passed from the kernel that writes the tensor to the cast that reads it.
 
-A cast with one scale a tensor needs max |x| before it can round the first element, and would have to read all
-of x once more. The kernel that wrote x had every element in registers: each of its programs raises one value
-in memory to the largest magnitude that it wrote. A maximum is the same in any order, so the raises may be
-atomic. Such a value begins as zero (`new_amax`). One launch makes zeros for many tensors, as it would take
-longer than the work of one.
+A cast with one scale per tensor needs max |x| before it can round the first element, and would have to read
+all of x an extra time. The kernel that wrote x had every element in registers: each of its programs raises
+one value in memory to the largest magnitude that it wrote. A maximum does not depend on order, so the raises
+may be atomic. The value starts as zero (`new_amax`). One launch produces the zeros for many tensors, since it
+would take longer than the work for one.
 
-Forward, the amax is passed: a norm or an activation returns a `KnownAmax` beside its result, the model hands
-it to the layer that reads the result (`call`), and the layer puts it into the cast's context
-(`QuantContext.amax`). A hook may stand between the two modules, so the record names its tensor: it counts for
-that tensor, or a view of all of it, as long as nothing was written in place.
+In the forward pass, the amax is passed explicitly: a norm or an activation returns a `KnownAmax` with its
+result, the model hands it to the layer that reads the result (`call`), and the layer puts it into the cast's
+context (`QuantContext.amax`). A hook may run between the two modules, so the record refers to its tensor: it
+is valid for that tensor, or a view of all of it, until the tensor is written in place.
 
-Backward, autograd carries a gradient from one function to the next, and nothing else. There the amax rides on
-the gradient (`send_back`), and only a linear layer reads it (`amax_of_gradient`). A sum of gradients, or what
-a hook returns, is another tensor and carries none.
+In the backward pass, autograd carries only a gradient from one function to the next. There the amax is
+attached to the gradient (`send_back`), and only a linear layer reads it (`amax_of_gradient`). A sum of
+gradients, or the result of a hook, is another tensor and has none attached.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +27,18 @@ from narrowgauge.torch_compat import base_of, version_of
 
 _ON_GRADIENT = "_narrowgauge_amax"
 
-_NUMBERS = 1024  # zeros of one launch; Qwen2.5-1.5B takes 230 in a micro-batch
-_APART = 4  # each begins at a multiple of 16 bytes: Triton compiles other code for other addresses
+_NUMBERS = 1024  # zeros per launch; Qwen2.5-1.5B uses 230 per micro-batch
+_APART = 4  # each starts at a multiple of 16 bytes: Triton specializes code by alignment
 
-_zeros: dict[Any, Iterator[Tensor]] = {}  # those that nobody has taken yet, by device and stream
+_zeros: dict[Any, Iterator[Tensor]] = {}  # unused zeros, by device and stream
 
 
 def new_amax(device: torch.device) -> Tensor:
-    """Zero, 0-dim fp32, which the programs of a kernel raise to the largest magnitude that they write.
+    """Zero, 0-dim fp32, which a kernel's programs raise to the largest magnitude that they write.
 
-    Its bits as int32 have the order of magnitudes, with NaN above infinity. A CUDA graph makes each of
-    its zeros itself: one that was made before is zero in the first replay only.
+    Its bits as int32 are ordered as magnitudes, with NaN above infinity. A CUDA graph creates each of its
+    zeros
+    itself: one created before it would be zero only in the first replay.
     """
     if _is_recorded(device):
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -45,22 +46,22 @@ def new_amax(device: torch.device) -> Tensor:
     key = device, imagined(device), stream
     amax = next(_zeros.get(key, iter(())), None)
     if amax is None:
-        with torch.inference_mode(False):  # so that any graph may hold it
+        with torch.inference_mode(False):  # so that any graph may use it
             zeros = torch.zeros(_NUMBERS * _APART, dtype=torch.float32, device=device)
         numbers = map(zeros.__getitem__, range(0, len(zeros), _APART))
         amax = next(numbers)
-        if type(zeros) is Tensor:  # those of a compiler belong to its context
+        if type(zeros) is Tensor:  # a compiler's zeros belong to its context
             _zeros[key] = numbers
     return amax
 
 
 def begin_amaxes() -> None:
-    """Take the numbers of `new_amax` from new memory: every micro-batch then launches the same."""
+    """Take the zeros of `new_amax` from new memory, so that every micro-batch has the same launches."""
     _zeros.clear()
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is launched on a device."""
+    """Whether a CUDA graph is recording launches on a device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -68,7 +69,7 @@ class KnownAmax(NamedTuple):
     """The amax of a tensor, from the kernel that wrote it.
 
     Attributes:
-        amax: Max |tensor|, 0-dim fp32. It is NaN if an element is.
+        amax: Max |tensor|, 0-dim fp32; NaN if an element is NaN.
         tensor: The tensor.
         version: The version of the tensor when it was written.
     """
@@ -78,33 +79,33 @@ class KnownAmax(NamedTuple):
     version: int
 
     def of(self, x: Tensor) -> Tensor | None:
-        """Max |x| if `x` is the tensor, or a view of all of it, and nothing was written to it since."""
+        """Max |x| if `x` is the tensor, or a view of all of it, and was not written to since."""
         is_it = x is self.tensor or _is_full_view(x, self.tensor)
         return self.amax if is_it and version_of(x) == self.version else None
 
 
 def known_amax(tensor: Tensor, amax: Tensor) -> KnownAmax | None:
-    """The record of a tensor's amax; None for a tensor of `torch.inference_mode`, which has no version."""
+    """The record of a tensor's amax; None in `torch.inference_mode`, where tensors have no version."""
     return None if tensor.is_inference() else KnownAmax(amax, tensor, version_of(tensor))
 
 
 def call(
     layer: Callable[..., Tensor], x: Tensor, known: Sequence[KnownAmax | None], **options: Any
 ) -> Tensor:
-    """`layer(x)`, with the record of x's amax (one or none) if the layer takes it (`takes_amax`)."""
+    """`layer(x)`, passing the record of x's amax (one or none) if the layer accepts it (`takes_amax`)."""
     if any(known) and getattr(layer, "takes_amax", False):
         options["known"] = known[0]
     return layer(x, **options)
 
 
 def send_back(gradient: Tensor, amax: Tensor) -> None:
-    """Let the amax of a gradient (0-dim fp32) ride on it, to the backward pass that autograd calls next."""
+    """Attach the amax of a gradient (0-dim fp32) to it, for the backward pass that autograd calls next."""
     if not gradient.is_inference():
         setattr(gradient, _ON_GRADIENT, (amax, version_of(gradient)))
 
 
 def amax_of_gradient(gradient: Tensor) -> Tensor | None:
-    """The amax that rides on a gradient, or on the tensor that it is a view of; None if it has changed."""
+    """The amax attached to a gradient, or to the tensor that it is a view of; None if it was modified."""
     if torch.compiler.is_compiling() or gradient.is_inference():
         return None
     owner, base = gradient, base_of(gradient)
@@ -116,17 +117,17 @@ def amax_of_gradient(gradient: Tensor) -> Tensor | None:
 
 
 def amax_of(tensor: Tensor) -> Tensor:
-    """Max |tensor|, 0-dim fp32, from one reading of at least one element; NaN if an element is."""
-    low, high = tensor.aminmax()  # nothing as large as the tensor is written, as by `abs`
+    """Max |tensor|, 0-dim fp32, from one read of at least one element; NaN if an element is NaN."""
+    low, high = tensor.aminmax()  # unlike `abs`, writes nothing as large as the tensor
     return torch.maximum(low.abs(), high.abs()).float()
 
 
 class DelayedScale(NamedTuple):
-    """A scale of earlier steps (delayed scaling), and what a tensor leaves for later ones.
+    """A scale from earlier steps (delayed scaling), and the amax recorded for later ones.
 
     Attributes:
-        encode: The factor of the tensor before rounding, 0-dim fp32; None takes it from the tensor itself.
-        seen: 0-dim fp32, raised to the tensor's largest magnitude if that is finite; None raises nothing.
+        encode: The factor of the tensor before rounding, 0-dim fp32; None computes it from the tensor itself.
+        seen: 0-dim fp32, raised to the tensor's amax if that is finite; None records nothing.
     """
 
     encode: Tensor | None

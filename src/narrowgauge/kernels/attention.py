@@ -1,12 +1,12 @@
-"""Attention of all heads: causal, or with documents kept apart; by torch's fused kernels where there is one.
+"""Attention of all heads, causal or with separate documents; uses torch's fused kernels where there are any.
 
     z_ts = q_t . k_s / sqrt(H) for s <= t, else -inf        p_t = softmax(z_t)        y_t = sum_s p_ts v_s
 
-With dropout on the probabilities p, no fused kernel serves: their masks come from generators of their own,
-and would change with the number of devices. Then the scores of all T x T pairs are computed and held.
+With dropout on the probabilities p, no fused kernel can be used: their masks come from their internal
+generators and would change with the number of devices. All T x T scores are then computed and held in memory.
 
-`Attention` is the module in which a model computes all this; another one that computes it otherwise may stand
-in its place.
+`Attention` is the module in which a model computes all this; it can be replaced by one with another
+implementation.
 
 Legend: B sequences, T tokens, S tokens of keys (T, and more with a cache), N query heads, K key-value heads,
 H head_dim.
@@ -23,11 +23,11 @@ from narrowgauge.kernels.dropout import Dropout
 
 
 def document_mask(position_BT: Tensor) -> Tensor:
-    """The causal mask that keeps documents separate: [B, 1, T, T] bool, True where query t sees key s.
+    """The causal mask that separates documents: [B, 1, T, T] bool, True where query t sees key s.
 
-    `position_BT` is the number of each token in its document, within the sequence. Token t sees the last
-    position(t) + 1 tokens, which are those of its document: the mask is block-diagonal. It takes T x T bytes
-    for each sequence.
+    `position_BT` is the position of each token in its document, within the sequence. Token t sees the last
+    position(t) + 1 tokens, which are those of its document: the mask is block-diagonal. It uses T x T bytes
+    per sequence.
     """
     t_T = torch.arange(position_BT.shape[1], device=position_BT.device)
     back_TT = t_T[:, None] - t_T
@@ -37,13 +37,14 @@ def document_mask(position_BT: Tensor) -> Tensor:
 def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attention -> [B, N, T, H], causal or under `mask`; query head n reads key-value head n // (N / K).
 
-    A single query is that of the last token, and reads everything.
+    A single query is that of the last token, and attends to everything.
 
-    Grouped heads are left to a kernel that supports them. On a GPU no fused kernel does in fp32 or under a
-    mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
+    Grouped heads are left to a kernel that supports them. On a GPU no fused kernel does in fp32 or with a
+    mask, and torch would fall back to an implementation that holds all T x T scores, so there the heads are
+    repeated.
 
-    A CPU without products in bf16 computes it in fp32, which takes a quarter of the time and keeps operands
-    that are twice as wide.
+    A CPU without bf16 matmuls computes it in fp32, which takes a quarter of the time and keeps operands that
+    are twice as wide.
     """
     if q_BNTH.dtype == torch.bfloat16 and is_slow(q_BNTH):
         return attend(q_BNTH.float(), k_BKSH.float(), v_BKSH.float(), mask).to(q_BNTH.dtype)
@@ -66,7 +67,7 @@ def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None =
 
 
 class _MetaAttention(torch.autograd.Function):
-    """A stand-in for fused attention on the meta device: keeps its operands, its output, one fp32 a row.
+    """A stand-in for fused attention on the meta device: keeps its operands, its output, one fp32 per row.
 
     Torch has no fused attention for the meta device and would hold all T x T scores.
     """
@@ -102,10 +103,10 @@ def attend_with_dropout(
     index: int = 0,
     count: int = 1,
 ) -> Tensor:
-    """`attend` of as many queries as keys, with dropout on the probabilities.
+    """`attend` for as many queries as keys, with dropout on the probabilities.
 
-    Products are in the operands' dtype, the softmax is in fp32 (fp64 where they are). The heads are the local
-    one of `count` equal shares of all heads, the `index`-th.
+    Matmuls are in the operands' dtype, the softmax is in fp32 (fp64 for fp64 operands). The heads are the
+    `index`-th of `count` equal shares of all heads.
     """
     if is_slow(q_BNTH):
         wide = attend_with_dropout(
@@ -122,7 +123,7 @@ def attend_with_dropout(
 
 
 class Attention(nn.Module):
-    """The attention of one layer, without parameters: its products, and the softmax between them."""
+    """The attention of one layer, without parameters: its matmuls, and the softmax between them."""
 
     def forward(
         self,
@@ -135,7 +136,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention -> [B, N, T, H], as `attend`; with `dropout` as `attend_with_dropout`.
 
-        `share` = (index, count): the heads are the local one of `count` equal shares of all heads.
+        `share` = (index, count): the heads are the index-th of `count` equal shares of all heads.
         """
         if dropout is not None:
             return attend_with_dropout(q_BNTH, k_BKSH, v_BKSH, mask, dropout, *share)

@@ -1,22 +1,22 @@
-"""Quantization and emulation in one pass over a matrix, where a GPU has Triton.
+"""Quantization and emulation in one pass over a matrix, on a GPU with Triton.
 
 The references are `quantization.quantize_in_context` and `quantization.emulate`, which give the same codes,
-scales and numbers; only a Hadamard transform may differ in its last bit, as its sums have no fixed order.
-Bytes for each element of a bf16 tensor, read and written (the reference makes a dozen passes in float32):
+scales and values; only a Hadamard transform may differ in its last bit, because its sums have no fixed order.
+Bytes per element of a bf16 tensor, read and written (the reference makes a dozen passes in float32):
 
-    blocks (MX, FP8 1x128, 16x16 ...)       2 + 1 for codes, 2 + 2 for numbers (4 where their scale is fp32)
-    NVFP4                                   2 more: its tensor scale needs the largest magnitude first
-    a scale a row, 128 x 128, or a tensor   2 more for that; none if the context has it (`kernels.amax`)
+    blocks (MX, FP8 1x128, 16x16 ...)       2 + 1 for codes, 2 + 2 for values (4 where their scale is fp32)
+    NVFP4                                   2 more: its tensor scale needs the amax first
+    a scale per row, 128 x 128, or tensor   2 more for that; none if the context has the amax (`kernels.amax`)
     codes along both axes, from one read    1 more for the second
 
-The reference computes casts that kernels do not know (`quantization.passes.implementations`), and casts of:
-tensors that are not matrices, tensors that several processes hold together, random bits that are not a
-`RandomStream`'s, and code under torch.compile, which fuses these passes on a GPU.
+The reference computes casts without a kernel (`quantization.passes.implementations`), and casts of sharded
+tensors, of tensors that are not 2-D, with random bits that are not a `RandomStream`, and in code under
+torch.compile, which fuses these passes on a GPU.
 
 In a graph that torch compiles for a CPU a cast is one operator, which runs the C passes: a compiled model has
-the casts of one that is not compiled, bit for bit. A traced cast is some 60 operations, six times in every
-layer, and compiling them takes minutes. Still traced are casts of tensors that several processes hold
-together, casts with kept channels, and all casts where there is no C.
+the same casts as an eager one, bit for bit. A traced cast is some 60 operations, six times per layer, and
+takes minutes to compile. Casts of sharded tensors and casts with kept channels are still traced, as are all
+casts where there is no C compiler.
 """
 
 import os
@@ -42,8 +42,8 @@ def quantize(
     """`quantization.quantize_in_context` of a matrix; `axis` is -1 or 0.
 
     Returns:
-        The quantized tensor and, with `both`, the same codes next to each other along the other axis, where
-        a kernel writes both (None elsewhere; only casts whose numbers do not depend on the axis have them).
+        The quantized tensor and, with `both`, the same codes contiguous along the other axis, if a kernel
+        writes both (else None; only casts whose values do not depend on the axis have them).
     """
     has_kernel = _has_kernel(x, cast, context)
     context = _seen(x, cast, context, has_kernel)
@@ -55,7 +55,7 @@ def quantize(
 
 
 def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Max |x| of each of n tensors on one device, (n,) fp32; NaN if an element is, 0 if there is none.
+    """Max |x| of each of n tensors on one device, (n,) fp32; NaN if an element is NaN, 0 if it is empty.
 
     A kernel reads each tensor once, in one launch.
     """
@@ -67,9 +67,9 @@ def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def codes_under(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
-    """The uint8 codes of a matrix under one scale that is known, 0-dim fp32 (encode, decode): read once.
+    """The uint8 codes of a matrix under one known scale, 0-dim fp32 (encode, decode): reads it once.
 
-    Where decode is NaN, codes stand for nothing.
+    Where decode is NaN, the codes are meaningless.
     """
     if _has_kernel(x, cast, DEFAULT_CONTEXT) and cast.block is None and not cast.is_random:
         from narrowgauge.kernels.triton.cast_launch import launch_codes
@@ -99,12 +99,12 @@ def emulate_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
     """`emulate` of a matrix along its rows, in parts: x ~ values * scale + rest.
 
-    All that a product multiplies is then in bf16; `emulate` would widen it to float32. The rest, which was
-    cut off, is exact up to twice the limit; beyond, it is rounded to bf16, as x once was.
+    Every operand of the GEMM is then in bf16; `emulate` would widen it to float32. The rest, which was
+    clamped off, is exact up to twice the limit; beyond that it is rounded to bf16, as x once was.
 
     Returns:
-        Values in bf16, scales in float32, one a row, and in bf16 the rest (None where nothing is added
-        again); None where no kernel computes them.
+        Values in bf16, scales in float32, one per row, and the rest in bf16 (None if nothing is added back);
+        None where no kernel computes them.
     """
     if not use_kernels(x) or rows_gap(cast):
         return None
@@ -128,7 +128,7 @@ def random_signs(key: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _with_limits(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantContext:
-    """The context with the quantiles of `x` that its outliers are clamped to, where the kernel finds them.
+    """The context with the quantiles of `x` that its outliers are clamped to, where the kernel computes them.
 
     Torch selects among all elements of a tensor in one thread block, which takes tens of milliseconds.
     """
@@ -155,7 +155,7 @@ def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
 
 
 def _seen(x: torch.Tensor, cast: Cast, context: QuantContext, has_kernel: bool) -> QuantContext:
-    """The context without `seen`, which is raised; with it, where the kernel of the cast raises it."""
+    """The context without `seen`, after raising it; unchanged if the cast's kernel raises it."""
     if context.seen is None or (has_kernel and context.scale is not None and not cast.hadamard.size):
         return context
     raise_amax(context.seen, x, context.amax)
@@ -165,7 +165,7 @@ def _seen(x: torch.Tensor, cast: Cast, context: QuantContext, has_kernel: bool) 
 def _fields(
     cast: Cast, context: QuantContext
 ) -> tuple[RandomStream | None, torch.Tensor | tuple[int, ...], DelayedScale]:
-    """(random stream, signs of the transform, the scale that is given)."""
+    """(random stream, signs of the transform, the given scale)."""
     stream = context.random if isinstance(context.random, RandomStream) else None
     return (
         stream,
@@ -174,7 +174,7 @@ def _fields(
     )
 
 
-_casts: dict[str, Cast] = {}  # those that graphs of this process name
+_casts: dict[str, Cast] = {}  # the casts that this process's graphs refer to by name
 
 
 def _is_operator(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
@@ -205,7 +205,7 @@ def _has_c() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _name_of(cast: Cast) -> str:
-    """All that a cast is, so that a graph from the compiler's cache on disk means the same cast."""
+    """A full description of a cast, so that a graph from the compiler's disk cache means the same cast."""
     name = repr(cast)
     _casts[name] = cast
     return name

@@ -3,32 +3,31 @@
     loss   = mean over tokens of  log(sum_v exp(z_v)) - z_y
     dz_v   = (softmax(z)_v - [v = y]) / tokens
 
-The z-loss is a term of its own, which keeps the logits from drifting away together: cross entropy does not
-see a number that is added to all of them (PaLM, arXiv 2204.02311, section 5; OLMo 2, arXiv 2501.00656).
+The z-loss is a separate term that keeps the logits from drifting: cross entropy does not see a constant added
+to all of them (PaLM, arXiv 2204.02311, section 5; OLMo 2, arXiv 2501.00656).
 
     z-loss = c * mean over tokens of  s^2,    s = log(sum_v exp(z_v))
     dz_v   = c * 2 s softmax(z)_v / tokens        both: (softmax(z)_v (1 + 2 c s) - [v = y]) / tokens
 
 With a vocabulary of 50 000 to 130 000 the logits are the largest tensor of a small model's step. Torch's
-cross entropy of `logits.float()` holds them three times: as they left the head, in fp32, and as
-log-probabilities. Bytes moved for one bf16 logit, forward and backward:
+cross entropy of `logits.float()` holds them three times: as the head wrote them, in fp32, and as
+log-probabilities. Bytes moved per bf16 logit, forward and backward:
 
     reference    14 + 28    each torch operation reads and writes, in chunks: only one chunk at a time is in
-                            fp32, in the backward pass as well, where it is computed again (an elementwise
-                            cost, no GEMM)
-    kernel        2 +  4    the largest logit and the sum of exponentials are found in one read (online
-                            softmax, Milakov and Gimelshein, arXiv 1805.02867); 8 bytes a token are kept
+                            fp32, also in the backward pass, where it is recomputed (elementwise, no GEMM)
+    kernel        2 +  4    the largest logit and the sum of exponentials come from one read (online softmax,
+                            Milakov and Gimelshein, arXiv 1805.02867); 8 bytes per token are kept
 
-The head itself runs once on all tokens, so that whatever replaces it sees one tensor per step, not one per
-chunk; `head_loss` is for heads that are plain products.
+The head itself runs once on all tokens, so that any replacement sees one tensor per step, not one per chunk;
+`head_loss` is for heads that are plain matmuls.
 
 `overwrite` writes the gradient over the logits, so that a second tensor of their size never exists. The
-caller has to know that nothing else reads the logits any more. Autograd then refuses a second backward pass
-through a retained graph, because the logits are known to have changed.
+caller must know that nothing else reads the logits any more. Autograd then refuses a second backward pass
+through a retained graph, because it sees that the logits have changed.
 
-Where documents are separated, some targets are IGNORED: they add nothing, and the mean is over the others.
-Any other id outside the vocabulary is an error of the reference. A kernel cannot raise without making the
-host wait: it reads nothing there, and loss and gradients of that token are NaN, which the guard refuses.
+Where documents are separated, some targets are IGNORED: they contribute nothing, and the mean is over the
+others. Any other id outside the vocabulary is an error in the reference. A kernel cannot raise without a
+sync: it reads nothing there, and the token's loss and gradients become NaN, which the guard rejects.
 
 Legend: T tokens (batch and sequence flattened), C tokens of one chunk, V vocabulary.
 """
@@ -43,10 +42,10 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import use_kernels
 
-#: fp32 logits held at a time (64 MiB). It fixes the order of summation, so it is no setting.
+#: fp32 logits held at a time (64 MiB). It determines the order of summation, so it is not a setting.
 CHUNK_ELEMENTS = 2**24
 
-#: The target, in place of a token id, that gives no loss; torch's own number for it.
+#: The target that contributes no loss, in place of a token id; the same value as torch's.
 IGNORED = -100
 
 
@@ -87,13 +86,13 @@ def cross_entropy(
 ) -> Tensor:
     """Mean cross entropy in nats per token, as an fp32 scalar.
 
-    With a `z_loss` it is fp32 [3] instead: the objective, which is the sum of the other two and alone has a
-    gradient; the cross entropy; the z-loss.
+    With a `z_loss` it is fp32 [3] instead: the objective, which is the sum of the other two and the only one
+    with a gradient; the cross entropy; the z-loss.
 
     Args:
         logits: [..., V] in any dtype.
-        y: [...], token ids in [0, V). Any other id except IGNORED is an error (of a kernel: NaN).
-        targets: Allows IGNORED among the ids: the number of ids that are not, over which the mean is taken.
+        y: [...], token ids in [0, V). Any other id except IGNORED is an error (in a kernel: NaN).
+        targets: Allows IGNORED among the ids: the number of remaining ids, over which the mean is taken.
         overwrite: Lets the backward pass write the gradient over the logits, if nothing else needs them.
         z_loss: The coefficient c; 0 for none.
     """
@@ -109,7 +108,7 @@ def with_z_loss(loss: Tensor, squares_T: Tensor, z_loss: float, count: int) -> t
 
 
 def objective_of(loss: Tensor) -> Tensor:
-    """What to train on, 0-dim: the loss itself, or the objective of a loss with a z-loss."""
+    """The training objective, 0-dim: the loss itself, or the objective of a loss with a z-loss."""
     return loss[0] if loss.ndim else loss
 
 
@@ -136,15 +135,15 @@ def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor
 def row_losses_and_gradients(
     z_TV: Tensor, y_T: Tensor, factor: Tensor, ignores: bool, z_loss: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of each token, and `row_squares` with a z-loss; the gradients are written over the logits.
+    """The loss of each token, and `row_squares` with a z-loss; writes the gradients over the logits.
 
-    They are those of `write_gradients`. A kernel does all in one launch, and reads the logits once.
+    The gradients are those of `write_gradients`. A kernel does all in one launch, reading the logits once.
     """
     if use_kernels(z_TV):
         from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
         loss_T, stats_2T = on_gpu.losses(z_TV, y_T, IGNORED if ignores else None, factor, z_loss)
-        torch.autograd.graph.increment_version(z_TV)  # autograd does not see what a kernel writes
+        torch.autograd.graph.increment_version(z_TV)  # autograd does not see a kernel's writes
         return loss_T, row_squares(z_TV, y_T, stats_2T, ignores) if z_loss else None
     loss_T, _ = row_losses(z_TV, y_T, ignores)
     squares_T = row_squares(z_TV, y_T, None, ignores) if z_loss else None
@@ -153,7 +152,7 @@ def row_losses_and_gradients(
 
 
 def row_squares(z_TV: Tensor, y_T: Tensor, stats_2T: Tensor | None, ignores: bool) -> Tensor:
-    """The square of the logarithm of each token's sum of exponentials, fp32 [T]; 0 for an IGNORED token.
+    """The squared log-sum-exp of each token, fp32 [T]; 0 for an IGNORED token.
 
     `stats_2T` comes from `row_losses`.
     """
@@ -184,7 +183,7 @@ def write_gradients(
         from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
         on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, IGNORED if ignores else None, out_TV, z_loss)
-        torch.autograd.graph.increment_version(out_TV)  # autograd does not see what a kernel writes
+        torch.autograd.graph.increment_version(out_TV)  # autograd does not see a kernel's writes
         return
     for z_CV, y_C, out_CV in _chunks(z_TV, y_T, out_TV):
         p_CV = z_CV.float().softmax(dim=-1)
@@ -211,7 +210,7 @@ def _split(y_C: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The chunks of all tensors at once, C tokens each; on the meta device one chunk stands for all."""
+    """The chunks of all tensors together, C tokens each; on the meta device one chunk represents all."""
     size = max(1, CHUNK_ELEMENTS // logits_TV.shape[1])
     if is_shape_only(logits_TV):
         return iter([tuple(x[:size] for x in (logits_TV, *others))])

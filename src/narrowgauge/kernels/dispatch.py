@@ -1,9 +1,9 @@
-"""What runs well where: Triton's kernels, torch's products, torch's attention.
+"""Chooses what runs where: Triton's kernels, torch's matmuls, torch's attention.
 
 Kernels run on GPUs, and in Triton's interpreter on a CPU. Triton comes with torch for NVIDIA and AMD GPUs;
-elsewhere it may be missing, so nothing imports it before it is known to exist. With TRITON_INTERPRET=1 set
-before the first kernel is imported, every kernel is interpreted: slow, for tests, and the way to see on any
-machine what a GPU would compute.
+elsewhere it may be missing, so it is imported only once it is known to exist. With TRITON_INTERPRET=1 set
+before the first kernel is imported, every kernel is interpreted: slow, meant for tests, and a way to see on
+any machine what a GPU would compute.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from narrowgauge.devices import imagined
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 
-# Of these, only flash-attention has a backward pass that repeats every bit, where torch is told to take it.
+# Of these, only flash-attention has a bitwise reproducible backward pass, if torch is configured to use it.
 DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -32,21 +32,21 @@ CUDNN_FIRST = [
 
 @cache
 def can_compile() -> bool:
-    """Whether Triton is installed, and the C compiler with which it builds the launchers of kernels."""
+    """Whether Triton is installed, and the C compiler with which it builds kernel launchers."""
     compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
     return is_triton_installed() and any(map(shutil.which, compilers))
 
 
 @cache
 def is_triton_installed() -> bool:
-    """Whether Triton can be imported; a launch on an imagined GPU is told without it (`devices.tell`)."""
+    """Whether Triton can be imported; a simulated GPU records launches without it (`devices.tell`)."""
     return importlib.util.find_spec("triton") is not None
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on tensors of a device; nowhere under NARROWGAUGE_KERNELS=0.
+    """Whether Triton's kernels run on tensors of a device; never under NARROWGAUGE_KERNELS=0.
 
-    On an imagined GPU they are launched, and the launch only tells (`devices.imagine`).
+    On a simulated GPU the launch is only recorded (`devices.imagine`).
     """
     if os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
@@ -59,7 +59,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @contextmanager
 def plain_operations() -> Iterator[None]:
-    """Use no kernel: every operation is its reference, as under NARROWGAUGE_KERNELS=0."""
+    """Use no kernels: every operation is its reference, as under NARROWGAUGE_KERNELS=0."""
     before = os.environ.get("NARROWGAUGE_KERNELS")
     os.environ["NARROWGAUGE_KERNELS"] = "0"
     try:
@@ -76,11 +76,12 @@ def _is_for(device: torch.device) -> bool:
 
 
 def converts_to_fp8(device: torch.device) -> bool:
-    """Whether Triton rounds float32 to E4M3 and E5M2 by one instruction of a GPU: NVIDIA's from Hopper on.
+    """Whether Triton rounds float32 to E4M3 and E5M2 with one GPU instruction: NVIDIA's from Hopper on.
 
-    Ada has the instruction, too, but for it Triton makes float16 numbers first, toward zero, and rounds those
-    to FP8. What lies a little above the middle of two codes then becomes the middle, and its code at times
-    the lower one: 0.4 % of codes differ.
+    Ada also has the instruction, but for Ada Triton first converts to float16, rounding toward zero, and
+    rounds that to FP8. Values slightly above the midpoint of two codes then become the midpoint, and
+    sometimes the lower
+    code: 0.4 % of codes differ.
     """
     if (facts := imagined(device)) is not None:
         return facts.maker == "nvidia" and facts.capability >= (9, 0)
@@ -89,14 +90,14 @@ def converts_to_fp8(device: torch.device) -> bool:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) of another."""
+    """The compute capability of an NVIDIA GPU; (0, 0) for any other."""
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def sums_in_fp32(device: torch.device) -> bool:
-    """Whether torch multiplies operands of 16 bits there and gives the sums in fp32 (`out_dtype`).
+    """Whether torch multiplies 16-bit operands on a device and returns fp32 sums (`out_dtype`).
 
-    It does so on AMD's GPUs and on NVIDIA's from Ampere on; elsewhere the operands are widened first.
+    It does on AMD GPUs and on NVIDIA GPUs from Ampere on; elsewhere the operands are widened first.
     """
     if device.type == "meta":
         facts = imagined(device)
@@ -105,11 +106,11 @@ def sums_in_fp32(device: torch.device) -> bool:
 
 
 def is_slow(x: torch.Tensor) -> bool:
-    """Whether torch multiplies this dtype element by element: the same product in fp32 is faster.
+    """Whether torch multiplies this dtype element by element, so that the same matmul in fp32 is faster.
 
-    That is so for fp16 on any CPU, and for bf16 on CPUs for which oneDNN has no bf16, which are most without
-    AVX-512: there a product in fp32 takes a third of the time, attention a quarter (docs/performance.md). A
-    run measures which is faster, and keeps its choice (`choose_products`).
+    True for fp16 on any CPU, and for bf16 on CPUs where oneDNN lacks bf16, which are most without AVX-512:
+    there an fp32 matmul takes a third of the time, attention a quarter (docs/performance.md). A run measures
+    which is faster, and keeps its choice (`choose_products`).
     """
     if x.device.type != "cpu":
         return False
@@ -120,7 +121,7 @@ _chosen_products: list[str] = []  # the last choice of a run in this process
 
 
 def choose_products(name: str) -> None:
-    """Multiply bf16 numbers on a CPU in "bf16" or "fp32" from here on; "": as oneDNN says."""
+    """From now on multiply bf16 values on a CPU in "bf16" or "fp32"; "" leaves it to oneDNN."""
     _chosen_products[:] = [name] if name else []
 
 
@@ -130,14 +131,14 @@ def _has_bf16_products() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a compiler traces this call; the graph of an export has torch's own operators instead."""
+    """Whether a compiler is tracing this call; an exported graph keeps torch's operators instead."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def use_kernels(x: torch.Tensor) -> bool:
     """Whether an operation on `x` launches its kernel.
 
-    It does not under a compiler, which fuses plain operations itself, nor on empty tensors, nor in fp64.
+    Not under a compiler, which fuses plain operations itself, nor on empty tensors, nor in fp64.
     """
     if torch.compiler.is_compiling():
         return False
@@ -148,9 +149,9 @@ def fastest_first(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which torch's attention on a device tries the fastest implementation first.
 
     On a Hopper GPU (an H200, torch 2.11, 2026-11-20) cuDNN's reached 620 TFLOP/s forward and 503 forward and
-    backward, flash-attention 2, which torch tries first, 316 and 277. Elsewhere torch's own order is kept. An
-    implementation that does not take a shape is passed over, and so are those whose gradients depend on the
-    order of threads, where torch's deterministic algorithms are asked for.
+    backward; flash-attention 2, which torch tries first, 316 and 277. Elsewhere torch's order is kept.
+    Implementations that do not support a shape are skipped, and with torch's deterministic algorithms also
+    those whose gradients depend on the order of threads.
     """
     if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
         return sdpa_kernel(DETERMINISTIC, set_priority=True)

@@ -1,16 +1,16 @@
-"""Dropout whose bits are a function of (seed, step, layer, element), where torch's come from a generator.
+"""Dropout whose bits are a function of (seed, step, layer, element), whereas torch's come from a generator.
 
     y = x / (1 - p) where it is kept, else 0               kept with probability 1 - p, so that E[y] = x
     dx = dy / (1 - p) where it is kept, else 0
 
-(Srivastava et al., JMLR 15, 2014.) An element is kept where the upper 24 of its 32 random bits
-(`formats.counter_rng`) are a number of at least round(2^24 p). Bits are laid on the global tensor of the
-step, all sequences of all processes: sequence by sequence, then its tokens (or its heads), then the rest. So
-a mask is the same after a resume, in a block that is computed again, for any size of micro-batch, and on any
-number of devices: a process computes the bits of its own elements and of no others.
+(Srivastava et al., JMLR 15, 2014.) An element is kept if the upper 24 of its 32 random bits
+(`formats.counter_rng`) are at least round(2^24 p). Bits are laid out on the global tensor of the step, all
+sequences of all processes: sequence by sequence, then its tokens (or its heads), then the rest. So a mask is
+the same after a resume, in a recomputed block, for any micro-batch size, and on any number of devices: a
+process only computes the bits of its elements.
 
-The mask takes one byte an element, which the backward pass needs. There is no kernel of its own: its bits
-are some twenty integer operations, which a GPU's compiler fuses with the rest under `training.compile`.
+The mask takes one byte per element, which the backward pass needs. There is no dedicated kernel: the bits are
+some twenty integer operations, which a GPU's compiler fuses with the rest under `training.compile`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from narrowgauge.formats import RANDOM_BITS, RandomStream, stream_key
 
 
 class Dropout(nn.Module):
-    """Dropout in training: where a module is in training mode and gradients are recorded.
+    """Dropout in training: active where a module is in training mode and gradients are recorded.
 
     Attributes:
         p: The probability with which an element becomes 0.
@@ -36,30 +36,30 @@ class Dropout(nn.Module):
     def __init__(self, p: float, tensor: int) -> None:
         super().__init__()
         self.p, self.tensor, self.is_positioned = p, tensor, False
-        # Tensors, so that code is not compiled anew for each step; no buffers, which data parallelism would
+        # Tensors, so that code is not recompiled every step; not buffers, which data parallelism would
         # overwrite with those of its first process.
         self.key = torch.zeros(2, dtype=torch.int32)
         self.first_sample = torch.zeros((), dtype=torch.int64)
 
     def set_position(self, seed: int, step: int, first_sample: int, device: torch.device) -> None:
-        """Go to a step, and to the sequence at which the next pass begins."""
+        """Set the step, and the sequence at which the next pass begins."""
         self.key = torch.tensor(stream_key(seed, step, self.tensor), dtype=torch.int32, device=device)
         self.first_sample = torch.tensor(first_sample, device=device)
         self.is_positioned = True
 
     def forward(self, x: Tensor, index: int = 0, count: int = 1) -> Tensor:
-        """Drop elements of x [B, S, ...], the local one of `count` equal shares of [B, count S, ...].
+        """Drop elements of x [B, S, ...], this rank's share of [B, count S, ...].
 
         Args:
             x: Some sequences; the shares are along the second axis.
-            index: The number of the local share.
-            count: The number of shares.
+            index: The index of the local share.
+            count: The number of equal shares.
 
         Returns:
             The same shape and dtype.
 
         Raises:
-            UserError: Nobody has said which step it is.
+            UserError: The step was never set.
         """
         if not (self.training and torch.is_grad_enabled()):
             return x
@@ -75,7 +75,7 @@ class Dropout(nn.Module):
     def _bits(self, shape: Sequence[int], index: int, count: int) -> Tensor:
         """24 random bits for each element."""
         B, *rest = shape
-        elements = torch.Size(rest).numel()  # local ones of a sequence
+        elements = torch.Size(rest).numel()  # local ones, per sequence
         first = self.first_sample * (elements * count) + elements * index
         stream = RandomStream(self.key, first)
         if count == 1:

@@ -1,19 +1,19 @@
-"""The gradient of a micro-batch, added to a gradient that is kept in FP8 codes: one sum, rounded once.
+"""Adds the gradient of a micro-batch to a gradient kept in FP8 codes: one sum, rounded once.
 
-    x = decode * code + dw          dw alone, where nothing has been added since the gradient was dropped
-    encode = from max |x|           times the pre-scaling factor, where the cast has one
-    code = Q(encode * x)            with random bits, so that nothing small is lost on average
+    x = decode * code + dw          dw alone, if nothing has been added since the gradient was cleared
+    encode = from max |x|           times the pre-scaling factor, if the cast has one
+    code = Q(encode * x)            with random bits, so that small values are not lost on average
 
-The reference is `GradientState.add`: decode, add, find the largest magnitude and what overflows, round.
+The reference is `GradientState.add`: decode, add, compute the amax and the overflow, round.
 
-Bytes an element of a bf16 dw, over torch's separate operations and over the two launches (the second reads
+Bytes per element of a bf16 dw, over separate torch operations and over the two launches (the second reads
 again, because a scale is known only after the last element; `kernels.adamw` does the same):
 
-    separate    about 290      widen 6, decode 87, sum 12, magnitudes 12, what overflows 14, round 159
+    separate    about 290      widen 6, decode 87, sum 12, magnitudes 12, overflow 14, round 159
     fused       2+1 and 2+1+1
 
 Before it is added, the gradient of a weight in FP4 is multiplied by the slope of rounding (arXiv 2501.17116;
-`through_rounding`): 4 + 2 + 4 bytes an element in one pass, 90 by torch's operations.
+`through_rounding`): 4 + 2 + 4 bytes per element in one pass, 90 as torch operations.
 """
 
 import torch
@@ -26,11 +26,11 @@ from narrowgauge.quantization import Cast, GradientState, QuantContext, estimato
 
 
 def add_gradient(gradient: GradientState, dw: Tensor, stream: RandomStream | None) -> None:
-    """Add to a narrow gradient, by the kernel where it takes it.
+    """Add to a quantized gradient, by the kernel if it supports it.
 
     Args:
-        gradient: The gradient; several processes that hold it together use the reference.
-        dw: What is added, of its shape, in any float dtype.
+        gradient: The gradient; a sharded one uses the reference.
+        dw: The addend, of the same shape, in any float dtype.
         stream: The random bits of a cast that rounds stochastically; without them it rounds to nearest.
     """
     if not _has_kernel(gradient, dw):
@@ -46,7 +46,7 @@ def add_gradient(gradient: GradientState, dw: Tensor, stream: RandomStream | Non
     codes, scale = gradient.on_device().values()
     factors = None if prescale is None else (prescale.tensors["mu"], prescale.tensors["overflowed"])
     launch_sum(codes, scale, cast, dw.contiguous(), gradient.is_empty, _words(stream, codes.device), factors)
-    torch.autograd.graph.increment_version([codes, scale])  # autograd does not see what a kernel writes
+    torch.autograd.graph.increment_version([codes, scale])  # autograd does not see a kernel's writes
     gradient.keep([codes, scale])
     gradient.count_sum()
 
@@ -57,13 +57,13 @@ def _has_kernel(gradient: GradientState, dw: Tensor) -> bool:
 
 
 def through_rounding(dw_NK: Tensor, w_NK: Tensor, cast: Cast, context: QuantContext) -> Tensor:
-    """The gradient of a weight before rounding, from that of the rounded one: times the slope, in fp32.
+    """The gradient of a weight before rounding, from that of the rounded weight: times the slope, in fp32.
 
     Args:
         dw_NK: The gradient.
         w_NK: The weight in high precision.
         cast: Its cast, with a differentiable estimator (`quantization.estimator_slope`).
-        context: The shard that the weight is, if it is one.
+        context: The context; it has the shard if the weight is sharded.
     """
     has_rows = cast.block == (1, 0) and w_NK.stride(1) == 1 and dw_NK.is_contiguous()
     if not (has_rows and context.shard is None and cast.scales.format == "fp32" and use_kernels(w_NK)):

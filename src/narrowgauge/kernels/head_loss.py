@@ -1,36 +1,37 @@
-"""The head's product and the loss together, so that the logits of all tokens never exist at once.
+"""The head's matmul fused with the loss, so that the logits of all tokens never exist at once.
 
     z_CV  = h_CD @ w_VD.T            for a chunk of C tokens, in the dtype of h
     dz_CV = gradient of the loss     over the logits, in place (`cross_entropy`)
     dh_CD = dz_CV @ w_VD
     dw_VD += dz_CV.T @ h_CD          in fp32, chunk after chunk from the first token to the last
 
-The head has to be a plain product of h and of the weight in h's dtype. One loss a token is kept, and all are
-summed at the end. Losses and dh of a token depend on that token alone, so the number of tokens in a chunk
-changes none of them (as far as a GEMM adds up a row alike, whatever the other rows are). dw depends on it
-only in the order of its sum.
+The head must be a plain matmul of h and the weight in h's dtype. One loss per token is kept, and all are
+summed at the end. A token's loss and dh depend on that token alone, so the chunk size changes none of them
+(as far as a GEMM sums a row the same way regardless of the other rows). dw depends on it only in the order of
+its sum.
 
 The gradients are computed in the forward pass, while the chunk's logits exist, as if the gradient of the loss
-were 1; the backward pass multiplies dh and dw, which are fp32 until then, by the real one, a scalar. That is
-exact for powers of two (a mean over 2^n equal micro-batches). Otherwise dz is rounded before the factor
-instead of after it, with the same relative error. In fp16 the error would be larger: dz of 2^-24 and less are
-lost before the loss scale reaches them. There the backward pass computes the logits again, with the scale.
+were 1; the backward pass multiplies dh and dw, which are fp32 until then, by the actual one, a scalar. This
+is exact for powers of two (a mean over 2^n equal micro-batches). Otherwise dz is rounded before the factor
+instead of after it, with the same relative error. In fp16 the error would be larger: dz of 2^-24 and less
+would be lost before the loss scale reaches them. There the backward pass recomputes the logits, with the
+scale.
 
-    GEMMs of 2 T V D operations    fp32, bf16: 3, as without chunks      fp16: 4
+    GEMMs of 2 T V D FLOPs    fp32, bf16: 3, as without chunks      fp16: 4
 
-The one difference from a separate head and loss, which also round dh to the compute dtype: dw is not rounded
-to that before it becomes fp32.
+The only difference from a separate head and loss, which also round dh to the compute dtype: dw is not rounded
+to that dtype before it becomes fp32.
 
 Bytes, Llama-3 8B (V = 128256, D = 4096, bf16, 16 x 1024 tokens), without h, its gradient, the weight and its
 fp32 gradient, which both have:
 
     separate           4.20e9 logits + 4.20e9 their gradient (none if it is written over them) + 1.05e9 dw in
                        bf16 before it becomes fp32 + 0.2e9 of a chunk in fp32 = 9.7e9 (5.5e9)
-    together           1.05e9 logits of 4096 tokens + 0.27e9 dh in fp32 = 1.3e9
+    fused              1.05e9 logits of 4096 tokens + 0.27e9 dh in fp32 = 1.3e9
 
-A chunk is that large because each chunk reads and writes the fp32 sum of dw, 8 V D bytes, which has to take
-little time compared with the 2 C V D operations of its product: at 777 TFLOP/s and 4.25 TB/s a sixth for
-C = 4096, two thirds for 1024. The size fixes the order of the sum, so it is no setting.
+A chunk is that large because each one reads and writes the fp32 sum of dw, 8 V D bytes, which must be cheap
+compared with the 2 C V D FLOPs of its GEMM: at 777 TFLOP/s and 4.25 TB/s a sixth for C = 4096, two thirds for
+1024. The size determines the order of the sum, so it is not a setting.
 
 Legend: T tokens, C tokens of one chunk, D dim, V vocabulary.
 """
@@ -57,7 +58,7 @@ Add = Callable[[Tensor, Tensor], bool]
 
 #: Logits held at a time (1 GiB in bf16).
 CHUNK_ELEMENTS = 2**29
-_TILE = 128  # tokens of a GEMM's tile; chunks are full tiles
+_TILE = 128  # tokens of a GEMM tile; chunks are full tiles
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -116,19 +117,19 @@ def head_loss(
 ) -> Tensor:
     """Mean cross entropy (nats per token) of the logits h @ w.T, as an fp32 scalar.
 
-    With a `z_loss` it is fp32 [3], as that of `cross_entropy`.
+    With a `z_loss` it is fp32 [3], as in `cross_entropy`.
 
-    The gradient of `w_VD` is summed in fp32 and rounded once to its dtype. There is no second derivative, and
-    no second backward pass through a retained graph.
+    The gradient of `w_VD` is summed in fp32 and rounded once to its dtype. Neither a second derivative nor a
+    second backward pass through a retained graph is supported.
 
     Args:
-        h: [..., D], what the head reads; the logits are computed in its dtype.
+        h: [..., D], the head's input; the logits are computed in its dtype.
         w_VD: The weight of the head.
         y: [...], token ids, as for `cross_entropy`.
         targets: As for `cross_entropy`.
         z_loss: As for `cross_entropy`.
-        add: Adds the gradient of the weight, fp32, times a 0-dim tensor, to the one that waits; False if it
-            is left to autograd.
+        add: Adds the gradient of the weight, fp32, times a 0-dim tensor, to the pending gradient; returns
+            False to leave it to autograd.
     """
     has_gradients = torch.is_grad_enabled() and (h.requires_grad or w_VD.requires_grad)
     loss = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients, z_loss, add)
@@ -136,7 +137,7 @@ def head_loss(
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:
-    """The tokens of a chunk: no more than fit, about the same in all chunks, full tiles of a GEMM."""
+    """The tokens per chunk: as many as fit, similar in all chunks, in full GEMM tiles."""
     most = max(_TILE, CHUNK_ELEMENTS // vocabulary // _TILE * _TILE)
     chunks = -(-tokens // most)
     rows = -(-tokens // max(1, chunks))
@@ -162,7 +163,7 @@ def _in_chunks(
     T, V, rows = len(h_TD), len(w_VD), rows_of_chunk(len(h_TD), len(w_VD))
     loss_T, squares_T, dh_TD, dw_VD = _results(h_TD, w_VD, factor, z_loss)
     logits_CV = aligned_rows(min(rows, T), V, h_TD)
-    # On the meta device one chunk stands for all.
+    # On the meta device one chunk represents all.
     for start in range(0, min(T, rows) if is_shape_only(h_TD) else T, rows):
         chunk = slice(start, start + rows)
         h_CD, y_C = h_TD[chunk], y_T[chunk]
@@ -187,7 +188,7 @@ def _in_chunks(
 def _in_one_operator(
     h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_in_chunks` as one operator, so that compiled graphs hold it whole, with its kernels."""
+    """`_in_chunks` as one operator, so that compiled graphs contain it whole, with its kernels."""
     return _in_chunks(h_TD, w_VD, y_T, ignores, factor, z_loss)
 
 
@@ -201,7 +202,7 @@ def _(
 def _results(
     h_TD: Tensor, w_VD: Tensor, factor: Tensor | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the results of `_losses_and_gradients`."""
+    """Allocate the results of `_losses_and_gradients`."""
     T = len(h_TD)
     shapes = [(T,), (T if z_loss else 0,)] + ([(0,), (0,)] if factor is None else [h_TD.shape, w_VD.shape])
     loss_T, squares_T, dh_TD, dw_VD = (h_TD.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -213,7 +214,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> None:
     if out.dtype == torch.float32 == a.dtype:
         torch.addmm(out, a, b, beta=int(adds), out=out)
     elif is_shape_only(out):
-        return  # a product would allocate nothing but `out`
+        return  # a matmul would allocate nothing but `out`
     elif is_slow(a) or (out.dtype == torch.float32 and not sums_in_fp32(out.device)):
         product = a.float() @ b.float()
         out.copy_(out + product if adds else product)

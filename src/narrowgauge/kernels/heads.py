@@ -1,40 +1,40 @@
-"""The heads of attention: rotary positions, and bias, positions and the split of what the qkv product wrote.
+"""The heads of attention: rotary positions; and bias, positions and split of the qkv matmul's output.
 
-**Rotary positions** (Su et al., arXiv 2104.09864) turn a pair (x[i], x[i + H/2]) of a head by an angle:
+**Rotary positions** (Su et al., arXiv 2104.09864) rotate a pair (x[i], x[i + H/2]) of a head by an angle:
 
     y[i]       = x[i] * cos - x[i + H/2] * sin
     y[i + H/2] = x[i + H/2] * cos + x[i] * sin          fp32, rounded once to the dtype of x
 
-Backward it is turned back by the same angle, in fp32 and rounded once; torch's own derivative of the lines
-above rounds each product to the dtype of x and then their sum, as the products' operands were of that dtype.
+The backward pass rotates back by the same angle, in fp32 and rounded once; torch's derivative of the lines
+above rounds each product to the dtype of x and then their sum, because the operands had that dtype.
 
-**The split** is one pass with them:
+**The split** is done in the same pass:
 
-    qkv        rows of C = (N + 2K) H numbers: [ q: N*H | k: K*H | v: K*H ]
-    forward    z = qkv + bias, rounded;  q, k = turned(z), rounded;  v = z
-    backward   dqkv = [ turned back(dq) | turned back(dk) | dv ], rounded once;  dbias = its sum over tokens
+    qkv        rows of C = (N + 2K) H values: [ q: N*H | k: K*H | v: K*H ]
+    forward    z = qkv + bias, rounded;  q, k = rotated(z), rounded;  v = z
+    backward   dqkv = [ rotated back(dq) | rotated back(dk) | dv ], rounded once;  dbias = its sum over tokens
 
-The three heads lie in one tensor in the order of `qkv`, token by token, which is how attention reads them. So
-nothing is put side by side in the backward pass, and only that tensor is kept for it. The numbers are those
-of `reference`, rounding for rounding; the gradient of q and k is rounded once. Heads that are turned by
-themselves (`rotary`) are read in place, and written in the same order of axes.
+The three heads are in one tensor in the order of `qkv`, token by token, which is how attention reads them. So
+the backward pass concatenates nothing, and only that tensor is kept for it. The values match `reference`
+rounding for rounding; the gradients of q and k are rounded once. Heads that are rotated separately (`rotary`)
+are read in place, and written in the same order of axes.
 
-Bytes an element, in a 2-byte dtype, where a third of the heads of qkv or less are values:
+Bytes per element, in a 2-byte dtype, where at most a third of the heads of qkv are value heads:
 
-    turned   forward    separate   four products 2+4 and two sums 8+4 (of halves), side by side 4+4,
+    rotary   forward    separate   four multiplies 2+4 and two sums 8+4 (of halves), concatenation 4+4,
                                    rounding 4+2                                                       38
                         fused      2+2, the angles from the cache                                      4
-             backward   separate   widening 2+4, a sign 4+4, four products 4+4 with their rounding
-                                   4+2 and two sums 4+2 (of halves), side by side 2+2                 48
+             backward   separate   widening 2+4, a sign 4+4, four multiplies 4+4 with their rounding
+                                   4+2 and two sums 4+2 (of halves), concatenation 2+2                48
                         fused      2+2                                                                 4
-    split    forward    separate   bias 2+2, turned heads 2+2                                          8
+    split    forward    separate   bias 2+2, rotated heads 2+2                                         8
                         fused      2+2                                                                 4
-             backward   separate   turned heads 2+2, side by side 2+2, sum 2, amax 2                  12
+             backward   separate   rotated heads 2+2, concatenation 2+2, sum 2, amax 2                12
                         fused      2+2, and the partial sums of the bias                               4
 
-The kernel also finds max |dqkv| (`kernels.amax`).
+The kernel also computes max |dqkv| (`kernels.amax`).
 
-Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, C numbers of qkv.
+Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, C values of qkv.
 """
 
 from collections.abc import Sequence
@@ -51,14 +51,14 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair of each head by the angle of its position.
+    """Rotate each pair of each head by the angle of its position.
 
     Args:
         x_BNTH: The heads.
-        table: Cosines and sines, fp32: [2, T, H/2], or [2, B, 1, T, H/2] where each sequence has its own.
+        table: Cosines and sines, fp32: [2, T, H/2], or [2, B, 1, T, H/2] with separate angles per sequence.
 
     Returns:
-        The turned heads, in the dtype of `x_BNTH`.
+        The rotated heads, in the dtype of `x_BNTH`.
     """
     if use_kernels(x_BNTH):
         turned: Tensor = _Rotary.apply(x_BNTH, table)
@@ -76,10 +76,10 @@ def rotary_reference(x_BNTH: Tensor, table: Tensor) -> Tensor:
 def split_heads(
     qkv_BTC: Tensor, bias_C: Tensor | None, table: Tensor | None, heads_NKK: Sequence[int], head_dim: int
 ) -> Heads:
-    """The heads of queries, keys and values.
+    """Split the qkv output into the heads of queries, keys and values.
 
     Args:
-        qkv_BTC: What the product wrote, without its bias.
+        qkv_BTC: The matmul's output, without its bias.
         bias_C: The bias in any float dtype, or None.
         table: Cosines and sines of `rotary`, or None: no positions.
         heads_NKK: The numbers of query, key and value heads.

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of the residual stream, with the sum before them and the gradient of the stream.
+"""RMSNorm and LayerNorm of the residual stream, fused with the preceding sum and the stream's gradient.
 
     s = x + delta
     rms      n = s / sqrt(mean(s^2) + eps)
@@ -6,13 +6,13 @@
     y = n * weight + bias                                   rounded once, to `out_dtype`
 
     dn = dy * weight
-    ds = (dn - n * mean(dn * n) [- mean(dn), layer]) / sqrt(...)  + the gradient that comes back to s
+    ds = (dn - n * mean(dn * n) [- mean(dn), layer]) / sqrt(...)  + the incoming gradient of s
     dweight = sum over tokens of dy * n                     dbias = sum over tokens of dy
 
 The statistics are fp32, each mean a sum over the row in registers. `s` is returned together with `y`, so that
 its gradient is added in the same backward pass.
 
-Bytes an element, for an fp32 stream and 2-byte deltas and outputs:
+Bytes per element, for an fp32 stream and 2-byte deltas and outputs:
 
     forward    separate sum 4+2+4, norm 4+4 (fp32 out), rounding 4+2        24
                fused    x 4, delta 2; s 4, y 2                              12
@@ -20,11 +20,11 @@ Bytes an element, for an fp32 stream and 2-byte deltas and outputs:
                         weight, sum 4+4+4, rounding for delta 4+2           44
                fused    dy 2, s 4, ds 4; dx 4, ddelta 2                     16   and the partial sums
 
-For the backward pass s is kept, 4 bytes an element. Where x is kept anyway, because an earlier norm reads it
-again, x and delta do as well, and s is summed once more: 2 bytes are kept, and 2 more are read.
+For the backward pass s is kept, 4 bytes per element. Where x is kept anyway, because an earlier norm reads it
+again, keeping x and delta is enough, and s is recomputed: 2 bytes are kept, and 2 more are read.
 
-The sums over tokens are partial sums of each program, added up by a second launch in an order that depends on
-the shape alone. The kernel also finds max |y|, and max |ddelta| (`kernels.amax`).
+The sums over tokens are partial sums of each program, added by a second launch in an order that depends only
+on the shape. The kernel also computes max |y| and max |ddelta| (`kernels.amax`).
 
 Legend: M tokens (all axes but the last), D dim.
 """
@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
 
-#: The widest row that the registers of one program hold in the backward pass.
+#: The widest row that fits the registers of one program in the backward pass.
 WIDEST = 8192
 
 
@@ -52,22 +52,22 @@ def add_norm(
     out_dtype: torch.dtype,
     keeps_terms: bool = False,
 ) -> tuple[Tensor, Tensor, KnownAmax | None]:
-    """Add to the residual stream, and normalise the sum.
+    """Add to the residual stream, and normalize the sum.
 
     Args:
         x: [..., D], the stream, in any float dtype.
-        delta: [..., D], what is added, or None.
+        delta: [..., D], the addend, or None.
         weight_D: [D], in any float dtype.
         bias_D: [D], for "layer" only.
         eps: Added to the variance.
         kind: "rms" or "layer".
         out_dtype: The dtype of the norm.
-        keeps_terms: Whether a kernel keeps x and delta for the backward pass, not their sum, where delta is
-            narrower than an fp32 sum.
+        keeps_terms: Whether a kernel keeps x and delta for the backward pass instead of their sum, if delta
+            is narrower than an fp32 sum.
 
     Returns:
-        s = x + delta in torch's dtype for that sum (x itself without a delta), its norm y, and max |y| where
-        a kernel has found it, else None.
+        s = x + delta in torch's dtype for that sum (x itself without a delta), its norm y, and max |y| if a
+        kernel has computed it, else None.
     """
     if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
         s = x if delta is None else x + delta

@@ -1,7 +1,7 @@
-"""What is left to do with a product of emulated operands: scales that they have apart, and one rounding.
+"""The epilogue of an emulated matmul: applies the operands' separate scales, and rounds once.
 
-The product is summed in fp32, which is how torch's product on a GPU writes it (`nn.gemm`). A kernel applies
-the scales and rounds in one pass.
+The matmul accumulates in fp32, which is what torch writes on a GPU (`nn.gemm`). A kernel applies the scales
+and rounds in one pass.
 """
 
 import torch
@@ -14,9 +14,9 @@ def scaled_and_rounded(
 ) -> torch.Tensor:
     """product * (scale * other), rounded once to `dtype`; contiguous fp32, and 0-dim fp32 scales.
 
-    A product of emulated operands has its tensor scales apart (`nn.gemm`). They belong to the accumulator,
-    which torch's product on a GPU writes in fp32. Bytes an element, for a 2-byte result: 4 + 4 and 4 + 2 in
-    plain torch, 4 + 2 in one pass.
+    Emulated operands have separate tensor scales (`nn.gemm`). They are applied to the accumulator, which
+    torch's matmul on a GPU writes in fp32. Bytes per element, for a 2-byte result: 4 + 4 and 4 + 2 in plain
+    torch, 4 + 2 in one pass.
     """
     if use_kernels(product):
         from narrowgauge.kernels.triton.product import launch_scaled
@@ -36,7 +36,7 @@ def scaled_rows_and_rounded(
 
     Args:
         product, rest: Contiguous fp32 (M, N).
-        rows, columns: fp32 scales of the rows and the columns, or one of all of them, 0-dim.
+        rows, columns: fp32 scales of the rows and the columns, or a single 0-dim one for all.
         dtype: The dtype of the result.
     """
     if use_kernels(product):

@@ -1,16 +1,16 @@
-"""The two forward passes of a block whose activations are recomputed: what of them needs no work.
+"""The two forward passes of a checkpointed block, and the parts of them that can be skipped.
 
-A checkpoint (`torch.utils.checkpoint`) keeps the input of a block. In the backward pass it runs the forward
-pass again, for the tensors that the operations of the block keep. So nobody reads
+A checkpoint (`torch.utils.checkpoint`) keeps the input of a block. In the backward pass it repeats the
+forward pass to obtain the tensors that the block's operations keep. So the following are never read:
 
-    of the first pass     what an operation would make for its backward pass only (`is_discarding`)
-    of the second pass    the last product of the block, which is the block's output (`is_unread`)
+    in the first pass     results that an operation needs only for its backward pass (`is_discarding`)
+    in the second pass    the last matmul of the block, which is the block's output (`is_unread`)
 
-And a small result of the first pass that the second would have to compute again from large tensors, such as a
-largest magnitude, is kept between the two (`once`).
+A small result of the first pass that would be expensive to recompute from large tensors, such as an amax, is
+kept between the two (`once`).
 
-Gradients stay the same bit for bit. A pass that is recomputed runs in a thread of autograd, so what is said
-here holds for a thread. Compiled code asks nothing of this: its compiler decides.
+Gradients stay the same bit for bit. A recomputed pass runs in an autograd thread, so this state is per
+thread. Compiled code does not use it: its compiler decides.
 """
 
 import threading
@@ -21,11 +21,11 @@ import torch
 
 
 class _Pass(threading.local):
-    """The position of a thread: the pass of a checkpoint, and whether it is at a block's last product."""
+    """A thread's position: the pass of a checkpoint, and whether it is at a block's last matmul."""
 
     number = 0
     is_last_product = False
-    kept: Sequence[torch.Tensor] = ()  # by the first pass of the checkpoint that is under way
+    kept: Sequence[torch.Tensor] = ()  # by the first pass of the current checkpoint
     read = 0  # of these, by the second
 
 
@@ -49,9 +49,9 @@ def _within(number: int, kept: list[torch.Tensor]) -> Iterator[None]:
 
 
 def once(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The small tensor that `make` returns; in a second pass the one that it returned in the first.
+    """The small tensor that `make` returns; in a second pass, the one it returned in the first.
 
-    Both passes of a checkpoint ask for the same tensors in the same order.
+    Both passes of a checkpoint request the same tensors in the same order.
     """
     if _pass.number == 2:
         _pass.read += 1
@@ -64,7 +64,7 @@ def once(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """The last product of a block, whose result is the block's output or a term of it."""
+    """Mark the last matmul of a block, whose result is the block's output or a term of it."""
     _pass.is_last_product = True
     try:
         yield
@@ -73,10 +73,10 @@ def last_product() -> Iterator[None]:
 
 
 def is_unread() -> bool:
-    """Whether nobody reads the product that is to be computed: it is a block's last, in its second pass."""
+    """Whether the next matmul's result is never read: it is a block's last, in its second pass."""
     return not torch.compiler.is_compiling() and _pass.is_last_product and _pass.number == 2
 
 
 def is_discarding() -> bool:
-    """Whether nothing of this pass is kept for a backward pass: another one follows."""
+    """Whether nothing of this pass is kept for a backward pass, because another pass follows."""
     return not torch.compiler.is_compiling() and _pass.number == 1

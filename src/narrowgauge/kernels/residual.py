@@ -2,11 +2,10 @@
 
     x_0 = embedding        x_i+1 = x_i + f_i(norm(x_i))
 
-It is fp32 here, because it is a sum over all layers, and a narrow sum would lose exactly the small late
-terms. `Residual` is the module in which a model adds to it; another one that keeps the sum in other numbers
-may stand in its place. Where nothing else is asked for, the sum before a norm is part of the norm's own pass
-(`norm.add_norm`), and the module is not called: what is added travels beside the stream, until a norm or
-`total` adds it.
+It is fp32, because it is a sum over all layers, and a low-precision sum would lose exactly the small late
+terms. `Residual` is the module in which a model adds to the stream; it can be replaced by one that stores the
+sum in another format. By default, the sum before a norm is computed in the norm's pass (`norm.add_norm`) and
+the module is not called: the addend is passed along with the stream until a norm or `total` adds it.
 """
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 
 def total(x: Tensor, delta: Tensor | None) -> Tensor:
-    """The stream, with what travels beside it added."""
+    """The stream with its pending addend added."""
     return x if delta is None else x + delta
 
 
@@ -22,8 +21,8 @@ class Residual(nn.Module):
     """One point of the residual stream.
 
     Attributes:
-        is_plain: Whether the sum is what torch makes of it, so that a norm may compute it.
-        dtype: What the stream is in after this point; None for that of the sum.
+        is_plain: Whether the sum is torch's, so that a norm may compute it.
+        dtype: The dtype of the stream after this point; None for that of the sum.
     """
 
     is_plain = True

@@ -1,4 +1,4 @@
-"""How does a tensor become narrow numbers? Blocks, scales, transforms, remedies, and the casts that exist."""
+"""How is a tensor quantized? Blocks, scales, transforms, outlier handling, and the named casts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,12 +1,11 @@
-"""The scales of all blocks of a tensor, and the choice between several.
+"""Computes the scales of all blocks of a tensor and chooses among candidates.
 
-They come from the largest magnitude of each block (`scales.py`). Where a block may be mapped to several
-magnitudes (`candidates`), it is rounded with each, and keeps the scale whose error is least; with `correct`
-the scales are multiplied by what makes a projection exact. Both judge numbers by passes over all of them
-(`passes/errors.py`).
+Scales come from the amax of each block (`scales.py`). With `candidates`, a block is rounded once for each
+candidate magnitude and keeps the scale with the least error; `correct` multiplies the scales by the factor
+that makes a projection exact. Both evaluate rounding over the whole tensor (`passes/errors.py`).
 
-A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
-formats that have no code for it.
+A block that contains NaN or infinity gets the scale NaN: non-finite values never come out finite, even in
+formats that have no code for them.
 """
 
 import torch
@@ -25,7 +24,7 @@ from narrowgauge.quantization.scales import Scales
 def scales_of(
     split: torch.Tensor, blocks: Blocks, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
 ) -> Scales:
-    """The scales of a split tensor's blocks: those of the global tensor, if other processes hold some."""
+    """The scales of a split tensor's blocks; for a sharded tensor, those of the global one."""
     amax = context.global_amax(block_amax(split, blocks), cast, axis)
     over = None
     if cast.scales.outer != "none":
@@ -50,7 +49,7 @@ def _best(
     context: QuantContext,
     random: Randomness,
 ) -> Scales:
-    """The scales of blocks; of several candidates those whose error is least."""
+    """The scales of blocks: for each block, the candidate with the least error."""
     if cast.choice.elements:
         found = scales_from(amax, cast, context.scale, over, random)
         errors = [block_errors(split, blocks, axis, found, over, cast, context, n) for n in (0, 1)]
@@ -81,7 +80,7 @@ def _corrected(
     context: QuantContext,
     random: Randomness,
 ) -> Scales:
-    """Scales times what makes the projection of each group's numbers on themselves exact, rounded again."""
+    """Scales times the factor that makes each group's projection on itself exact, rounded again."""
     assert cast.block is not None
     dim = blocks.grid_dim(axis % len(blocks.size))
     above, below = projection_sums(split, blocks, axis, found, cast, context)
@@ -101,15 +100,15 @@ def scales_from(
     random: Randomness = None,
     candidate: float = 0.0,
 ) -> Scales:
-    """The scales of blocks whose largest magnitudes are known.
+    """The scales of blocks with known amaxes.
 
     Args:
         amax: float32, NaN or infinite where a block is not finite.
         cast: The cast.
-        given: An encoding scale that is known beforehand.
-        over: The largest finite magnitude of the tensor, or of each row, for casts with a scale above.
-        random: The random bits of scales that are rounded stochastically, one for each block.
-        candidate: The magnitude that the largest number of a block is mapped to; 0 for the largest element.
+        given: An encoding scale known in advance.
+        over: The largest finite magnitude of the tensor or of each row, for casts with an outer scale.
+        random: Random bits for scales that are rounded stochastically, one per block.
+        candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
     """
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
@@ -141,7 +140,7 @@ def estimator_slope(
         w: The weight in high precision.
         cast: A cast with fp32 scales; its `estimator_k` and `estimator_cap` are k and the cap.
         axis: The axis that blocks lie along.
-        context: The shard that the weight is, if it is one.
+        context: The context; it has the shard if the weight is sharded.
     """
     blocks = blocks_of(w.shape, cast, axis)
     split = blocks.split(w.detach())

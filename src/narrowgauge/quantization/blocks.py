@@ -1,13 +1,13 @@
-"""Blocks laid on a tensor: which elements share a scale.
+"""Blocks of a tensor: which elements share a scale.
 
-Splitting a dimension n into (ceil(n / b), b) is a view, so a block is a set of inner dimensions and its
-largest magnitude one reduction over them. A ragged edge is padded with zeros, which change no maximum. The
-grid starts at element (0, 0) of the *global* tensor.
+Splitting a dimension n into (ceil(n / b), b) is a view, so a block is a set of inner dimensions and its amax
+one reduction over them. A ragged edge is padded with zeros, which do not change any maximum. The grid starts
+at element (0, 0) of the *global* tensor.
 
-Passes over a split tensor walk through it in `chunks`. On a CPU a chunk stays in the cache, because an
-elementwise operation on newly allocated memory costs several times its arithmetic. On a GPU chunks are large
-and only bound the memory of temporaries. A chunk gets exactly the values that the full tensor would get;
-compiled code takes the tensor in one chunk.
+Passes over a split tensor process it in `chunks`. On a CPU a chunk stays in the cache, because an elementwise
+operation on newly allocated memory costs several times its arithmetic. On a GPU chunks are large and only
+bound the memory of temporaries. Chunking never changes a value; compiled code processes the tensor as one
+chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats.rounding import CHUNK
 from narrowgauge.quantization.cast import Cast
 
-LARGE_CHUNK = 2**25  # elements whose temporaries a GPU has room for
+LARGE_CHUNK = 2**25  # elements; a GPU has room for their temporaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Blocks:
         size: The extent of a block along each dimension.
         grid: The number of blocks along each dimension.
         inner: The dimensions of a split tensor that lie inside a block.
-        aligned: The shape of a tensor of one entry a block that broadcasts over a split tensor.
+        aligned: The shape of a tensor with one entry per block that broadcasts over a split tensor.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: Sequence[int], size: Sequence[int]) -> "Blocks":
-        """The blocks of a size on a tensor; the last of a dimension may reach beyond the tensor."""
+        """The blocks of a given size on a tensor; the last along a dimension may extend past the tensor."""
         grid = tuple([-(-n // b) if n else 0 for n, b in zip(shape, size, strict=True)])
         inner: list[int] = []
         aligned: list[int] = []
@@ -56,7 +56,7 @@ class Blocks:
         return cls(tuple(shape), tuple(size), grid, tuple(inner), tuple(aligned))
 
     def grid_dim(self, dim: int) -> int:
-        """The dimension of a split tensor that counts the blocks along dimension `dim`."""
+        """The dimension of a split tensor that enumerates the blocks along dimension `dim`."""
         return dim + sum(b > 1 for b in self.size[:dim])
 
     @property
@@ -65,7 +65,7 @@ class Blocks:
         return prod(self.grid) * prod(self.size) != prod(self.shape)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` with every dimension that has blocks split in two: (blocks, inside the block)."""
+        """`x` with every blocked dimension split in two: (blocks, inside the block)."""
         missing = [g * b - n for g, b, n in zip(self.grid, self.size, self.shape, strict=True)]
         if any(missing):  # F.pad wants (before, after) pairs from the last dimension on
             x = torch.nn.functional.pad(x, [n for m in reversed(missing) for n in (0, m)])
@@ -75,14 +75,14 @@ class Blocks:
         return x
 
     def merge(self, y: torch.Tensor) -> torch.Tensor:
-        """The inverse of `split`; padding is cut off."""
+        """The inverse of `split`; cuts off padding."""
         y = y.reshape([g * b for g, b in zip(self.grid, self.size, strict=True)])
         if self.is_ragged and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             return _first_elements(y, list(self.shape))
         return _narrowed(y, self.shape)
 
     def align(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales in the shape of the grid, viewed so that they broadcast over a split tensor."""
+        """View scales in the shape of the grid so that they broadcast over a split tensor."""
         for dim in self.inner:
             scales = scales.unsqueeze(dim)
         return scales
@@ -98,10 +98,11 @@ def _narrowed(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @torch.library.custom_op("narrowgauge::first_elements", mutates_args=())
 def _first_elements(y: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """`_narrowed` as a copy, and as one operator of a compiled graph.
+    """`_narrowed` as a copy, and as a single operator of a compiled graph.
 
-    Inductor (torch 2.13, CPU) otherwise fuses the cut with the loops over blocks, and its C++ leaves out
-    the vector tail: elements of the last, padded block stay uninitialized.
+    Otherwise Inductor (torch 2.13, CPU) fuses the slice with the loops over blocks, and its C++ omits the
+    vector
+    tail: elements of the last, padded block stay uninitialized.
     """
     return _narrowed(y, shape).clone(memory_format=torch.contiguous_format)
 
@@ -138,7 +139,7 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
 
 
 def amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x.amax(dim, keepdim=True)`: on a CPU the reduction of a few neighbours is slow, and pooling is not."""
+    """`x.amax(dim, keepdim=True)`; on a CPU a reduction over few neighbours is slow, so it pools instead."""
     is_short = dim == x.ndim - 1 and 1 < x.shape[dim] <= 128 and x.numel() > 0
     if not is_short or x.device.type != "cpu" or torch.compiler.is_compiling() or not x.is_contiguous():
         return x.amax(dim, keepdim=True)
@@ -147,14 +148,14 @@ def amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class Chunk(NamedTuple):
-    """Some of a split tensor: a range of positions along one dimension."""
+    """Part of a split tensor: a range of positions along one dimension."""
 
     dim: int
     start: int
     size: int
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        """The chunk of a tensor with the same dimensions; one of size 1 is the same for all chunks."""
+        """This chunk of a tensor with the same dimensions; a dimension of size 1 is shared by all chunks."""
         return t if not t.ndim or t.shape[self.dim] == 1 else t.narrow(self.dim, self.start, self.size)
 
     def first_element(self, split: torch.Tensor) -> int:
@@ -163,7 +164,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(split: torch.Tensor, in_one: bool = False) -> Iterator[Chunk]:
-    """The chunks of a split tensor, in the order of its elements."""
+    """Iterate over the chunks of a split tensor, in element order."""
     dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
     elements = CHUNK if split.device.type == "cpu" else LARGE_CHUNK
     if split.is_meta:  # only the amount of memory matters

@@ -4,17 +4,17 @@
 
 A cast is an element format, a block, and a list of stages (`stages/`), each a record with its rules:
 
-    scales      the scale of each block, and the one above     all quantized casts
+    scales      the scale of each block, and the outer scale   all quantized casts
     rounding    to nearest, stochastic, toward zero
     choice      the best of several candidates for each block  nvfp4-4over6
-    channels, mean, hadamard, clamp                            what a tensor goes through before
+    channels, mean, hadamard, clamp                            applied before blocks get scales
     amax        the steps that an amax comes from              delayed scaling
     estimator   the gradient through the rounding of a weight
-    state       what only weights, gradients and moments have
+    state       options of weights, gradients and moments
 
 FP8 is an element and fp32 scales; MXFP8 adds a block of 32 and E8M0 scales; NVFP4 has E4M3 scales of 16
 elements under an outer scale of the tensor. A stage at its defaults does nothing. A recipe's table has flat
-keys, which `Cast.from_keys` and `Cast.having` take. The named casts are data in `named_casts.py`; the rules
+keys, which `Cast.from_keys` and `Cast.having` accept. The named casts are data in `named_casts.py`; the rules
 that relate two stages are in `cast_rules.py`.
 """
 
@@ -36,7 +36,8 @@ from narrowgauge.quantization.stages.scales import Scales
 from narrowgauge.quantization.stages.stage import Stage, Transform
 from narrowgauge.quantization.stages.state import StateFormat
 
-#: Keys that only decide which codes and scales `quantize` stores. Whoever calls it and reads those has them.
+#: Keys that only affect the codes and scales that `quantize` stores; a caller of `quantize` supports them
+#: all.
 CODES_AND_SCALES = ("element", "block", *Scales.KEYS, *Rounding.KEYS, "candidates", "choose")
 #: Keys that quantized state implements (`state.quantized_state`).
 STATE_KEYS = (*CODES_AND_SCALES, *StateFormat.KEYS)
@@ -69,13 +70,13 @@ class Cast:
         rounding: How elements are rounded.
         choice: The candidates of a block.
         channels: The channels that are kept in another cast.
-        mean: The mean over tokens that is quantized apart.
+        mean: The mean over tokens that is quantized separately.
         hadamard: The Hadamard transform along the contraction.
         clamp: The clamp of outliers.
         amax: The steps that an amax comes from.
         estimator: The gradient through the rounding of a weight.
         state: The storage of state.
-        of: The place whose values are used in place of the tensor's, such as "fprop.w".
+        of: The place whose values are used instead of the tensor's own, such as "fprop.w".
     """
 
     name: str
@@ -111,13 +112,13 @@ class Cast:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_hash"}  # of this process
+        return {key: value for key, value in vars(self).items() if key != "_hash"}  # valid in one process
 
     def beyond(self, known: Collection[str]) -> tuple[str, ...]:
-        """The keys that are not at their defaults, without those in `known`.
+        """The keys that are not at their defaults, except those in `known`.
 
-        A consumer that lists the keys it implements, and refuses what is beyond them, also refuses every key
-        that is added to casts later.
+        A consumer lists the keys it implements and refuses everything beyond them, so it also refuses every
+        key that is added to casts later.
         """
         return tuple([key for key in self.changed_keys if key not in known])
 
@@ -129,11 +130,11 @@ class Cast:
 
     @classmethod
     def from_keys(cls, name: str, **keys: Any) -> "Cast":
-        """The cast of a name and some flat keys; all others are at their defaults."""
+        """A cast from a name and some flat keys; all others are at their defaults."""
         return cls(name=name, **_grouped(cls, {}, keys))
 
     def having(self, **keys: Any) -> "Cast":
-        """The same cast with other values of some flat keys, or another name."""
+        """A copy with other values for some flat keys, or another name."""
         stages = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **_grouped(type(self), stages, keys))
 
@@ -148,12 +149,12 @@ class Cast:
 
     @computed_once
     def stages(self) -> tuple[Stage, ...]:
-        """All stages, also those at their defaults, in the order in which a tensor meets the transforms."""
+        """All stages, including those at their defaults, in the order in which transforms are applied."""
         return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), Stage))
 
     @computed_once
     def transforms(self) -> tuple[Transform, ...]:
-        """The transforms that a tensor goes through before its blocks get scales, in order."""
+        """The transforms applied to a tensor before its blocks get scales, in order."""
         return tuple(s for s in self.stages if isinstance(s, Transform) and s != type(s)())
 
     @computed_once
@@ -163,7 +164,7 @@ class Cast:
 
     @computed_once
     def is_for_state(self) -> bool:
-        """Whether only state can have it: its elements are wider than a byte, or stretched, or split."""
+        """Whether only state can use it: its elements are wider than a byte, or expanded, or split."""
         is_wide = self.element.bits > 8 or self.state.expand or bool(self.state.codebook)
         return self.state.split or (self.is_scaled and (is_wide or self.state.prescale))
 
@@ -180,17 +181,17 @@ class Cast:
 
     @computed_once
     def target(self) -> float:
-        """What the largest block scale aims at under an outer scale."""
+        """The target of the largest block scale under an outer scale."""
         return self.scales.target or (256.0 if self.choice.candidates else 448.0)
 
     @computed_once
     def aim(self) -> float:
-        """The magnitude, in units of the scale, that the largest of a block aims at."""
+        """The magnitude, in units of the scale, that a block's amax is mapped to."""
         return self.element.max * self.scales.headroom
 
     @property
     def with_second(self) -> "Cast":
-        """The cast of the blocks that have the second of two elements."""
+        """The cast of the blocks that use the second of two elements."""
         return replace(self, element=format(self.choice.elements[1]), choice=_CHOICE)
 
     @property
@@ -215,12 +216,12 @@ class Cast:
 
     @computed_once
     def adds_to_operand(self) -> bool:
-        """Whether something is multiplied by or added to the operand once more, in float32."""
+        """Whether the operand is multiplied or added to once more, in float32."""
         return self.clamp.adds_back or self.scales.by_row or bool(self.mean.over)
 
     @computed_once
     def scales_result(self) -> bool:
-        """Whether `emulate` returns a tensor's scale apart, to be applied to the GEMM's result."""
+        """Whether `emulate` returns a separate tensor scale, to be applied to the GEMM's result."""
         is_apart = self.adds_to_operand or bool(self.channels.share)
         return self.is_scaled and not is_apart and (self.block is None or self.scales.outer == "tensor")
 
@@ -244,7 +245,7 @@ def _flat(of_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grouped(cls: type[Cast], stages: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a cast that flat keys give; a stage is the one in `stages`, or its default, changed."""
+    """The fields of a cast from flat keys: a stage is the one in `stages`, or its default, changed."""
     found = dict(keys)
     for f in fields(cls):
         of_stage = f.default.KEYS if isinstance(f.default, Stage) else {}

@@ -1,6 +1,6 @@
-"""What makes a cast valid: names that exist, the rules of each stage, and the rules that relate stages.
+"""What makes a cast valid: known names, the rules of each stage, and the rules that relate stages.
 
-A cast is a `cast.Cast`, which calls `require_valid` when it is made.
+`cast.Cast` calls `require_valid` on construction.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from narrowgauge.quantization.stages.state import CODEBOOKS
 
 
 def require_valid(cast: Any) -> None:
-    """Refuse a cast with an unknown name, a value out of bounds, or keys that do not fit together."""
+    """Refuse a cast with an unknown name, a value out of bounds, or incompatible keys."""
     for stage in cast.stages:
         for what, (attribute, known) in stage.NAMES.items():
             if (name := getattr(stage, attribute)) not in known:
@@ -31,7 +31,7 @@ def require_valid(cast: Any) -> None:
 
 
 def require_codes(cast: Any) -> None:
-    """Refuse a cast whose elements are not codes of a byte or less under scales."""
+    """Refuse a cast whose elements are not scaled codes of at most a byte."""
     if not cast.is_scaled:
         raise UserError(f"cast {cast.name!r} stores no scales; use torch's .to() or narrowgauge.round_to")
     if cast.element.bits > 8 or cast.state.codebook:
@@ -41,7 +41,7 @@ def require_codes(cast: Any) -> None:
 
 
 def _rules_of_blocks(cast: Any) -> Rules:
-    """(key, whether its value is right, the rule) of elements and blocks, and the scales that they have."""
+    """(key, whether its value is valid, the rule) for elements, blocks and their scales."""
     scales, block, bits = cast.scales, cast.block, cast.element.bits
     has_outer = scales.outer != "none"
     has_rows = block is None or (block[0] == 1 and block[1] != 0)
@@ -66,14 +66,14 @@ def _rules_of_blocks(cast: Any) -> Rules:
         (
             "tensor_scale",
             divides,
-            "so many columns must be whole blocks; name a multiple of the block's columns",
+            "this must be a whole number of blocks; name a multiple of the block's columns",
         ),
         ("headroom", scales.headroom == 1 or not cast.amax.history, "a history leaves room by its margin"),
     ]
 
 
 def _rules_of_candidates(cast: Any) -> Rules:
-    """The same of the choice between candidates, and of the correction of scales."""
+    """The same for the choice between candidates and the correction of scales."""
     choice, scales, block = cast.choice, cast.scales, cast.block
     names, largest = choice.elements, cast.element.max
     two = f"candidates are two formats, the first the cast's own element, {cast.element.name}"
@@ -101,7 +101,7 @@ def _rules_of_candidates(cast: Any) -> Rules:
 
 
 def _rules_of_channels(cast: Any) -> Rules:
-    """The same of what a tensor goes through before its blocks get scales."""
+    """The same for the stages that a tensor goes through before its blocks get scales."""
     channels, over_time = cast.channels, cast.amax
     as_it_comes = "what is held is of the tensor as it comes; leave out hadamard, center and outliers"
     whole = (
@@ -129,7 +129,7 @@ def _rules_of_channels(cast: Any) -> Rules:
 
 
 def _rules_of_state(cast: Any) -> Rules:
-    """The same of histories, estimators and state, which need fp32 scales."""
+    """The same for histories, estimators and state, which need fp32 scales."""
     fp32, is_tensor, state = cast.scales.format == "fp32", cast.block is None, cast.state
     is_plain = fp32 and cast.rounding.mode == "nearest-even" and not state.expand
     is_byte = fp32 and is_tensor and not cast.amax.history and cast.element.bits == 8

@@ -1,17 +1,17 @@
-"""The record of all that quantization depends on, except the tensor and its cast.
+"""The record of everything quantization depends on besides the tensor and its cast.
 
     random   the bits of stochastic rounding
-    signs    the diagonal of a Hadamard transform whose signs are drawn anew in each step
-    scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
-    held     the largest magnitude of the tensor some steps ago, in place of its own
-    seen     a largest magnitude of several tensors, which that of the tensor raises
-    channels the channels that are kept in another cast, in place of its own choice
+    signs    the diagonal of a Hadamard transform whose signs are redrawn every step
+    scale    an encoding scale known in advance, instead of the tensor's own
+    held     the tensor's amax from some steps ago, used in place of the current one
+    seen     a running amax over several tensors, which this tensor raises
+    channels the channels that are kept in another cast, instead of the tensor's own choice
     shard    the position of a local tensor in a global one that several processes hold together
-    amax     the largest magnitude of the tensor, where the kernel that wrote it has found it
-    limits   the quantiles that outliers are clamped to, where a kernel has found them
+    amax     the tensor's amax, if the kernel that wrote it has computed it
+    limits   the quantiles that outliers are clamped to, if a kernel has computed them
 
-Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
-tensor, so that sharding never changes a number; every question of quantization about it is a method.
+Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid out on the global
+tensor, so that sharding never changes a value; whatever quantization needs to know about it is a method.
 """
 
 from dataclasses import dataclass, replace
@@ -31,21 +31,21 @@ class QuantContext:
     """The circumstances under which a tensor is quantized.
 
     Attributes:
-        random: The random bits of stochastic rounding: a `RandomStream`, a `torch.Generator`, numbers in
+        random: The random bits of stochastic rounding: a `RandomStream`, a `torch.Generator`, values in
             [0, 1) in the shape of the tensor, or None for torch's default generator.
-        signs: One +1 or -1 for each element of a Hadamard group; for casts that say `signs = "random"`.
-        scale: A 0-dim float32 factor of the full tensor before rounding (delayed scaling, scales that
-            devices share). None takes it from the tensor.
-        held: 0-dim float32, the largest magnitude of the tensor in place of its own, under a tensor scale
-            that is held for some steps; 0 or None takes its own.
-        seen: 0-dim float32, which `kernels.quantize` and `kernels.emulate` raise to the largest magnitude of
-            the tensor, if that is finite; or None.
+        signs: One +1 or -1 for each element of a Hadamard group; for casts with `signs = "random"`.
+        scale: A 0-dim float32 factor applied to the full tensor before rounding (delayed scaling, scales that
+            devices share). None computes it from the tensor.
+        held: 0-dim float32, the amax to use instead of the tensor's own under a tensor scale that is held for
+            some steps; 0 or None uses the tensor's own.
+        seen: 0-dim float32, raised by `kernels.quantize` and `kernels.emulate` to the tensor's amax if that
+            is finite; or None.
         channels: bool, for each channel of the local tensor whether the cast keeps it apart; None takes
-            those of the tensor's own largest norms.
-        shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
-        amax: 0-dim float32, max |x| of the local tensor, if the kernel that wrote it has found it; `kernels`
-            then need not read the tensor for it.
-        limits: The two numbers that `outliers.clamp_outliers` clamps to, 0-dim; None finds them.
+            those with the tensor's largest norms.
+        shard: The position of the tensor in a global one. All processes that hold it quantize together.
+        amax: 0-dim float32, max |x| of the local tensor, if the kernel that wrote it has computed it; then
+            `kernels` need not read the tensor for it.
+        limits: The two 0-dim values that `outliers.clamp_outliers` clamps to; None computes them.
     """
 
     random: Randomness = None
@@ -59,11 +59,11 @@ class QuantContext:
     amax: torch.Tensor | None = None
 
     def local(self) -> "QuantContext":
-        """The same context for the local tensor by itself: other processes are not asked."""
+        """The same context for the local tensor alone: no communication with other processes."""
         return replace(self, shard=None)
 
     def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
-        """The same context, its random numbers drawn if a cast needs them more than once."""
+        """The same context with random values drawn in advance if a cast needs them more than once."""
         is_once = not (cast.choice.candidates or cast.choice.elements or cast.scales.correction)
         if is_once or cast.rounding.mode != "stochastic":
             return self
@@ -74,10 +74,10 @@ class QuantContext:
         )
 
     def signs_of(self, cast: Cast) -> torch.Tensor | tuple[int, ...]:
-        """The signs of a cast's transform; () stands for those that belong to its size.
+        """The signs of a cast's transform; () means those that belong to its size.
 
         Raises:
-            UserError: The cast takes random signs, and the context has none.
+            UserError: The cast uses random signs, and the context has none.
         """
         if self.signs is not None:
             return self.signs
@@ -88,14 +88,14 @@ class QuantContext:
         return cast.hadamard.signs
 
     def require_groups(self, cast: Cast, axis: int) -> None:
-        """Refuse a sharding that cuts the groups of a cast's Hadamard transform along `axis`."""
+        """Refuse a sharding that divides the groups of a cast's Hadamard transform along `axis`."""
         if self.shard is not None:
             self.shard.require_aligned(cast.hadamard.size, axis, cast)
 
     def random_over(self, blocks: Blocks) -> Randomness:
-        """The source of random bits for a tensor that is split into blocks; numbers are split with it.
+        """The source of random bits for a tensor split into blocks; explicit values are split with it.
 
-        The bits of an element are those of its index in the global tensor, whatever pads its block.
+        An element's bits are those of its index in the global tensor, regardless of padding in its block.
         """
         random = self.random
         if isinstance(random, RandomStream) and self.shard is not None:
@@ -105,10 +105,10 @@ class QuantContext:
         return blocks.split(random) if isinstance(random, torch.Tensor) else random
 
     def random_over_grid(self, blocks: Blocks, cast: Cast, axis: int) -> Randomness:
-        """The source of random bits for the scales of blocks: one number for each.
+        """The source of random bits for the scales of blocks: one value per block.
 
-        They are those of the block's index in the global grid, from a stream of their own. If random numbers
-        are given, a block has that of its first element.
+        They belong to the block's index in the global grid, in a separate stream. If random values are given,
+        a block uses that of its first element.
         """
         random = self.random
         if isinstance(random, torch.Tensor):
@@ -123,9 +123,10 @@ class QuantContext:
         return random
 
     def row_amax(self, amax: torch.Tensor, blocks: Blocks, axis: int, cast: Cast) -> torch.Tensor:
-        """The largest magnitude of each row of the global tensor, from those of the local blocks.
+        """The amax of each row of the global tensor, from those of the local blocks.
 
-        If some columns of a row have a scale of their own, that of these columns, once for each block.
+        If groups of columns within a row have their own outer scale, the amax of the group, repeated per
+        block.
         """
         dim = axis % len(blocks.shape)
         if columns := cast.scales.outer_columns:
@@ -136,7 +137,7 @@ class QuantContext:
         return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
 
     def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
-        """The largest magnitudes of the global tensor's blocks, from those of the local elements."""
+        """The amaxes of the global tensor's blocks, from those of the local elements."""
         if self.shard is None or self.scale is not None:
             return amax
         if cast.block is None and not amax.numel():  # this process holds no element of the tensor
@@ -144,16 +145,16 @@ class QuantContext:
         return self.shard.reduce_amax(amax, cast, axis)
 
     def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude of the global tensor (0-dim), from those of the local blocks."""
+        """The amax of the global tensor (0-dim), from those of the local blocks."""
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
         largest = largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
         return largest if self.held is None else torch.where(self.held > 0, self.held, largest)
 
     def token_mean(self, x: torch.Tensor, sums: torch.Tensor | None = None) -> torch.Tensor:
-        """The mean over the tokens (all dimensions but the last) of the global tensor, in x's dtype.
+        """The mean of the global tensor over tokens (all dimensions but the last), in x's dtype.
 
-        Sums are float64, so that their order over processes changes no digit but by the rarest chance. What
-        is not finite is left out: it breaks its own blocks.
+        Sums are float64, so the order of summation over processes almost never changes a digit. Non-finite
+        values are skipped: they already invalidate their own blocks.
         """
         if sums is None:
             tokens = list(range(x.ndim - 1))
@@ -165,12 +166,12 @@ class QuantContext:
         return (sums / max(count, 1)).to(x.dtype)
 
     def global_elements(self, x: torch.Tensor) -> torch.Tensor:
-        """All elements of the global tensor in no particular order, for what has to sort them."""
+        """All elements of the global tensor in no particular order, for callers that sort them."""
         return x if self.shard is None else self.shard.all_gather_flat(x)
 
 
 def _largest_of_groups(amax: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The largest of each `size` entries along a dimension, in the place of every one of them."""
+    """The largest of each `size` entries along a dimension, repeated in place of every one of them."""
     count = amax.shape[dim]
     padded = amax.new_zeros([-count % size if d == dim else n for d, n in enumerate(amax.shape)])
     groups = torch.cat([amax, padded], dim).unflatten(dim, (-1, size))

@@ -1,7 +1,7 @@
-"""Casts from text: free keys, and the names that stand for some of them.
+"""Makes casts from text: from free keys, or from names that stand for some of them.
 
 A cast in a recipe is a table of keys (`KEYS`), or a name: a shorthand for such a table. `SHORTHANDS` holds
-what each name stands for. A table that begins with `cast = NAME` changes some keys of that one.
+the table of each name. A table that begins with `cast = NAME` changes some keys of that cast.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ SHORTHANDS: Mapping[str, Table] = {
     "fp4-row": {"element": "e2m1", "block": "row"},
 }
 
-# For state only (`state/quantized_state.py`): numbers too wide for a byte, or stretched.
+# For state only (`state/quantized_state.py`): elements wider than a byte, or expanded.
 STATE_SHORTHANDS: Mapping[str, Table] = {
     "fp16-scaled": {"element": "fp16", "scale": "fp32", "power_of_two": True},
     "bf16-split": {"element": "bf16", "split": True},
@@ -59,7 +59,7 @@ def cast(name: str) -> Cast:
     """The cast called `name`.
 
     Raises:
-        UserError: No cast has that name; the sentence names the nearest.
+        UserError: There is no cast of that name; the message suggests the nearest.
     """
     if name not in _CASTS:
         raise unknown("cast", name, _CASTS)
@@ -67,7 +67,7 @@ def cast(name: str) -> Cast:
 
 
 def cast_names() -> list[str]:
-    """Names of the casts that operands of products can have; state can have them, too."""
+    """Names of the casts that GEMM operands can have; state can also have them."""
     return list(SHORTHANDS)
 
 
@@ -77,7 +77,7 @@ def state_cast_names() -> list[str]:
 
 
 def cast_keys() -> list[str]:
-    """Keys that a recipe's table for a cast may have."""
+    """The keys that a recipe's table for a cast may have."""
     return [key for key in KEYS if key not in _OF_NAMES]
 
 
@@ -111,14 +111,14 @@ def is_cast_table(value: object) -> bool:
 
 
 def make_cast(value: str | Table) -> Cast:
-    """A cast from a recipe's text: a name, or a table.
+    """A cast from a recipe's value: a name, or a table.
 
-    A table is `{cast = "nvfp4", rounding = "stochastic", ...}`, or stands for itself:
+    A table changes a named cast, as in `{cast = "nvfp4", rounding = "stochastic", ...}`, or stands alone:
     `{element = "e2m1", block = 16, scale = "e5m3"}`. Without `block` the block is the tensor; without
     `scale`, narrow elements have fp32 scales, and wide ones none.
 
     Raises:
-        UserError: Unknown cast, unknown key, or values that do not go together.
+        UserError: Unknown cast, unknown key, or incompatible values.
     """
     if isinstance(value, str):
         return cast(value)
@@ -135,7 +135,7 @@ def make_cast(value: str | Table) -> Cast:
 
 
 def _identity(c: Cast) -> tuple[object, ...]:
-    """The values that make a cast another one, with another name."""
+    """The values that identify a cast, whatever its name."""
     return c.element, c.block, c.scales.format, c.scales.outer
 
 
@@ -151,7 +151,7 @@ def _check_keys(table: Table) -> None:
 
 
 def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
-    """The fields of a `Cast` that a table gives; what follows from a changed scale is changed with it."""
+    """The fields of a `Cast` that a table gives; a changed scale also changes what follows from it."""
     fields = dict(table)
     if "element" in fields:
         fields["element"] = format(fields["element"])
@@ -181,8 +181,8 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
 
 
 def _require_wider(kept: str, element: Format) -> None:
-    """Refuse a cast for channels apart that is not wider than the cast of the rest."""
-    is_wider = element.bits > 8 or cast(kept).element.bits > element.bits  # a wide cast is refused as such
+    """Refuse a cast for kept channels that is not wider than the cast of the rest."""
+    is_wider = element.bits > 8 or cast(kept).element.bits > element.bits  # wide casts: refused elsewhere
     if cast(kept).is_for_state or not is_wider:
         raise UserError(
             f"cast key keep_cast = {kept!r}, but it must be a cast for operands that is wider than "
@@ -205,7 +205,7 @@ def _block(value: Any) -> tuple[int, int] | None:
 
 
 def _described(fields: Table) -> str:
-    """A name for a cast that has none: "e2m1-1x16-e5m3"."""
+    """A name for an unnamed cast: "e2m1-1x16-e5m3"."""
     match fields.get("block"):
         case None:
             block = "tensor"
@@ -219,7 +219,7 @@ def _described(fields: Table) -> str:
 
 
 def _named(made: Cast) -> Cast:
-    """The cast under the name that stands for its element, block and scale, if there is one."""
+    """The cast, renamed to the shorthand for its element, block and scale if there is one."""
     for name in SHORTHANDS:
         if _identity(cast(name)) == _identity(made):
             return made.having(name=name)

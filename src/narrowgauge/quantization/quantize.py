@@ -1,9 +1,8 @@
-"""A tensor to narrow numbers and back.
+"""Quantizes a tensor and restores it.
 
-`quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on such numbers
-would see: the same numbers in a high-precision dtype, so that any device can compute with them. Both take
-their numbers from the same passes (`block_scales.py`, `passes/rounding.py`), so an emulated GEMM uses exactly
-the numbers that are stored.
+`quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on them would see: the
+same values in a high-precision dtype, so that any device can compute with them. Both run the same passes
+(`block_scales.py`, `passes/rounding.py`), so an emulated GEMM uses exactly the values that are stored.
 """
 
 from collections.abc import Mapping
@@ -27,23 +26,23 @@ from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
 
 @dataclass(frozen=True, slots=True)
 class QTensor:
-    """A tensor in narrow numbers: x ~ value(codes) * scales (over their blocks) * tensor_scale.
+    """A quantized tensor: x ~ value(codes) * scales (over their blocks) * tensor_scale.
 
     Attributes:
-        codes: uint8, one code an element, in the shape of x.
+        codes: uint8, one code per element, in the shape of x.
         scales: float32, the decoded scale of each block: 0-dim where the tensor is one block, otherwise
-            one entry a block (`x.shape` divided by the block's extents, rounded up).
+            one entry per block (`x.shape` divided by the block's extents, rounded up).
         scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3, UE5M3), else None.
-        tensor_scale: float32, the second-level scale of NVFP4: 0-dim, or one a row, with a 1 for the axis
-            that blocks lie along, or one for some columns of a row; else 1.
+        tensor_scale: float32, the second-level scale of NVFP4: 0-dim, or one per row, with size 1 along the
+            axis of the blocks, or one per group of columns in a row; else 1.
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
-        mean: What was taken away before (`center`), float32, to be added to the numbers; else None.
-        second: bool, for each block whether its codes are of the second of the cast's elements, which the
-            sign bit of its scale's code says, too; None if there is one element only.
+        mean: The mean that was subtracted (`center`), float32, to be added back; else None.
+        second: bool, for each block whether its codes use the second of the cast's elements, which the sign
+            bit of its scale's code also indicates; None if there is only one element.
         channels: bool, for each channel whether it is kept in another cast (`keep_channels`); codes and
-            scales are those of the rest, with zeros there. None if all are in one.
-        kept: float32, the numbers of kept channels in their cast, zeros elsewhere; else None.
+            scales are those of the rest, with zeros there. None if all channels share the cast.
+        kept: float32, the values of kept channels in their cast, zeros elsewhere; else None.
     """
 
     codes: torch.Tensor
@@ -67,7 +66,7 @@ class QTensor:
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The numbers that are stored, computed in float32 and converted to `dtype`."""
+        """The stored values, computed in float32 and converted to `dtype`."""
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
         numbers = self._times_above(self._numbers(scale))
         numbers = numbers if self.mean is None else numbers + self.mean
@@ -86,7 +85,7 @@ class QTensor:
         return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
 
     def _times_above(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers times their second-level scale, in place."""
+        """Values times their second-level scale, in place."""
         columns = self.cast.scales.outer_columns
         axis = [size > 1 for size in self.blocks.size].index(True) if columns else 0
         return _times_above(numbers, self.tensor_scale, columns, axis)
@@ -101,7 +100,7 @@ class QTensor:
         return self.blocks.merge(numbers)
 
     def packed(self) -> torch.Tensor:
-        """The element bytes as stored, without scales: two FP4 codes a byte, four FP6 codes in three."""
+        """The element bytes as stored, without scales: two FP4 codes per byte, four FP6 codes in three."""
         return pack(self.codes, self.cast.element)
 
 
@@ -116,7 +115,7 @@ def quantize(
     """Quantize a tensor to the codes and scales of a cast.
 
     Args:
-        x: A floating tensor of any shape; it is computed with as float32.
+        x: A floating tensor of any shape; computed with as float32.
         cast: A cast, its name such as "mxfp4", or a recipe's table such as
             {"element": "e2m1", "block": 16, "scale": "e5m3"}.
         axis: The axis that a GEMM would contract; blocks lie along it.
@@ -137,7 +136,7 @@ def quantize(
 
 
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
-    """`quantize` under a context: given signs, a given scale, or as the shard of a global tensor."""
+    """`quantize` under a context: given signs, a given scale, or as a shard of a global tensor."""
     require_codes(cast)
     if cast.channels.share:
         channels, rest, kept = _apart(x.detach(), cast, axis, torch.float32, context)
@@ -177,12 +176,12 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
 def emulate(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext = DEFAULT_CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The operand and scale that a GEMM on narrow numbers sees: x ~ operand * scale.
+    """The operand and scale that a low-precision GEMM sees: x ~ operand * scale.
 
-    Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16. The fp32 scale
-    of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks whose
-    products have more bits (other fp32 scales, bf16 scales, fp32 scales of rows above) come out in float32,
-    and so does a tensor whose outliers or mean are added again, or some of whose channels are apart.
+    The product of an element and a block scale is exact in bf16 for FP8 x 2^k and FP4 x E4M3. The fp32 scale
+    of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. The operand is
+    float32 where that product has more bits (other fp32 scales, bf16 scales, fp32 outer scales of rows), and
+    where outliers or a mean are added back or some channels are kept apart.
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
@@ -224,12 +223,12 @@ def _row_of_mean(row: torch.Tensor, name: str, context: QuantContext) -> torch.T
 def _apart(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(which channels are kept, the tensor without them, the numbers of these alone in their cast)."""
+    """(which channels are kept, the tensor without them, the values of these alone in their cast)."""
     channels, keep = kept_channels(x, cast, context), named_cast(cast.channels.cast)
     plain = QuantContext(shard=context.shard)
     is_by_column = context.shard is None and keep.block is not None
     if may_pick(x) and is_by_column and blocks_of(x.shape, keep, axis).size[-1] == 1:
-        columns = channels.nonzero().flatten()  # no block has numbers of two
+        columns = channels.nonzero().flatten()  # blocks do not span columns
         rest, alone = x.clone().index_fill_(-1, columns, 0.0), x.index_select(-1, columns)
     else:
         columns = None
@@ -242,7 +241,7 @@ def _apart(
 
 
 def _as_long(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The tensor with zeros where a transform has lengthened the other part."""
+    """The tensor, zero-padded where a transform has lengthened the other part."""
     missing = [longer - n for longer, n in zip(shape, x.shape, strict=True)]
     if not any(missing):
         return x
@@ -252,7 +251,7 @@ def _as_long(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def _above(
     x: torch.Tensor, tensor_scale: torch.Tensor | None, blocks: Blocks, cast: Cast, axis: int
 ) -> torch.Tensor:
-    """A second-level scale: 0-dim, one a row, or one for some columns of a row."""
+    """A second-level scale: 0-dim, one per row, or one per group of columns in a row."""
     if tensor_scale is None:
         return torch.ones((), dtype=torch.float32, device=x.device)
     if not tensor_scale.ndim:
@@ -267,7 +266,7 @@ def _above(
 
 
 def _times_above(numbers: torch.Tensor, above: torch.Tensor, columns: int, axis: int) -> torch.Tensor:
-    """Numbers times their second-level scale, in place; `columns` along `axis` share one, if not 0."""
+    """Values times their second-level scale, in place; `columns` along `axis` share one, if not 0."""
     if not columns:
         return numbers.mul_(above)
     axis %= numbers.ndim

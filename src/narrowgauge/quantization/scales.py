@@ -1,14 +1,14 @@
-"""From the largest magnitude of a block to the scale it is stored with.
+"""Computes a block's scale from its amax.
 
-Every function takes amax, the largest magnitude of each block as float32 (finite), and returns the factor
-before rounding ("encode") and the factor that undoes it ("decode").
+Every function takes the amax of each block as float32 (finite), and returns the factor applied before
+rounding ("encode") and the factor that undoes it ("decode").
 
 **fp32 scales** (TransformerEngine's current scaling): encode = fl(max / amax), decode = fl(1 / encode);
 a block of zeros gets 1, an overflowing quotient the largest float. With `power_of_two` the encoding scale is
-cut to its power of two, which never saturates and makes both factors exact.
+rounded down to a power of two, which never saturates and makes both factors exact.
 
 **E8M0 scales** (OCP MX 1.0 section 6.3 and its successors) are powers of two, 2^(code - 127). With amax =
-2^a * m, 1 <= m < 2, and the element format's largest number max = 2^emax * (2 - u):
+2^a * m, 1 <= m < 2, and the element format's largest value max = 2^emax * (2 - u):
 
     floor   a - emax                      OCP; amax may saturate when m > 2 - u
     ceil    a - emax, + 1 if m > 1        never saturates, wastes up to a binade
@@ -17,37 +17,37 @@ cut to its power of two, which never saturates and makes both factors exact.
 
 Code 0 means 2^-127 and the block is quantized by exactly that; blocks of zeros get it.
 
-`headroom` h replaces max by h * max in every rule that names it (all but floor, ceil and even).
+`headroom` h replaces max by h * max in every rule that contains it (all but floor, ceil and even).
 
-**Scales that are rounded to a format** (bf16, e4m3, e5m3) are the quotient itself,
+**Scales rounded to a format** (bf16, e4m3, e5m3) are the quotient itself,
 
     scale  = Q(fl(amax / max))
 
-by `scale_rounding`, at most the format's largest number, and an element is fl(x / scale). Under a tensor
-scale, with g the largest magnitude of the tensor or of the row, and T the `scale_target`,
+rounded by `scale_rounding`, at most the format's largest value; an element is fl(x / scale). Under a tensor
+scale, with g the amax of the tensor or of the row, and T the `scale_target`,
 
     scale  = Q(fl(amax * T / g))      tensor_scale = fl(g / fl(T * max))
 
-and an element is fl(x / fl(scale * tensor_scale)). A scale that rounds to 0 becomes 1, or stays, and its
-block is all zeros; or it becomes the smallest positive number (`zero_scale`).
+and an element is fl(x / fl(scale * tensor_scale)). A scale that rounds to 0 becomes 1, or stays 0, and its
+block is all zeros; or it becomes the smallest positive value (`zero_scale`).
 
-**E4M3 scales under a tensor scale** (NVFP4; arXiv 2509.25149) in TransformerEngine's order of operations,
-which decides the last bit. With S = fl(T * 6 / g), cut to the largest float and 1 if zero:
+**E4M3 scales under a tensor scale** (NVFP4; arXiv 2509.25149) follow TransformerEngine's order of operations,
+which decides the last bit. With S = fl(T * 6 / g), at most the largest float and 1 if zero:
 
     scale  = e4m3(min(amax * fl(S * fl(1 / 6)), 448))
     encode = min(1 / fl(scale * fl(1 / S)), largest float)
 
-There a scale that rounds to 0 stays 0, unless `zero_scale` says otherwise. A headroom of 16/17: rounding a
-scale to E4M3 may lower it by 1/17, so with 16/17 no element is ever clipped.
+Here a scale that rounds to 0 stays 0 unless `zero_scale` specifies otherwise. With a headroom of 16/17 no
+element is ever clipped, because rounding a scale to E4M3 lowers it by at most 1/17.
 
-With `candidates`, each magnitude c that the largest number of a block may be mapped to gives a scale that is
-larger by max / c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is
-fl(fl(amax / 6) * S). One is chosen by its error (`block_scales.py`; arXiv 2512.02010).
+With `candidates`, each magnitude c that a block's amax may be mapped to gives a scale that is larger by max /
+c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is fl(fl(amax / 6) *
+S). The one with the least error is chosen (`block_scales.py`; arXiv 2512.02010).
 
 `correct = "projection"` (MS-EDEN; arXiv 2601.22813) rounds a scale twice. Elements q are those under the
-nearest scale s. Then, over a Hadamard group, with t the numbers in units of their block's scale,
+nearest scale s. Then, over a Hadamard group, with t the values in units of their block's scale,
 
-    S = fl(sum t^2 / sum t q)         1 if the sum below is 0         scale = Q(fl(s * S)) by `scale_rounding`
+    S = fl(sum t^2 / sum t q)         1 if the denominator is 0       scale = Q(fl(s * S)) by `scale_rounding`
 """
 
 from typing import NamedTuple
@@ -63,19 +63,19 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 class Scales(NamedTuple):
     """Scales of blocks, float32, inner dimensions kept with size 1.
 
-    `tensor` is None for 1, 0-dim, or one a row, or a block, with all dimensions of the others.
+    `tensor` is None for 1, 0-dim, or one per row or block, with as many dimensions as the others.
     """
 
-    encode: torch.Tensor  # what an element is multiplied by before it is rounded; divided by, if `divides`
-    block: torch.Tensor  # what undoes it, without `tensor`
+    encode: torch.Tensor  # an element is multiplied by it before rounding; divided by it, if `divides`
+    block: torch.Tensor  # undoes it, without `tensor`
     tensor: torch.Tensor | None
-    finite: torch.Tensor  # bool: whether the block holds finite numbers only
+    finite: torch.Tensor  # bool: whether the block holds only finite values
     divides: bool = False
-    second: torch.Tensor | None = None  # bool: whether the block has the second of the cast's elements
+    second: torch.Tensor | None = None  # bool: whether the block uses the second of the cast's elements
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
-    """fl(numerator / amax), rounded once: torch computes `number / tensor` as `number * fl(1 / tensor)`."""
+    """fl(numerator / amax), rounded once; torch computes `number / tensor` as `number * fl(1 / tensor)`."""
     return torch.full_like(amax, numerator) / amax
 
 
@@ -91,11 +91,11 @@ def fp32_scale(
 
 
 def e8m0_code(amax: torch.Tensor, element: Format, rule: str, headroom: float = 1.0) -> torch.Tensor:
-    """The E8M0 codes (int32, 0 .. 254) that a scale rule gives to finite float32 `amax`."""
+    """The E8M0 codes (int32, 0 .. 254) by a scale rule, for finite float32 `amax`."""
     if rule == "rceil":
         bits = (amax * (1 / (element.max * headroom))).view(torch.int32)
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-        # A subnormal up to 2^-127 (mantissa 0x400000) is met exactly by code 0.
+        # Code 0 is exact for a subnormal up to 2^-127 (mantissa 0x400000).
         up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
         return exponent + up.to(torch.int32)
     is_subnormal = amax < 2.0**-126
@@ -121,24 +121,24 @@ def _power_of_two(code: torch.Tensor) -> torch.Tensor:
 def rounded_scale(
     amax: torch.Tensor, over: torch.Tensor | None, cast: Cast, random: Randomness, candidate: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Scales that are quotients, rounded to the cast's format of scales.
+    """Scales that are quotients, rounded to the cast's scale format.
 
     Args:
-        amax: The largest magnitude of each block.
-        over: The largest magnitude of the tensor, or of its rows, if there is a second scale above.
+        amax: The amax of each block.
+        over: The amax of the tensor or of its rows, if there is an outer scale.
         cast: The cast.
         random: The random bits of scales that are rounded stochastically.
-        candidate: The magnitude that a block's largest number is mapped to; 0 for the largest element.
+        candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
 
     Returns:
-        The divisor of each block's elements (infinite where all become zeros), its scale, and the second
-        scale in the shape of `over`.
+        The divisor of each block's elements (infinite where all become zeros), its scale, and the outer scale
+        in the shape of `over`.
     """
     factor = cast.element.max / candidate if candidate else 1.0
     if over is None:
         block, is_zeros = rounded(amax / torch.full_like(amax, cast.aim) * factor, cast, random)
         return torch.where(is_zeros, torch.inf, block), block, None
-    quotient = (amax.double() * cast.target / over.double()).float()  # rounded once, and never overflowing
+    quotient = (amax.double() * cast.target / over.double()).float()  # rounded once, and never overflows
     block, is_zeros = rounded(torch.where(over == 0, 0.0, quotient) * factor, cast, random)
     above = torch.where(over == 0, 1.0, over / torch.full_like(over, cast.target * cast.aim))
     divisor = block * above
@@ -146,7 +146,7 @@ def rounded_scale(
 
 
 def nvfp4_tensor_scale(over: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-    """The encoding scale S of a tensor, or of its rows, and the factor that undoes it, in float32."""
+    """The encoding scale S of a tensor or of its rows, and the factor that undoes it, in float32."""
     largest = cast.target * cast.element.max * cast.scales.headroom
     S = _quotient(largest, over).clamp(max=FLOAT_MAX)
     unusable = (over == 0) | (S == 0)
@@ -171,7 +171,7 @@ def nvfp4_block_scale(
 def rounded(
     quotient: torch.Tensor, cast: Cast, random: Randomness = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales on the grid of the cast's format of scales, whether the block is all zeros)."""
+    """(scales on the grid of the cast's scale format, whether the block is all zeros)."""
     fmt, rule = format(cast.scales.format), cast.scales.zero_rule
     wide = quotient.double() if fmt.exponent_bits == 8 else quotient
     scale = round_finite(wide, fmt, cast.scales.rounding, random).float()

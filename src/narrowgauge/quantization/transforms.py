@@ -1,4 +1,4 @@
-"""A tensor on its way to its blocks: the transforms of its cast, and the channels that another cast keeps.
+"""Prepares a tensor for its blocks: the transforms of its cast, and the channels kept in another cast.
 
 `prepare` applies the transforms of a cast in turn; `Prepared.restored` adds to an operand what they removed.
 """
@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         x: The tensor that is quantized.
-        mean: The mean that was taken away, float32, transformed like x; None if none was.
+        mean: The mean that was subtracted, float32, transformed like x; None if none was.
         unclamped: x before its outliers were clamped; None if they were not.
     """
 
@@ -37,10 +37,10 @@ class Prepared(NamedTuple):
     unclamped: torch.Tensor | None = None
 
     def restored(self, operand: torch.Tensor, clamp: Clamp) -> torch.Tensor:
-        """A float32 operand with what was taken away, in place."""
+        """Add back to a float32 operand what was removed, in place."""
         if self.mean is not None:
             operand.add_(self.mean)
-        # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
+        # The clamped remainder is added back in float32, because a difference of bf16 values is not exact.
         if clamp.adds_back and self.unclamped is not None:
             for chunk in chunks(operand):
                 cut = chunk.of(self.unclamped).to(torch.float32, copy=True).sub_(chunk.of(self.x))
@@ -56,10 +56,10 @@ def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narro
         cast: The cast.
         axis: The axis that a GEMM contracts.
         context: The context of the cast.
-        narrow: Quantizes a row in a named cast under a context, and gives its values.
+        narrow: Quantizes a row in a named cast under a context, and returns its values.
 
     Raises:
-        UserError: The cast has a transform that is not known here.
+        UserError: The cast has a transform that is not implemented here.
     """
     prepared = Prepared(x)
     for stage in cast.transforms:
@@ -72,7 +72,7 @@ def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narro
 def _without_mean(
     prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow
 ) -> Prepared:
-    """Take the mean over tokens away. It is in x's dtype; `center_cast` rounds what is added back."""
+    """Subtract the mean over tokens, in x's dtype; `center_cast` rounds what is added back."""
     x = prepared.x
     mean = context.token_mean(x, in_c.token_sums(x)).float()
     rest = x - mean  # in float32
@@ -85,7 +85,7 @@ def _without_mean(
 def _transformed(
     prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow
 ) -> Prepared:
-    """Transform the tensor and its mean, so that the sum of both is the transformed tensor."""
+    """Transform the tensor and its mean, so that their sum is the transformed tensor."""
     x, mean = prepared.x, prepared.mean
     of_mean = None if mean is None else transformed(mean.expand_as(x), cast, axis, context)
     return Prepared(transformed(x, cast, axis, context), of_mean)
@@ -115,8 +115,8 @@ def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -
 def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:
     """Clamp a tensor to its quantiles 1 - `quantile` and `quantile`.
 
-    Both are elements of the tensor, no mean of two. Those of a global tensor are found among all its
-    elements, which are brought to every process that holds some.
+    Both are elements of the tensor, not interpolated. Those of a global tensor are found among all its
+    elements, which are gathered on every process that holds some.
     """
     if context.limits is not None:
         return x.clamp(*context.limits)
@@ -130,8 +130,8 @@ def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEF
 def squared_norms(x: torch.Tensor, shard: TensorShard | None = None) -> torch.Tensor:
     """The sum of squares of each channel (last dimension) of the global tensor: this process's part, float64.
 
-    The order of a float64 sum over processes decides between two channels by the rarest chance only. A
-    channel that is not finite counts as nothing: it breaks its own blocks.
+    The order of a float64 sum over processes almost never decides between two channels. A non-finite channel
+    counts as zero: it already invalidates its own blocks.
     """
     sums = x.detach().double().square().flatten(0, -2).sum(0)
     sums = torch.where(sums.isfinite(), sums, 0.0)
@@ -142,7 +142,7 @@ def squared_norms(x: torch.Tensor, shard: TensorShard | None = None) -> torch.Te
 
 
 def kept_channels(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
-    """Which channels of a local tensor are kept, bool: the given ones, else those of its global tensor."""
+    """Which channels of a local tensor are kept (bool): the given ones, else those of its global tensor."""
     if context.channels is not None:
         return context.channels
     shard = context.shard
@@ -151,7 +151,7 @@ def kept_channels(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.T
 
 
 def local_channels(channels: torch.Tensor, shard: TensorShard | None) -> torch.Tensor:
-    """The part of a row of all channels that a local tensor has."""
+    """The local part of a vector over all channels."""
     if shard is None or not shard.axes[-1].groups:
         return channels
     return channels[shard.axes[-1].global_indices.to(channels.device)]

@@ -96,7 +96,7 @@ def test_a_torn_line_longer_than_one_block_is_cut_off(tmp_path):
 def test_damage_in_the_middle_names_file_and_line(tmp_path, bad):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"a": 1}\n' + bad + b'\n{"a": 3}\n')
-    with pytest.raises(UserError, match=rf"{path}:2: .*mend or delete that line"):
+    with pytest.raises(UserError, match=rf"{path}:2: .*fix or delete that line"):
         read_jsonl(path)
 
 

@@ -78,7 +78,7 @@ def test_lines_after_the_checkpoint_are_made_again(train):
     assert (path / "gauges.jsonl").read_bytes() == before
     (path / "status.json").unlink()
     (path / "gauges.jsonl").write_bytes(b"{}\n" + before)
-    with pytest.raises(UserError, match=r"gauges\.jsonl:1: every line .* mend or delete"):
+    with pytest.raises(UserError, match=r"gauges\.jsonl:1: every line .* fix or delete"):
         train("run", changes)
 
 

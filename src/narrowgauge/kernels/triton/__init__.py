@@ -1,1 +1,1 @@
-"""The kernels in Triton. Only imported if `has_kernels` finds Triton installed."""
+"""The kernels in Triton. Imported only if `has_kernels` finds Triton installed."""

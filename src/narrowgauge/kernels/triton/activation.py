@@ -1,4 +1,4 @@
-"""Activations by tiles: each input is read once, each output written once."""
+"""Activations in tiles: each input is read once, each output written once."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from narrowgauge.kernels.amax import new_amax
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch, tl, triton
 
-#: Elements of a tile, 16 a thread in four warps: two loads of 16 bytes from bf16, for each operand.
+#: Elements of a tile, 16 per thread in four warps: two 16-byte loads from bf16, for each operand.
 TILE = 2048
 
 FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
@@ -19,7 +19,7 @@ SIXTEEN_WARPS: dict[str, Any] = FOUR_WARPS | {"num_warps": 16}
 
 @triton.jit
 def tile_of(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A tile of [rows, F]: its rows (int64) and columns, and which of them exist. Tiles go along the rows."""
+    """A tile of [rows, F]: its rows (int64), columns, and which are in bounds. Tiles run along the rows."""
     across = tl.cdiv(F, COLS)
     row = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     col = (tl.program_id(0) % across * COLS + tl.arange(0, COLS))[None, :]
@@ -28,7 +28,7 @@ def tile_of(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def swiglu_of(gate_up_ptr, row, col, inside, F, dtype: tl.constexpr):
-    """silu(gate) * up of a tile in `dtype`; 0 beyond the edges."""
+    """silu(gate) * up of a tile in `dtype`; 0 out of bounds."""
     at = row * 2 * F + col
     gate = wide(tl.load(gate_up_ptr + at, inside, 0))
     up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
@@ -47,7 +47,7 @@ def swiglu_forward(gate_up_ptr, y_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, CO
 
 @triton.jit
 def swiglu_gradients(dy, gate, up, dtype: tl.constexpr):
-    """The gradients of gate and up, and silu(gate) * up, in `dtype`; of fp32 numbers."""
+    """The gradients of gate and up, and silu(gate) * up, in `dtype`; from fp32 values."""
     below = 1 + exp(-gate)
     silu = wide(narrow(tl.math.div_rn(gate, below), dtype))
     sigmoid = tl.math.div_rn(1.0, below)
@@ -58,7 +58,7 @@ def swiglu_gradients(dy, gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def swiglu_backward(dy_ptr, gate_up_ptr, grad_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The gradients of gate and up, side by side; without `grad_ptr` their largest magnitude alone."""
+    """The gradients of gate and up, concatenated; without `grad_ptr` only their amax."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
     dy = wide(tl.load(dy_ptr + row * F + col, inside, 0))
@@ -105,14 +105,14 @@ def gelu_backward(dy_ptr, x_ptr, dx_ptr, amax_ptr, count, BLOCK: tl.constexpr):
 
 
 def tiling(rows: int, F: int) -> tuple[int, dict[str, Any]]:
-    """How many tiles, and their shape: up to 1024 columns, so that a wide row wastes little at its end."""
+    """The number of tiles and their shape: up to 1024 columns, so that a wide row wastes little."""
     cols = min(1024, triton.next_power_of_2(F))
     tile = {"ROWS": TILE // cols, "COLS": cols}
     return triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(F, cols), tile
 
 
 def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., 2F] contiguous -> [..., F], and its largest magnitude (0-dim fp32)."""
+    """[..., 2F] contiguous -> [..., F], and its amax (0-dim fp32)."""
     F = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     rows = y.numel() // F
@@ -129,14 +129,14 @@ def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def launch_swiglu_backward(
     dy: Tensor, gate_up: Tensor, writes_gradient: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F] or None, its largest magnitude."""
+    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F] or None, and its amax."""
     F = dy.shape[-1]
     grad = torch.empty_like(gate_up) if writes_gradient else None
     rows = dy.numel() // F
     tiles, tile = tiling(rows, F)
     amax = new_amax(dy.device)
     bits = amax.view(torch.int32)
-    # Loads of 16 bytes a thread; with eight warps fp32 takes more registers than a B200 leaves it.
+    # 16-byte loads per thread; with eight warps fp32 needs more registers than a B200 has.
     warps = SIXTEEN_WARPS if dy.element_size() == 4 else EIGHT_WARPS
     launch(
         swiglu_backward, (tiles,), dy, gate_up, grad, bits, rows, F,
@@ -146,7 +146,7 @@ def launch_swiglu_backward(
 
 
 def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous -> the same shape, and its largest magnitude (0-dim fp32)."""
+    """Contiguous -> the same shape, and its amax (0-dim fp32)."""
     y = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
     amax = new_amax(x.device)
@@ -159,7 +159,7 @@ def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both contiguous -> the gradient of x, and its largest magnitude."""
+    """Both contiguous -> the gradient of x, and its amax."""
     dx = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
     amax = new_amax(x.device)

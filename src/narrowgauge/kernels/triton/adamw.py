@@ -1,15 +1,15 @@
-"""AdamW on narrow state: read as float32, updated in registers, rounded and written in place.
+"""AdamW on quantized state: read as float32, updated in registers, rounded and written in place.
 
-    largest      the largest magnitude of each new tensor that is to have one scale; writes nothing else
-    update       the same numbers again from the same operations, each rounded once, and the new scales
+    largest      the amax of each new tensor that needs a scale; writes nothing else
+    update       the same values from the same operations, each rounded once, and the new scales
 
-Both are needed because a scale is known only after the last element; where no written tensor has a scale, the
-second runs alone. Each program of the second makes the scales from the largest magnitudes, and program 0
-stores them. The old scales are therefore read from a copy, which `largest` made.
+Both are needed because a scale is known only after the last element; if no written tensor has a scale, the
+second runs alone. Each program of `update` computes the scales from the amaxes, and program 0 stores them.
+The old scales are therefore read from a copy that `largest` made.
 
 The layout of a tensor is a tuple of constants, its CAST (`cast_constants`). A thread has 8 elements: 16 bytes
-of fp16 in one load, and by the assembler for an H100 40 to 80 registers. A program of `largest` takes four
-tiles, one after the other, so that there is one atomic operation a tensor for 8192 elements.
+of fp16 in one load, and according to the assembler for an H100 40 to 80 registers. A program of `largest`
+processes four tiles in turn, so that there is one atomic operation per tensor for 8192 elements.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 def _updated(
     w, g, m, v, decay, weight_1, beta_2, weight_2, step_size, root, eps, FROM_M: tl.constexpr
 ):  # fmt: skip
-    """(w', m', v'), operation for operation `kernels.adamw.reference`."""
+    """(w', m', v'), operation for operation as in `kernels.adamw.reference`."""
     m = fma(g - m, weight_1, m) if FROM_M else fma(g - m, weight_1 - 1.0, g)
     v = fma(weight_2 * g, g, v * beta_2)
     w = w * decay - tl.math.div_rn(step_size * m, tl.math.div_rn(tl.math.sqrt_rn(v), root) + eps)
@@ -45,7 +45,7 @@ def largest(
     W: tl.constexpr, G: tl.constexpr, M_: tl.constexpr, V: tl.constexpr, SCALES: tl.constexpr,
     FROM_M: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude of each of w', m', v' that SCALES asks for, into int32 zeros `amax`.
+    """The bits of the amax of each of w', m', v' that SCALES selects, into int32 zeros `amax`.
 
     The old scales are copied behind them, to `amax + 4`.
     """
@@ -82,7 +82,7 @@ def update(
     W: tl.constexpr, G: tl.constexpr, M_: tl.constexpr, V: tl.constexpr, OTHER: tl.constexpr,
     FROM_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of w, m, v, in place, and of `o`, the weight of a master; `X_0`, `X_1` are words of keys."""
+    """One tile of w, m, v, in place, and of `o`, the weight of a master; `X_0`, `X_1` are key words."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     new_w, new_m, new_v = _updated(
@@ -96,7 +96,7 @@ def update(
     write(new_v, v, v_to, amax + 2, v_0, v_1, at, inside, V)
 
 
-#: A stored tensor: its numbers; its scale or the 16 further bits of each, if any; the cast.
+#: A stored tensor: its values; its scale or the 16 extra bits of each, if any; the cast.
 State = tuple[Tensor, Tensor | None, Cast]
 
 
@@ -107,7 +107,7 @@ def launch_update(
     from_m: bool,
     keys: Sequence[tuple[int, int]],
 ) -> None:
-    """Update w, m and v in place, and write w to `o` too.
+    """Update w, m and v in place, and also write w to `o`.
 
     Args:
         w_g_m_v: The master or weight, the gradient and the moments.

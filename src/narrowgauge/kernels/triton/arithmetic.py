@@ -1,8 +1,8 @@
-"""Arithmetic of kernels: widen, round, the exponential, order by magnitude.
+"""Arithmetic in kernels: widening, rounding, the exponential, ordering by magnitude.
 
-On a GPU these are its own instructions. Triton's interpreter truncates fp32 to bf16 where a GPU rounds, loses
-subnormal bf16, reads bf16 as integers in products, and has no libdevice, so it computes the same in integers
-and by numpy.
+On a GPU these are hardware instructions. Triton's interpreter truncates fp32 to bf16 where a GPU rounds,
+loses subnormal bf16, reads bf16 as integers in `tl.dot`, and has no libdevice, so there the same results are
+computed in integers and with numpy.
 """
 
 import os
@@ -41,7 +41,7 @@ def fma(a, b, c):
     2008).
     """
     if INTERPRETED:
-        product = a.to(tl.float64) * tl.cast(b, tl.float64)  # b may be a number
+        product = a.to(tl.float64) * tl.cast(b, tl.float64)  # b may be a scalar
         c = c.to(tl.float64)
         total = product + c
         part = total - product
@@ -56,9 +56,9 @@ def fma(a, b, c):
 
 @triton.jit
 def exp(x):
-    """The exponential that torch's own kernels call, so that both give the same bits.
+    """The exponential that torch's kernels call, so that both give the same bits.
 
-    `tl.exp` would multiply by log2(e) in fp32 first, which costs accuracy where x is large.
+    `tl.exp` would first multiply by log2(e) in fp32, which loses accuracy where x is large.
     """
     if INTERPRETED:
         return tl.exp(x)
@@ -68,7 +68,7 @@ def exp(x):
 
 @triton.jit
 def dot(a, b):
-    """The product of two matrices of one dtype, added up in fp32; fp32 operands are not cut to tf32."""
+    """Multiply two matrices of one dtype with fp32 accumulation; fp32 operands are not reduced to tf32."""
     if INTERPRETED:
         return tl.dot(wide(a), wide(b))
     else:
@@ -77,5 +77,5 @@ def dot(a, b):
 
 @triton.jit
 def magnitude(x):
-    """|x| as the bits of an fp32: integers in the order of the magnitudes, where NaN is above infinity."""
+    """|x| as the bits of an fp32: integers in the order of the magnitudes, with NaN above infinity."""
     return wide(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF

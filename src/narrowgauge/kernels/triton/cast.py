@@ -1,17 +1,17 @@
-"""Casts: tiles of a matrix to codes, or to the numbers that they stand for.
+"""Casts in tiles of a matrix: to codes, or to the values that they represent.
 
-A matrix is seen as (rows R, contraction K), whichever of the two its memory is contiguous along: `x_R` and
-`x_K` are strides, `out_*` those of what is written, `grid_*` those of the scales. So one kernel serves both
-axes, and what it writes may lie along the other axis than what it reads.
+A matrix is viewed as (rows R, contraction K), whichever of the two is contiguous in memory: `x_R` and `x_K`
+are strides, `out_*` those of the output, `grid_*` those of the scales. So one kernel serves both axes, and
+its output may be laid out along the other axis than its input.
 
     cast_blocks     scales of blocks that fit a tile: read once, written once
-    largest         largest magnitude of each row, larger block, or tensor (NVFP4: of its finite blocks)
-    cast_given      under scales that are known, one a row, block or tensor; along one axis or along both
+    largest         amax of each row, larger block, or tensor (NVFP4: of its finite blocks)
+    cast_given      under known scales, one per row, block or tensor; along one axis or both
 
-A tile has 4096 elements, 32 a thread: four loads of 16 bytes from bf16. With 8 a thread, addresses, edges and
-largest magnitudes over threads took as many instructions again as the casts: by the assembler for an H100 a
-cast to E4M3 took 34 instructions an element in place of 15, to MXFP8 along the axis that memory is not
-contiguous in 65 in place of 25, and memory brings and takes 4 bytes in the time of some 29.
+A tile has 4096 elements, 32 per thread: four 16-byte loads from bf16. With 8 per thread, addresses, bounds
+checks and cross-thread maxima doubled the instruction count of a cast: according to the assembler for an H100
+a cast to E4M3 took 34 instructions per element instead of 15, and to MXFP8 along the axis that is not
+contiguous 65 instead of 25, while memory moves 4 bytes in the time of some 29.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from narrowgauge.kernels.triton.scales import (
 
 @triton.jit
 def _load(x, r, k, R, K, x_R, x_K, matrix, TR: tl.constexpr, TK: tl.constexpr, H: tl.constexpr):
-    """A tile as float32, zeros beyond the edges, after a Hadamard transform of groups of H."""
+    """Load a tile as float32, zeros out of bounds, after a Hadamard transform in groups of H."""
     inside = (r < R)[:, None] & (k < K)[None, :]
     tile = tl.load(x + r[:, None].to(tl.int64) * x_R + k[None, :].to(tl.int64) * x_K, mask=inside, other=0.0)
     if H:
@@ -45,14 +45,14 @@ def _load(x, r, k, R, K, x_R, x_K, matrix, TR: tl.constexpr, TK: tl.constexpr, H
 
 @triton.jit
 def _largest_bits(tile, TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """The bits of the largest magnitude of each block of BR x BK: [TR / BR, TK / BK] int32."""
+    """The bits of the amax of each block of BR x BK: [TR / BR, TK / BK] int32."""
     bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(tl.max(tl.reshape(bits, (TR // BR, BR, TK // BK, BK)), 3), 1)
 
 
 @triton.jit
 def _over_blocks(scale, TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """Each block's number at each of its elements."""
+    """Broadcast each block's value to its elements."""
     wide = tl.broadcast_to(scale[:, None, :, None], (TR // BR, BR, TK // BK, BK))
     return tl.reshape(wide, (TR, TK))
 
@@ -65,7 +65,7 @@ def _store(out, value, r, k, R, K, out_R, out_K):
 
 @triton.jit
 def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
-    """The random number of each element, by its index in row-major order."""
+    """The random value of each element, by its index in row-major order."""
     if ROUNDING == "stochastic":
         index = r[:, None].to(tl.int64) * element_R + k[None, :].to(tl.int64) * element_K
         return uniform(key, tl.load(offset) + index)
@@ -79,7 +79,7 @@ def _rounded(
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     CODES: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Elements in units of their scale, rounded: their codes, or their numbers as float32."""
+    """Elements in units of their scale, rounded: their codes, or their values as float32."""
     if CONVERTS:
         value = to_fp8(scaled, MAX, M)
         value = value.to(tl.uint8, bitcast=True) if CODES else value.to(tl.float32)
@@ -104,9 +104,9 @@ def cast_blocks(
     EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale.
+    """One tile: the scales of its blocks, and its elements as codes or as values times their block's scale.
 
-    NVFP4's scale of the tensor is made here, too, from its largest magnitude `over`, mapped to LARGEST.
+    For NVFP4 this also computes the tensor scale from the tensor's amax `over`, mapped to LARGEST.
     """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
@@ -175,10 +175,10 @@ def largest(
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     BY_ROW: tl.constexpr, IS_ONE: tl.constexpr, FINITE: tl.constexpr, IS_TOLD: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
+    """The bits of the amax of each row or block that a tile lies in, into int32 zeros.
 
-    FINITE leaves out small blocks (BR x BK) that are not finite. A maximum is the same in any order, so it
-    may be atomic. With IS_TOLD the largest of all is known; nothing is read where it is finite.
+    FINITE skips small blocks (BR x BK) that are not finite. A maximum does not depend on order, so it may be
+    atomic. With IS_TOLD the overall amax is known; if it is finite, nothing is read.
     """
     if IS_TOLD:
         known = tl.load(told).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -208,9 +208,9 @@ def cast_given(
 ):  # fmt: skip
     """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite.
 
-    With FROM_AMAX `encode` holds largest magnitudes: the scale is made of them here, and the first tile of a
-    row or block writes it to `block`. With `told`, the largest magnitude of a tensor, `encode` is a scale of
-    an earlier step; the first tile writes its inverse, and raises `seen` to `told`.
+    With FROM_AMAX `encode` holds amaxes: the scale is computed from them here, and the first tile of a row or
+    block writes it to `block`. With `told`, the amax of a tensor, `encode` is a scale from an earlier step;
+    the first tile writes its inverse, and raises `seen` to `told`.
     """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
@@ -261,9 +261,9 @@ def cast_given(
 
 
 def tile_of(x_K: int, block_K: int = 1) -> tuple[int, int]:
-    """Rows and contraction of a tile: long where memory is contiguous, and a multiple of blocks."""
+    """Rows and contraction of a tile: long along contiguous memory, and a multiple of blocks."""
     return (32, 128) if x_K == 1 or block_K > 32 else (128, 32)
 
 
-#: Options of every launch: 4 warps, and no fusion of products and sums.
+#: Options of every launch: 4 warps, and no fusion of multiply and add.
 LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}

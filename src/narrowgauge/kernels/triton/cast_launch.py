@@ -1,4 +1,4 @@
-"""The launches of a cast's kernels: grids, tiles, memory for results."""
+"""Launches the kernels of a cast: grids, tiles, memory for results."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
 
 Signs = torch.Tensor | tuple[int, ...]
-#: Instructions of a cast, in fp32 lanes an element, its largest magnitude included: (along the contraction,
-#: across it), for numbers and for codes. They are those of a multiprocessor's busiest pipe, in the machine
-#: code that Triton 3.7 makes for sm_90, each pipe at the rate of the CUDA programming guide. Other GPUs are
-#: taken to need as many.
+#: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),
+#: for values and for codes. They are those of a multiprocessor's busiest pipe, in the machine code that
+#: Triton 3.7 produces for sm_90, with each pipe at the rate given in the CUDA programming guide. Other GPUs
+#: are assumed to need as many.
 _LANES = {
     "tensor": ((36, 36), (39, 51)),
     "row": ((46, 63), (44, 74)),
@@ -31,18 +31,18 @@ _LANES = {
     "nvfp4, square": ((67, 84), (77, 103)),
     "nvfp4, hadamard": ((73, 82), (93, 103)),
 }
-_LANES_OF_AMAX = 17  # of a tensor's, where it did not come with the tensor
-_LANES_STOCHASTIC = 32  # more, of a random number an element
+_LANES_OF_AMAX = 17  # for a tensor's amax, if it did not come with the tensor
+_LANES_STOCHASTIC = 32  # extra, for one random value per element
 
 
 class _View(NamedTuple):
-    """A matrix as (rows, contraction), and the result that is written."""
+    """A matrix as (rows, contraction), and the output that is written."""
 
     R: int
     K: int
     K_OUT: int
     x: tuple[int, int]
-    element: tuple[int, int]  # strides in row-major order, by which random bits are counted
+    element: tuple[int, int]  # strides in row-major order, which index the random bits
     shape: torch.Size  # of the result
 
 
@@ -56,7 +56,7 @@ def _view(x: torch.Tensor, cast: Cast, axis: int) -> _View:
 
 
 def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Memory for the result: codes lie along the contraction, as products read them, numbers by rows."""
+    """Memory for the output: codes contiguous along the contraction, as GEMMs read them, values by rows."""
     if dtype == torch.uint8 and axis == 0:
         return torch.empty(view.shape[::-1], dtype=dtype, device=like.device).T
     return torch.empty(view.shape, dtype=dtype, device=like.device)
@@ -80,7 +80,7 @@ def quantized(
 ) -> tuple[QTensor, torch.Tensor | None]:
     """The result of `quantization.quantize`, and with `both` the same codes along the other axis.
 
-    `known` is max |x|, 0-dim fp32, if the kernel that wrote x has found it.
+    `known` is max |x|, 0-dim fp32, if the kernel that wrote x has computed it.
     """
     one = _one(x)
     if _scale_is_known_first(cast):
@@ -104,12 +104,12 @@ def launch_codes(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torc
 
 @torch.no_grad()
 def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude of each of n tensors, (n,) float32."""
+    """The amax of each of n tensors, (n,) float32."""
     amaxes = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     for x, amax in zip(tensors, amaxes.split(1), strict=True):
         if x.numel():
             x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1] if x.ndim else 1)
-            x = x if len(x) >= x.shape[1] else x.T  # the first axis of a grid is the one that may be long
+            x = x if len(x) >= x.shape[1] else x.T  # only the first axis of a grid may be long
             tile = tile_of(x.stride(1))
             launch(
                 largest, (triton.cdiv(x.shape[0], tile[0]), triton.cdiv(x.shape[1], tile[1])),
@@ -123,13 +123,13 @@ _ONES: dict[tuple[torch.device, Device | None], torch.Tensor] = {}
 
 
 def _one(like: torch.Tensor) -> torch.Tensor:
-    """1 on the device of `like`, 0-dim float32, made once: nobody writes to a tensor scale of 1."""
+    """1 on the device of `like`, 0-dim float32, cached: a tensor scale of 1 is never written to."""
     key = (like.device, imagined(like.device))
     if key in _ONES:
         return _ONES[key]
-    with torch.inference_mode(False):  # so that any graph may hold it
+    with torch.inference_mode(False):  # so that any graph may use it
         one = torch.ones((), dtype=torch.float32, device=like.device)
-    if type(one) is torch.Tensor:  # one of a compiler belongs to its context
+    if type(one) is torch.Tensor:  # a compiler's tensor belongs to its context
         _ONES[key] = one
     return one
 
@@ -171,9 +171,9 @@ def _cast_given(
     known: torch.Tensor | None = None,
     both: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Blocks]:
-    """(codes or numbers, the same along the other axis, scales, blocks).
+    """(codes or values, the same along the other axis, scales, blocks).
 
-    Scales in fp32 are made by the kernel that casts, from largest magnitudes; others by plain operations.
+    Scales in fp32 are computed by the casting kernel from amaxes; others by plain operations.
     """
     if cast.hadamard.size:
         x, known = hadamard(x, cast.hadamard.size, axis, signs), None
@@ -212,7 +212,7 @@ def _launch_given(
     told: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(codes or numbers, the same along the other axis) under factors, or those of largest magnitudes."""
+    """(codes or values, the same along the other axis) under given factors, or those of amaxes."""
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None
     tile = tile_of(view.x[1])
@@ -241,7 +241,7 @@ def _cast_blocks(
     signs: Signs,
     known: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(codes or numbers, blocks, scales, their codes, the tensor's scale)."""
+    """(codes or values, blocks, scales, their codes, the tensor's scale)."""
     assert cast.block is not None
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
@@ -287,9 +287,9 @@ def _largest(
     matrix: torch.Tensor | None = None,
     known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks.
+    """The amax of each block, float32 in their grid; for NVFP4 that of all finite blocks.
 
-    For NVFP4 the `known` one is taken, without a reading, if it is finite.
+    For NVFP4 the `known` one is used, without a read, if it is finite.
     """
     finite = cast.scales.outer != "none"
     known = known if finite and matrix is None else None

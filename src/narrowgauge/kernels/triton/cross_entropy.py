@@ -1,14 +1,14 @@
 """Cross entropy of rows of logits: one read for the losses, one read and one write for the gradients.
 
-`_losses` has one program a row, which walks through the vocabulary and keeps for each of its BLOCK lanes the
+`_losses` has one program per row, which loops over the vocabulary and keeps for each of its BLOCK lanes the
 largest logit so far and the sum of exponentials relative to it; lanes are combined once, at the end, so a
-block costs no exchange between threads. `_gradients` is elementwise, one program a row and block; each
-element is read and written by the same thread, so it may write where it reads.
+block needs no exchange between threads. `_gradients` is elementwise, one program per row and block; each
+element is read and written by the same thread, so it may work in place.
 
-BLOCK = 4096 over 8 warps: 16 logits a thread, two loads of 16 bytes in flight, and 48 registers for logits,
-lanes' maxima and sums. A vocabulary needs 12 to 38 such blocks. A logit's share of the memory's time is that
-of about 13 instructions on an H200, and of 27 where it is written, too: so the exponential is `tl.exp`, whose
-error (4e-6 of itself at an exponent of -50) is far below that of a bf16 number, and not torch's own.
+BLOCK = 4096 over 8 warps: 16 logits per thread, two 16-byte loads in flight, and 48 registers for logits,
+lane maxima and sums. A vocabulary needs 12 to 38 such blocks. The memory time of a logit equals about 13
+instructions on an H200, or 27 where it is also written: so the exponential is `tl.exp`, whose error (4e-6
+relative at an exponent of -50) is far below that of a bf16 value, instead of torch's.
 
 Legend: T rows, V vocabulary.
 """
@@ -25,7 +25,7 @@ WARPS = 8
 
 @triton.jit
 def _at_least_finite(top):
-    """The maximum that is subtracted, or 0 for -inf: exp(-inf - 0) is 0, exp(-inf + inf) is NaN."""
+    """The maximum to subtract, or 0 for -inf: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -33,7 +33,7 @@ def _at_least_finite(top):
 def _gradient(
     x_L, lane, top, total, target, width, factor, ignored: tl.constexpr, twice_z_loss: tl.constexpr
 ):
-    """The gradients of some logits of a row, times `factor`; NaN without a target."""
+    """The gradients of some logits of a row, times `factor`; NaN for an invalid target."""
     p_L = tl.math.div_rn(tl.exp(x_L - top), total)
     if twice_z_loss is not None:
         p_L = p_L * (1.0 + twice_z_loss * (top + tl.log(total)))
@@ -59,7 +59,7 @@ def _losses(
     twice_z_loss: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The loss of a row; with a `factor` also its gradients, over the logits."""
+    """The loss of a row; with a `factor` also its gradients, written over the logits."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     z += row * stride
@@ -69,8 +69,8 @@ def _losses(
         x_L = tl.load(z + start + lane, mask=start + lane < width, other=float("-inf"))
         x_L = wide(x_L)
         new_L = tl.maximum(top_L, x_L)
-        # Either x or the old maximum is the new one, so one exponential serves both: exp(0) is 1. NaN is not
-        # smaller than anything, and goes into the sum; so does the difference of two infinities.
+        # Either x or the old maximum is the new one, so one exponential serves both: exp(0) is 1. NaN
+        # compares smaller than nothing, and enters the sum; so does the difference of two infinities.
         low_L = tl.where(x_L > top_L, top_L, x_L)
         less_L = tl.exp(low_L - _at_least_finite(new_L))
         sum_L = tl.where(x_L > top_L, sum_L * less_L + 1.0, sum_L + less_L)
@@ -126,8 +126,8 @@ def losses(
     The statistics are the largest logit and the sum of exponentials relative to it. Rows need not be adjacent
     (`stride`). An id outside the vocabulary that is not `ignored` gives NaN.
 
-    With a `factor` the gradients that `write_gradients` gives are written over `z_TV`, whose rows are
-    contiguous: they are read a second time by the program that has just read them, so most come from a cache.
+    With a `factor`, the gradients of `write_gradients` are written over `z_TV`, whose rows are contiguous:
+    the program that has just read a row reads it a second time, so most of it comes from a cache.
     """
     assert factor is None or z_TV.stride(1) == 1
     z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
@@ -168,7 +168,7 @@ def write_gradients(
 ) -> None:
     """Write (softmax(z) (1 + 2 c s) - [v = y]) * factor to `out_TV`, whose rows are contiguous.
 
-    s is the logarithm of the row's sum of exponentials, c is `z_loss`.
+    s is the row's log-sum-exp, c is `z_loss`.
     """
     z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
     rows, width = z_TV.shape

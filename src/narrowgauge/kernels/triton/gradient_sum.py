@@ -1,11 +1,12 @@
-"""A gradient in codes of a byte, plus the gradient of a micro-batch: read, added, rounded with random bits.
+"""A gradient in one-byte codes plus the gradient of a micro-batch: read, added, rounded with random bits.
 
-    largest_sum    the largest magnitude of the sum, and a copy of the old scale; writes nothing else
-    add_sum        the same sum again, each element rounded once; the new scale; how many elements overflow
+    largest_sum    the amax of the sum, and a copy of the old scale; writes nothing else
+    add_sum        the same sum again, each element rounded once; the new scale; the number of overflows
     note_overflow  the largest share of elements that overflowed in this step
 
 A scale is known only after the last element, and reading 3 bytes twice is less than writing 4 and reading
-them. A program of the first takes four tiles, so that there is one atomic operation for 8192 elements.
+them back. A program of `largest_sum` processes four tiles, so that there is one atomic operation for 8192
+elements.
 """
 
 from typing import Any
@@ -46,7 +47,7 @@ def _sum(g, scale, dw, at, inside, IS_EMPTY: tl.constexpr, G: tl.constexpr):
 def largest_sum(
     g, scale, dw, found, n, IS_EMPTY: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """The bits of the largest magnitude, into the int32 zero `found`; the old scale to `found + 1`."""
+    """The bits of the amax, into the int32 zero `found`; the old scale to `found + 1`."""
     largest = tl.zeros([BLOCK], tl.int32)
     for i in range(TILES):
         at = (tl.program_id(0).to(tl.int64) * TILES + i) * BLOCK + tl.arange(0, BLOCK)
@@ -63,7 +64,7 @@ def add_sum(
     g, old_scale, scale, dw, found, mu, key, offset, n,
     IS_EMPTY: tl.constexpr, PRESCALES: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the gradient, in place; the number of elements that overflow is added to `found + 2`."""
+    """One tile of the gradient, in place; adds the number of elements that overflow to `found + 2`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     x = _sum(g, old_scale, dw, at, inside, IS_EMPTY, G)
@@ -83,7 +84,7 @@ def add_sum(
     random = 0.0
     if G[ROUNDING] == "stochastic":
         random = uniform(key, tl.load(offset) + at)
-    rounding: tl.constexpr = G[ROUNDING]  # Triton 3.6 passes on no bare string
+    rounding: tl.constexpr = G[ROUNDING]  # Triton 3.6 does not pass on a bare string
     k, e, sign = to_grid(x, random, G[MAX], G[EMIN], G[M], rounding, G[RANDOM_BITS])
     tl.store(g + at, code_of(k, e, sign, G[EMIN], G[M], 8, False, True), inside)
 
@@ -111,8 +112,8 @@ def launch_sum(
         codes: uint8, the gradient's codes.
         scale: fp32, its scale.
         cast: Its cast; it rounds with random bits only if it is stochastic.
-        dw: What is added, contiguous, in any float dtype up to fp32.
-        is_empty: Whether there is nothing yet to add to.
+        dw: The addend, contiguous, in any float dtype up to fp32.
+        is_empty: Whether the gradient is still empty.
         stream: The key words and the offset (int64, 0-dim) of the random bits.
         prescale: The pre-scaling factor and the share of elements that overflowed, fp32.
     """

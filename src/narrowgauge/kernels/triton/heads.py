@@ -1,4 +1,4 @@
-"""Heads by tiles: some tokens of one head, in two halves, so that a tile also has sums over its tokens."""
+"""Heads in tiles: some tokens of one head, in two halves, so that a tile can also sum over its tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from narrowgauge.kernels.amax import new_amax
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch, tl, triton
 
-#: Pairs of a tile, 16 a thread in four warps: two loads of 16 bytes from each half in bf16.
+#: Pairs of a tile, 16 per thread in four warps: two 16-byte loads from each half in bf16.
 TILE = 2048
-#: Of a tile that is only turned: 8 a thread.
+#: For a tile that is only rotated: 8 per thread.
 ROTARY_TILE = 1024
 LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -36,7 +36,7 @@ def split_forward(
     x_ptr, bias_ptr, table_ptr, out_ptr, M, T, heads, turned, half, table_b, table_t, sines,
     ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one head: the bias added, and turned if it is one of the first `turned` heads."""
+    """Some tokens of one head: adds the bias, and rotates if it is one of the first `turned` heads."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     pair = tl.arange(0, HALF)[None, :]
@@ -73,7 +73,7 @@ def split_backward(
     qb, qn, qt, kb, kn, kt, vb, vn, vt, table_b, table_t, sines,
     ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one head: the gradient turned back, its sum over these tokens, its largest magnitude."""
+    """Some tokens of one head: the gradient rotated back, its sum over these tokens, its amax."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     b, t = token // T, token % T
@@ -107,7 +107,7 @@ def split_backward(
 
 
 def _tiles(tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
-    """How many tiles the tokens of a head make, and their shape."""
+    """The number of tiles for the tokens of a head, and their shape."""
     half = triton.next_power_of_2(head_dim // 2)
     rows = max(1, TILE // half)
     return triton.cdiv(tokens, rows), {"ROWS": rows, "HALF": half}
@@ -123,7 +123,7 @@ def _strides(table: Tensor | None) -> tuple[int, int, int]:
 def launch_split(
     qkv_BTC: Tensor, bias_C: Tensor | None, table: Tensor | None, heads_NKK: Sequence[int], head_dim: int
 ) -> Tensor:
-    """The heads side by side as in `qkv_BTC`, which is contiguous; so are the bias and the table's rows."""
+    """The heads concatenated as in `qkv_BTC`, which is contiguous, as are the bias and the table's rows."""
     B, T, _ = qkv_BTC.shape
     out_BTC = torch.empty_like(qkv_BTC)
     tiles, tile = _tiles(B * T, head_dim)
@@ -138,7 +138,7 @@ def launch_split(
 def launch_split_backward(
     dq_BNTH: Tensor, dk_BKTH: Tensor, dv_BKTH: Tensor, table: Tensor | None, has_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradient [B, T, C], that of the bias in fp32 or None, and its largest magnitude.
+    """The gradient [B, T, C], that of the bias in fp32 or None, and the gradient's amax.
 
     The last axes are contiguous.
     """
@@ -180,10 +180,10 @@ def rotary_pairs(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Turn [B, N, T, H] by its angles, or back.
+    """Rotate [B, N, T, H] by its angles, or back.
 
-    Heads next to each other share their token's angles, which come from the cache. `xb` and so on are
-    strides; the sines begin at `sines` in the table.
+    Neighboring heads share their token's angles, which come from the cache. `xb` and so on are strides; the
+    sines begin at `sines` in the table.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     b, t, n = row // N // T, row // N % T, row % N
@@ -204,9 +204,9 @@ def rotary_pairs(
 
 
 def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
-    """The turned heads, in the dtype of `x_BNTH` and its order of axes in memory.
+    """The rotated heads, in the dtype of `x_BNTH` and its order of axes in memory.
 
-    The last axes of `x_BNTH` and of the fp32 `table` have to be contiguous.
+    The last axes of `x_BNTH` and of the fp32 `table` must be contiguous.
     """
     B, N, T, H = x_BNTH.shape
     y_BNTH = torch.empty_like(x_BNTH)

@@ -1,8 +1,8 @@
-"""The one door through which kernels are declared, and launched or, on an imagined GPU, told.
+"""Declares and launches Triton kernels; on a simulated GPU it records the launch instead.
 
-`triton`, `tl` and `libdevice` are Triton's where it is installed. Elsewhere they are as much of it as
-declares a kernel. That kernel cannot run, but its launch can be told (`devices.imagine`), so memory, work
-and plans are counted alike on a machine that has Triton and on one that has not.
+`triton`, `tl` and `libdevice` are Triton's modules if it is installed. Otherwise they are stubs, just enough
+to declare a kernel. Such a kernel cannot run, but its launch can be recorded (`devices.imagine`), so memory,
+work and plans are counted the same on machines with and without Triton.
 """
 
 import inspect
@@ -19,14 +19,14 @@ __all__ = ["launch", "libdevice", "tl", "triton"]
 
 
 class Declared:
-    """A kernel without a compiler; `fn` is its Python function, as of Triton's own."""
+    """A kernel without a compiler; `fn` is its Python function, as in Triton."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
 
 
 class Constant:
-    """A constant of a kernel, and the annotation of an argument that is one."""
+    """A kernel constant, and the annotation of a constant argument."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -53,7 +53,7 @@ else:
     tl = SimpleNamespace(constexpr=Constant)
     libdevice = SimpleNamespace()
 
-_SECOND = 2**16  # CUDA's grids have fewer programs than this along their second axis, and their third
+_SECOND = 2**16  # exclusive limit on the second and third axes of a CUDA grid
 
 
 def launch(
@@ -66,9 +66,9 @@ def launch(
     lanes: float = 0.0,
     **options: Any,
 ) -> None:
-    """Launch a kernel on the device of its tensors; Triton's own way launches on torch's current device.
+    """Launch a kernel on the device of its tensors; Triton alone launches on torch's current device.
 
-    A tensor may stand in for one that is missing: it is then given for several arguments, and counts once.
+    A tensor may stand in for one that is missing: it is then passed for several arguments, and counts once.
 
     Args:
         kernel: A function under `triton.jit`.
@@ -76,11 +76,11 @@ def launch(
         args: Its arguments up to its constants.
         writes: The names of the arguments that it writes, separated by blanks; it reads the others.
         updates: The names of those that it reads and writes.
-        seldom: The names of those that it reads only if a number is not finite.
+        seldom: The names of those that it reads only if a value is not finite.
         lanes: Its instructions, where they can take longer than its bytes (`GpuWork.lanes`).
         options: Constants, and the options of a launch.
     """
-    assert all(n < _SECOND for n in grid[1:]), f"a GPU takes no grid of {tuple(grid)} programs"
+    assert all(n < _SECOND for n in grid[1:]), f"a GPU does not support a grid of {tuple(grid)} programs"
     first = next(a for a in args if isinstance(a, torch.Tensor))
     if not first.is_meta:
         with torch.cuda.device_of(first):

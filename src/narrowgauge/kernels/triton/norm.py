@@ -1,10 +1,10 @@
 """Norms by rows: a program holds a whole row in registers, so that it is read once.
 
-A row of D numbers is a block of the next power of two, of which a thread takes 8 (16 where D is 8192): loads
-of 16 bytes both from fp32 and from bf16. By the assembler for an H100 the forward pass then has 32 to 48
-registers a thread, so the threads of a multiprocessor are limited by nothing else, and the backward pass,
-which holds x, dy, the weight, the stream's gradient and one or two sums, 63 to 80 (126 at 8192): at a width
-of 1536 or 4096 half of the threads that a multiprocessor can hold.
+A row of D values is a block of the next power of two, with 8 per thread (16 where D is 8192): 16-byte loads
+from both fp32 and bf16. According to the assembler for an H100 the forward pass then has 32 to 48 registers
+per thread, so nothing else limits the threads of a multiprocessor. The backward pass, which holds x, dy, the
+weight, the stream's gradient and one or two sums, has 63 to 80 (126 at 8192): at a width of 1536 or 4096 half
+of the threads that a multiprocessor can hold.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 #: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
-#: widths. With 16,384 tokens they write and read 0.25 bytes an element, on top of the 16 that must be moved.
-#: The number fixes the order of summation, so it does not depend on the GPU.
+#: widths. With 16,384 tokens they write and read 0.25 bytes per element, on top of the 16 that must be moved.
+#: The number determines the order of summation, so it does not depend on the GPU.
 PROGRAMS = 512
 
 
@@ -80,9 +80,9 @@ def norm_backward(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some rows, one after the other: the gradients of x and delta, partial sums for weight and bias.
+    """Some rows in turn: the gradients of x and delta, and partial sums for weight and bias.
 
-    With `delta_ptr` the stream is made again, as the fp32 sum of the two.
+    With `delta_ptr` the stream is recomputed as the fp32 sum of the two.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
@@ -141,9 +141,9 @@ def launch_forward(
     amax: Tensor,
     eps: float,
 ) -> None:
-    """Fill `stream` (where there is a delta), `y` and the fp32 numbers of each row; [..., D] contiguous.
+    """Fill `stream` (if there is a delta), `y` and the fp32 statistics of each row; [..., D] contiguous.
 
-    `amax` is raised to max |y|.
+    Raises `amax` to max |y|.
     """
     D = len(weight_D)
     launch(
@@ -181,7 +181,7 @@ def launch_backward(
 ) -> list[Tensor]:
     """Fill `dx` and `ddelta`, and raise `amax` to max |ddelta|; [..., D] contiguous.
 
-    With a `delta` the normalised stream is `stream` + `delta`, in fp32.
+    With a `delta` the normalized stream is `stream` + `delta`, in fp32.
 
     Returns:
         The fp32 gradient of the weight, and that of the bias if `with_bias`.

@@ -1,7 +1,7 @@
-"""What stands around a product: scales and rounding of an emulated one, codes for a native one.
+"""What surrounds a GEMM: scales and rounding after an emulated one, codes for a native one.
 
-A native product reads both operands along the contraction. Codes that lie along the other axis are copied by
-square tiles, 64 bytes next to each other in both directions: one byte read and one written an element.
+A native GEMM reads both operands along the contraction. Codes laid out along the other axis are transposed in
+square tiles, 64 contiguous bytes in both directions: one byte read and one written per element.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from narrowgauge.kernels.triton.arithmetic import narrow
 from narrowgauge.kernels.triton.launch import launch, tl, triton
 
-#: Elements of a tile, 16 a thread: four loads of 16 bytes from fp32.
+#: Elements of a tile, 16 per thread: four 16-byte loads from fp32.
 TILE = 2048
 SIDE = 64
 
@@ -103,7 +103,7 @@ def transpose(x_ptr, out_ptr, rows, columns, SIDE: tl.constexpr):
 
 
 def launch_transposed(x_RC: Tensor) -> Tensor:
-    """A contiguous matrix of bytes with its axes exchanged, contiguous."""
+    """Transpose a contiguous matrix of bytes; the result is contiguous."""
     rows, columns = x_RC.shape
     out_CR = x_RC.new_empty(columns, rows)
     tiles = triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE)

@@ -1,7 +1,7 @@
 """State tensors (`quantization.state.quantized_state`), read and written by kernels element by element.
 
 The layout of a tensor is a tuple of constants, its CAST (`cast_constants`). Reading is exact; writing rounds
-once, and makes the scale of a tensor that has one from the largest magnitude that another launch has found.
+once, and computes the tensor's scale, if it has one, from the amax that another launch has found.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ NOTHING = ("nothing", 0.0, 0, 0, "", 0, False)
 
 
 def cast_constants(cast: Cast) -> tuple[Any, ...]:
-    """A cast as constants for a kernel, of which the first names the layout.
+    """A cast as constants for a kernel; the first names the layout.
 
-    "plain" is a dtype of torch; "split" bf16 and the 16 bits that make it fp32; "scaled" fp16 under one
-    scale; "codes" codes of a byte under one scale.
+    "plain" is a torch dtype; "split" bf16 and the 16 bits that make it fp32; "scaled" fp16 under one
+    scale; "codes" one-byte codes under one scale.
     """
     how = "split" if cast.state.split else "plain" if not cast.is_scaled else "scaled"
     if cast.is_scaled and cast.element.bits == 8:
@@ -32,7 +32,7 @@ def cast_constants(cast: Cast) -> tuple[Any, ...]:
 
 @triton.jit
 def read(values, extra, at, inside, CAST: tl.constexpr):
-    """Float32 numbers, exactly; `extra` has the 16 further bits of each, or the scale."""
+    """The values as float32, exactly; `extra` has the 16 extra bits of each, or the scale."""
     x = tl.load(values + at, inside, 0)
     if CAST[HOW] == "split":
         rest = tl.load(extra + at, inside, 0).to(tl.int32)
@@ -51,7 +51,7 @@ def read(values, extra, at, inside, CAST: tl.constexpr):
 
 @triton.jit
 def _random_bf16(x, random):
-    """Fp32 numbers on bf16's grid, up where the part that is cut off is more than `random`."""
+    """Round fp32 values to bf16's grid, up where the truncated part exceeds `random`."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < INFINITE
     bits = tl.minimum(bits, 0x7F7F0000)
@@ -63,7 +63,7 @@ def _random_bf16(x, random):
 
 @triton.jit
 def _write_plain(x, values, extra, key_0, key_1, at, inside, CAST: tl.constexpr):
-    """Store numbers that have no scale."""
+    """Store values that have no scale."""
     if CAST[HOW] == "split":
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 0x8000) >> 16
@@ -77,7 +77,7 @@ def _write_plain(x, values, extra, key_0, key_1, at, inside, CAST: tl.constexpr)
 
 @triton.jit
 def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
-    """Store float32 numbers, each rounded once, and their scale."""
+    """Store float32 values, each rounded once, and their scale."""
     if CAST[HOW] == "split" or CAST[HOW] == "plain":
         _write_plain(x, values, extra, key_0, key_1, at, inside, CAST)
     elif CAST[HOW] != "nothing":
@@ -96,7 +96,7 @@ def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
             random = 0.0
             if CAST[ROUNDING] == "stochastic":
                 random = uniform_of(key_0, key_1, at)
-            rounding: tl.constexpr = CAST[ROUNDING]  # Triton 3.6 passes on no bare string
+            rounding: tl.constexpr = CAST[ROUNDING]  # Triton 3.6 does not pass on a bare string
             k, e, sign = to_grid(x, random, CAST[MAX], CAST[EMIN], CAST[M], rounding, CAST[RANDOM_BITS])
             if CAST[HOW] == "scaled":
                 x = narrow(value_of(k, e, sign, CAST[M], True), values.dtype.element_ty)

@@ -1,15 +1,15 @@
-"""The remedies of FP4 (arXiv 2501.17116): quantiles, rows with their outliers apart, the slope of rounding.
+"""FP4's outlier handling (arXiv 2501.17116): quantiles, rows with separate outliers, the slope of rounding.
 
-**Elements of given ranks** of a bf16 tensor take two passes over it, each a histogram of one byte. The bits
-of a number, turned so that they are ordered as numbers are, are its key. The first pass counts the keys by
-their high byte, `choose` finds the byte in which each rank lies, the second pass counts the low bytes of the
-keys that have that high byte. NaN has the largest key. Counts are sums of integers, so that the order of the
-programs does not matter.
+**Elements of given ranks** of a bf16 tensor need two passes over it, each a histogram of one byte. An
+element's key is its bit pattern, transformed so that keys are ordered as values are. The first pass counts
+the keys by their high byte, `choose` finds the byte in which each rank lies, and the second pass counts the
+low bytes of the keys with that high byte. NaN has the largest key. Counts are integer sums, so the order of
+the programs does not matter.
 
-**A row** is one program's. It reads the row for its largest magnitude, and again, from a cache, to round it
-or to find the slope of rounding at each element (`quantization.estimator_slope`). What was cut off comes
-out in bf16. It is a difference of two bf16 numbers, which is exact in bf16 up to twice the limit (Sterbenz);
-a larger element keeps its eight bits.
+**A row** belongs to one program. It reads the row for its amax, and again, from a cache, to round it or to
+compute the slope of rounding at each element (`quantization.estimator_slope`). The clamped remainder is
+written in bf16. It is a difference of two bf16 values, which is exact in bf16 up to twice the limit
+(Sterbenz); a larger element keeps its eight bits.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 from narrowgauge.quantization import Cast
 
 BLOCK, TILES = 4096, 8
-COLUMNS = 1024  # that a program takes of its row at once
+COLUMNS = 1024  # that a program processes at once
 BINS = tl.constexpr(256)
 
 
 @triton.jit
 def _keys(x, at, inside):
-    """Keys 0 .. 0xFFFF in the order of the numbers; 0xFFFF for NaN and outside."""
+    """Keys 0 .. 0xFFFF in the order of the values; 0xFFFF for NaN and out of bounds."""
     bits = tl.load(x + at, inside, 0).to(tl.int32) & 0xFFFF
     key = tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
     return tl.where(((bits & 0x7FFF) > 0x7F80) | (inside == 0), 0xFFFF, key)
@@ -38,7 +38,7 @@ def _keys(x, at, inside):
 
 @triton.jit
 def _count(counts, byte, counted):
-    """Add the histogram of the bytes that are counted; the others are taken for 255 and subtracted."""
+    """Add the histogram of the bytes that are counted; the others are counted as 255 and subtracted."""
     bins = tl.arange(0, BINS)
     found = tl.histogram(tl.where(counted, byte, 255), BINS)
     found -= tl.where(bins == 255, tl.sum(1 - counted.to(tl.int32), 0), 0)
@@ -61,7 +61,7 @@ def count_bytes(x, counts, state, n, IS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit
 def choose(counts, state, found, low, high, IS_HIGH: tl.constexpr):
-    """The bin of each rank: to `state` with the rank within it, or with that the number to `found`."""
+    """Find the bin of each rank: to `state` with the rank within it, or with that the value to `found`."""
     bins = tl.arange(0, BINS)
     for j in tl.static_range(2):
         if IS_HIGH:
@@ -82,7 +82,7 @@ def choose(counts, state, found, low, high, IS_HIGH: tl.constexpr):
 
 
 def launch_ranked(x: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """The elements of two ranks (from 0, ascending) of contiguous bf16 numbers: 0-dim each."""
+    """The elements of two ranks (from 0, ascending) of contiguous bf16 values: 0-dim each."""
     n = x.numel()
     counts = torch.zeros(3 * 256 + 4, dtype=torch.int32, device=x.device)
     counts, state = counts[: 3 * 256], counts[3 * 256 :]
@@ -104,11 +104,11 @@ def launch_ranked(x: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _row(x, k, K, low, high, CLAMPS: tl.constexpr):
-    """(some of a row as float32, the same clamped); zeros beyond its end."""
+    """(part of a row as float32, the same clamped); zeros beyond its end."""
     whole = wide(tl.load(x + k, k < K, 0.0))
     if not CLAMPS:
         return whole, whole
-    clamped = tl.where(whole < low, low, whole)  # NaN stays
+    clamped = tl.where(whole < low, low, whole)  # keeps NaN
     clamped = tl.where(clamped > high, high, clamped)
     return whole, tl.where(k < K, clamped, 0.0)
 
@@ -117,12 +117,12 @@ def _row(x, k, K, low, high, CLAMPS: tl.constexpr):
 def _row_scale(
     x, K, low, high, TK: tl.constexpr, CLAMPS: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """(encode, decode, whether all is finite) of a row, one number each."""
+    """(encode, decode, whether all is finite) of a row, one value each."""
     bits = tl.zeros((TK,), tl.int32)
     for start in range(0, K, TK):
         bits = tl.maximum(bits, magnitude(_row(x, start + tl.arange(0, TK), K, low, high, CLAMPS)[1]))
     largest = tl.max(bits, 0) + tl.zeros((1,), tl.int32)
-    if CLAMPS:  # limits that are NaN make all of it that
+    if CLAMPS:  # NaN limits make the whole row NaN
         largest = tl.where(low == low, tl.where(high == high, largest, INFINITE), INFINITE)
     finite = largest < INFINITE
     amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
@@ -136,7 +136,7 @@ def cast_rows(
     TK: tl.constexpr, CLAMPS: tl.constexpr, CUTS: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """The elements of a row in units of its scale, and with CUTS what the limits cut off."""
+    """The elements of a row in units of its scale, and with CUTS the clamped remainder."""
     row = tl.program_id(0).to(tl.int64)
     x, out, rest = x + row * x_R, out + row * K, rest + row * K
     low, high = wide(tl.load(low)), wide(tl.load(high))
@@ -196,13 +196,13 @@ def _row_options(x: Tensor, cast: Cast) -> dict[str, Any]:
 def launch_rows(
     x: Tensor, cast: Cast, limits: tuple[Tensor, Tensor] | None, cuts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(elements in units of their row's scale, bf16; scales, fp32, one a row; what was cut off, bf16).
+    """(elements in units of their row's scale, bf16; scales, fp32, one per row; clamped remainder, bf16).
 
     Args:
         x: A matrix whose rows are contiguous.
         cast: A cast with fp32 scales of rows that rounds to nearest.
-        limits: What elements are clamped to, 0-dim bf16; None clamps nothing.
-        cuts: Whether what was cut off is wanted.
+        limits: The two limits of the clamp, 0-dim bf16; None clamps nothing.
+        cuts: Whether to return the clamped remainder.
     """
     R, K = x.shape
     out = torch.empty((R, K), dtype=torch.bfloat16, device=x.device)

@@ -1,14 +1,14 @@
 """Rounding to a format's grid, its codes, and the random bits of an element, as functions for kernels.
 
-One of them is a kernel itself: random signs in one launch, where plain operations take twenty.
+One is a kernel itself: random signs in one launch, instead of twenty plain operations.
 
-The arithmetic is that of `formats.rounding`, `formats.codes` and `formats.counter_rng`, except that the
-integer part of an element over its quantum, k, is kept as an integer. The element follows from k and its
+The arithmetic is that of `formats.rounding`, `formats.codes` and `formats.counter_rng`, except that k, the
+integer part of an element over its quantum, is kept as an integer. The element follows from k and its
 exponent field e (at least that of emin):
 
     value = sign * k * 2^(e - M)             code = sign bit, ((e - emin) << M) + k
 
-for normal and subnormal numbers alike; a k that is rounded up to 2^(M + 1) carries into the exponent.
+for both normal and subnormal values; a k that rounds up to 2^(M + 1) carries into the exponent.
 
 MAX, EMIN, M, TWOS (two's complement) and MINUS_ZERO (it has a code) are the facts of a format (`facts`).
 """
@@ -25,7 +25,7 @@ from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 
 def facts(fmt: Format) -> dict[str, Any]:
-    """A format as a kernel's constants."""
+    """A format as kernel constants."""
     return {
         "MAX": fmt.max,
         "EMIN": fmt.emin,
@@ -37,14 +37,14 @@ def facts(fmt: Format) -> dict[str, Any]:
 
 
 def facts_of_scale(name: str) -> dict[str, Any]:
-    """The format of scales as a kernel's constants; S_NAN is 0 where scales have no codes of a byte."""
+    """The format of scales as kernel constants; S_NAN is 0 if scales have no one-byte codes."""
     fmt = format(name)
     nan_code = fmt.nan_code if fmt.bits == 8 else 0
     return {"S_MAX": fmt.max, "S_EMIN": fmt.emin, "S_M": fmt.mantissa_bits, "S_NAN": nan_code}
 
 
 def is_converted(element: Format, rounding: str, device: torch.device) -> bool:
-    """Whether elements are rounded by a GPU's own instruction (`to_fp8`)."""
+    """Whether a GPU instruction rounds the elements (`to_fp8`)."""
     is_nearest = rounding == "nearest-even"
     return element.name in ("e4m3", "e5m2") and is_nearest and converts_to_fp8(device)
 
@@ -58,19 +58,19 @@ def _mix(x):
 
 @triton.jit
 def uniform(key, index):
-    """The number in [0, 1) of the elements `index` (int64) of a stream whose key words lie at `key`."""
+    """Values in [0, 1) for the elements `index` (int64) of a stream whose key words are at `key`."""
     return uniform_of(tl.load(key), tl.load(key + 1), index)
 
 
 @triton.jit
 def uniform_of(key_0, key_1, index):
-    """`uniform` of key words that are loaded already, int32."""
+    """`uniform` for key words that are already loaded, int32."""
     return (bits_of(key_0, key_1, index) >> 8).to(tl.float32) * (1.0 / 16777216.0)
 
 
 @triton.jit
 def bits_of(key_0, key_1, index):
-    """32 random bits of the elements `index` (int64), uint32."""
+    """32 random bits for the elements `index` (int64), uint32."""
     k0, k1 = key_0.to(tl.uint32, bitcast=True), key_1.to(tl.uint32, bitcast=True)
     high = (index >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
     return _mix(_mix((index & 0xFFFFFFFF).to(tl.uint32) ^ k0) ^ high ^ k1)
@@ -86,7 +86,7 @@ def to_grid(
     ROUNDING: tl.constexpr,
     RANDOM_BITS: tl.constexpr,
 ):
-    """(k, exponent field, sign bit) of finite float32 numbers; `random` is for "stochastic" only."""
+    """(k, exponent field, sign bit) of finite float32 values; `random` is for "stochastic" only."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     magnitude = tl.minimum(tl.abs(x), MAX)
     e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
@@ -109,7 +109,7 @@ def to_grid(
 
 @triton.jit
 def value_of(k, e, sign, M: tl.constexpr, MINUS_ZERO: tl.constexpr):
-    """The float32 numbers on the grid."""
+    """The float32 values on the grid."""
     value = k.to(tl.float32) * (e - (M << 23)).to(tl.float32, bitcast=True)
     if not MINUS_ZERO:
         sign = tl.where(k == 0, 0, sign)
@@ -140,13 +140,13 @@ def code_of(
 
 @triton.jit
 def to_fp8(x, MAX: tl.constexpr, M: tl.constexpr):
-    """The FP8 numbers nearest to finite float32 numbers, ties to even, by the GPU's own instruction.
+    """Round finite float32 values to FP8, ties to even, with a GPU instruction.
 
-    `cvt.rn.satfinite.e4m3x2.f32` and `.e5m2x2.f32` (PTX ISA, cvt) round as `to_grid` does by "nearest-even":
-    subnormals, carries and the sign of zero alike, and what is larger than MAX becomes MAX. One instruction
-    makes two codes, where `to_grid` and `code_of` take forty for each.
+    `cvt.rn.satfinite.e4m3x2.f32` and `.e5m2x2.f32` (PTX ISA, cvt) round as `to_grid` does by "nearest-even",
+    including subnormals, carries and the sign of zero; values larger than MAX become MAX. One instruction
+    produces two codes; `to_grid` and `code_of` take forty for each.
     """
-    x = tl.minimum(tl.maximum(x, -MAX), MAX)  # Triton promises no saturation
+    x = tl.minimum(tl.maximum(x, -MAX), MAX)  # Triton does not guarantee saturation
     return x.to(tl.float8e4nv if M == 3 else tl.float8e5)
 
 

@@ -1,7 +1,7 @@
-"""From the largest magnitude of a block to its scale, as functions for kernels; see `quantization.scales`.
+"""Computes a block's scale from its amax, as functions for kernels; see `quantization.scales`.
 
-Largest magnitudes travel as the bits of their float32, as int32: these are ordered as the numbers are, and
-every infinity and NaN is at least INFINITE.
+An amax is passed as the bits of its float32, as int32: these are ordered as the values are, and every
+infinity and NaN is at least INFINITE.
 """
 
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
@@ -78,7 +78,7 @@ def nvfp4_scale(amax, S, INVERSE_LARGEST: tl.constexpr):
 
 @triton.jit
 def rounded_scale(amax, MAX: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr):
-    """(divisor, scale, its code) of scales that are the quotient amax / MAX, rounded to a format."""
+    """(divisor, scale, its code) for scales that are the quotient amax / MAX, rounded to a format."""
     quotient = tl.math.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
     if S_EMIN < -100:  # bf16: its quanta have no inverse in fp32
         scale, code = wide(narrow(quotient, tl.bfloat16)), tl.zeros(amax.shape, tl.int32)

@@ -1,9 +1,9 @@
-"""SwiGLU by tiles, written as FP8 codes: its result, and its gradient along both axes.
+"""SwiGLU in tiles, written as FP8 codes: its result, and its gradient along both axes.
 
-Under current scaling a scale is made of the tensor's largest magnitude, which an earlier pass has found.
-Under delayed scaling it is known before: one pass writes codes and finds the largest magnitude. Whether that
-is finite is then known after the last tile, so a launch of one program says it (`delayed_scale`): a scale of
-NaN makes NaN of all codes.
+Under current scaling the scale comes from the tensor's amax, which an earlier pass has computed. Under
+delayed scaling the scale is known in advance: one pass writes codes and computes the amax. Whether the amax
+is finite is known only after the last tile, so a launch of a single program then writes the scale
+(`delayed_scale`): a scale of NaN turns all codes into NaN.
 """
 
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ from narrowgauge.kernels.triton.launch import launch, tl, triton
 from narrowgauge.kernels.triton.rounding import code_of, is_converted, to_fp8, to_grid
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 
-#: Rows and columns of a tile that is written along both axes: 64 bytes of codes next to each other in each.
+#: Rows and columns of a tile that is written along both axes: 64 contiguous bytes of codes in each.
 SQUARE: dict[str, Any] = {"ROWS": 64, "COLS": 64}
 
 
 @triton.jit
 def _scale_of(amax_ptr, MAX: tl.constexpr):
-    """(factor, scale) of a tensor from its largest magnitude, [1]; the scale is NaN if that is not finite."""
+    """(factor, scale) of a tensor from its amax, [1]; the scale is NaN if that is not finite."""
     amax = tl.load(amax_ptr + tl.arange(0, 1))
     finite = (amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITE
     factor, scale = fp32_scale(tl.where(finite, amax, 0.0), MAX, False)
@@ -44,7 +44,7 @@ def _codes(
     x, factor, scale, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes of numbers under a scale, rounded to nearest even; those of zeros under a scale of NaN."""
+    """FP8 codes of values under a scale, rounded to nearest even; those of zeros under a scale of NaN."""
     x = tl.where((scale == scale)[:, None], wide(x), 0.0) * factor[:, None]
     if CONVERTS:
         code = to_fp8(x, MAX, M).to(tl.uint8, bitcast=True)
@@ -56,7 +56,7 @@ def _codes(
 
 @triton.jit
 def _store_both(x, out_ptr, other_ptr, row, col, inside, rows, columns):
-    """A tile along its rows, and along its columns."""
+    """Store a tile along its rows, and along its columns."""
     tl.store(out_ptr + row * columns + col, x, inside)
     tl.store(other_ptr + col.to(tl.int64) * rows + row, x, inside)
 
@@ -66,7 +66,7 @@ def swiglu_codes(
     gate_up_ptr, encode_ptr, codes_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes of silu(gate) * up under a scale that is known."""
+    """FP8 codes of silu(gate) * up under a known scale."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     y = swiglu_of(gate_up_ptr, row, col, inside, F, gate_up_ptr.dtype.element_ty)
     factor = tl.load(encode_ptr + tl.arange(0, 1))
@@ -76,7 +76,7 @@ def swiglu_codes(
 
 @triton.jit
 def delayed_scale(amax_ptr, encode_ptr, scale_ptr, seen_ptr):
-    """A tensor's encoding scale, and its inverse, or NaN if the tensor is not finite; `seen` is raised."""
+    """A tensor's encoding scale, and its inverse, or NaN if the tensor is not finite; raises `seen`."""
     one = tl.arange(0, 1)
     bits = tl.load(amax_ptr + one).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     encode = tl.load(encode_ptr + one)
@@ -94,10 +94,10 @@ def swiglu_backward_codes(
     Y_MAX: tl.constexpr, Y_EMIN: tl.constexpr, Y_M: tl.constexpr, Y_ZERO: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes of the gradients of gate and up, side by side, along both axes; of y along its columns.
+    """FP8 codes of the gradients of gate and up, concatenated, along both axes; of y along its columns.
 
-    Scales come from largest magnitudes, `grad_amax` and `y_told`. With `grad_encode` they are known: `y_told`
-    is y's encoding scale and its inverse, and `grad_amax` is raised.
+    Scales come from the amaxes, `grad_amax` and `y_told`. With `grad_encode` they are known: `y_told` is y's
+    encoding scale and its inverse, and `grad_amax` is raised.
     """
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
@@ -151,7 +151,7 @@ def launch_swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -
 
 
 def _launch_scale(amax: Tensor, delayed: DelayedScale) -> Tensor:
-    """The encoding scale of a tensor and its inverse, (2,) fp32, once its largest magnitude is known."""
+    """The encoding scale of a tensor and its inverse, (2,) fp32, once its amax is known."""
     scale_2 = torch.empty(2, dtype=torch.float32, device=amax.device)
     seen = None if delayed.seen is None else delayed.seen.view(torch.int32)
     launch(
@@ -172,8 +172,9 @@ def launch_swiglu_backward_codes(
 ) -> SwigluCodes:
     """The gradient and y in the formats `grad` and `y`; contiguous inputs.
 
-    Scales are made of `grad_amax` and `y_told`, their largest magnitudes (0-dim fp32). With `delayed` the
-    gradient's is known, `grad_amax` is raised from zero, and `y_told` is what `launch_swiglu_codes` returned.
+    Scales are computed from the amaxes `grad_amax` and `y_told` (0-dim fp32). With `delayed` the gradient's
+    scale is known, `grad_amax` is raised from zero, and `y_told` is the second result of
+    `launch_swiglu_codes`.
     """
     rows, F = dy_MF.shape
     grad_M2F, grad_2FM, y_FM = (
@@ -197,12 +198,12 @@ def launch_swiglu_backward_codes(
 
 
 def _converts(device: torch.device, *formats: Format) -> bool:
-    """Whether a GPU's own instruction rounds to all of these formats."""
+    """Whether a GPU instruction rounds to all of these formats."""
     return all(is_converted(f, "nearest-even", device) for f in formats)
 
 
 def _facts(fmt: Format, of: str) -> dict[str, Any]:
-    """An FP8 format as a kernel's constants."""
+    """An FP8 format as kernel constants."""
     return {
         f"{of}MAX": fmt.max,
         f"{of}EMIN": fmt.emin,

@@ -1,4 +1,4 @@
-"""The bins of `histogram`, which reports read without torch."""
+"""The bins of `histogram`; reports read them without torch."""
 
 import math
 from typing import NamedTuple
@@ -10,14 +10,14 @@ UNDER, OVER = 6, 3  # octaves
 
 
 class Bins(NamedTuple):
-    """The bins of a format: the exponent at which they begin, and log2 of the bins in an octave."""
+    """The bins of a format: the exponent of the first, and log2 of the bins per octave."""
 
     low: int
     fine: int
 
     @property
     def per_octave(self) -> int:
-        """Bins in an octave."""
+        """Bins per octave."""
         return 1 << self.fine
 
 

@@ -1,35 +1,34 @@
-"""What a cast did to a tensor, in a few numbers.
+"""Measures what a cast did to a tensor, in a few numbers.
 
-Let x be the numbers before the cast, y those after it (what a product sees, or what is stored), n their
-count, and for each block s its scale and m = s * (the element format's largest number). Shares are of n:
+Let x be the values before the cast, y those after it (what a GEMM sees, or what is stored), n their count,
+and for each block s its scale and m = s * (the element format's largest value). Shares are of n:
 
     nonfinite    x or y is NaN or infinite; such elements count as 0 below
     zeros        y = 0
-    underflow    x != 0 and y = 0; counted as zeros of y less zeros of x, since no cast makes anything of 0
-    largest      |y| >= m (1 - 2^-20): at the largest number, as the largest of a block often is
-    clipped      |x| > m (1 + 2^-20): what did not fit. The 2^-20 allows for the rounding of the scale
+    underflow    x != 0 and y = 0; computed as zeros of y minus zeros of x, since no cast makes anything of 0
+    largest      |y| >= m (1 - 2^-20): at the largest value, as a block's amax often is
+    clipped      |x| > m (1 + 2^-20): did not fit. The 2^-20 allows for the rounding of the scale
 
 With the error e = y - x, and sums over all elements:
 
-    sqnr_db      10 log10(sum x^2 / sum e^2), the ratio of signal to quantization noise; None without either
-    mean_error   sum e / n: rounding to nearest is biased where it is far from 0 against sqrt(sum e^2) / n
+    sqnr_db      10 log10(sum x^2 / sum e^2), the signal-to-quantization-noise ratio; None if either sum is 0
+    mean_error   sum e / n: rounding is biased where this is far from 0 relative to sqrt(sum e^2) / n
     rms          sqrt(sum x^2 / n)
 
-With a, the largest magnitudes of the blocks:
+With a, the amaxes of the blocks:
 
-    amax         [smallest, median, largest]; the last is that of the tensor. For an even number of blocks the
+    amax         [smallest, median, largest]; the last is the tensor's amax. For an even number of blocks the
                  median is the lower of the two in the middle
     binades      up to 16 counts: blocks whose a has the exponent of the largest, one below, ... 15 or more
-                 below (or a = 0); zeros at the end are left off
+                 below (or a = 0); trailing zeros are dropped
     scales       [smallest, largest] decoded scale of a block, tensor scale included
     histogram    magnitudes before and after, in units of the scale: `histogram.py`; narrow formats only
 
 If a cast transforms a tensor (Hadamard), x is the transformed tensor. Clamped outliers belong to x. If a cast
-takes the mean over tokens away (`center`), x and y are without it. Channels that are kept in another cast
-count in nonfinite, zeros, underflow and all that is made of sums; the rest is of the other channels.
-Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
-exact. `gauge` turns a tensor into one vector, without waiting for a GPU; `figures` turns the vector into the
-numbers above.
+removes the mean over tokens (`center`), x and y exclude it. Channels kept in another cast count toward
+nonfinite, zeros, underflow and all sums; everything else describes the remaining channels. Squares of small
+values underflow in float32, so x and y are first multiplied by a power of two, which is exact. `gauge`
+reduces a tensor to one vector without a GPU sync; `figures` turns the vector into the numbers above.
 """
 
 import math
@@ -54,7 +53,7 @@ BINADES = 16
 _SLACK = 2.0**-20
 _SUMS = ("nonfinite", "zeros", "zeros_before", "largest", "clipped", "error", "noise", "signal")
 _HEAD = ("elements", "factor", "smallest", "median", "amax", "scale_min", "scale_max", *_SUMS)
-_WIDE = 3e38  # the largest bf16 and fp32: nothing comes near it
+_WIDE = 3e38  # the largest bf16 and fp32 values: nothing comes near
 
 
 def gauge_operand(
@@ -64,15 +63,15 @@ def gauge_operand(
     axis: int,
     context: QuantContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Gauge a tensor that `emulate` or `quantize` has narrowed.
+    """Gauge a tensor that `emulate` or `quantize` has processed.
 
     Args:
         x: The tensor that was quantized, of any floating dtype.
-        seen: Its numbers after that, scales applied, in the shape of the quantized tensor.
+        seen: Its values after quantization, scales applied, in the shape of the quantized tensor.
         cast: The cast that it was quantized with.
         axis: The axis that blocks lie along.
-        context: The context that it was quantized under. A shard is gauged by itself, under the scales that
-            it would have alone, so that no process waits for others.
+        context: The context that it was quantized under. A shard is gauged alone, under the scales that it
+            would have by itself, so that no process waits for others.
 
     Returns:
         A float64 vector, for `figures`.
@@ -94,23 +93,23 @@ def gauge_operand(
 def _gauge_parts(
     x: torch.Tensor, seen: torch.Tensor, cast: Cast, axis: int, context: QuantContext
 ) -> torch.Tensor:
-    """The vector of a tensor with kept channels: that of the others, and the sums of both."""
+    """The vector of a tensor with kept channels: that of the others, with sums over both."""
     channels = kept_channels(x, cast, context)
     (rest, alone), (seen_rest, seen_alone) = parted(x, channels), parted(seen, channels)
     vector = gauge_operand(rest, seen_rest, cast.of_the_rest, axis, context)
-    seen_alone = seen_alone[tuple(slice(0, n) for n in x.shape)]  # less what a transform has lengthened
+    seen_alone = seen_alone[tuple(slice(0, n) for n in x.shape)]  # drop the padding of a transform
     factor = vector[_HEAD.index("factor")].float()
     sums = _sums(alone, seen_alone, None, factor, clips=False, is_same=False)
-    sums[1:3] -= x.numel()  # each part has zeros in the place of the other
+    sums[1:3] -= x.numel()  # each part has zeros in place of the other
     vector[len(_HEAD) - len(_SUMS) : len(_HEAD)] += sums
     return vector
 
 
 @torch.no_grad()
 def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
-    """Gauge a float32 tensor that was written to a state, as a vector for `figures`.
+    """Gauge a float32 tensor that was written to quantized state, as a vector for `figures`.
 
-    Range expansion stretches each block to the largest number, so clipping is not counted under it.
+    Range expansion stretches each block to the largest value, so clipping is not counted under it.
     """
     cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
@@ -143,8 +142,8 @@ def gauge(
         seen: The tensor after, in the same shape; the same object if nothing changed.
         blocks: The blocks of both.
         scale: The float32 scale of each block, inner dimensions kept with size 1; None for 1.
-        largest: The largest number of an element.
-        grid: The element format, if its numbers times `scale` are what can be stored; for the histogram.
+        largest: The largest value of an element.
+        grid: The element format, if its values times `scale` are what can be stored; for the histogram.
 
     Returns:
         A float64 vector, for `figures`.
@@ -205,22 +204,22 @@ def _sums(
 
 
 def _smallest_median_largest(amax: torch.Tensor) -> list[torch.Tensor]:
-    """Three 0-dim tensors from the largest magnitudes of the blocks."""
+    """Three 0-dim tensors from the amaxes of the blocks."""
     if not amax.numel():
         return [amax.new_zeros(())] * 3
     return [amax.amin(), amax.median(), amax.amax()]
 
 
 def _binades(amax: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """The blocks whose largest magnitude is 0, 1, ... binades below the tensor's: float64 counts."""
+    """The number of blocks whose amax is 0, 1, ... binades below the tensor's: float64 counts."""
     below = torch.where(amax > 0, exponent - amax.frexp().exponent, BINADES).clamp_(max=BINADES - 1)
     return torch.histc(below.double(), BINADES, 0, BINADES)
 
 
 def figures(vector: Sequence[float], grid: Format | None = None) -> dict[str, Any]:
-    """The vector of `gauge` as numbers for people: the names of the module's docstring, and `elements`.
+    """The vector of `gauge` as named numbers: those of the module's docstring, and `elements`.
 
-    Given the element format, it has a `histogram` if `gauge` made one.
+    With the element format, it includes a `histogram` if `gauge` made one.
     """
     values, binades = dict(zip(_HEAD, vector, strict=False)), vector[len(_HEAD) : len(_HEAD) + BINADES]
     bins = None if grid is None else counts(vector[-WIDTH:], grid)
@@ -249,20 +248,20 @@ def _without_zeros_at_end(counts: list[int]) -> list[int]:
 
 
 def decibels(signal: float, noise: float) -> float | None:
-    """10 log10 of a ratio of powers; None if one of them is 0 or not finite."""
+    """10 log10 of a power ratio; None if either power is 0 or not finite."""
     if not (0 < signal < math.inf and 0 < noise < math.inf):
         return None
     return 10 * math.log10(signal / noise)
 
 
 def gauge_product(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Compare a product with the same in high precision: float64 [4], for `cosine_similarity`."""
+    """Compare a matmul with the same in high precision: float64 [4], for `cosine_similarity`."""
     a, b = result.double(), exact.double()
     return torch.stack([(a * b).sum(), (a * a).sum(), (b * b).sum(), (a - b).square().sum()])
 
 
 def cosine_similarity(vector: Sequence[float]) -> dict[str, float | None]:
-    """Cosine of the angle between a product and the same in high precision, and SQNR in decibels."""
+    """Cosine of the angle between a matmul and the same in high precision, and the SQNR in decibels."""
     dot, narrow, exact, noise = vector
     is_good = 0 < narrow < math.inf and 0 < exact < math.inf
     cosine = dot / math.sqrt(narrow) / math.sqrt(exact) if is_good else None

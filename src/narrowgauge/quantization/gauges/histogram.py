@@ -1,18 +1,18 @@
-"""A histogram of a tensor's magnitudes on the grid of its format, before rounding and after.
+"""A histogram of a tensor's magnitudes on the grid of its format, before and after rounding.
 
-A magnitude is taken in units of its block's scale, where the grid is that of the element format: 0, 0.5, 1,
-1.5, 2, 3, 4 and 6 for E2M1. Bins are numbered from 1 = 2^0; with n bins an octave, bin b begins at
+A magnitude is measured in units of its block's scale, where the grid is that of the element format: 0, 0.5,
+1, 1.5, 2, 3, 4 and 6 for E2M1. Bins are numbered from 1 = 2^0; with n bins per octave, bin b begins at
 
     2^floor(b / n) * (1 + (b mod n) / n)
 
-so a number of the grid lies at the lower edge of a bin, if the format has no more than log2 n mantissa bits.
-Bins reach from 6 octaves under the smallest number to 3 above the largest; the first and the last also count
-what lies beyond them. n is 4, 2 or 1, the most that `BINS` bins have room for. Zeros are counted separately,
-and elements that are not finite are left out.
+so a grid value lies at the lower edge of a bin if the format has at most log2 n mantissa bits. Bins reach
+from 6 octaves below the smallest value to 3 above the largest; the first and the last also count what lies
+beyond. n is 4, 2 or 1, the most that fits in `BINS` bins. Zeros are counted separately; non-finite elements
+are skipped.
 
-The histogram counts a sample of some thousand elements, evenly spaced along every dimension, by odd strides:
-sequences and heads have lengths with many factors of 2, and an even stride would meet the same position in
-each. If a block at the edge of a tensor is ragged, its padding counts as zeros, before and after.
+The histogram samples a few thousand elements, evenly spaced along every dimension, with odd strides: sequence
+and head lengths have many factors of 2, and an even stride would always hit the same positions. In a ragged
+block at the edge of a tensor, padding counts as zeros, before and after.
 """
 
 import math
@@ -26,14 +26,14 @@ from narrowgauge.quantization.gauges.bins import BINS, Bins, bins_of
 
 SAMPLE = 4096  # elements, roughly
 WIDTH = 2 * (BINS + 1)  # of the vector
-_NUDGE = 1 + 2.0**-20  # a number of the grid may have lost its last bit on the way through its scale
+_NUDGE = 1 + 2.0**-20  # a grid value may have lost its last bit in the division by its scale
 _MANTISSA = 23  # bits of float32
 
 
 def histogram(
     split: torch.Tensor, after: torch.Tensor, scale: torch.Tensor | None, fmt: Format
 ) -> torch.Tensor:
-    """Count a sample of a split tensor before and after, without waiting for a GPU.
+    """Count a sample of a split tensor before and after, without a GPU sync.
 
     Args:
         split: The tensor before, of any floating dtype.
@@ -50,9 +50,9 @@ def histogram(
 
 
 def counts(vector: Sequence[float], fmt: Format) -> dict[str, Any] | None:
-    """The counts of `histogram` for people; None if it was not called.
+    """The counts of `histogram` as a record; None if it was not called.
 
-    They are `zeros` [before, after], and `before` and `after` for each bin from number `first` on.
+    It has `zeros` [before, after], and `before` and `after` for each bin from number `first` on.
     """
     before, after = ([int(n) for n in vector[i : i + BINS + 1]] for i in (0, BINS + 1))
     if not sum(before):

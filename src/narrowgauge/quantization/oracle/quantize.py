@@ -1,16 +1,16 @@
-"""Quantization by hand: block by block, number by number, in exact rational arithmetic.
+"""Quantization by hand: block by block, value by value, in exact rational arithmetic.
 
-This is the judge of `quantize` and the maker of the conformance vectors. Every number is a `Fraction`, so
-nothing is rounded except where the formulas of `scales.py` say fl(): to the nearest float32, at most the
-largest. The fast path shares no line with it.
+This is the reference for `quantize` and produces the conformance vectors. Every value is a `Fraction`, so
+nothing is rounded except where the formulas of `scales.py` have fl(): to the nearest float32, at most the
+largest. The fast path does not share a line with it.
 
-The mean over tokens is taken away first, if the cast says so. Then a matrix goes through four steps, each a
+If the cast has a mean over tokens, it is subtracted first. Then a matrix goes through four steps, each a
 function here:
 
-    transform   x D H / sqrt(n) in groups along the contraction, rounded once to the tensor's own dtype
+    transform   x D H / sqrt(n) in groups along the contraction, rounded once to the tensor's dtype
     clamp       to its own quantiles, found by rank
-    scale       a factor and a stored scale for each block, from its largest magnitude
-    round       each number times its factor, to the grid of the element format; with candidates once for each
+    scale       a factor and a stored scale for each block, from its amax
+    round       each value times its factor, to the grid of the element format; once per candidate
 """
 
 import itertools
@@ -37,19 +37,19 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTensor:
-    """A tensor that the oracle has quantized.
+    """A tensor quantized by the oracle.
 
     Attributes:
-        values: A float64 array, the element of each number before scales; 0 in blocks that are not finite.
+        values: A float64 array, the element of each value before scales; 0 in blocks that are not finite.
         codes: The codes of the elements, an integer array.
-        scales: The decoded scale of each block, by the index of its first number; NaN where not finite.
-        tensor_scales: The scale above that of each block (NVFP4), else 1.
-        rest: What clamping took away (zeros elsewhere).
-        mean: The mean over tokens that was taken away before.
-        second: The blocks that have the second of the cast's elements, by the index of their first number.
-        back: What numbers of the second element are multiplied by.
+        scales: The decoded scale of each block, by the index of its first element; NaN where not finite.
+        tensor_scales: The outer scale of each block (NVFP4), else 1.
+        rest: What clamping removed (zeros elsewhere).
+        mean: The mean over tokens that was subtracted.
+        second: The blocks that use the second of the cast's elements, by the index of their first element.
+        back: The factor that values of the second element are multiplied by.
         channels: The channels that are kept in another cast.
-        kept: Their numbers in that cast, zeros elsewhere.
+        kept: Their values in that cast, zeros elsewhere.
     """
 
     values: np.ndarray
@@ -65,13 +65,13 @@ class ReferenceTensor:
 
     @property
     def tensor_scale(self) -> float:
-        """The one scale above those of all blocks."""
+        """The one outer scale above those of all blocks."""
         (scale,) = set(self.tensor_scales.values()) or {1.0}
         return scale
 
     def dequantize(self) -> np.ndarray:
-        """The numbers that are stored: element, scale and scale above multiplied, the mean added, each step
-        rounded to float32; NaN in blocks that are not finite."""
+        """The stored values: element times scale times outer scale, plus the mean, each step rounded to
+        float32; NaN in blocks that are not finite."""
         starts = [sorted({corner[dim] for corner in self.scales}) for dim in range(self.values.ndim)]
         out = np.zeros_like(self.values)
         for i in np.ndindex(self.values.shape):
@@ -104,22 +104,22 @@ def reference_quantize(
     held: float = 0.0,
     channels: Sequence[int] | None = None,
 ) -> ReferenceTensor:
-    """Quantize an array of numbers.
+    """Quantize an array.
 
     Args:
-        x: float32 or bfloat16 numbers, as floats.
+        x: float32 or bfloat16 values, as floats.
         cast: The cast.
         axis: The axis that blocks lie along.
-        draws: For stochastic rounding, the 24 random bits of each number, as an integer.
+        draws: For stochastic rounding, the 24 random bits of each value, as an integer.
         signs: The signs of a Hadamard transform whose cast does not name them.
-        encode_scale: An encoding scale in place of the one of the tensor (delayed scaling).
+        encode_scale: An encoding scale instead of the tensor's own (delayed scaling).
         scale_draws: The 24 random bits of each block's scale, if scales are rounded stochastically.
-        held: The largest magnitude of the tensor in place of its own, if it is held (not 0).
-        channels: The channels that are kept in another cast, in place of those with the largest norms.
+        held: The amax to use instead of the tensor's own, if it is held (not 0).
+        channels: The channels kept in another cast, instead of those with the largest norms.
         dtype: The dtype of x, to which the transform's result is rounded: "fp32" or "bf16".
 
     Returns:
-        The codes and scales that `quantize` has to give.
+        The codes and scales that `quantize` must produce.
 
     Raises:
         ValueError: A transform whose sums float32 could not hold exactly, so that they would depend on order.
@@ -144,7 +144,7 @@ def _quantized(
     scale_draws: np.ndarray | None,
     held: float,
 ) -> ReferenceTensor:
-    """`reference_quantize` of float64 numbers that are all in one cast."""
+    """`reference_quantize` for float64 values that all use one cast."""
     x, mean = _centered(x, cast, dtype)
     if cast.hadamard.size:
         named = (
@@ -157,7 +157,7 @@ def _quantized(
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
     second: set[Index] = set()
-    numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # of each block: before rounding, and after
+    numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # per block: (before, after) rounding
     first = cast.having(scale_rounding="nearest-even") if cast.scales.correction else cast
     uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(blocks)}
     for c in blocks:
@@ -183,7 +183,7 @@ def _quantized(
 def _with_kept(
     rest: ReferenceTensor, alone: np.ndarray, channels: Index, cast: Cast, axis: int, dtype: str
 ) -> ReferenceTensor:
-    """What was quantized of the rest, and the channels that are kept apart in their own cast."""
+    """The quantized rest, with the kept channels added in their own cast."""
     kept_cast = named_cast(cast.channels.cast)
     if kept_cast.is_scaled:
         kept = reference_quantize(alone, kept_cast, axis, dtype=dtype).dequantize()
@@ -196,7 +196,7 @@ def _with_kept(
 def _codes(
     values: np.ndarray, blocks: dict[Index, tuple[slice, ...]], second: set[Index], cast: Cast
 ) -> np.ndarray:
-    """The codes of elements, in the format that their block has."""
+    """The codes of elements, in the format of their block."""
     codes = np.zeros(values.shape, np.int64)
     for c, block in blocks.items():
         element = cast.with_second.element if c in second else cast.element
@@ -206,7 +206,7 @@ def _codes(
 
 
 def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """(what is left without the mean over tokens, what is added again), if the cast takes it away."""
+    """(what remains without the mean over tokens, what is added back), if the cast subtracts it."""
     if not cast.mean.over:
         return x, np.zeros(1)
     mean = token_mean_by_hand(x, dtype)
@@ -227,8 +227,8 @@ def _quantize_block(
     encode_scale: float | None,
     is_finite: bool,
 ) -> tuple[dict[Index, float], float, float, Fraction, bool]:
-    """(elements of a block by index, its scale, the scale above, its factor, whether these are of the second
-    element) of the best candidate."""
+    """(elements of a block by index, its scale, the outer scale, its factor, whether the second element is
+    used) for the best candidate."""
     least: Fraction | None = None
     best: tuple[dict[Index, float], float, float, Fraction, bool] = ({}, math.nan, 1.0, Fraction(0), False)
     for number, candidate in enumerate(cast.choice.candidates or (0.0,) * (2 if cast.choice.elements else 1)):
@@ -255,7 +255,7 @@ def _quantize_block(
 
 
 def _round(x: float, factor: Fraction, cast: Cast, draw: int | None, into: Fraction) -> float:
-    """One number times its factor, and what it is stretched by, on the element grid."""
+    """Round one value, times its factor and stretch, to the element grid."""
     scaled = fl(fl(Fraction(x) * factor) * into)
     rounding, uniform = cast.rounding.mode, Fraction(1, 2)
     if rounding == "stochastic":
@@ -272,7 +272,7 @@ def _round(x: float, factor: Fraction, cast: Cast, draw: int | None, into: Fract
 
 
 def _blocks(shape: Index, cast: Cast, axis: int) -> dict[Index, tuple[slice, ...]]:
-    """The elements of each block, by the index of its first number."""
+    """The elements of each block, by the index of its first element."""
     extent = _extent(shape, cast, axis)
     corners = itertools.product(*(range(0, n, e) for n, e in zip(shape, extent, strict=True)))
     return {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
@@ -291,7 +291,7 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
 
 
 def _is_under(one: Index, other: Index, cast: Cast, axis: int) -> bool:
-    """Whether two blocks have the same second scale, by the indices of their first numbers."""
+    """Whether two blocks share an outer scale, by the indices of their first elements."""
     if cast.scales.outer == "tensor":
         return True
     is_same_row = one[:axis] + one[axis + 1 :] == other[:axis] + other[axis + 1 :]
@@ -300,5 +300,5 @@ def _is_under(one: Index, other: Index, cast: Cast, axis: int) -> bool:
 
 
 def _uniform(draws: np.ndarray | None, number: int) -> Fraction:
-    """The random number in [0, 1) of the scale of a block."""
+    """The random value in [0, 1) for the scale of a block."""
     return Fraction(1, 2) if draws is None else Fraction(int(draws.flat[number]), 2**24)

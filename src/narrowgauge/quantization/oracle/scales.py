@@ -19,14 +19,14 @@ def scales_of_block(
     uniform: Fraction = Fraction(1, 2),
     candidate: float = 0.0,
 ) -> tuple[Fraction, Fraction, Fraction]:
-    """The factor of a block's numbers (exact where they are divided), its scale, and the scale above it.
+    """The factor of a block's values (exact where they are divided), its scale, and the outer scale.
 
     Args:
-        amax: The largest magnitude of the block.
-        over: That of the tensor, or of the row, for casts with a scale above.
+        amax: The amax of the block.
+        over: That of the tensor or the row, for casts with an outer scale.
         cast: The cast.
-        uniform: The random number in [0, 1) of a scale that is rounded stochastically.
-        candidate: The magnitude that the largest number is mapped to; 0 for the largest element.
+        uniform: The random value in [0, 1) of a scale that is rounded stochastically.
+        candidate: The magnitude that the amax is mapped to; 0 for the largest element.
     """
     aim = Fraction(cast.element.max * cast.scales.headroom)
     if cast.scales.format == "fp32":
@@ -55,7 +55,7 @@ def scales_of_block(
 def _nvfp4(
     amax: Fraction, over: Fraction, cast: Cast, uniform: Fraction, candidate: float
 ) -> tuple[Fraction, Fraction, Fraction]:
-    """The same in the order of TransformerEngine."""
+    """The same in TransformerEngine's order of operations."""
     S, above = Fraction(1), Fraction(1)
     if over:
         largest = fl(Fraction(cast.target * cast.element.max * cast.scales.headroom))
@@ -88,7 +88,7 @@ def rounded(quotient: Fraction, cast: Cast, uniform: Fraction) -> tuple[Fraction
 
 
 def _exponent(amax: Fraction, cast: Cast) -> int:
-    """The exponent of an E8M0 scale, before it is cut to -127 .. 127."""
+    """The exponent of an E8M0 scale, before it is clamped to -127 .. 127."""
     if amax == 0:
         return -127
     element: Format = cast.element
@@ -115,12 +115,12 @@ def corrected_scales(
     cast: Cast,
     axis: int,
 ) -> dict[Index, float]:
-    """The scale of each block by the index of its first number, NaN where it was.
+    """The corrected scale of each block by the index of its first element; NaN stays NaN.
 
     Args:
-        scales: The scales to the nearest.
-        numbers: The numbers of each block in units of its scale, before and after rounding.
-        uniforms: The random number in [0, 1) of each scale.
+        scales: The scales rounded to nearest.
+        numbers: The values of each block in units of its scale, before and after rounding.
+        uniforms: The random value in [0, 1) of each scale.
         cast: The cast.
         axis: The axis that groups lie along.
     """
@@ -131,7 +131,7 @@ def corrected_scales(
         groups.setdefault((*c[:axis], c[axis] // size, *c[axis + 1 :]), []).append(c)
     corrected = {}
     for blocks in groups.values():
-        seen = [numbers[c] if scales[c] else () for c in blocks]  # under a scale of 0 nothing is seen
+        seen = [numbers[c] if scales[c] else () for c in blocks]  # a scale of 0 hides its block
         above = _sum([_sum([fl(t * t) for t, _ in block]) for block in seen])
         below = _sum([_sum([fl(t * q) for t, q in block]) for block in seen])
         factor = fl(above / below) if below else Fraction(1)
@@ -144,7 +144,7 @@ def corrected_scales(
 
 
 def _sum(terms: Sequence[Fraction]) -> Fraction:
-    """One after the other, each sum rounded to float32."""
+    """The sum in order, rounded to float32 after each addition."""
     total = Fraction(0)
     for term in terms:
         total = fl(total + term)

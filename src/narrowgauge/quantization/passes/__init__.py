@@ -1,1 +1,1 @@
-"""The passes of quantization over all elements of a tensor: in torch's operations, and in C on a CPU."""
+"""The passes of quantization over all elements of a tensor: in torch operations, and in C on a CPU."""

@@ -1,15 +1,15 @@
-"""The C of `passes.c`, compiled once for a machine: where there is a C compiler, and nowhere else.
+"""Compiles the C of `passes.c` once per machine, if there is a C compiler.
 
-The library lies in the cache (`files.cache_directory`), under a name made of the source, the compiler's
-flags and the CPU, so that a home that several machines share holds one for each. It is kept only after
-it has given the numbers of torch's operations (`in_c`). `NARROWGAUGE_KERNELS=0` does without it.
+The library is kept in the cache (`files.cache_directory`) under a name made of the source, the compiler flags
+and the CPU, so that a home directory shared by several machines holds one for each. It is kept only after its
+results have matched torch's (`in_c`). `NARROWGAUGE_KERNELS=0` disables it.
 
-A library is code, and several users may share a cache. So each user has a folder there, `passes-UID`, and
-what is loaded are bytes that were read once, from a file that only this user can write, in a folder that only
-this user can write, and whose name holds their digest. Anything else is compiled anew.
+A library is code, and several users may share a cache. So each user has a separate folder there,
+`passes-UID`. Only bytes that were read once are loaded, from a file and folder that only this user can write
+to and whose name contains their digest. Anything else is recompiled.
 
-The flags leave every number as it is: no product and sum become one rounding (`-ffp-contract=off`), and
-what may be ignored is errno and the flags of exceptions, which nobody reads.
+The flags keep every value as it is: multiply and add are not fused into one rounding (`-ffp-contract=off`).
+The compiler may ignore only errno and floating-point exception flags, which no code reads.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ from narrowgauge.operating_system import is_private, user_id
 from narrowgauge.processes import output_of
 
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
-_FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows
+_FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")  # uses the first that the compiler knows
 _SECONDS = 60
 
 
@@ -45,9 +45,9 @@ def compiler() -> list[str]:
 
 
 def kept() -> Iterator[bytes]:
-    """The libraries in the cache for this source, CPU and compiler that no other user can have written.
+    """The cached libraries for this source, CPU and compiler that no other user can have written.
 
-    There may be several, where machines with other C libraries share a home.
+    There may be several if machines with different C libraries share a home directory.
 
     Warns:
         UserWarning: Other users can write to the folder, so nothing in it is read.
@@ -56,7 +56,7 @@ def kept() -> Iterator[bytes]:
     with suppress(OSError):
         if not _is_private(folder):
             warnings.warn(
-                f"{folder} is no directory that only this user can write to, so the compiled passes in it "
+                f"{folder} is not a directory that only this user can write to, so the compiled passes in it "
                 "are not loaded, and each process compiles them: remove it, or `chmod 700` it if it is yours",
                 stacklevel=2,
             )
@@ -69,7 +69,7 @@ def kept() -> Iterator[bytes]:
 
 
 def built(directory: Path) -> Path | None:
-    """The library, compiled into a directory; None where that fails."""
+    """The library, compiled into a directory; None if that fails."""
     command = compiler()
     if not command:
         return None
@@ -90,7 +90,7 @@ def opened(path: Path) -> ctypes.CDLL | None:
 
 
 def keep(content: bytes) -> None:
-    """Put a library into the cache, if that can be done safely; other processes may do the same."""
+    """Put a library into the cache if that is safe; other processes may do the same concurrently."""
     folder = _folder()
     with suppress(OSError):
         make_directory(folder.parent)
@@ -107,12 +107,12 @@ def keep(content: bytes) -> None:
 
 
 def source() -> str:
-    """The C of this package."""
+    """The package's C source."""
     return resources.files("narrowgauge.quantization.passes").joinpath("passes.c").read_text(encoding="utf-8")
 
 
 def _cpu() -> str:
-    """What tells this CPU's instructions from those of others."""
+    """A description of this CPU's instruction set."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         named = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
@@ -126,7 +126,7 @@ def _folder() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether nobody else can write to a folder that is there; a symbolic link is none."""
+    """Whether a folder exists, is not a symbolic link, and only this user can write to it."""
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and is_private(status)
 
@@ -138,5 +138,5 @@ def _key() -> str:
 
 
 def _name_of(content: bytes, key: str) -> str:
-    """The name of a library, whose second half is the digest of its key and its bytes."""
+    """The name of a library; its second half is the digest of its key and bytes."""
     return f"{key}-{hashlib.sha256(key.encode() + content).hexdigest()}.so"

@@ -1,6 +1,6 @@
-"""A pass of `passes.c` as a call: its record, the threads that share it, the library it is in.
+"""Calls a pass of `passes.c`: its record, the threads that share it, and the library that contains it.
 
-Threads share the units of a pass. A thread that waits sleeps, so that a busy machine loses nothing by them.
+Threads share the units of a pass. A waiting thread sleeps, so a busy machine loses nothing.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format, round_fi
 from narrowgauge.quantization.passes import build
 
 MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")  # in the order of `passes.c`
-_A_THREAD = 2**17  # numbers that are worth another thread
+_A_THREAD = 2**17  # elements per thread
 
 _POINTERS = ("x", "encode", "block", "above", "uniform", "out", "sums")
 SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
@@ -31,7 +31,7 @@ _FACTORS = ("largest", "stretch", "back", "code_scale", "divisor")
 
 
 class Pass(ctypes.Structure):
-    """The struct `Pass` of `passes.c`, in its order."""
+    """The struct `Pass` of `passes.c`, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -46,7 +46,7 @@ class Pass(ctypes.Structure):
 
 @cache
 def _element_fields(element: Format) -> tuple[tuple[str, Any], ...]:
-    """What `formats.rounding` and `formats.codes` compute with, for float32."""
+    """The constants that `formats.rounding` and `formats.codes` use for float32."""
     fields = {
         "exponent_min": element.emin + 127 << 23,
         "exponent_inverse": 254 + element.mantissa_bits << 23,
@@ -63,11 +63,11 @@ def _element_fields(element: Format) -> tuple[tuple[str, Any], ...]:
 
 
 def fields_of(element: Format) -> dict[str, Any]:
-    """The fields of a `Pass` that an element format decides."""
+    """The fields of a `Pass` that depend on the element format."""
     return dict(_element_fields(element))
 
 
-_pool: dict[int, ThreadPoolExecutor] = {}  # by process: threads do not live on in a fork
+_pool: dict[int, ThreadPoolExecutor] = {}  # per process: threads do not survive a fork
 
 
 def run(name: str, one: Pass) -> None:
@@ -82,7 +82,7 @@ def run(name: str, one: Pass) -> None:
     others = [_threads().submit(function, ctypes.byref(one), *part) for part in parts[1:]]
     failures = [function(ctypes.byref(one), *parts[0]), *(other.result() for other in others)]
     if any(failures):
-        raise MemoryError(f"{name} of quantization found no memory for its strip of blocks")
+        raise MemoryError(f"{name} of quantization could not allocate memory for its strip of blocks")
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -95,12 +95,12 @@ def _threads() -> ThreadPoolExecutor:
 
 @cache
 def c_library() -> ctypes.CDLL | None:
-    """The compiled passes, made and checked where they are not in the cache; None where they cannot be."""
-    # A disk may be full: torch's operations then take the place of the passes, with the same bits.
+    """The compiled passes, built and checked if they are not in the cache; None if that is impossible."""
+    # If the disk is full, torch operations replace the passes, with the same bits.
     with suppress(OSError), tempfile.TemporaryDirectory(prefix="narrowgauge-") as directory:
         copy = Path(directory, "kept.so")
         for content in build.kept():
-            copy.write_bytes(content)  # what was verified, whatever becomes of the file in the cache
+            copy.write_bytes(content)  # the verified bytes, whatever happens to the cached file
             if (found := build.opened(copy)) is not None:
                 return _declared(found)
         made = build.built(Path(directory))

@@ -1,6 +1,6 @@
-"""Two passes that judge scales: the error of each block, and the sums that projection asks for.
+"""Two passes that evaluate scales: the error of each block, and the sums that a projection needs.
 
-On a CPU with a C compiler they are computed in C (`in_c`), else by torch's operations.
+On a CPU with a C compiler they run in C (`in_c`), otherwise as torch operations.
 """
 
 import torch
@@ -23,10 +23,10 @@ def block_errors(
     context: QuantContext,
     element: int = 0,
 ) -> torch.Tensor:
-    """The error of each block under some scales, by the cast's choice, inner dimensions kept with size 1.
+    """The error of each block under given scales, by the cast's criterion, inner dimensions kept with size 1.
 
-    In the order of TransformerEngine: in float32, along a row from left to right, then halves of rows.
-    `element` is the number of one of the cast's elements.
+    In TransformerEngine's order: in float32, along each row from left to right, then pairwise halves of rows.
+    `element` is the index of one of the cast's elements.
     """
     into, back = cast.choice.stretch if element else (1.0, 1.0)
     rounds, contracted = cast.with_second if element else cast, axis % len(blocks.size)
@@ -57,10 +57,10 @@ def block_errors(
 def projection_sums(
     split: torch.Tensor, blocks: Blocks, axis: int, scales: Scales, cast: Cast, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums of t^2, of t q) of each block along the axis, one number after the other, in its split shape.
+    """(sums of t^2, of t q) of each block along the axis, added in element order, in its split shape.
 
-    t are the numbers in units of their block's scale, q those rounded; both 0 in a block that is not finite,
-    or whose scale is 0.
+    t are the values in units of their block's scale, q the same rounded; both are 0 in a block that is not
+    finite or whose scale is 0.
     """
     assert cast.block is not None
     is_seen = scales.finite & (scales.block != 0)
@@ -79,12 +79,12 @@ def projection_sums(
 
 
 def in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum along a dimension, one number after the other."""
+    """The sum along a dimension, in element order."""
     return _sum(x, dim, by_halves=False)
 
 
 def _sum(x: torch.Tensor, dim: int, by_halves: bool) -> torch.Tensor:
-    """The sum along a dimension, one number after the other, or half by half as long as that goes."""
+    """The sum along a dimension, in element order, or by pairwise halves while the length is even."""
     while by_halves and x.shape[dim] > 1 and x.shape[dim] % 2 == 0:
         lower, upper = x.chunk(2, dim)
         x = lower + upper

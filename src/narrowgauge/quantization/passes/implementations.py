@@ -5,9 +5,9 @@
     C passes            on a CPU (`passes`), in a compiled graph as one operator
     torch operations    everything else: the reference, about a dozen passes over the tensor
 
-A gap is the reason why an implementation does not compute a cast, as a clause; "" if it does. It depends on
-the cast alone, so a plan knows it before there is a tensor. What depends on the tensor (its shape, device and
-sharding, the random bits, a compiler) is checked by the code that has the tensor: `kernels.cast`, `passes`.
+A gap is the reason, as a clause, why an implementation does not support a cast; "" if it does. It depends
+only on the cast, so a plan knows it before there is a tensor. Conditions on the tensor (its shape, device and
+sharding, the random bits, a compiler) are checked by the code that has the tensor: `kernels.cast`, `passes`.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from narrowgauge.devices import Device
 from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, Cast
 
-#: The keys that each implementation knows, those included that its callers implement around it.
+#: The keys that each implementation supports, including those that its callers implement around it.
 KERNEL_KEYS = (
     *("element", "block", "scale", "scale_rule", "power_of_two", "headroom", "tensor_scale", "scale_target"),
     *("rounding", "random_bits", "hadamard", "signs", "prescale"),
@@ -50,7 +50,7 @@ class Implementation(NamedTuple):
 
 
 def implementation_on(cast: Cast, device: Device, by_rows: bool = False) -> Implementation:
-    """The code that computes a cast of a matrix on a device; a CPU is taken to have a C compiler.
+    """The code that computes a cast of a matrix on a device; assumes that a CPU has a C compiler.
 
     `by_rows`: whether the operand may stay in the parts that the row kernel writes.
     """

@@ -1,8 +1,8 @@
-"""The passes of `passes.c`: which tensors they take, and how they are called.
+"""The passes of `passes.c`: which tensors they support, and how they are called.
 
-They take bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or that are one block.
-Everything else is computed by torch's operations (`takes`): GPUs, compiled graphs, tensors that autograd
-follows. For tensors without numbers, by which memory is estimated, results are made and no pass is called.
+They process bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or form a single
+block. Torch operations compute everything else (`takes`): GPU tensors, compiled graphs, tensors that autograd
+tracks. For meta tensors, used to estimate memory, results are allocated and no pass is called.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ from narrowgauge.quantization.passes.implementations import passes_gap
 from narrowgauge.quantization.scales import Scales
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
-RESULTS = ("values", "stored", "codes")  # the number on the grid, it times its block's scale, its code
+RESULTS = ("values", "stored", "codes")  # the element; the element times its block's scale; its code
 _CHOICES = ("mae", "mse", "max")
-TILE = 1024  # numbers that a thread holds at a time
-_ONE_BLOCK = 2**16  # numbers of the pieces that a block which is the full tensor is cut into
+TILE = 1024  # elements that a thread holds at a time
+_ONE_BLOCK = 2**16  # elements per piece of a block that spans the full tensor
 
 
 class Rounding(NamedTuple):
-    """How elements are brought to the grid."""
+    """How elements are rounded to the grid."""
 
-    encode: torch.Tensor  #: what they are multiplied by, or divided by, one a block
+    encode: torch.Tensor  #: the factor or divisor of elements, one per block
     divides: bool
     cast: Cast
     random: Randomness
@@ -43,12 +43,12 @@ class Rounding(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What the error of a block is of: `passes.errors.block_errors`."""
+    """The inputs of a block's error: `passes.errors.block_errors`."""
 
     block: torch.Tensor  #: its scale
-    above: torch.Tensor | None  #: what stands over it
-    back: float  #: a factor of its numbers
-    divisor: float  #: what they are divided by
+    above: torch.Tensor | None  #: its outer scale
+    back: float  #: a factor of its values
+    divisor: float  #: a divisor of its values
     choose: str
     contracted: int  #: the contracted dimension
 
@@ -60,14 +60,14 @@ def takes(
     dtype: torch.dtype = torch.float32,
     is_whole: bool = False,
 ) -> bool:
-    """Whether a split tensor is one that C can read, and nobody but us watches.
+    """Whether the C pass supports a split tensor: a plain CPU tensor with no autograd and no dispatch mode.
 
     Args:
         split: The split tensor.
         blocks: Its blocks.
-        cast: The cast whose elements it is rounded to, if it is.
+        cast: The cast whose elements it is rounded to, if any.
         dtype: The dtype of the result.
-        is_whole: Whether the numbers of a block are needed together.
+        is_whole: Whether the values of a block are needed together.
     """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
@@ -83,7 +83,7 @@ def takes(
 
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The largest magnitude of each block, in the shape of the grid, float32."""
+    """The amax of each block, in the shape of the grid, float32."""
     split, sizes = split.contiguous(), _sizes(split, blocks)
     found = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
     _run(
@@ -95,10 +95,11 @@ def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def token_sums(x: torch.Tensor) -> torch.Tensor | None:
-    """The sum of the finite numbers of each column of a bf16 matrix, float64; None where C takes it not.
+    """The sum of the finite values of each column of a bf16 matrix, float64; None if C does not support it.
 
-    Numbers of eight bits add up in float64 without any rounding, if they lie within 33 binades of each other
-    (2^12 tokens): then the order of the sum, which is not torch's, decides no digit.
+    Values with eight significant bits add up in float64 without rounding if they lie within 33 binades of
+    each other (2^12 tokens): then the order of summation, which differs from torch's, does not affect any
+    digit.
     """
     one = Blocks.of(x.shape, (1,) * x.ndim)
     if x.ndim != 2 or x.dtype != torch.bfloat16 or not takes(x, one):
@@ -119,7 +120,7 @@ def rounded(
     dtype: torch.dtype,
     back: float,
 ) -> torch.Tensor:
-    """`passes.rounding.round_blocks`; `block` is the scale of a block, for "codes" whether it is finite."""
+    """`passes.rounding.round_blocks`; `block` is a block's scale, or for "codes" whether it is finite."""
     split, sizes = split.contiguous(), _sizes(split, blocks)
     out = torch.empty(split.shape, dtype=dtype, device=split.device)
     of_blocks = _entries(block, blocks, sizes)
@@ -160,16 +161,16 @@ def projections(
 
 
 def _stands_for_cpu(split: torch.Tensor) -> bool:
-    """Whether a tensor without numbers stands for one on a CPU, of one process.
+    """Whether a meta tensor stands for a CPU tensor of a single process.
 
     Where several processes are simulated, a shard stands for the tensor that they hold together, and torch
-    draws the bits of those.
+    draws its random bits.
     """
     return is_shape_only(split) and not torch.distributed.is_initialized()
 
 
 def _run(split: torch.Tensor, name: str, one: Pass) -> None:
-    """Call a pass, unless its tensor has no numbers; the address of a part of one is not zero."""
+    """Call a pass, unless its tensor is on the meta device; part of a meta tensor has a non-zero address."""
     if not split.is_meta:
         run(name, one)
 
@@ -177,7 +178,7 @@ def _run(split: torch.Tensor, name: str, one: Pass) -> None:
 def _fields(
     split: torch.Tensor, blocks: Blocks, sizes: dict[str, int], rounding: Rounding
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """(tensors that must live as long as the pass does, the fields of rounding)."""
+    """(tensors to keep alive during the pass, the fields of rounding)."""
     encode, cast, random = _entries(rounding.encode, blocks, sizes), rounding.cast, rounding.random
     fields = fields_of(cast.element) | {"stretch": rounding.stretch, "back": 1.0, "divisor": 1.0}
     fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
@@ -186,7 +187,7 @@ def _fields(
     if cast.rounding.mode != "stochastic":
         return [encode], fields
     if split.is_meta and isinstance(random, RandomStream):
-        return [encode], fields  # its key has no numbers
+        return [encode], fields  # a meta key has no values
     if isinstance(random, RandomStream):
         words = [word % 2**32 for word in random.key.tolist()]
         offset = int(random.offset) % 2**64
@@ -202,7 +203,7 @@ def _is_one(blocks: Blocks) -> bool:
 
 
 def _sizes(split: torch.Tensor, blocks: Blocks, is_whole: bool = False) -> dict[str, int]:
-    """The sizes of a split tensor. A block that is all of it may be cut, as its pieces share a scale."""
+    """The sizes of a split tensor. A block that spans it may be cut: its pieces share a scale."""
     shape = [g * b for g, b in zip(blocks.grid, blocks.size, strict=True)]
     if _is_one(blocks) and not is_whole:
         values = (1, 1, split.numel(), 1, min(split.numel(), _ONE_BLOCK))
@@ -218,7 +219,7 @@ def _grid(sizes: dict[str, int]) -> tuple[int, int, int]:
 
 
 def _entries(of: torch.Tensor, blocks: Blocks, sizes: dict[str, int]) -> torch.Tensor:
-    """What stands over a split tensor, float32, with one entry a block in memory, or a piece of one."""
+    """A tensor that stands over a split tensor, as float32 in memory with one entry per block or piece."""
     if prod(_grid(sizes)) != prod(blocks.grid):
         return of.reshape(()).float().expand(_grid(sizes)).contiguous()
     return of.float().expand(blocks.aligned).contiguous()

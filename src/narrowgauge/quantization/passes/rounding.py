@@ -1,7 +1,7 @@
-"""Two passes over all elements of a split tensor: the largest magnitude of each block, and rounding.
+"""Two passes over all elements of a split tensor: the amax of each block, and rounding.
 
-On a CPU with a C compiler they are computed in C (`in_c`), else by torch's operations (`blocks.chunks`),
-which are what the C has to agree with, bit for bit.
+On a CPU with a C compiler they run in C (`in_c`), otherwise as torch operations (`blocks.chunks`), which the
+C must match bit for bit.
 """
 
 import torch
@@ -23,7 +23,7 @@ def round_elements(
     result: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`round_blocks` with the element that each block has.
+    """`round_blocks` with the element format of each block.
 
     Args:
         split, blocks, scales, cast, context, result, dtype: As for `round_blocks`.
@@ -57,8 +57,8 @@ def round_blocks(
         context: The source of random bits.
         result: One of `in_c.RESULTS`. A block that is not finite has codes of 0.
         dtype: The dtype of the result.
-        stretch: What elements are multiplied by before they are rounded.
-        back: What "stored" numbers are multiplied by afterwards.
+        stretch: The factor of elements before they are rounded.
+        back: The factor of "stored" values afterwards.
 
     Returns:
         The result, in the shape of `split`.
@@ -68,7 +68,7 @@ def round_blocks(
         block = scales.finite if result == "codes" else scales.block
         rounding = in_c.Rounding.of(scales, cast, random, stretch)
         return in_c.rounded(split, blocks, rounding, result, block, dtype, back)
-    # A torch.Generator draws in order, so all elements have to be rounded at once.
+    # A torch.Generator draws in order, so all elements must be rounded at once.
     in_order = cast.rounding.mode == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
     for chunk in chunks(split, in_one=in_order):
         x, encode, bits = chunk.of(split), chunk.of(scales.encode), random
@@ -103,7 +103,7 @@ def _codes(values: torch.Tensor, finite: torch.Tensor, cast: Cast) -> torch.Tens
 
 
 def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The largest magnitude of each block of a split tensor: float32, inner dimensions kept with size 1."""
+    """The amax of each block of a split tensor: float32, inner dimensions kept with size 1."""
     if not blocks.inner:
         return split.float().abs()
     if split.numel() == 0:
@@ -113,9 +113,9 @@ def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     amaxes, dim = [], 0
     for dim, start, size in chunks(split):
         x = split.narrow(dim, start, size)
-        # A magnitude is exact in any dtype: a GPU moves half the bytes; a CPU is slow with narrow numbers.
+        # A magnitude is exact in any dtype: a GPU moves half the bytes; a CPU is slow with narrow dtypes.
         amax = x.abs() if x.dtype == torch.float32 or x.device.type != "cpu" else x.float().abs_()
-        for inner in reversed(blocks.inner):  # one at a time, the innermost first: faster than all at once
+        for inner in reversed(blocks.inner):  # one at a time, innermost first: faster than all at once
             amax = amax_along(amax, inner)
         amaxes.append(amax.float())
     if len(amaxes) == 1:

@@ -1,7 +1,7 @@
-"""Largest magnitudes and counts of many sharded tensors, in one collective for all that are sharded alike.
+"""Amaxes and counts of many sharded tensors, with one collective for all that are sharded alike.
 
-Each rank sees its shards only. The largest magnitude of a global tensor is one all-reduce with MAX, a count
-one with a sum, and a round trip costs the same for a hundred tensors as for one.
+Each rank sees only its shards. The amax of a global tensor is one all-reduce with MAX, a count one with a
+sum, and a round trip costs the same for a hundred tensors as for one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,21 +15,21 @@ Shards = Sequence[TensorShard | None]
 
 
 def all_reduce_amaxes(tensors: Sequence[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
-    """The largest magnitude of each global tensor, 0-dim, infinite where a sharded one is not finite.
+    """The amax of each global tensor, 0-dim, infinite where a sharded one is not finite.
 
     Args:
         tensors: The local tensors.
-        shards: The shard that each is; None for one that is not sharded.
+        shards: The shard of each; None for one that is not sharded.
     """
     return _reduce_alike([local_amax(t) for t in tensors], shards, all_reduce_max)
 
 
 def all_reduce_shares(masks: Iterable[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
-    """The share of each global tensor's elements for which a bool tensor is true, 0-dim float32.
+    """The fraction of each global tensor's elements for which a bool tensor is true, 0-dim float32.
 
     Args:
         masks: The local bool tensors, made one at a time.
-        shards: The shard that each is; None for one that is not sharded.
+        shards: The shard of each; None for one that is not sharded.
     """
     counts, sizes = [], []
     for shard, mask in zip(shards, masks, strict=True):
@@ -44,7 +44,7 @@ def _reduce_alike(
     shards: Shards,
     reduce: Callable[[torch.Tensor, Sequence[Group]], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Reduce a 0-dim value of each tensor over the ranks that share it, in place of the list's entries."""
+    """Reduce a 0-dim value of each tensor over the ranks that share it, in place in the list."""
     alike: dict[tuple[Group, ...], list[int]] = {}
     for i, shard in enumerate(shards):
         if shard is not None and shard.groups:

@@ -1,14 +1,14 @@
 """The position of a local tensor in the global one, when several ranks hold the tensor together.
 
-Blocks and scales are laid on the global tensor, so that sharding never changes a number. A rank needs little
-for that: the largest magnitude of a block that it shares with other ranks (one all-reduce with MAX), and the
-global index of each of its elements, because random bits are a function of that index.
+Blocks and scales are laid out on the global tensor, so that sharding never changes a value. A rank needs
+little for that: the amax of a block that it shares with other ranks (one all-reduce with MAX), and the global
+index of each of its elements, because random bits are a function of that index.
 
-    ShardAxis      one dimension of the global tensor: the local segments of it, and the ranks that share it
-    TensorShard    an axis for each dimension; None stands for a tensor that one rank holds alone
+    ShardAxis      one dimension of the global tensor: its local segments, and the ranks that share it
+    TensorShard    an axis for each dimension; None means a tensor that one rank holds alone
 
-A shard is a product of its axes: rows {0 1 6 7} and columns {4 .. 7} are 16 elements. Rows may come in
-several segments, as those of a fused [q | k | v] do, where each rank holds some heads of each.
+A shard is the Cartesian product of its axes: rows {0 1 6 7} and columns {4 .. 7} are 16 elements. Rows may
+come in several segments, as in a fused [q | k | v] where each rank holds some heads of each.
 """
 
 from dataclasses import dataclass
@@ -51,13 +51,13 @@ class ShardAxis:
         )
 
     def is_aligned_to(self, block: int) -> bool:
-        """Whether each block of so many global entries is local or remote as a whole."""
+        """Whether each block of `block` global entries is entirely local or entirely remote."""
         *others, last = self.segments or ((0, 0),)
         ends = last[0] + last[1] == self.size or last[1] % block == 0
         return ends and last[0] % block == 0 and all(a % block == 0 == n % block for a, n in others)
 
     def in_blocks(self, block: int) -> "ShardAxis":
-        """The blocks of so many entries (0: all) that the local entries make, as entries of their grid."""
+        """The local blocks of `block` entries (0: one block of all), as entries of the block grid."""
         if not block:
             return full_axis(1)
         segments = tuple((a // block, -(-n // block)) for a, n in self.segments)
@@ -86,11 +86,11 @@ def full_axis(size: int) -> ShardAxis:
 
 @dataclass(frozen=True, eq=False)
 class TensorShard:
-    """The place of a local tensor in a global one.
+    """The position of a local tensor in a global one.
 
     Attributes:
         axes: One for each dimension.
-        global_amax: 0-dim float32, the largest magnitude of the global tensor if it is known already
+        global_amax: 0-dim float32, the amax of the global tensor if it is already known
             (`all_reduce_amaxes`), so that `reduce_amax` needs no collective.
     """
 
@@ -123,12 +123,12 @@ class TensorShard:
         return prod(group.size() for group in self.groups)
 
     def reduce_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
-        """The largest magnitudes of blocks that other ranks hold elements of, too.
+        """Reduce the amaxes of blocks that this rank shares with others; other blocks are unchanged.
 
-        Other blocks stay as they are. A NaN or an infinity comes back as infinity.
+        NaN and infinity become infinity.
 
         Args:
-            amax: The largest magnitude of the local elements of each block.
+            amax: The amax of the local elements of each block.
             cast: The cast that the blocks belong to.
             axis: The contracted dimension.
 
@@ -147,12 +147,12 @@ class TensorShard:
         return all_reduce_max(amax, groups)
 
     def require_aligned(self, size: int, axis: int, cast: Cast, what: str = "transforms") -> None:
-        """Refuse transforms of `size` elements along an axis if one of them would be divided over ranks."""
+        """Refuse transforms of `size` elements along an axis if a rank boundary would divide one."""
         if self.axes[axis].groups and not self.axes[axis].is_aligned_to(size):
             raise _divided(self.axes[axis], f"{what} of {size}", cast)
 
     def require_full_blocks(self, cast: Cast) -> None:
-        """Refuse a sharding of the last dimension that would divide blocks of a cast of state."""
+        """Refuse a sharding of the last dimension that would divide blocks of a state cast."""
         assert cast.block is not None
         extent = cast.block[1]
         if self.axes[-1].groups and (extent == 0 or not self.axes[-1].is_aligned_to(extent)):
@@ -166,7 +166,7 @@ class TensorShard:
         return index
 
     def bits_of(self, stream: RandomStream) -> RandomStream | torch.Tensor:
-        """The stream from the first local element on; its numbers if these are not consecutive."""
+        """The stream from the first local element on; its values if the elements are not consecutive."""
         if self.is_full:
             return stream
         first, *others = self.axes
@@ -175,11 +175,11 @@ class TensorShard:
         return stream.uniform_at(self.global_indices(stream.key.device))
 
     def row(self) -> "TensorShard":
-        """The place of one row that stands for all rows, such as their mean."""
+        """The position of one row that represents all rows, such as their mean."""
         return TensorShard((full_axis(1), self.axes[-1]))
 
     def grid(self, cast: Cast, axis: int) -> "TensorShard":
-        """The place of the local blocks in the grid of all blocks of a cast."""
+        """The position of the local blocks in the grid of all blocks of a cast."""
         extents = [_extent(cast, dim == axis % len(self.axes)) for dim in range(len(self.axes))]
         return TensorShard(tuple(a.in_blocks(e) for a, e in zip(self.axes, extents, strict=True)))
 
@@ -199,7 +199,7 @@ class TensorShard:
         return x
 
     def full_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        """The global tensor of a local float tensor, on every rank that holds a shard."""
+        """Reassemble the global tensor from the local float tensors, on every rank that holds a shard."""
         if self.is_full:
             return x
         full = x.new_zeros(self.shape)
@@ -209,7 +209,7 @@ class TensorShard:
         return full
 
     def local_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The local tensor of a global one."""
+        """The local part of a global tensor."""
         return full if self.is_full else full[self._index(full.device)]
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, ...]:

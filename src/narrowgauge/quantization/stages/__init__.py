@@ -1,1 +1,1 @@
-"""The stages of a cast: each file holds the record of one, its rules, its passes, and its oracle by hand."""
+"""The stages of a cast: each file holds one stage's record, rules, passes and oracle."""

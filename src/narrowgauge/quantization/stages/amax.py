@@ -1,4 +1,4 @@
-"""The amax of a tensor over several steps: delayed scaling, and an amax that is measured once in n steps.
+"""The amax of a tensor over several steps: delayed scaling, and an amax measured once every n steps.
 
 `nn.histories` keeps the values from step to step.
 """
@@ -21,12 +21,12 @@ class AmaxOverTime(Stage):
     """The steps that the amax of a tensor's scale comes from; by default the current one.
 
     Attributes:
-        history: 0 takes the scale from the tensor itself, n from its amax in the last n steps (delayed
+        history: 0 computes the scale from the tensor itself, n from its amax in the last n steps (delayed
             scaling).
         algorithm: "max" of the history, or its "most_recent" entry.
-        margin: With a history, the binades that are left free above the amax.
-        refresh: 0 takes the amax under an outer scale from the tensor itself; n measures it once in n steps,
-            and holds it in between.
+        margin: With a history, the number of binades left free above the amax.
+        refresh: 0 measures the amax of an outer scale in every step; n measures it once every n steps and
+            holds it in between.
     """
 
     history: int = 0
@@ -48,7 +48,7 @@ class AmaxOverTime(Stage):
 
 
 def delayed_scale_by_hand(amaxes: Sequence[float], element: Format, over_time: AmaxOverTime) -> float:
-    """The encoding scale after some steps with these amaxes, the newest last; 1 before any."""
+    """The encoding scale after steps with these amaxes, the newest last; 1 before the first."""
     history = [a for a in amaxes if a > 0 and math.isfinite(a)][-over_time.history :]
     if not history:
         return 1.0

@@ -1,13 +1,14 @@
-"""Channels that are kept in another cast, where outliers stay in the same few columns of an activation.
+"""Channels that are kept in another cast, for activations whose outliers stay in the same few columns.
 
 These columns C are held in a wider cast P (`keep_channels`; TetraJet-v2, arXiv 2510.27527):
 
-    x = x_C + x_R       x_C: the other columns are zeros; x_R: those of C are
+    x = x_C + x_R       x_C: zero outside the columns C; x_R: zero inside them
     operand             P(x_C) in the columns of C, Q(x_R) in all others
 
-Blocks and scales of either cast are those of the full tensor with its zeros, so that no process that holds
-some columns has to know the others. If x and w are split alike, y = x w^T is the sum of a matmul in Q and
-one in P. C is the share of columns with the largest sums of squares over all rows; of equals, the first.
+Blocks and scales of either cast are those of the full tensor with its zeros, so that a process that holds
+some columns need not know the others. If x and w are split the same way, y = x w^T is the sum of a matmul in
+Q and one in P. C is the given share of columns with the largest sums of squares over all rows; ties go to the
+first.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Channels(Stage):
     """Channels in another cast.
 
     Attributes:
-        share: The share of channels (columns, as stored) that are kept, those of the largest norm; all others
-            count as zero there, and they as zero here. 0 for none.
+        share: The share of channels (columns, as stored) that are kept, those of the largest norm; 0 for
+            none. The rest of the tensor has zeros there, and the kept part has zeros everywhere else.
         cast: The name of their cast. Alone, in wgrad.dy: the cast in which the output gradient meets the
             channels that wgrad.x keeps.
-        steps: The steps whose values a layer's channels are chosen from.
-        every: 0 chooses them once, n anew after n steps.
+        steps: The number of steps whose values determine a layer's channels.
+        every: 0 chooses them once, n again every n steps.
     """
 
     share: float = 0.0
@@ -61,12 +62,12 @@ class Channels(Stage):
 
 
 def kept_count(share: float, channels: int) -> int:
-    """How many of so many channels are kept."""
+    """The number of channels that are kept."""
     return max(1, round(share * channels))
 
 
 def largest_channels(norms: torch.Tensor, share: float) -> torch.Tensor:
-    """Which channels are kept, bool, by norms of all of them; none if all are 0."""
+    """Which channels are kept (bool), from the norms of all channels; none if all norms are 0."""
     import torch
 
     order = torch.sort(norms, descending=True, stable=True).indices[: kept_count(share, len(norms))]
@@ -75,7 +76,7 @@ def largest_channels(norms: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def parted(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the tensor without the kept channels, the tensor with nothing else)."""
+    """(the tensor without the kept channels, the tensor with only those)."""
     import torch
 
     if not may_pick(x):
@@ -86,7 +87,7 @@ def parted(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def joined(rest: torch.Tensor, kept: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """Both parts as one tensor, in the wider dtype of the two; `rest` may be overwritten."""
+    """Both parts as one tensor, in the wider of the two dtypes; may overwrite `rest`."""
     import torch
 
     if not may_pick(rest):
@@ -96,7 +97,7 @@ def joined(rest: torch.Tensor, kept: torch.Tensor, channels: torch.Tensor) -> to
 
 
 def may_pick(x: torch.Tensor) -> bool:
-    """Whether columns may be picked by number: a GPU's host would wait for them, and a graph has none."""
+    """Whether columns may be selected by index: on a GPU that would sync, and a graph cannot trace it."""
     import torch
 
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not x.requires_grad
@@ -105,7 +106,7 @@ def may_pick(x: torch.Tensor) -> bool:
 def largest_channels_by_hand(x: np.ndarray, share: float) -> tuple[int, ...]:
     """The share of columns, rounded and at least one, with the largest exact sums of squares.
 
-    Of equal sums the first columns are taken, and none whose sum is 0, or whose numbers are not all finite.
+    Ties go to the first columns; columns with a sum of 0 or a non-finite value are never chosen.
     """
     import numpy as np
 

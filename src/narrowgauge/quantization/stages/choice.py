@@ -1,4 +1,4 @@
-"""The choice of a block among candidates: each block is quantized with all of them and keeps the best one.
+"""The choice among candidates: each block is quantized with all of them and keeps the best.
 
 Candidates are magnitudes that the block's amax may be mapped to (4/6; arXiv 2512.02010), or two element
 formats. `block_scales` makes the choice, `passes.errors` computes the errors.
@@ -19,16 +19,16 @@ ERRORS = ("mae", "mse", "max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Stage):
-    """The candidates of a block, and the error by which it chooses.
+    """The candidates of a block, and the error that decides among them.
 
     Attributes:
-        candidates: Element magnitudes, such as (6, 4), that a block's amax may be mapped to; () for the
-            largest element only.
-        elements: Two element formats, such as ("e2m1", "int4"), one of which each block has: the first is the
-            cast's `element`, which scales aim at; values of the second are stretched to the same range. ()
-            for one.
-        by: "mae" or "mse" (mean absolute or squared error of the block), or "max" (its largest error); of
-            equal candidates the first is kept. "" without candidates.
+        candidates: Element magnitudes, such as (6, 4), that a block's amax may be mapped to; () for only the
+            largest element.
+        elements: Two element formats, such as ("e2m1", "int4"), one of which each block uses: the first is
+            the cast's `element`, which determines the scales; values of the second are stretched to the same
+            range. () for a single format.
+        by: "mae" or "mse" (mean absolute or squared error of the block), or "max" (its largest error); ties
+            go to the first candidate. "" without candidates.
     """
 
     candidates: tuple[float, ...] = ()
@@ -39,7 +39,7 @@ class Choice(Stage):
 
     @property
     def stretch(self) -> tuple[float, float]:
-        """The factors of values of the second of `elements`, before and after they are rounded."""
+        """The factors of values of the second of `elements`, before and after rounding."""
         first, second = (format(name).max for name in self.elements)
         return second / first, first / second
 
@@ -64,7 +64,7 @@ def error_by_hand(
     axis: int,
     back: Fraction = Fraction(1),
 ) -> Fraction:
-    """The error of a block by the cast's choice, every operation rounded to float32.
+    """The error of a block by the cast's criterion, every operation rounded to float32.
 
     Args:
         elements: The elements by index, without their scale.

@@ -1,7 +1,7 @@
-"""A clamp: the few elements of an activation that are much larger than the rest (FP4, arXiv 2501.17116).
+"""The clamp of outliers: the few elements of an activation much larger than the rest (FP4, arXiv 2501.17116).
 
-They cost all others their resolution. x is clamped to its own quantiles 1 - a and a; the small part is
-quantized, and what was cut off, a sparse tensor, is multiplied in high precision (`compensate`):
+They cost all other elements resolution. x is clamped to its own quantiles 1 - a and a; the clamped part is
+quantized, and the remainder, a sparse tensor, is multiplied in high precision (`compensate`):
 
     x = clamp(x) + rest            x @ w  ~  Q(clamp(x)) @ Q(w) + rest @ Q(w)
 """
@@ -24,8 +24,8 @@ class Clamp(Transform):
     """A clamp of outliers.
 
     Attributes:
-        quantile: The quantile beyond which, on both sides, a tensor is clamped; 0 for no clamp.
-        adds_back: Whether the part that was cut off is added again, in high precision.
+        quantile: The quantile beyond which a tensor is clamped, on both sides; 0 for no clamp.
+        adds_back: Whether the remainder is added back in high precision.
     """
 
     quantile: float = 0.0
@@ -44,7 +44,7 @@ def quantile_ranks(n: int, quantile: float) -> tuple[int, int]:
 
 
 def ranked(x: torch.Tensor, *ranks: int) -> list[torch.Tensor]:
-    """The elements of x of given ranks in ascending order (0 the smallest, NaN last): 0-dim, in x's dtype."""
+    """The elements of x at given ranks in ascending order (0 the smallest, NaN last): 0-dim, in x's dtype."""
     import torch
 
     flat = x.flatten()
@@ -57,10 +57,10 @@ def ranked(x: torch.Tensor, *ranks: int) -> list[torch.Tensor]:
 
 
 def _from_counts(counts: torch.Tensor, rank: int) -> torch.Tensor:
-    """The bfloat16 of a rank, from how often each of the 65,536 bit patterns occurs.
+    """The bfloat16 of a given rank, from a histogram of all 65,536 bit patterns.
 
-    This is much faster than a selection among millions. Positive numbers are ordered as their bits are,
-    negative ones the other way round.
+    Much faster than selecting among millions of elements. Positive values are ordered as their bits, negative
+    ones in reverse.
     """
     import torch
 

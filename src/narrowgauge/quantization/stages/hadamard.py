@@ -1,11 +1,12 @@
-"""The Hadamard transform along a GEMM's contraction: outliers are spread, the product is unchanged.
+"""The Hadamard transform along a GEMM's contraction: spreads outliers, leaves the product unchanged.
 
 With H the Sylvester matrix of size n (H^T H = n I) and D a diagonal of signs, x -> x D H / sqrt(n) is
 orthogonal, so transforming both operands along the contraction leaves their product as it was, while one
-large element becomes n medium ones that a narrow format holds better. Signs keep the transform from mapping
-a constant row to a single spike. For n = 16 they are the fixed ones of TransformerEngine's NVFP4 recipe.
+large element becomes n medium ones that a narrow format represents better. The signs keep the transform from
+mapping a constant row to a single spike. For n = 16 they are the fixed ones of TransformerEngine's NVFP4
+recipe.
 
-Arithmetic follows it too: x times the matrix in x's own dtype, accumulated in fp32.
+The arithmetic also follows TransformerEngine: x times the matrix in x's dtype, accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Hadamard(Transform):
     """A Hadamard transform along the contraction.
 
     Attributes:
-        size: The elements of a group; 0 for no transform.
+        size: The number of elements in a group; 0 for no transform.
         signs: () for those of the size (TransformerEngine's for 16, else all +1), "random" for new ones in
             each step, or one +1 or -1 for each element of a group.
     """
@@ -75,9 +76,9 @@ _KEPT: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 def _constant(size: int, signs: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """D H / sqrt(size) for these signs, made once: a copy to a GPU waits for all that is in its queue.
+    """D H / sqrt(size) for these signs, cached: a copy to a GPU would wait for everything in its queue.
 
-    A tensor without storage, or one of a compiler, belongs to its context and is not kept.
+    Tensors without storage, or made by a compiler, belong to their context and are not cached.
     """
     import torch
 
@@ -86,7 +87,7 @@ def _constant(size: int, signs: tuple[int, ...], like: torch.Tensor) -> torch.Te
     if is_plain and key in _KEPT:
         return _KEPT[key]
     rows = [[sign * h for h in row] for sign, row in zip(signs, _matrix(size), strict=True)]
-    with torch.inference_mode(False):  # so that any graph may hold it
+    with torch.inference_mode(False):  # so that any graph may use it
         constant = torch.tensor(rows, dtype=like.dtype, device=like.device)
     if is_plain and type(constant) is torch.Tensor and not is_shape_only(constant):
         _KEPT[key] = constant
@@ -100,13 +101,13 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
         x: A floating tensor.
         size: The elements of a group, a power of two.
         axis: The axis.
-        signs: D, one +1 or -1 for each element of a group; () stands for the signs of the size.
+        signs: D, one +1 or -1 for each element of a group; () for the signs of the size.
 
     Returns:
         A tensor of x's dtype. The axis is padded with zeros to a multiple of `size`, and keeps that length.
 
     Raises:
-        UserError: `size` is no power of two.
+        UserError: `size` is not a power of two.
     """
     import torch
 
@@ -154,7 +155,7 @@ def transform_by_hand(x: np.ndarray, size: int, axis: int, signs: Sequence[int],
 
 
 def _require_exact_sums(terms: Sequence[Fraction]) -> None:
-    """Refuse terms if some sum of them, in some order, has more bits than a float32."""
+    """Refuse terms if some sum of them, in some order, needs more bits than a float32 has."""
     largest = sum(abs(t) for t in terms)
     if largest == 0:
         return

@@ -1,6 +1,6 @@
-"""The mean over tokens, taken away before a tensor is quantized and added to the operand in high precision.
+"""The mean over tokens: subtracted before a tensor is quantized, added to the operand in high precision.
 
-Mean-residual splitting: what is left has a smaller range than x, and the mean is one row.
+Mean-residual splitting: the residual has a smaller range than x, and the mean is a single row.
 
     x = mean + rest             operand  Q(rest) + mean
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean(Transform):
-    """A mean that is quantized apart.
+    """A mean that is quantized separately.
 
     Attributes:
         over: "tokens", or "" for none.
-        cast: The name of a cast in which the mean is rounded to nearest, as a row of its own: blocks lie
-            along its channels; "" leaves it wide.
+        cast: The name of a cast that rounds the mean to nearest, as a separate row: blocks lie along its
+            channels; "" keeps it wide.
     """
 
     over: str = ""
@@ -52,7 +52,7 @@ def token_mean_by_hand(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def less_mean_by_hand(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Every number less the mean of its column, rounded to float32."""
+    """Every value minus the mean of its column, rounded to float32."""
     import numpy as np
 
     return np.vectorize(lambda v, m: float(fl(Fraction(v) - Fraction(m))), otypes=[np.float64])(x, mean)

@@ -1,12 +1,13 @@
 """How elements are rounded to the grid of their format, and the gradient through the rounding of a weight.
 
-The straight-through estimator says that rounding has slope 1 everywhere. The differentiable estimator for FP4
-(arXiv 2501.17116) approximates rounding on the interval of width d between two neighbours of the grid by
+The straight-through estimator treats rounding as having slope 1 everywhere. The differentiable estimator for
+FP4 (arXiv 2501.17116) approximates rounding on the interval of width d between two neighbours of the grid by
 
     f(t) = d/2 (1 + sign(u) |u|^(1/k)),   u = 2 t / d - 1      t from the lower neighbour
 
-whose slope |u|^(1/k - 1) / k multiplies the weight's gradient. It is 1/k on the grid, rises to infinity half
-way between two points, where rounding jumps, and is cut at a cap (`block_scales.estimator_slope`).
+and multiplies the weight's gradient by its slope |u|^(1/k - 1) / k. The slope is 1/k on the grid, rises to
+infinity half way between two points, where rounding jumps, and is limited by a cap
+(`block_scales.estimator_slope`).
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class Rounding(Stage):
 
     Attributes:
         mode: A name of `formats.ROUNDINGS`.
-        random_bits: Random bits per element of stochastic rounding: 24 is unbiased, 8 is what sm_100 does.
+        random_bits: Random bits per element of stochastic rounding: 24 is unbiased, 8 matches sm_100.
     """
 
     mode: str = "nearest-even"
@@ -42,7 +43,7 @@ class Estimator(Stage):
 
     Attributes:
         k: The k of the formula above; 0 for the straight-through estimator.
-        cap: The largest slope that it gives.
+        cap: The largest slope.
     """
 
     k: float = 0.0

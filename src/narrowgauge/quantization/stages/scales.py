@@ -1,4 +1,4 @@
-"""The scales of a cast: one per block, and for NVFP4 a second, outer scale over the scales of many blocks.
+"""The scales of a cast: one per block, and for NVFP4 an outer scale over the scales of many blocks.
 
     x  ~  element(code) * scale(block) * outer scale
 
@@ -29,19 +29,20 @@ class Scales(Stage):
         format: "none" (plain conversion), or the format of the block scales: "fp32", "bf16", "e8m0" (OCP MX),
             "e4m3", "e5m3" (UE5M3).
         rule: How the power of two of an "e8m0" scale is chosen: "floor", "ceil", "even" or "rceil".
-        power_of_two: Whether an "fp32" encoding scale is cut to its power of two.
+        power_of_two: Whether an "fp32" encoding scale is rounded down to a power of two.
         headroom: The share of the largest element that scales aim at. 16/17 makes NVFP4 free of clipping,
-            because rounding a scale to E4M3 lowers it by at most 1/17; above 1, the largest are clipped.
+            because rounding a scale to E4M3 lowers it by at most 1/17; above 1, the largest values are
+            clipped.
         rounding: How scales in bf16, e4m3 and e5m3 are rounded: a name of `formats.ROUNDINGS`.
         zero: What a scale that rounds to 0 becomes: "one" or "zero" (the block is zeros), or "smallest" (the
-            smallest positive value); "" stands for "zero" in NVFP4, else for "one".
+            smallest positive value); "" means "zero" in NVFP4, else "one".
         outer: "none", or the extent of an outer scale in fp32: "tensor" (NVFP4), "row" of an operand, or a
             number of columns of a row, such as "128".
-        target: What the largest block scale aims at under an outer scale; 0 stands for 448, or for 256 with
+        target: The target of the largest block scale under an outer scale; 0 means 448, or 256 with
             candidates.
         correction: "projection" multiplies the scales of a Hadamard group (of a block, without a transform)
             by the factor that makes the projection of its values on themselves exact (MS-EDEN), before
-            `rounding` rounds them; elements are rounded under the nearest scale. "" leaves them.
+            `rounding` rounds them; elements are rounded under the nearest scale. "" for none.
     """
 
     format: str = "none"
@@ -69,7 +70,7 @@ class Scales(Stage):
 
     @computed_once
     def are_codes(self) -> bool:
-        """Whether a block scale is stored as a code of a byte."""
+        """Whether a block scale is stored as a one-byte code."""
         return self.format in BYTES
 
     @computed_once
@@ -79,12 +80,12 @@ class Scales(Stage):
 
     @computed_once
     def are_rounded(self) -> bool:
-        """Whether a block scale is a quotient that is rounded to a format: elements are divided by it."""
+        """Whether a block scale is a quotient rounded to a format, by which elements are divided."""
         return self.format in ROUNDED and not self.are_nvfp4
 
     @computed_once
     def by_row(self) -> bool:
-        """Whether there is an outer scale for each row, or for some columns of a row."""
+        """Whether there is an outer scale for each row, or for groups of columns in a row."""
         return self.outer not in ("none", "tensor")
 
     @computed_once
@@ -94,7 +95,7 @@ class Scales(Stage):
 
     @property
     def outer_kind(self) -> str:
-        """One of `OUTER`; "row" for some columns of a row."""
+        """One of `OUTER`; "row" also for groups of columns in a row."""
         return "row" if self.outer_columns else self.outer
 
     @computed_once

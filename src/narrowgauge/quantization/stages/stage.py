@@ -1,16 +1,16 @@
-"""The base of a stage: the keys of a cast that belong together, as a record with its rules."""
+"""The base of a stage: related keys of a cast, as a record with its rules."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-#: (key, whether its value is right, the rule) of each key that is bounded or must fit others.
+#: (key, whether its value is valid, the rule) for each key that is bounded or depends on others.
 Rules = list[tuple[str, bool, str]]
-#: What an error calls the value of a key that takes a name: its attribute, and the names that exist.
+#: For a key that takes a name: what errors call its values, and the known names.
 Names = Mapping[str, tuple[str, tuple[str | None, ...]]]
 
 
 class Stage:
-    """Some keys of a cast that belong together; a cast without the stage has its defaults.
+    """Related keys of a cast; a cast without the stage has its defaults.
 
     Attributes:
         KEYS: The attribute for each key of a recipe's table.
@@ -26,7 +26,7 @@ class Stage:
         return {key: getattr(self, attribute) for key, attribute in self.KEYS.items()}
 
     def rules(self) -> Rules:
-        """The rules that mention only the stage's own keys; `cast_rules` relates it to others."""
+        """The rules that involve only this stage's keys; `cast_rules` relates them to others."""
         return []
 
 

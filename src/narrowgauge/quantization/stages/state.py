@@ -1,24 +1,24 @@
 """How state is stored beyond codes and scales: range expansion, codebooks, split values.
 
-**Range expansion** (COAT, arXiv 2410.19313, section 4). The moments of a block cover few binades, and E4M3
-has eighteen: most of its codes are never used. Before it is quantized, each block is stretched to the
+**Range expansion** (COAT, arXiv 2410.19313, section 4). The moments of a block cover few binades, while E4M3
+has eighteen, so most of its codes are never used. Before quantization, each block is stretched to the
 format's full range by a power,
 
     f(x) = sign(x) |x / c|^k        c = sqrt(largest * smallest),  k = log2(range) / log2(largest / smallest)
 
 where largest and smallest are the block's magnitudes (without zeros), range = max^2 / 2 of the format, and k
-is rounded down to the next 1/16. Afterwards x = sign(y) |y|^(1/k) c. Relative rounding errors shrink by the
-factor k. A block of one magnitude has k = 1.
+is rounded down to the next 1/16. Decoding computes x = sign(y) |y|^(1/k) c. Relative rounding errors shrink
+by a factor of k. A block with a single magnitude has k = 1.
 
 **Codebooks**: the dynamic map of 8-bit optimizers (arXiv 2110.02861, section 1.3). Moments spread over many
-decades, small ones far more often than large ones. The map has seven decades, from the block's amax down, and
-gives each as many codes as the next larger one has halves:
+decades, small ones far more often than large ones. The map has seven decades, from the block's amax down.
+Each decade has half as many codes as the next larger one:
 
-    signed      0, 1, and +-10^(e-6) times the middles of 2^e equal parts of [0.1, 1]        e = 0 .. 6
-    unsigned    0, 1, and   10^(e-6) times the middles of 2^(e+1) such parts
+    signed      0, 1, and +-10^(e-6) times the midpoints of 2^e equal parts of [0.1, 1]        e = 0 .. 6
+    unsigned    0, 1, and   10^(e-6) times the midpoints of 2^(e+1) such parts
 
-Each map has 256 values. A block is divided by its amax and every element takes the code of the nearest value;
-half-way between two it takes the lower one.
+Each map has 256 values. A block is divided by its amax and every element gets the code of the nearest value;
+half way between two it gets the lower one.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 CODEBOOKS = ("dynamic", "dynamic-unsigned")
 DECADES = 7
-LARGEST_K = 64.0  # of a block whose magnitudes are nearly one
+LARGEST_K = 64.0  # for a block whose magnitudes are nearly equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFormat(Stage):
-    """How state (weight, master, gradient, moments) is stored; operands of GEMMs have none of it.
+    """How state (weight, master, gradient, moments) is stored; GEMM operands use none of it.
 
     Attributes:
-        expand: Whether each block is stretched to the format's full range first.
-        codebook: The table that codes index, one of `CODEBOOKS`, or "" for none; the element then only says
-            how wide a code is.
-        split: Whether 16 more bits for each bf16 element make it float32 again.
-        prescale: Whether the scale of a stored gradient is multiplied by a factor that learns how much room
-            is needed (`state.prescale`).
+        expand: Whether each block is first stretched to the format's full range.
+        codebook: The table that codes index, one of `CODEBOOKS`, or "" for none; with a table, the element
+            only specifies the width of a code.
+        split: Whether 16 more bits for each bf16 element restore float32.
+        prescale: Whether the scale of a stored gradient is multiplied by a factor that adapts to the room it
+            needs (`state.prescale`).
         feedback: "momentum" puts the rounding error of a weight that has no master into the first moment
             (ECO; `optim.feedback`); "" does not.
     """
@@ -67,7 +67,7 @@ class StateFormat(Stage):
 
 
 class RangeExpansion(NamedTuple):
-    """What takes a block back: float32, one entry a block, in the shape that broadcasts over its elements."""
+    """The inverse parameters of a block: float32, one entry per block, broadcastable over its elements."""
 
     k: torch.Tensor
     c: torch.Tensor
@@ -89,7 +89,7 @@ def range_expansion(magnitudes: torch.Tensor, inner: tuple[int, ...], element: F
 
 
 def expand(x: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
-    """f of above."""
+    """f from the module docstring."""
     return x.sign() * (x.abs() / e.c) ** e.k
 
 
@@ -114,7 +114,7 @@ def code_values(name: str) -> tuple[float, ...]:
 
 @cache
 def _borders(name: str) -> torch.Tensor:
-    """The largest float32 that takes each code but the last: half-way to the next value, rounded down."""
+    """The largest float32 for each code but the last: half way to the next value, rounded down."""
     import torch
 
     values = torch.tensor(code_values(name), dtype=torch.float64)
