@@ -226,10 +226,10 @@ def main() -> None:
         made["quartet2"] = list(quartet2_rows(given.quartet2))
     if given.quartet:
         made["quartet"] = list(quartet_rows(given.quartet))
-    others = [r for r in rows if r["source"] not in (QUARTET2["source"], QUARTET["source"], OWN["source"])]
-    own = {"quartet2": QUARTET2, "quartet": QUARTET, "ladder": OWN}
-    kept = {name: [r for r in rows if r["source"] == base["source"]] for name, base in own.items()}
-    all_rows = [*(r for name in own for r in made.get(name, kept[name])), *others]
+    tables = ("quartet2", "quartet", "ladder")
+    kept = {name: [r for r in rows if r["family"] == name] for name in tables}
+    others = [r for r in rows if r["family"] not in tables]
+    all_rows = [*(r for name in tables for r in made.get(name, kept[name])), *others]
     lines = [[*COLUMNS, *MORE], *([r[name] for name in (*COLUMNS, *MORE)] for r in all_rows)]
     write_whole(given.out, csv_text(lines))
     print(f"{given.out}: {len(all_rows)} points")

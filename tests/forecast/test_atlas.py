@@ -38,7 +38,7 @@ def written(folder: Path, *rows: dict[str, str], columns=COLUMNS) -> Path:
 
 def test_the_atlas_has_its_points_each_with_a_source_and_a_place_in_it():
     atlas = read_atlas()
-    assert len(atlas) >= 500
+    assert len(atlas) >= 800
     assert all(point.source and point.locator and point.more["read"] for point in atlas.points)
     places = [(p.source, p.locator, p.recipe, p.more["note"]) for p in atlas.points]
     assert len(set(places)) == len(places)
