@@ -69,7 +69,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     Ignores case and the dashes before an option, which all options share.
     >>> nearest("--Stepz", ["--steps", "--seed"]), nearest("--dry-run", ["--decay-fraction"])
     ('--steps', None)
+    >>> nearest("gtp2", ["llama3-1b", "gpt2-124m", "gpt2-350m"])
+    'gpt2-124m'
     """
+    word = name.lstrip("-").lower()
     bare = {n.lstrip("-").lower(): n for n in known}
-    close = get_close_matches(name.lstrip("-").lower(), list(bare), n=1)
-    return bare[close[0]] if close else None
+    beginnings = {b[: len(word)]: n for b, n in reversed(bare.items())}  # gtp2, gpt2-124m
+    for names in (bare, beginnings):
+        if close := get_close_matches(word, list(names), n=1, cutoff=0.6 if names is bare else 0.75):
+            return names[close[0]]
+    return None
