@@ -17,7 +17,16 @@ def test_every_data_file_is_in_the_wheel():
     shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
     data = {p for p in PACKAGE.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
     assert data == shipped
-    assert {path.suffix for path in data} == {".c", ".csv", ".toml", ".html", ".css", ".js", ".typed"}
+    assert {path.suffix for path in data} == {
+        ".c",
+        ".csv",
+        ".json",
+        ".toml",
+        ".html",
+        ".css",
+        ".js",
+        ".typed",
+    }
 
 
 def test_the_version_stands_in_one_place():
