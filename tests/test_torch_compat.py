@@ -362,6 +362,34 @@ def test_a_copy_without_hooks_has_parameters_of_its_own():
     assert not seen
 
 
+def test_strict_determinism_is_lifted_for_an_operation_that_repeats():
+    torch.use_deterministic_algorithms(True)
+    try:
+        with compat.not_strict():
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.get_deterministic_debug_mode() == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with compat.not_strict():
+        assert torch.get_deterministic_debug_mode() == 0
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, torch.inf, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_scaling_of_many_have_the_bits_of_each(order, dtype):
+    g = torch.Generator().manual_seed(0)
+    many = [torch.randn(shape, generator=g).to(dtype) for shape in ((300, 7), (1,), (5000,), (16, 33))]
+    norms = compat.norm_each(many, order, torch.float64)
+    each = [torch.linalg.vector_norm(x, order, dtype=torch.float64) for x in many]
+    assert all(torch.equal(a, b) for a, b in zip(norms, each, strict=True))
+    factor = torch.tensor(0.3337)
+    expected = [x.clone().mul_(factor) for x in many]
+    compat.scale_each(many, factor)
+    assert all(torch.equal(a, b) for a, b in zip(many, expected, strict=True))
+    assert compat.norm_each([], order, torch.float64) == []
+    compat.scale_each([], factor)
+
+
 def test_every_name_is_called_here():
     source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in compat.__all__ if f"compat.{name}" not in source] == []

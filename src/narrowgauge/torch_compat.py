@@ -6,7 +6,8 @@ break only this file. `test_torch_compat.py` tests each against the installed to
 CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments note known differences between versions.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import MethodType
 from typing import Any, Protocol, TypeVar
@@ -50,12 +51,15 @@ __all__ = [
     "is_in_place",
     "is_view_operation",
     "local_tensor",
+    "norm_each",
+    "not_strict",
     "operation_name",
     "overflow_flags",
     "parameters_of_ddp",
     "reduce_scatter_single",
     "register_fake_backend",
     "reshaped",
+    "scale_each",
     "scaled_mm",
     "storage_key",
     "tensors_in",
@@ -104,6 +108,31 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
     write through `to_local()` does.
     """
     return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def norm_each(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The vector norm of each tensor, computed in a dtype; on a GPU in a few launches."""
+    return list(torch._foreach_norm(list(tensors), order, dtype)) if tensors else []
+
+
+def scale_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by a 0-dim tensor, in place; on a GPU in a few launches."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+@contextmanager
+def not_strict() -> Iterator[None]:
+    """Allow operations that torch refuses as nondeterministic, where the part that is used repeats."""
+    if torch.compiler.is_compiling() or torch.get_deterministic_debug_mode() == 0:
+        yield
+        return
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from narrowgauge.bench.answer import Answer
+from narrowgauge.bench.verify import operations
 from narrowgauge.bench.verify.check import Check, Disagreement, Finding, close, near, same
+from narrowgauge.bench.verify.determinism_checks import determinism_checks
 from narrowgauge.bench.verify.layer_checks import product_checks
 from narrowgauge.bench.verify.loss_checks import loss_checks, trained
 from narrowgauge.bench.verify.verify import Verdict, all_checks
@@ -163,6 +165,24 @@ def test_another_loss_is_seen_and_the_way_that_agrees_is_named(monkeypatch):
         "native: the loss is off by 0.05, 0.01 is allowed; "
         "under NARROWGAUGE_KERNELS=0 it agrees, so train with that"
     )
+
+
+def test_a_backward_pass_that_does_not_repeat_is_seen(monkeypatch):
+    """A GPU whose attention adds its parts in any order: the second time a bit differs."""
+    found = {check.name: check for check in determinism_checks(CPU)}
+    assert found["attention"].run(CPU) == "twice, bit for bit"
+    assert found["a model under fp8"].run(CPU) == "twice, bit for bit"
+    right, calls = operations.attend, []
+
+    def attend(q, k, v):
+        calls.append(q)
+        q.register_hook(lambda g: g * (1 + 2**-7 * (len(calls) - 1)))
+        return right(q, k, v)
+
+    monkeypatch.setattr(operations, "attend", attend)
+    with pytest.raises(Disagreement, match="numbers of the gradient of q are wrong"):
+        found["attention"].run(CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_what_excludes_each_other_is_refused(capsys):

@@ -7,7 +7,7 @@ it can only fall; the goal stands beside it. Whoever lowers a figure lowers its 
 import pytest
 
 from narrowgauge.simulate.speeds import FUNCTION_S, LAUNCH_S
-from support.gpu_count import counted, whole
+from support.gpu_count import counted, updated, whole
 
 BIG, SMALL, EIGHT, GPT2 = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b", "gpt2-124m"
 SLACK = 1.0005  # the figures below are rounded
@@ -103,3 +103,10 @@ def test_recomputation_at_8b():
     """At the ceilings, in ms."""
     count = whole(EIGHT, "fp8", 2, 8192, 32, options=(("recompute", True),))
     ceiling(1e3 * count.ceiling_seconds, today=1150, goal=1150)
+
+
+def test_the_clip_is_a_few_launches():
+    """Two launches a parameter were 651 in an update of 28 blocks, 22 a block."""
+    two, three = (updated(BIG, "bf16", 16, 1024, layers) for layers in (2, 3))
+    assert two.launches <= 28
+    assert three.launches - two.launches <= 1

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import kernels
 from narrowgauge.devices import imagine
-from narrowgauge.kernels import has_kernels
-from narrowgauge.kernels.dispatch import converts_to_fp8, fastest_first, use_kernels
+from narrowgauge.kernels import dispatch, has_kernels
+from narrowgauge.kernels.dispatch import converts_to_fp8, use_kernels
 from narrowgauge.nn import gemm
 from narrowgauge.recipes import named_device
 
@@ -48,21 +48,6 @@ def test_nothing_is_launched_for_no_numbers_or_wide_ones(device):
     assert use_kernels(torch.zeros(3, device=device))
     assert not use_kernels(torch.zeros(0, device=device))
     assert not use_kernels(torch.zeros(3, dtype=torch.float64, device=device))
-
-
-def test_deterministic_attention_leaves_out_what_adds_in_any_order():
-    cuda = torch.backends.cuda
-    torch.use_deterministic_algorithms(True)
-    try:
-        with fastest_first(torch.device("cuda", 0)):
-            assert cuda.flash_sdp_enabled()
-            assert cuda.math_sdp_enabled()
-            assert not cuda.cudnn_sdp_enabled()
-            assert not cuda.mem_efficient_sdp_enabled()
-        with fastest_first(torch.device("cpu")):
-            assert cuda.mem_efficient_sdp_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def launches(function):
@@ -118,3 +103,38 @@ def test_a_gpu_before_ampere_multiplies_widened_operands(name, is_narrow):
         y = gemm._summed_in_fp32(a, b)
     assert y.dtype == torch.float32
     assert products.operands == [torch.bfloat16 if is_narrow else torch.float32] * 2
+
+
+@pytest.fixture
+def without_headers(monkeypatch, tmp_path):
+    """A Python whose headers are not installed, as Debian's without python3-dev."""
+    monkeypatch.setattr(dispatch.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.delenv("CPATH", raising=False)
+    monkeypatch.delenv("C_INCLUDE_PATH", raising=False)
+    for function in (dispatch.build_gap, dispatch.can_compile):
+        function.cache_clear()
+    yield tmp_path
+    for function in (dispatch.build_gap, dispatch.can_compile):
+        function.cache_clear()
+
+
+def test_missing_headers_are_found_before_a_kernel_is_built(without_headers, monkeypatch):
+    """Triton would fail in the middle of step 0; now plain operations run, and a sentence says why."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    gpu = torch.device("cuda", 48)
+    assert not dispatch.can_compile()
+    assert not has_kernels(gpu)
+    assert dispatch.kernels_missing(gpu) == (
+        "no kernels: this machine lacks Python.h (install python3-dev or python3-devel, or take another "
+        "Python); plain operations take several times as long"
+    )
+    assert dispatch.kernels_missing(torch.device("cpu")) == ""
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+    assert dispatch.kernels_missing(gpu) == ""
+
+
+def test_headers_elsewhere_are_found_where_the_compiler_finds_them(without_headers, monkeypatch):
+    (without_headers / "elsewhere").mkdir()
+    (without_headers / "elsewhere" / "Python.h").touch()
+    monkeypatch.setenv("CPATH", str(without_headers / "elsewhere"))
+    assert dispatch.build_gap() == ""

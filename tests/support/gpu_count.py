@@ -1,10 +1,12 @@
-"""Steps of whole models counted on an imagined H200, from models of few layers: a count is linear in them."""
+"""Steps of whole models counted on an imagined GPU, from models of few layers: a count is linear in them."""
 
 from dataclasses import dataclass
 from functools import cache
 
+from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
+from narrowgauge.cluster.plan.counted import speeds_of
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import count_step, count_whole
+from narrowgauge.simulate import H200, count_step, count_whole
 from narrowgauge.training import make_config
 
 
@@ -58,7 +60,14 @@ def counted(*model, options=()):
 
 
 @cache
-def whole(*model, options=()):
-    """The count of all layers, from models of few."""
-    step = count_whole(config_of(*model, options), named_device("h200"))
+def whole(*model, options=(), gpu="h200"):
+    """The count of all layers, from models of few; at an H200's speeds where no machine file has others."""
+    speeds = speeds_of(load_cluster(gpu)) if gpu in cluster_names() else H200
+    step = count_whole(config_of(*model, options), named_device(gpu), speeds)
     return Count.of(step.micro_batch, step.at_ceilings, step.peak_bytes)
+
+
+@cache
+def updated(*model, options=()):
+    """The total of the update, of all layers one by one."""
+    return count_step(config_of(*model, options), named_device("h200")).of_update()

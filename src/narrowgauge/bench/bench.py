@@ -12,13 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.bench.ceilings import Ceilings, measure
+from narrowgauge.bench.ceilings import Ceilings, measure_apart
 from narrowgauge.bench.peers import check_peers, default_peers
 from narrowgauge.bench.timing import Spread, speed_in_words, take_turns
-from narrowgauge.bench.work import Work, work_of
+from narrowgauge.bench.work import Work
 from narrowgauge.bench.worker import OURS, start_workers
 from narrowgauge.errors import UserError
-from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.profiler import StepTime
@@ -85,12 +84,11 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
         UserError: a peer is unknown, or not installed.
     """
     device = choose_device(config.training.device)
-    backend = verified_backend(config.spec.recipe, device, config.spec.backend)
     names = default_peers(device) if peers is None else peers
     check_peers(names, device)
-    work = work_of(config, backend.name == "native")
     with console.status("") as status:
-        ceilings = measure(work, device, status.update)
+        status.update("the machine's ceilings")
+        backend, work, ceilings = measure_apart(config, device)
         groups = alive_at_once([OURS, *names], device)
         seconds, profiled, failed = timed(groups, config, rounds, status.update)
     name = device_name(device)

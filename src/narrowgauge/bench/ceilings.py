@@ -5,7 +5,8 @@ with operands that exist already. Attention is measured with torch's own kernel,
 Memory is measured with a copy; its bytes are the bytes read and the bytes written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,18 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from narrowgauge.bench.timing import best_seconds
-from narrowgauge.bench.work import Attention, Gemm, Work
+from narrowgauge.bench.work import Attention, Gemm, Work, work_of
+from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
 from narrowgauge.nn import DTYPES
 from narrowgauge.nn.gemm import arguments, quantized_operand
+from narrowgauge.nn.self_test import verified_backend
+from narrowgauge.processes import Answering, Ended
 from narrowgauge.quantization import make_cast
+from narrowgauge.recipes import Backend
+from narrowgauge.runs.monitor.hardware import use_device
 from narrowgauge.torch_compat import fp8_product, scaled_mm
+from narrowgauge.training import Config
 
 #: The casts of the operands of products in blocks.
 IN_BLOCKS = {"mxfp8": make_cast("mxfp8"), "fp4": make_cast("nvfp4")}
@@ -56,16 +63,49 @@ class Ceilings:
         }
 
 
-def measure(work: Work, device: torch.device, log: Callable[[str], None]) -> Ceilings:
-    """Measure the ceilings of a step's work (`work_of`): seconds on a GPU, about a minute on a CPU.
+def measure_apart(config: Config, device: torch.device) -> tuple[Backend, Work, Ceilings]:
+    """The backend, the work of a step and its ceilings, by a process that ends, and with it all it held.
 
-    `log` is called with a line for each measurement that begins.
+    So workers that train later have the whole memory of the device.
+
+    Raises:
+        UserError: The recipe has no such backend here, or the process ended before it had measured.
     """
-    gemms = {}
-    for number, gemm in enumerate(sorted(work.gemms), start=1):
-        log(f"ceilings: product {number} of {len(work.gemms)}")
-        gemms[gemm] = gemm_seconds(gemm, device)
-    log("ceilings: attention and memory")
+    process = Answering(_measuring, device, torch.get_num_threads())
+    try:
+        found = process.ask(config)
+    except Ended:
+        raise UserError(
+            "the process that measures the machine's ceilings ended early; its own message is above: a "
+            "smaller --training.micro_batch_size needs less memory"
+        ) from None
+    finally:
+        process.end()
+    if isinstance(found, UserError):
+        raise found
+    backend, work, ceilings = found
+    return backend, work, ceilings
+
+
+@contextmanager
+def _measuring(device: torch.device, threads: int) -> Iterator[Callable[[Config], object]]:
+    torch.set_num_threads(threads)
+    use_device(device)
+
+    def found(config: Config) -> tuple[Backend, Work, Ceilings] | UserError:
+        try:
+            backend = verified_backend(config.spec.recipe, device, config.spec.backend)
+        except UserError as error:
+            return error
+        work = work_of(config, backend.name == "native")
+        return backend, work, measure(work, device)
+
+    yield found
+
+
+def measure(work: Work, device: torch.device) -> Ceilings:
+    """Measure the ceilings of a step's work (`work_of`): seconds on a GPU, about a minute on a CPU."""
+    gemms = {gemm: gemm_seconds(gemm, device) for gemm in sorted(work.gemms)}
     forward, backward = attention_seconds(work.attention, device)
     return Ceilings(gemms, forward, backward, copy_bandwidth(device))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.devices import GpuWork, is_shape_only, tell
-from narrowgauge.kernels.dispatch import fastest_first, is_slow
+from narrowgauge.kernels.dispatch import attention_backends, is_slow
 from narrowgauge.kernels.dropout import Dropout
 
 
@@ -55,7 +55,7 @@ def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None =
         k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
     if q_BNTH.is_meta:
         return _MetaAttention.apply(q_BNTH, k_BKSH, v_BKSH, mask)
-    with fastest_first(q_BNTH.device):
+    with attention_backends(q_BNTH.device, mask is not None):
         return nn.functional.scaled_dot_product_attention(
             q_BNTH,
             k_BKSH,

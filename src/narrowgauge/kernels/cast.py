@@ -22,6 +22,7 @@ casts where there is no C compiler.
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,39 @@ def quantize(
 
         return quantized(x, cast, axis, *_fields(cast, context), context.amax, both)
     return quantize_in_context(x, cast, axis, _with_limits(x, cast, context)), None
+
+
+class Tiles(NamedTuple):
+    """A matrix as (rows, contraction) in blocks, laid out as the hardware reads it.
+
+    Attributes:
+        codes: uint8, rows of packed codes; rows and columns are padded with zeros to what units take.
+        scales: uint8, one row of the codes of scales, in tiles (`nn.gemm.tiled`).
+        tensor_scale: 0-dim float32.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tensor_scale: torch.Tensor
+
+
+def quantize_in_tiles(
+    x: torch.Tensor, cast: Cast, axis: int = -1, context: QuantContext = DEFAULT_CONTEXT
+) -> Tiles | None:
+    """`quantize` of a matrix whose `axis` is contracted, laid out for the hardware by the kernel that casts.
+
+    Returns:
+        None where no kernel does it: elsewhere `nn.gemm.arguments` lays codes and scales out.
+    """
+    in_blocks = cast.block is not None and cast.block[1] > 0 and cast.block[0] < 128
+    has_tiles = in_blocks and cast.scales.format in ("e8m0", "e4m3") and cast.element.bits in (4, 8)
+    if not has_tiles or cast.scales.are_rounded or not _has_kernel(x, cast, context):
+        return None
+    from narrowgauge.kernels.triton.cast_launch import in_tiles
+
+    context = _seen(x, cast, context, has_kernel=True)
+    stream, signs, _ = _fields(cast, context)
+    return Tiles(*in_tiles(x, cast, axis, stream, signs, context.amax))
 
 
 def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

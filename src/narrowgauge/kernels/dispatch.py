@@ -9,9 +9,11 @@ any machine what a GPU would compute.
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +22,37 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from narrowgauge.devices import imagined
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 
-# Of these, only flash-attention has a bitwise reproducible backward pass, if torch is configured to use it.
-DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+# In torch's order. Under strict determinism the backward passes of all three repeat every bit.
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @cache
 def can_compile() -> bool:
-    """Whether Triton is installed, and the C compiler with which it builds kernel launchers."""
-    compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
-    return is_triton_installed() and any(map(shutil.which, compilers))
+    """Whether Triton is installed, and what it needs to build kernel launchers."""
+    return is_triton_installed() and not build_gap()
+
+
+@cache
+def build_gap() -> str:
+    """What Triton lacks to build kernel launchers, a C compiler or Python's headers; "" for nothing."""
+    compiler = os.environ.get("CC", "").split()[:1]
+    if not any(map(shutil.which, (*compiler, "gcc", "clang", "cc"))):
+        return "a C compiler (install gcc, or name one in CC)"
+    folders = [sysconfig.get_path("include")]
+    for variable in ("CPATH", "C_INCLUDE_PATH"):  # where a compiler looks besides
+        folders += os.environ.get(variable, "").split(os.pathsep)
+    if not any(Path(folder, "Python.h").exists() for folder in folders if folder):
+        return "Python.h (install python3-dev or python3-devel, or take another Python)"
+    return ""
+
+
+def kernels_missing(device: torch.device) -> str:
+    """A sentence where a GPU could run Triton's kernels, and this machine cannot build them; else ""."""
+    is_off = os.environ.get("NARROWGAUGE_KERNELS") == "0" or device.type != "cuda" or not _is_for(device)
+    if is_off or can_compile():
+        return ""
+    lacks = build_gap() or "Triton, which comes with torch's builds for GPUs"
+    return f"no kernels: this machine lacks {lacks}; plain operations take several times as long"
 
 
 @cache
@@ -145,20 +163,14 @@ def use_kernels(x: torch.Tensor) -> bool:
     return has_kernels(x.device) and x.numel() > 0 and x.dtype != torch.float64
 
 
-def fastest_first(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which torch's attention on a device tries the fastest implementation first.
+def attention_backends(device: torch.device, has_mask: bool) -> AbstractContextManager[Any]:
+    """A context for torch's attention on a device: torch's own order, without cuDNN's where it is unfit.
 
-    On a Hopper GPU (an H200, torch 2.11, 2026-11-20) cuDNN's reached 620 TFLOP/s forward and 503 forward and
-    backward; flash-attention 2, which torch tries first, 316 and 277. Elsewhere torch's order is kept.
-    Implementations that do not support a shape are skipped, and with torch's deterministic algorithms also
-    those whose gradients depend on the order of threads.
+    Torch knows with which versions of cuDNN its attention is both right and fastest, and obeys
+    TORCH_CUDNN_SDPA_DEPRIORITIZED. Two cases it leaves open. With a mask, cuDNN's backward pass gives NaN at
+    some lengths (pytorch issue 196678). And where torch's deterministic algorithms are on, cuDNN's gradients
+    would depend on the order of threads.
     """
-    if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
-        return sdpa_kernel(DETERMINISTIC, set_priority=True)
-    if device.type == "cuda" and _is_hopper(device):
-        return sdpa_kernel(CUDNN_FIRST, set_priority=True)
+    if device.type == "cuda" and (has_mask or torch.are_deterministic_algorithms_enabled()):
+        return sdpa_kernel(WITHOUT_CUDNN, set_priority=True)
     return nullcontext()
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return _capability(device)[0] == 9

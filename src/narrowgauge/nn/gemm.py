@@ -38,9 +38,10 @@ import torch
 
 from narrowgauge.devices import is_gpu, is_shape_only
 from narrowgauge.formats import pack, torch_dtype
+from narrowgauge.kernels.cast import Tiles, quantize_in_tiles
 from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
-from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.quantization import Cast, QTensor, QuantContext
 from narrowgauge.torch_compat import ScalingType, SwizzleType
 from narrowgauge.torch_compat import scaled_mm as torch_scaled_mm
 
@@ -107,6 +108,11 @@ class QuantizedOperand(NamedTuple):
     cast: Cast
     other: torch.Tensor | None = None
 
+    @property
+    def rows(self) -> int:
+        """The rows."""
+        return self.codes.shape[0]
+
     def transposed(self) -> "QuantizedOperand":
         """The same numbers along the other axis."""
         scales = self.scales.T if self.scales.ndim else self.scales
@@ -114,7 +120,29 @@ class QuantizedOperand(NamedTuple):
         return self._replace(codes=codes, scales=scales, other=None)
 
 
-AnyOperand = Operand | RowOperand | QuantizedOperand
+class TiledOperand(NamedTuple):
+    """An operand as (rows, contraction) that a kernel laid out for the hardware, along one axis or both.
+
+    Attributes:
+        rows: The rows without padding.
+        tiles: Packed codes, and scales in tiles.
+        cast: The cast of the operand.
+        other: The same values contracted along the other axis, if they are.
+    """
+
+    rows: int
+    tiles: Tiles
+    cast: Cast
+    other: "TiledOperand | None" = None
+
+    def transposed(self) -> "TiledOperand":
+        """The same values along the other axis."""
+        assert self.other is not None, "values that depend on the axis"
+        return self.other
+
+
+NativeOperand = QuantizedOperand | TiledOperand
+AnyOperand = Operand | RowOperand | NativeOperand
 
 
 @torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
@@ -193,10 +221,10 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
 
     Native operands give `dtype` (`fast`: see `native_product`), emulated ones that or their own, if wider.
     """
-    if isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand):
+    if isinstance(a, NativeOperand) and isinstance(b, NativeOperand):
         return native_product(a, b, dtype, fast)
-    assert not isinstance(a, QuantizedOperand)
-    assert not isinstance(b, QuantizedOperand)
+    assert not isinstance(a, NativeOperand)
+    assert not isinstance(b, NativeOperand)
     if isinstance(a, RowOperand) or isinstance(b, RowOperand):
         if _are_bf16(a, b):
             return _product_by_rows(a, b, dtype)
@@ -272,18 +300,36 @@ def quantized_operand(q: QTensor, axis: int, other: torch.Tensor | None = None) 
     return codes if other is None else codes._replace(other=other.T if axis == -1 else other)
 
 
+def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> TiledOperand | None:
+    """A matrix whose `axis` (-1 or 0) is contracted, as an operand that the kernel of its cast lays out.
+
+    An operand whose values do not depend on the axis is laid out along both: packed codes have no transpose.
+
+    Returns:
+        None where no kernel does it.
+    """
+    tiles = quantize_in_tiles(x, cast, axis, context)
+    if tiles is None:
+        return None
+    operand = TiledOperand(x.shape[1 + axis], tiles, cast)
+    if not cast.ignores_axis:
+        return operand
+    again = quantize_in_tiles(x, cast, -1 - axis, context)
+    assert again is not None
+    return operand._replace(other=TiledOperand(x.shape[-axis], again, cast))
+
+
 def native_product(
-    a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype, fast: bool = False
+    a: NativeOperand, b: NativeOperand, dtype: torch.dtype, fast: bool = False
 ) -> torch.Tensor:
     """The product of (M, K) and (N, K) as (M, N), rounded once to `dtype`.
 
     `fast` lets Hopper sum in fewer bits, as is usual for the forward product. A product in blocks is summed
     in fp32 all the same, as TransformerEngine demands.
     """
-    m, n = a.codes.shape[0], b.codes.shape[0]
     fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
     result = torch_scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
-    return result[:m, :n]
+    return result[: a.rows, : b.rows]
 
 
 def _in_blocks(cast: Cast) -> bool:
@@ -291,9 +337,9 @@ def _in_blocks(cast: Cast) -> bool:
     return cast.block is not None and cast.block[1] != 0
 
 
-def arguments(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
+def arguments(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
     """The keyword arguments of `scaled_mm` for two operands."""
-    a, b = _padded(a), _padded(b)
+    a, b = (x if isinstance(x, TiledOperand) else _padded(x) for x in (a, b))
     types_a, scale_a = _scales(a, b, first=True)
     types_b, scale_b = _scales(b, a, first=False)
     swizzles = None
@@ -328,8 +374,8 @@ def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
     return torch.nn.functional.pad(x, missing) if any(missing) else x
 
 
-def _elements(x: QuantizedOperand) -> torch.Tensor:
-    codes = pack(along_contraction(x.codes), x.cast.element)
+def _elements(x: NativeOperand) -> torch.Tensor:
+    codes = x.tiles.codes if isinstance(x, TiledOperand) else pack(along_contraction(x.codes), x.cast.element)
     return codes.view(torch_dtype(x.cast.element) or torch.float4_e2m1fn_x2)
 
 
@@ -345,17 +391,16 @@ def along_contraction(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(
-    x: QuantizedOperand, other: QuantizedOperand, first: bool
+    x: NativeOperand, other: NativeOperand, first: bool
 ) -> tuple[list[ScalingType], list[torch.Tensor]]:
     """(types, tensors) of an operand's scales in a product with the `other`."""
-    rows, scales = x.codes.shape[0], x.scales
+    if isinstance(x, TiledOperand):
+        return _scales_in_tiles(x.cast, x.tiles.scales, x.tiles.tensor_scale)
+    rows, scales = x.rows, x.scales
     if x.cast.scales.format in TILED:
         assert x.cast.block is not None
-        type_, dtype = TILED[x.cast.scales.format]
-        scales = tiled(scales.repeat_interleave(x.cast.block[0], 0)[:rows]).view(dtype)
-        if x.cast.scales.format == "e8m0":
-            return [type_], [scales]
-        return [type_, ScalingType.TensorWise], [scales, x.tensor_scale]
+        scales = tiled(scales.repeat_interleave(x.cast.block[0], 0)[:rows])
+        return _scales_in_tiles(x.cast, scales, x.tensor_scale)
     if x.cast.block is None and other.cast.block is None:
         return [ScalingType.TensorWise], [scales.reshape(1)]
     if x.cast.block is None or x.cast.block[1] == 0:
@@ -365,6 +410,15 @@ def _scales(
         return [ScalingType.BlockWise1x128], [_row_major(scales.T).T]
     scales = _pad(scales, (0, -scales.shape[1] % 4))
     return [ScalingType.BlockWise128x128], [_row_major(scales).T]
+
+
+def _scales_in_tiles(
+    cast: Cast, scales: torch.Tensor, tensor_scale: torch.Tensor
+) -> tuple[list[ScalingType], list[torch.Tensor]]:
+    type_, dtype = TILED[cast.scales.format]
+    if cast.scales.format == "e8m0":
+        return [type_], [scales.view(dtype)]
+    return [type_, ScalingType.TensorWise], [scales.view(dtype), tensor_scale]
 
 
 def _row_major(x: torch.Tensor) -> torch.Tensor:

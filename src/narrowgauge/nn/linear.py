@@ -24,7 +24,7 @@ from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import KnownAmax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.nn.fused_mlp import fp8_scaling, swiglu_mlp
-from narrowgauge.nn.gemm import QuantizedOperand
+from narrowgauge.nn.gemm import NativeOperand
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
 from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers, require_sum
@@ -235,7 +235,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """The weight's values that the forward matmul multiplies in this step: (N, K), float32."""
         weight_NK, operands = self._weight_pass()
         operand = operands.of(weight_NK, "fprop.w", -1)
-        if isinstance(operand, QuantizedOperand):
+        if isinstance(operand, NativeOperand):
             return self.forward_codes().dequantize()
         return operand.numbers().float()
 

@@ -26,8 +26,17 @@ import torch
 from narrowgauge.formats import RandomStream, decode, encode, pack, unpack
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.amax import DelayedScale
-from narrowgauge.kernels.cast import emulate_rows
-from narrowgauge.nn.gemm import AnyOperand, Operand, QuantizedOperand, RowOperand, quantized_operand
+from narrowgauge.kernels.cast import Tiles, emulate_rows
+from narrowgauge.nn.gemm import (
+    AnyOperand,
+    NativeOperand,
+    Operand,
+    QuantizedOperand,
+    RowOperand,
+    TiledOperand,
+    quantized_operand,
+    tiled_operand,
+)
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.step_state import StepState
@@ -118,6 +127,10 @@ class Operands:
             return gathered if axis == -1 else gathered.transposed()
         cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
         form = self.layer.forms[place]
+        if form == CODES and self.observer is None:
+            operand_in_tiles = tiled_operand(tensor, cast, axis, context)
+            if operand_in_tiles is not None:
+                return operand_in_tiles
         if form == CODES:
             q, other_codes = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
@@ -157,7 +170,7 @@ class Operands:
         """
         if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
             return operand.transposed()
-        assert not isinstance(operand, QuantizedOperand)  # such a matmul has no native scheme
+        assert not isinstance(operand, NativeOperand)  # such a matmul has no native scheme
         return self.of(operand.numbers(), place, 0)
 
     def shared(self, a: str, b: str) -> bool:
@@ -257,6 +270,8 @@ def keep_operand(operand: AnyOperand) -> tuple[Tensors, Restore]:
     """Keep an operand in the tensors that it has."""
     if isinstance(operand, RowOperand):
         return tuple(operand), RowOperand
+    if isinstance(operand, TiledOperand):
+        return _keep_tiles(operand.transposed())  # the backward pass wants this one alone
     if isinstance(operand, QuantizedOperand):
         cast = operand.cast
         codes = operand.codes if operand.other is None else operand.other.T  # the backward pass wants these
@@ -264,6 +279,17 @@ def keep_operand(operand: AnyOperand) -> tuple[Tensors, Restore]:
             codes, scales, tensor_scale, cast
         )
     return (*operand, None), lambda values, scale, _: Operand(values, scale)
+
+
+def _keep_tiles(other: TiledOperand) -> tuple[Tensors, Restore]:
+    """Keep an operand in tiles that is read along the other axis."""
+    rows, cast = other.rows, other.cast
+
+    def restore(*tiles: torch.Tensor) -> TiledOperand:
+        restored = TiledOperand(rows, Tiles(*tiles), cast)
+        return restored._replace(other=restored)
+
+    return tuple(other.tiles), restore
 
 
 def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:

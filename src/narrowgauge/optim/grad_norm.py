@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.quantization import gradient_of, local_tensor, shard_of, state_of
+from narrowgauge.torch_compat import norm_each, scale_each
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,31 @@ def clip_grad_norm(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, model_group: ModelGroup | None
 ) -> torch.Tensor:
     """Scale gradients to a global norm of at most `max_norm`; see `Optimizer.clip_grad_norm_`."""
-    gradients = ((p, gradient_of(p)) for p in parameters)
-    wide = torch.float64
-    norms = {p: torch.linalg.vector_norm(g, norm_type, dtype=wide) for p, g in gradients if g is not None}
+    norms = _norms(parameters, norm_type)
     if not norms and model_group is None:
         return torch.zeros((), dtype=torch.float32)
     total = _global_norm(norms, norm_type, model_group).float()
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for p in parameters:
         if (narrow := state_of(p).gradient) is not None:
             narrow.scale_by(factor.to(p.device))
         elif p.grad is not None:
-            local_tensor(p.grad).mul_(factor.to(p.device))
+            by_device.setdefault(p.device, []).append(local_tensor(p.grad))
+    for device, gradients in by_device.items():
+        scale_each(gradients, factor.to(device))
     return total
+
+
+def _norms(parameters: Sequence[torch.Tensor], norm_type: float) -> dict[torch.Tensor, torch.Tensor]:
+    """The norm of each gradient, 0-dim float64, in the order of the parameters; narrow ones one by one."""
+    wide = {p: p.grad for p in parameters if p.grad is not None and state_of(p).gradient is None}
+    found = norm_each([local_tensor(g) for g in wide.values()], norm_type, torch.float64)
+    norms = dict(zip(wide, found, strict=True))
+    for p in parameters:
+        if p not in norms and (gradient := gradient_of(p)) is not None:
+            norms[p] = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+    return {p: norms[p] for p in parameters if p in norms}
 
 
 def _global_norm(

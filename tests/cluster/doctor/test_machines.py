@@ -3,12 +3,14 @@
 A machine is written down as the facts that would have been found there.
 """
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import Compiler, Disk, Given, Gpu, Hardware, Hub
+from narrowgauge.cluster.doctor.host import collect_compiler
 from narrowgauge.cluster.doctor.torch_setup.builds import build_for
 from support.healthy import CPU_ONLY
 
@@ -451,6 +453,26 @@ def test_triton_is_missed_on_a_gpu_only():
     without = replace(CXX, triton="")
     assert "compiler" not in not_ok(changed(CPU_ONLY, compiler=without))
     assert not_ok(changed(EIGHT_H100, compiler=without)) == {"compiler": "WARN"}
+    assert "pip install triton" in check(changed(EIGHT_H100, compiler=without))["compiler"].fix
+
+
+def test_the_triton_of_nvidias_gpus_is_not_put_over_rocms():
+    amd = replace(EIGHT_H100.hardware.gpus[0], maker="amd", capability=(0, 0), architecture="gfx942")
+    facts = changed(EIGHT_H100, compiler=replace(CXX, triton=""), hardware={"gpus": (amd,)})
+    fix = check(facts)["compiler"].fix
+    assert "install torch's ROCm build again" in fix
+    assert "pip install triton" not in fix
+
+
+@pytest.mark.parametrize("package", ["pytorch_triton_rocm-3.4.0.dist-info", "triton_rocm-3.6.0.dist-info"])
+def test_triton_is_found_by_the_name_it_is_imported_by(package, tmp_path, monkeypatch):
+    """ROCm's wheels bring `triton` in packages of other names."""
+    (tmp_path / package).mkdir()
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("__version__ = '3.4.0'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    assert collect_compiler().triton == "3.4.0"
 
 
 @pytest.mark.parametrize(

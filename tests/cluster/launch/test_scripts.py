@@ -335,5 +335,12 @@ def test_an_older_script_is_replaced(write):
     assert "--nodes=4" in write("--slurm", "--nodes", "4").read_text()
 
 
+def test_compiled_kernels_lie_on_the_nodes_own_disk(write):
+    """And not in a home on a file server, where 512 processes would compile into one folder at step 0."""
+    text = write("--slurm", "--nodes", "2").read_text()
+    assert 'export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$local_cache/triton}"' in text
+    assert text.index("local_cache=/tmp/") < text.index("TORCHINDUCTOR_CACHE_DIR") < text.index("PYTHON=")
+
+
 def test_the_python_is_the_one_that_wrote_it(write):
     assert sys.executable in write("--slurm").read_text()

@@ -71,6 +71,8 @@ def test_a_number_of_steps_that_is_none(narrowgauge, line, tmp_path, word):
     ("callers", "expected"),
     [
         (("aten::copy_", "_LinearFunctionBackward"), "casts"),
+        (("aten::empty", "_SwigluMlp"), "casts"),
+        (("aten::mm", "_SwigluMlpBackward"), "GEMMs"),
         (("aten::mm", "_LinearFunction"), "GEMMs"),
         (("aten::addmm", "narrowgauge::scaled_mm", "_LinearFunction"), "GEMMs"),
         (("aten::_scaled_mm_v2", "LinearFunction"), "GEMMs"),

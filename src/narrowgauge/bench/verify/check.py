@@ -29,7 +29,7 @@ class Check:
     """Something that a machine has to compute right.
 
     Attributes:
-        group: "products", "kernels", "layers" or "losses".
+        group: "products", "kernels", "layers", "determinism" or "losses".
         name: What is computed.
         run: Computes it on a device, and says in a clause how near the two ways came.
         do: What to do if they differ: a sentence.

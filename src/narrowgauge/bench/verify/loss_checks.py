@@ -39,9 +39,9 @@ def loss_checks(device: torch.device, lacks: str) -> list[Check]:
 
 def _losses_agree(name: str, device: torch.device) -> str:
     is_small = device.type == "cpu"
-    config = _config(name, "auto", is_small)
+    config = small_config(name, "auto", is_small)
     with plain_operations():
-        expected = trained(_config(name, "emulated", is_small), torch.device("cpu"))
+        expected = trained(small_config(name, "emulated", is_small), torch.device("cpu"))
     found = trained(config, device)
     backend = verified_backend(config.spec.recipe, device).name
     if (off := _distance(found, expected)) <= ALLOWED:
@@ -64,7 +64,7 @@ def _remedy(name: str, device: torch.device, expected: Sequence[float]) -> str:
     for words, (backend, is_plain) in ways.items():
         with plain_operations() if is_plain else nullcontext():
             try:
-                found = trained(_config(name, backend, is_small), device)
+                found = trained(small_config(name, backend, is_small), device)
             except RuntimeError:
                 continue
         if _distance(found, expected) <= ALLOWED:
@@ -86,7 +86,8 @@ def _distance(found: Sequence[float], expected: Sequence[float]) -> float:
     )
 
 
-def _config(name: str, backend: str, is_small: bool) -> Config:
+def small_config(name: str, backend: str, is_small: bool) -> Config:
+    """A small model and a few steps; still smaller where kernels are interpreted."""
     sizes: dict[str, Any] = {
         "dim": 256,
         "layers": 2,

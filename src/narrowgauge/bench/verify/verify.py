@@ -3,6 +3,7 @@
     products    each scaled product that the device has, against the same numbers in float64
     kernels     each kernel against its reference in plain torch, forward and backward
     layers      a linear layer under each recipe against the CPU's plain path
+    determinism two backward passes under `training.deterministic`, bit for bit
     losses      a short training under each kind of recipe against the CPU's plain path
 
 On a GPU all of it runs there. On a CPU kernels run in Triton's interpreter on small tensors: that proves
@@ -12,15 +13,14 @@ their numbers, not what a GPU's compiler makes of them. What a machine cannot sh
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Finding
+from narrowgauge.bench.verify.determinism_checks import determinism_checks
 from narrowgauge.bench.verify.kernel_checks import kernel_checks
 from narrowgauge.bench.verify.layer_checks import layer_checks, product_checks
 from narrowgauge.bench.verify.loss_checks import loss_checks
@@ -28,6 +28,7 @@ from narrowgauge.bench.verify.worker import interpreted, run_all
 from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.recipes import device_facts
 from narrowgauge.runs.monitor.hardware import device_name
+from narrowgauge.triton_version import triton_version
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def all_checks(device: torch.device) -> list[Check]:
         *product_checks(device),
         *kernel_checks(device, lacks),
         *layer_checks(is_told),
+        *determinism_checks(device),
         *loss_checks(device, is_told),
     ]
 
@@ -134,6 +136,6 @@ def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda or torch.version.hip:
         found["cuda" if torch.version.cuda else "rocm"] = str(torch.version.cuda or torch.version.hip)
-    with suppress(PackageNotFoundError):
-        found["triton"] = version("triton")
+    if triton := triton_version():
+        found["triton"] = triton
     return found

@@ -13,7 +13,6 @@ import sysconfig
 import tempfile
 import time
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import narrowgauge
@@ -34,6 +33,7 @@ from narrowgauge.cluster.doctor.facts import (
 from narrowgauge.errors import words_of
 from narrowgauge.operating_system import limits_of, system_name
 from narrowgauge.processes import in_time, output_of
+from narrowgauge.triton_version import triton_version
 from narrowgauge.units import human_bytes
 
 _SHARED = Path("/dev/shm")
@@ -163,10 +163,7 @@ def _kind(place: Path) -> str:
 def collect_compiler() -> Compiler:
     """The compilers of C and, tried on a small program, of the C++ that torch.compile writes; and Triton."""
     cc = next(filter(None, map(shutil.which, [_c_named(), "gcc", "clang", "cc"])), "")
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = ""
+    triton = triton_version()
     named = os.environ.get("CXX")
     for name in (named,) if named else ("g++", "clang++", "c++"):
         if cxx := shutil.which(name):
@@ -329,9 +326,10 @@ def _compiler(facts: Facts) -> Verdict:
     if compiler.error:
         return warn(f"{found}: {compiler.error}", _fix_of_compiler(compiler, facts.system.name))
     if gpus and not compiler.triton:
-        return warn(
-            f"{found}, no Triton", "pip install triton: kernels and training.compile need it on a GPU"
-        )
+        how = "pip install triton"
+        if any(gpu.maker == "amd" for gpu in gpus):  # the package of that name is for NVIDIA's
+            how = "install torch's ROCm build again, which brings its own Triton, not the package `triton`"
+        return warn(f"{found}, no Triton", f"{how}: kernels and training.compile need it on a GPU")
     return ok(found)
 
 

@@ -91,6 +91,14 @@ def title(site: Site, what: str) -> list[str]:
     return [*lines, *(f"# {source}" for source in site.source)]
 
 
+_CACHES = (
+    "# compiled kernels on each node's own disk: a home directory on a file server would serve every process",
+    "local_cache=/tmp/narrowgauge-$(id -un)",
+    'export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$local_cache/triton}"',
+    'export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$local_cache/inductor}"',
+)
+
+
 def setup(job: Job, site: Site) -> list[str]:
     """Setup lines: the site's lines and variables, the Python, the folder."""
     lines = []
@@ -102,6 +110,7 @@ def setup(job: Job, site: Site) -> list[str]:
         lines.append(f"export {variable.name}={shlex.quote(variable.value)}")
     return [
         *lines,
+        *_CACHES,
         "# the Python that wrote this script, unless PYTHON names another",
         f"PYTHON=${{PYTHON:-{shlex.quote(job.python)}}}",
         f"cd {shlex.quote(str(job.folder))}",

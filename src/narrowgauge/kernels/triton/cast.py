@@ -64,6 +64,31 @@ def _store(out, value, r, k, R, K, out_R, out_K):
 
 
 @triton.jit
+def _store_packed(out, code, r, TR: tl.constexpr, TK: tl.constexpr, R, K, out_R):
+    """Codes of 4 bits, two a byte, the first in the low half; R and K are numbers of elements."""
+    low, high = tl.split(tl.reshape(code, (TR, TK // 2, 2)))
+    pair = tl.program_id(1) * (TK // 2) + tl.arange(0, TK // 2)
+    _store(out, low | (high << 4), r, pair, R, K // 2, out_R, 1)
+
+
+@triton.jit
+def _store_in_tiles(
+    out, code, r, R_OUT, GRID_R, GRID_K,
+    TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Codes of scales in tiles of 128 rows x 4 blocks (`nn.gemm.tiled`): zeros where there is no block."""
+    code = tl.broadcast_to(code[:, None, :], (TR // BR, BR, TK // BK))
+    code = tl.reshape(code, (TR, TK // BK))
+    j = tl.program_id(1) * (TK // BK) + tl.arange(0, TK // BK)
+    code = tl.where(((r < R_OUT) & (r // BR < GRID_R))[:, None] & (j < GRID_K)[None, :], code, 0)
+    across = (GRID_K + 3) // 4
+    tile = (r // 128)[:, None].to(tl.int64) * across + (j // 4)[None, :]
+    at = tile * 512 + (r % 32 * 16 + r % 128 // 32 * 4)[:, None] + (j % 4)[None, :]
+    exists = (r < (R_OUT + 127) // 128 * 128)[:, None] & (j < across * 4)[None, :]
+    tl.store(out + at, narrow(code, out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
     """The random value of each element, by its index in row-major order."""
     if ROUNDING == "stochastic":
@@ -95,18 +120,20 @@ def _rounded(
 @triton.jit
 def cast_blocks(
     x, out, scales, scale_codes, over, tensor_scale, matrix, key, offset,
-    R, K, K_OUT, GRID_R, GRID_K, x_R, x_K, out_R, out_K, grid_R, grid_K, element_R, element_K,
+    R, K, R_OUT, K_OUT, GRID_R, GRID_K, x_R, x_K, out_R, out_K, grid_R, grid_K, element_R, element_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     SCALE: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr, S_NAN: tl.constexpr,
     RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, AIM: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
     EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
-    CONVERTS: tl.constexpr,
+    CONVERTS: tl.constexpr, IN_TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile: the scales of its blocks, and its elements as codes or as values times their block's scale.
 
-    For NVFP4 this also computes the tensor scale from the tensor's amax `over`, mapped to LARGEST.
+    For NVFP4 this also computes the tensor scale from the tensor's amax `over`, mapped to LARGEST. IN_TILES
+    writes what the hardware reads: packed codes of R_OUT x K_OUT elements, zeros beyond the matrix, and the
+    codes of scales in tiles, without the scales.
     """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
@@ -136,7 +163,13 @@ def cast_blocks(
     value = _rounded(
         scaled, random, MAX, EMIN, M, BITS, TWOS, MINUS_ZERO, ROUNDING, RANDOM_BITS, CODES, CONVERTS
     )
-    if CODES:
+    if IN_TILES:
+        if BITS == 4:
+            _store_packed(out, value, r, TR, TK, R_OUT, K_OUT, out_R)
+        else:
+            _store(out, value, r, k, R_OUT, K_OUT, out_R, 1)
+        _store_in_tiles(scale_codes, code, r, R_OUT, GRID_R, GRID_K, TR, TK, BR, BK)
+    elif CODES:
         _store(out, value, r, k, R, K_OUT, out_R, out_K)
         i = tl.program_id(0) * (TR // BR) + tl.arange(0, TR // BR)
         j = tl.program_id(1) * (TK // BK) + tl.arange(0, TK // BK)

@@ -31,6 +31,7 @@ _LANES = {
     "nvfp4, square": ((67, 84), (77, 103)),
     "nvfp4, hadamard": ((73, 82), (93, 103)),
 }
+PADDED_ROWS, PADDED_COLUMNS = 16, 32  # units that multiply blocks take multiples of these
 _LANES_OF_AMAX = 17  # for a tensor's amax, if it did not come with the tensor
 _LANES_STOCHASTIC = 32  # extra, for one random value per element
 
@@ -92,6 +93,21 @@ def quantized(
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
+
+
+@torch.no_grad()
+def in_tiles(
+    x: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    stream: RandomStream | None,
+    signs: Signs,
+    known: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(packed codes, codes of scales in tiles, the tensor's scale): see `kernels.cast.quantize_in_tiles`."""
+    codes, _, _, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known, True)
+    assert scale_codes is not None
+    return codes, scale_codes, _one(x) if S is None else S
 
 
 @torch.no_grad()
@@ -240,8 +256,12 @@ def _cast_blocks(
     stream: RandomStream | None,
     signs: Signs,
     known: torch.Tensor | None = None,
+    in_tiles: bool = False,
 ) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(codes or values, blocks, scales, their codes, the tensor's scale)."""
+    """(codes or values, blocks, scales, their codes, the tensor's scale).
+
+    `in_tiles`: codes packed and padded, codes of scales in tiles, no scales.
+    """
     assert cast.block is not None
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
@@ -251,20 +271,32 @@ def _cast_blocks(
         over = _largest(x, cast, view, axis, blocks, matrix, known)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     codes = dtype == torch.uint8
-    out = _empty(view, axis, dtype, x)
-    scales = torch.empty(blocks.grid if codes else (), dtype=torch.float32, device=x.device)
-    has_codes = codes and cast.scales.are_codes
-    scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device) if has_codes else None
-    grid, strides = blocks.grid, scales.stride() if codes else (0, 0)
-    if axis == 0:
-        grid, strides = grid[::-1], strides[::-1]
-    tile, how = tile_of(view.x[1], cast.block[1]), cast.scales
+    grid, how = blocks.grid if axis == -1 else blocks.grid[::-1], cast.scales
+    tile, programs = tile_of(view.x[1], cast.block[1]), view
+    extent, strides = (view.R, view.K_OUT), (0, 0)
+    if in_tiles:
+        rows, across = (-(-n // of) for n, of in ((view.R, 128), (grid[1], 4)))
+        programs = view._replace(R=128 * rows, K_OUT=4 * across * cast.block[1])
+        extent = view.R + -view.R % PADDED_ROWS, view.K_OUT + -view.K_OUT % PADDED_COLUMNS
+        packed = extent[0], extent[1] * cast.element.bits // 8
+        out = torch.empty(packed, dtype=torch.uint8, device=x.device)
+        scales = torch.empty((), dtype=torch.float32, device=x.device)
+        scale_codes: torch.Tensor | None = torch.empty(
+            (512 * rows * across,), dtype=torch.uint8, device=x.device
+        )
+        out_strides = out.stride(0), 1
+    else:
+        out = _empty(view, axis, dtype, x)
+        scales = torch.empty(blocks.grid if codes else (), dtype=torch.float32, device=x.device)
+        has_codes = codes and how.are_codes
+        scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device) if has_codes else None
+        strides, out_strides = _strides(scales, axis) if codes else (0, 0), _strides(out, axis)
     launch(
-        cast_blocks, _grid(view, tile),
-        x, out, scales, scale_codes if has_codes else scales, scales if over is None else over,
+        cast_blocks, _grid(programs, tile),
+        x, out, scales, scales if scale_codes is None else scale_codes, scales if over is None else over,
         scales if tensor_scale is None else tensor_scale,
         x if matrix is None else matrix, *_random(x, stream),
-        view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
+        view.R, view.K, *extent, *grid, *view.x, *out_strides, *strides, *view.element,
         writes="out scales scale_codes tensor_scale",
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard.size,
         **facts(cast.element), ROUNDING=cast.rounding.mode, RANDOM_BITS=cast.rounding.random_bits,
@@ -272,7 +304,7 @@ def _cast_blocks(
         RULE=how.rule, POWER_OF_TWO=how.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
         LARGEST=cast.target * cast.aim,
-        CONVERTS=is_converted(cast.element, cast.rounding.mode, x.device),
+        CONVERTS=is_converted(cast.element, cast.rounding.mode, x.device), IN_TILES=in_tiles,
         lanes=_lanes(x, cast, axis, dtype), **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale

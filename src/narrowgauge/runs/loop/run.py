@@ -18,6 +18,7 @@ from narrowgauge.distributed import (
     StoppedByPeer,
     init_process_group,
 )
+from narrowgauge.kernels.dispatch import kernels_missing
 from narrowgauge.operating_system import require_posix
 from narrowgauge.runs.loop.check_data import open_checked_data
 from narrowgauge.runs.loop.checkpointing import make_checkpointer
@@ -87,7 +88,8 @@ def run(
                 if changes is None:
                     display.log(f"{path} is done; to train again, name another directory with --out")
                 else:
-                    for sentence in (resolved.choice, *resolved.placement):
+                    missing = kernels_missing(resolved.device)
+                    for sentence in (resolved.choice, missing, *resolved.placement):
                         if sentence:
                             display.log(sentence)
                     _train(resolved, dataset, coordinator, display, requests, changes, profile)

@@ -13,6 +13,9 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.operating_system import peak_memory_held
 
 DEVICES = ("auto", "cpu", "cuda")
+# Segments that grow lose less memory between blocks of different sizes; a user's own choice stands.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _GPUS = ("gpu", "nvidia", "amd", "hip", "rocm")  # other names of what torch calls cuda
 
 # Options of <malloc.h>: how much freed memory returns to the kernel, and what is mapped outside the heap.
@@ -57,14 +60,25 @@ def use_device(device: torch.device, deterministic: bool = False) -> None:
 
     Args:
         device: The device.
-        deterministic: Whether a GPU takes only kernels that repeat every bit. Torch warns, and does not fail,
-            where it has none: its list has operations of which we use what does repeat (`kthvalue`'s values).
+        deterministic: Whether a GPU takes only kernels that repeat every bit. Strictly: where torch only
+            warns, the backward pass of flash-attention does not repeat. `torch_compat.not_strict` is for
+            operations that torch refuses although what is used of them repeats.
+
+    Raises:
+        UserError: `deterministic`, and the environment sets a workspace with which cuBLAS does not repeat.
     """
     if device.type != "cuda":
         return
+    if not any(name in os.environ for name in _ALLOCATOR):  # before memory is first asked for
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first asked
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        workspace = os.environ.setdefault(_CUBLAS, ":4096:8")  # before cuBLAS is first used
+        if workspace not in (":4096:8", ":16:8"):
+            raise UserError(
+                f"training.deterministic = true, but {_CUBLAS} is {workspace!r}, with which cuBLAS does "
+                "not repeat every bit; unset it, or set it to ':4096:8'"
+            )
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.index is not None:
         torch.cuda.set_device(device)

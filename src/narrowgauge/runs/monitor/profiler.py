@@ -32,7 +32,7 @@ CLASSES = (
     ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct"),
     ("GEMMs", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_mm_v2)$|^narrowgauge::scaled_mm$"),
     ("loss", r"CrossEntropy|HeadLoss"),
-    ("casts", r"LinearFunction|^narrowgauge::emulate$"),
+    ("casts", r"LinearFunction|SwigluMlp|^narrowgauge::emulate$"),
     ("norms and the rest", r""),
 )
 
