@@ -36,6 +36,9 @@ def test_a_recipe_does_not_differ_from_itself(capsys, tmp_path):
         (["--to", "te"], "--to is about one recipe, and none is named"),
         (["fp8", "--to", "torcha"], "unknown target 'torcha'; the nearest is 'torchao'"),
         (["fp8-row", "--to", "te"], 'block = "row", where te has "tensor"'),
+        (["--from", "te"], "--from reads a file of another tool, and none is named"),
+        (["fp8", "--from", "te"], "fp8 cannot be read"),
+        (["fp8", "--from", "qwix"], "unknown source 'qwix'"),
         (["nvfp4", "--to", "megatron"], "say how many the model has with --blocks N"),
     ],
 )
@@ -51,3 +54,17 @@ def test_a_recipe_for_another_tool_is_printed_as_a_file(capsys):
     out = capsys.readouterr().out
     assert out.startswith("# Recipe fp8-row of narrowgauge")
     compile(out, "torchao.py", "exec")
+
+
+def test_a_file_of_a_tool_is_printed_as_a_recipe_and_goes_to_another_tool(capsys, tmp_path):
+    file = tmp_path / "theirs.py"
+    file.write_text("r = Float8CurrentScaling(fp8_format=Format.E4M3, use_power_2_scales=False)\n")
+    assert main(["recipes", str(file), "--from", "te"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("# Lost: fp8_gemm_fprop with use_split_accumulator=False")
+    (tmp_path / "mine.toml").write_text(out)
+    assert main(["recipes", str(tmp_path / "mine.toml"), "--to", "torchao"]) == 0
+    mine = capsys.readouterr().out
+    assert main(["recipes", str(file), "--from", "te", "--to", "torchao"]) == 0
+    assert capsys.readouterr().out == mine
+    assert "cast_config_input=CastConfig" in mine

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from narrowgauge.recipes import recipe, recipe_names
-from narrowgauge.recipes.exporting import TARGETS, refusals
+from narrowgauge.recipes.exchange import TARGETS, refusals
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BEGIN, END = "<!-- table: written -->\n", "<!-- end -->"
@@ -13,7 +13,8 @@ def written_table() -> str:
     """A Markdown row for each target: its version, and the recipes that it can express."""
     lines = ["| `--to` | version | recipes |", "| --- | --- | --- |"]
     for name, target in TARGETS.items():
-        written = ", ".join(f"`{r}`" for r in recipe_names() if not refusals(recipe(r), name))
+        names = [*recipe_names(), *recipe_names("modelopt")]
+        written = ", ".join(f"`{r}`" for r in names if not refusals(recipe(r), name))
         lines.append(f"| `{name}` | {target.version.partition(' (')[0]} | {written} |")
     return "\n".join(lines)
 

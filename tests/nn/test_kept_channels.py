@@ -10,7 +10,7 @@ from narrowgauge.guard.widening import places_with, rule_for
 from narrowgauge.nn import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.quantization import QuantContext, emulate, make_cast
 from narrowgauge.recipes import Device, choose_backend, parse_recipe, recipe
-from narrowgauge.recipes.exporting import refusals
+from narrowgauge.recipes.exchange import refusals
 
 K, N = 64, 32
 STOCHASTIC = 'cast = "mxfp4", hadamard = 32, rounding = "stochastic"'

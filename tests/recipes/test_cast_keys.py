@@ -29,7 +29,7 @@ from narrowgauge.recipes import named_device, places, recipe, wire
 from narrowgauge.recipes.attention_places import ATTENTION_KEYS, STREAM_KEYS, attention_casts, stream_cast
 from narrowgauge.recipes.backend import NATIVE_KEYS, SCHEMES
 from narrowgauge.recipes.describe import changed_keys
-from narrowgauge.recipes.exporting import TARGETS, refusals
+from narrowgauge.recipes.exchange import TARGETS, refusals
 from narrowgauge.runs.use.trained_model import TOKENWISE_KEYS, is_tokenwise
 from support.unchecked import unchecked, with_keys
 
@@ -109,6 +109,8 @@ class Consumer(NamedTuple):
 
 
 WIDE = dict(places.WIDE_STATE)
+#: A recipe that each tool can express.
+EXPRESSED = dict.fromkeys(TARGETS, recipe("fp8")) | {"modelopt": recipe("modelopt-fp8-default")}
 OPERANDS = dict(recipe("fp8").casts)
 CONSUMERS = {
     "a kernel of a block's scale": Consumer(KERNEL_KEYS, NVFP4, launches_a_cast),
@@ -148,10 +150,12 @@ CONSUMERS = {
     ),
     **{
         f"{target} in {place}": Consumer(
-            list(Cast.defaults()),  # key by key in test_exporting.py
-            OPERANDS[place],
+            list(Cast.defaults()),  # key by key in test_writing.py
+            EXPRESSED[target].casts[place],
             lambda c, target=target, place=place: (
-                not refusals(unchecked(recipe("fp8"), casts={**OPERANDS, place: c}), target)
+                not refusals(
+                    unchecked(EXPRESSED[target], casts={**EXPRESSED[target].casts, place: c}), target
+                )
             ),
         )
         for target in TARGETS

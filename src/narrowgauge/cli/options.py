@@ -11,7 +11,7 @@ from pathlib import Path
 from narrowgauge import cluster, data  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, positive_integer
-from narrowgauge.recipes.exporting import TARGETS
+from narrowgauge.recipes.exchange import SOURCES, TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, TASKS
 
 OWN = "narrowgauge"  # the layout of `prepare` with a manifest
@@ -295,8 +295,12 @@ def _recipes(p: KeyParser) -> None:
     p.add_argument("--diff", metavar="OTHER", help="with NAME: what differs from another recipe")
     p.add_argument("--to", metavar="|".join(TARGETS), help="with NAME: the same for another tool")
     p.add_argument(
-        "--blocks", metavar="N", type=int, help="with --to megatron: how many blocks the model has"
+        "--from",
+        dest="source",
+        metavar="|".join(SOURCES),
+        help="NAME is that tool's file; prints its recipe, or with --to or --diff what those do",
     )
+    p.add_argument("--blocks", metavar="N", type=int, help="for megatron: how many blocks the model has")
 
 
 def _name(p: KeyParser) -> None:

@@ -1,5 +1,6 @@
 """Recipes by name: those that ship, and those that users write."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -51,15 +52,45 @@ _SHIPPED = (
     "tetrajet2-outliers",
 )
 
+# Recipes that were read from a tool's own files (`exchange`), each in the tool's folder. They are about the
+# forward pass, so the tables of training formats leave them out.
+_OF_TOOLS: Mapping[str, tuple[str, ...]] = {
+    "modelopt": (
+        "fp8-default",
+        "fp8-per-channel-per-token",
+        "fp8-2d-blockwise-weight-only",
+        "mxfp8",
+        "mxint8",
+        "mxfp6",
+        "w4a8-mxfp4-fp8",
+        "w4a8-nvfp4-fp8",
+        "mxfp4",
+        "mxfp4-mlp-weight-only",
+        "nvfp4-default",
+        "nvfp4-mlp-only",
+        "nvfp4-omlp-only",
+        "nvfp4-experts-only",
+        "nvfp4-weight-only",
+        "nvfp4-mlp-weight-only",
+    ),
+}
+_FILES = {name: name for name in _SHIPPED} | {
+    f"{tool}-{name}": f"{tool}/{name}" for tool, names in _OF_TOOLS.items() for name in names
+}
 
-def recipe_names() -> list[str]:
-    """Names of the recipes that ship."""
-    return list(_SHIPPED)
+
+def recipe_names(tool: str = "") -> list[str]:
+    """Names of the recipes that ship.
+
+    Args:
+        tool: "" for those that train, or "modelopt" for those that were read from that tool's files.
+    """
+    return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_SHIPPED)
 
 
 @cache
 def _shipped(name: str) -> Recipe:
-    return parse_recipe(shipped_text("recipes/shipped", name), f"{name}.toml")
+    return parse_recipe(shipped_text("recipes/shipped", _FILES[name]), f"{name}.toml")
 
 
 def recipe(name: str) -> Recipe:
@@ -70,7 +101,7 @@ def recipe(name: str) -> Recipe:
     """
     if name.endswith(".toml"):
         return load_recipe(name)
-    if name not in _SHIPPED:
+    if name not in _FILES:
         raise _unknown(name)
     return _shipped(name)
 
@@ -90,7 +121,7 @@ def _unknown(name: str) -> UserError:
         return UserError(f"unknown recipe {name!r}; write {name}.toml, which is there")
     if name and Path(name).is_dir():
         return UserError(f"recipe {name!r} is a directory; name a .toml file, or one that ships")
-    return unknown("recipe", name, [*_SHIPPED, "FILE.toml"])
+    return unknown("recipe", name, [*_FILES, "FILE.toml"])
 
 
 def load_recipe(path: str | Path) -> Recipe:

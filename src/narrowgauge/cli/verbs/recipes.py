@@ -24,7 +24,7 @@ from narrowgauge.recipes import (
     recipe_names,
 )
 from narrowgauge.recipes.describe import differences
-from narrowgauge.recipes.exporting import write_recipe
+from narrowgauge.recipes.exchange import read_recipe, write_recipe
 from narrowgauge.toml_text import toml_value
 from narrowgauge.units import human_count
 
@@ -32,7 +32,14 @@ from narrowgauge.units import human_count
 def run_recipes(options: argparse.Namespace) -> None:
     """Print the table of recipes with their backends on a device, or one recipe: its TOML, its places."""
     name = options.name
-    chosen = None if name is None else _recipe(name)
+    if options.blocks is not None and options.blocks < 1:
+        raise UserError(f"--blocks {options.blocks}, but a model has at least one block; name their number")
+    if options.source is not None:
+        if name is None:
+            raise UserError("--from reads a file of another tool, and none is named; write its path")
+        chosen: Recipe | None = read_recipe(name, options.source, options.blocks)
+    else:
+        chosen = None if name is None else _recipe(name)
     if options.diff is not None or options.to is not None:
         _print_beside(chosen, options)
         return
@@ -65,8 +72,6 @@ def _print_beside(chosen: Recipe | None, options: argparse.Namespace) -> None:
     if chosen is None:
         option = "to" if options.diff is None else "diff"
         raise UserError(f"--{option} is about one recipe, and none is named; write its name before it")
-    if options.blocks is not None and options.blocks < 1:
-        raise UserError(f"--blocks {options.blocks}, but a model has at least one block; name their number")
     if options.diff is not None:
         _print_differences(Console(), chosen, _recipe(options.diff))
     else:
@@ -96,6 +101,8 @@ def _print_recipes(console: Console, device: Device, where: str) -> None:
         if r.is_narrow or backend.name == "emulated":
             reasons.setdefault(f"{backend.name}: {backend.reason}", []).append(name)
     console.print(table)
+    others = ", ".join(recipe_names("modelopt"))
+    _say(console, f"of ModelOpt's files, for the forward pass: {others}")
     for reason, names in reasons.items():
         _say(console, reason if len(reasons) == 1 else f"{', '.join(names)} {reason}")
 

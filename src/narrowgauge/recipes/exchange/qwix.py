@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.exporting.layers import kept
-from narrowgauge.recipes.exporting.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.exchange.layers import kept
+from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products, unsaid
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
 

@@ -16,10 +16,13 @@ from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, parse_recipe, recipe, recipe_names
-from narrowgauge.recipes.exporting import TARGETS, Refused, refusals, write_recipe
+from narrowgauge.recipes.exchange import TARGETS, Refused, refusals, write_recipe
 from support.unchecked import unchecked, with_keys
 
-WRITTEN = [(r, t) for r in recipe_names() for t in TARGETS if not refusals(recipe(r), t)]
+NAMES = (*recipe_names(), *recipe_names("modelopt"))
+WRITTEN = [(r, t) for r in NAMES for t in TARGETS if not refusals(recipe(r), t)]
+#: A recipe that the target can express.
+BASE = dict.fromkeys(TARGETS, "fp8") | {"modelopt": "modelopt-fp8-default"}
 
 
 def written(name, target, tmp_path, **modules):
@@ -187,7 +190,7 @@ def test_what_a_target_cannot_say_is_refused_by_key_and_target(name, target, key
 @pytest.mark.parametrize("place", GEMM_PLACES)
 def test_every_key_of_a_cast_is_refused_unless_it_is_said(target, place):
     """Each field of a cast, moved away from what the recipe has: nothing is dropped in silence."""
-    base = recipe("fp8")
+    base = recipe(BASE[target])
     assert not refusals(base, target)
     moved = {int: 3, float: 0.5, bool: True, str: "another", tuple: (1, 2)}
     for key, value in base.casts[place].values().items():
@@ -215,7 +218,7 @@ def test_keys_that_do_not_exist_yet_are_refused(target):
     class NewRecipe(Recipe):
         weather: Cast = FP32
 
-    base = recipe("fp8")
+    base = recipe(BASE[target])
     plain = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     x = {f.name: getattr(base.casts["fprop.x"], f.name) for f in dataclasses.fields(Cast)}
     assert not refusals(NewRecipe(**plain), target)

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import product
 
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.exchange.reading import Signatures
 
 # The tensor, its rowwise place, its columnwise place.
 TENSORS = (
@@ -23,6 +24,49 @@ TENSORS = (
 )
 ALL = tuple(tensor for tensor, _, _ in TENSORS)
 ONES_16 = [1] * 16
+_USAGE = {"rowwise": "True", "columnwise": "True"}
+#: The parameters of each quantizer that a factory may return.
+SIGNATURES: Signatures = {
+    "IdentityQuantizer": {},
+    "Float8CurrentScalingQuantizer": {
+        "fp8_dtype": "",
+        "device": "'cuda'",
+        **_USAGE,
+        "use_existing_amax": "False",
+        "with_amax_reduction": "False",
+        "amax_reduction_group": "None",
+        "force_pow_2_scales": "False",
+        "amax_epsilon": "0.0",
+    },
+    "Float8BlockQuantizer": {
+        "fp8_dtype": "",
+        **_USAGE,
+        "amax_epsilon": "0.0",
+        "force_pow_2_scales": "True",
+        "block_scaling_dim": "2",
+    },
+    "MXFP8Quantizer": {"fp8_dtype": "", **_USAGE, "with_2d_quantization": "False"},
+    "NVFP4Quantizer": {
+        "fp4_dtype": "DType.kFloat4E2M1",
+        **_USAGE,
+        "with_amax_reduction": "False",
+        "amax_reduction_group": "None",
+        "with_rht": "False",
+        "with_post_rht_amax": "False",
+        "with_2d_quantization": "False",
+        "stochastic_rounding": "False",
+        "row_scaled_nvfp4": "False",
+        "nvfp4_use_4over6": "False",
+        "nvfp4_e4m3_max": "448",
+        "nvfp4_4over6_err_mode": "'MAE'",
+        "with_random_sign_mask": "True",
+    },
+    "HybridQuantizer": {
+        "rowwise_quantizer": "",
+        "columnwise_quantizer": "",
+        "columnwise_source": "'original'",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,21 @@
 """A recipe for TransformerEngine: one of its recipe objects, or a quantizer factory for `CustomRecipe`."""
 
+import ast
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
+from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.describe import wide_and_other_rules
-from narrowgauge.recipes.exporting.layers import kept, selection
-from narrowgauge.recipes.exporting.refusal import Refusal, other_rules, outside_products, unsaid
-from narrowgauge.recipes.exporting.te_quantizers import TENSORS, Quantizer, quantizers
-from narrowgauge.recipes.exporting.te_recipes import own_recipe
-from narrowgauge.recipes.places import GEMMS
+from narrowgauge.recipes.exchange.layers import kept, selection
+from narrowgauge.recipes.exchange.reading import Call, PythonFile, Reading, call_of, python_file
+from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.exchange.te_quantizers import SIGNATURES as QUANTIZERS
+from narrowgauge.recipes.exchange.te_quantizers import TENSORS, Quantizer, quantizers
+from narrowgauge.recipes.exchange.te_recipes import SIGNATURES as RECIPES
+from narrowgauge.recipes.exchange.te_recipes import named_recipe, own_recipe
+from narrowgauge.recipes.places import GEMMS, SEEN_BEFORE, cast_in
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "TransformerEngine 2.20.0.dev0 (d0067d0, 2026-08-22)"
@@ -170,5 +176,79 @@ def notes(recipe: Recipe) -> list[str]:
     if wide_and_other_rules(recipe)[0] and (kept(recipe)[1] or kept(recipe)[2]):
         found.append(
             "Blocks are counted in the model that wide_layers is given: under pipelining, the whole one."
+        )
+    return found
+
+
+def read(path: Path, blocks: int | None = None) -> Reading:
+    """The recipe object or the quantizer factory of a Python file, which is parsed and not executed.
+
+    Raises:
+        UserError: The file makes no recipe of TransformerEngine's, several, or one that no table row has.
+    """
+    file = python_file(path, {**RECIPES, **QUANTIZERS})
+    if FACTORY in file.functions:
+        return Reading(casts=_of_factory(file), keep=file.keep(), lost=file.lost)
+    made = list(file.calls(*RECIPES.keys() - {"MMParams"}))
+    if len(made) != 1:
+        known = ", ".join(name for name in RECIPES if name != "MMParams")
+        raise UserError(
+            f"{path} makes {len(made)} recipes of TransformerEngine's; name a file that makes one of "
+            f"{known}, or that has a quantizer factory called {FACTORY}"
+        )
+    try:
+        own, lost = named_recipe(file.call(made[0]))
+    except UserError as error:
+        raise UserError(f"{path}, line {made[0].lineno}: {error}") from None
+    return Reading(casts=own.casts, keep=file.keep(), lost=[*lost, *file.lost])
+
+
+def _of_factory(file: PythonFile) -> dict[str, Cast]:
+    """The casts of the six places, from what a factory returns for each type of tensor."""
+    returned: dict[str, ast.expr] = {}
+    for node in ast.walk(file.functions[FACTORY]):
+        if isinstance(node, ast.If):
+            types = [c.value for c in ast.walk(node.test) if isinstance(c, ast.Constant)]
+            tensors = [t for t in types if t in [tensor for tensor, _, _ in TENSORS]]
+            match tensors, node.body, node.orelse:
+                case [tensor], [ast.Return(value=ast.expr() as value)], []:
+                    returned[str(tensor)] = value
+                case _:
+                    raise UserError(
+                        f"{file.path}, line {node.lineno}: a branch of {FACTORY} that is not "
+                        "'if ... tensor_type == NAME: return QUANTIZER', which no recipe holds; write it so"
+                    )
+    casts: dict[str, Cast] = {}
+    for tensor, row, column in TENSORS:
+        if tensor in returned:
+            casts |= _directions(file, returned[tensor], tensor, row, column)
+    return casts
+
+
+def _directions(file: PythonFile, node: ast.expr, tensor: str, row: str, column: str) -> dict[str, Cast]:
+    """The casts of the two places of a tensor."""
+    call = file.call(node)
+    if call.name != "HybridQuantizer":
+        quantizer = _quantizer(file, call, node, tensor)
+        return {p: c for p, c in ((row, quantizer.row), (column, quantizer.column)) if c is not None}
+    first = _quantizer(file, call.arguments["rowwise_quantizer"], node, tensor)
+    second = _quantizer(file, call.arguments["columnwise_quantizer"], node, tensor)
+    if first.row is None or second.column is None:
+        raise UserError(f"{file.path}, line {node.lineno}: a quantizer without that direction; name another")
+    made = second.column
+    if call.arguments["columnwise_source"] != "original":
+        of = SEEN_BEFORE[column]
+        made = replace(made, of=of) if made.is_scaled else cast_in(column, of)
+    return {row: first.row, column: made}
+
+
+def _quantizer(file: PythonFile, call: Call, node: ast.expr, tensor: str) -> Quantizer:
+    """The row of the table of quantizers that a call makes."""
+    rows = [q for q in quantizers("bf16") if tensor in q.tensors]
+    found = next((q for q in rows if call_of(q.text, QUANTIZERS) == call), None)
+    if found is None:
+        raise UserError(
+            f"{file.path}, line {node.lineno}: {ast.unparse(node)} as the quantizer of {tensor}, which no "
+            "recipe holds; take one that `narrowgauge recipes NAME --to te` writes"
         )
     return found

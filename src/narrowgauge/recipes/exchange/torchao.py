@@ -5,11 +5,16 @@ operand is scaled along which axis), prototype/moe_training/{config,mxfp8_linear
 (NVFP4TrainingConfig) is refused: block scales are at least 2^-6 there (nvfp4_training/quantize_2d_triton.py).
 """
 
+from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.exporting.layers import selection
-from narrowgauge.recipes.exporting.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.exchange.layers import selection
+from narrowgauge.recipes.exchange.reading import Call, PythonFile, Reading, Signatures, python_file
+from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products, unsaid
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 
@@ -27,6 +32,50 @@ DTYPES = {
     "e5m2fnuz": "torch.float8_e5m2fnuz",
 }
 MX_MODES = {"rceil": "RCEIL", "floor": "FLOOR"}
+#: The parameters of torchao's classes; a cast that is None is the tensor's other one.
+SIGNATURES: Signatures = {
+    "CastConfig": {
+        "scaling_type": "ScalingType.DYNAMIC",
+        "scaling_granularity": "ScalingGranularity.TENSORWISE",
+        "target_dtype": "None",
+    },
+    "Float8GemmConfig": {"use_fast_accum": "False"},
+    "Float8LinearConfig": {
+        "cast_config_input": "CastConfig()",
+        "cast_config_input_for_grad_weight": "None",
+        "cast_config_weight": "CastConfig()",
+        "cast_config_weight_for_grad_input": "None",
+        "cast_config_grad_output": "CastConfig()",
+        "cast_config_grad_output_for_grad_weight": "None",
+        "gemm_config_output": "Float8GemmConfig(use_fast_accum=True)",
+        "gemm_config_grad_input": "Float8GemmConfig()",
+        "gemm_config_grad_weight": "Float8GemmConfig()",
+        "enable_fsdp_float8_all_gather": "False",
+        "pad_inner_dim": "False",
+        "emulate": "False",
+        "force_recompute_fp8_weight_in_bwd": "False",
+        "round_scales_to_power_of_2": "False",
+    },
+    "from_recipe_name": {"recipe_name": ""},
+    "MXFP8TrainingOpConfig": {
+        "kernel_preference": "KernelPreference.AUTO",
+        "out_dtype": "torch.bfloat16",
+        "wgrad_with_hp": "False",
+        "scale_calculation_mode": "ScaleCalculationMode.RCEIL",
+        "pad_token_groups_for_grouped_mm": "False",
+    },
+}
+#: Float8LinearConfig.from_recipe_name: the casts of each name in the order of `GEMM_PLACES`.
+NAMED: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "tensorwise": tuple({"element": e} for e in ("e4m3", "e4m3", "e5m2", "e4m3", "e5m2", "e4m3")),
+    "rowwise": ({"element": "e4m3", "block": "row", "power_of_two": True},) * 6,
+    "rowwise_with_gw_hp": (
+        *({"element": "e4m3", "block": "row", "power_of_two": True},) * 3,
+        {"element": "e4m3", "power_of_two": True},
+        *({"element": "bf16"},) * 2,
+    ),
+}
+_FAST = "the output's GEMM with use_fast_accum=True: the recipe accumulates in fp32"
 
 
 def _float8_casts(compute: str) -> list[Cast]:
@@ -182,3 +231,77 @@ def notes(recipe: Recipe) -> list[str]:
 def _dtype(recipe: Recipe) -> str:
     names: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     return names[recipe.compute]
+
+
+def read(path: Path, blocks: int | None = None) -> Reading:
+    """The configuration that a Python file makes; the file is parsed and not executed.
+
+    Raises:
+        UserError: The file makes none, several, or one that no recipe holds.
+    """
+    file = python_file(path, SIGNATURES)
+    made = list(file.calls("Float8LinearConfig", "from_recipe_name", "MXFP8TrainingOpConfig"))
+    if len(made) != 1:
+        raise UserError(
+            f"{path} makes {len(made)} configurations of torchao's; name a file that makes one "
+            "Float8LinearConfig or MXFP8TrainingOpConfig"
+        )
+    call, lost = file.call(made[0]), file.lost
+    match call.name:
+        case "from_recipe_name":
+            name = str(call.arguments["recipe_name"])
+            name = name.removeprefix("Float8LinearRecipeName.").lower()
+            if name not in NAMED:
+                raise unknown("recipe of torchao's", name, NAMED)
+            casts = dict(zip(GEMM_PLACES, map(make_cast, NAMED[name]), strict=True))
+            return Reading(casts=casts, keep=file.keep(), lost=[_FAST, *lost])
+        case "MXFP8TrainingOpConfig":
+            return Reading(casts=_mxfp8_casts(call, path), keep=file.keep(), lost=lost)
+    if call.arguments["gemm_config_output"].arguments["use_fast_accum"]:
+        lost = [_FAST, *lost]
+    casts = _float8_casts_of(call, file)
+    weight, gather = casts.get("fprop.w"), ""
+    if call.arguments["enable_fsdp_float8_all_gather"]:
+        gather = weight.name if weight else ""
+    elif weight and weight.block is None:
+        lost = ["gather, the format of weights between devices: the file leaves it to its user", *lost]
+    return Reading(casts=casts, keep=file.keep(), gather=gather, lost=lost)
+
+
+def _mxfp8_casts(call: Call, path: Path) -> dict[str, Cast]:
+    modes = {f"ScaleCalculationMode.{theirs}": ours for ours, theirs in MX_MODES.items()}
+    mode = call.arguments["scale_calculation_mode"]
+    if mode not in modes:
+        raise unknown(f"{path}: scale_calculation_mode", str(mode), modes)
+    mx = make_cast({"cast": "mxfp8", "scale_rule": modes[mode]})
+    casts = dict.fromkeys(GEMM_PLACES, mx)
+    return casts if not call.arguments["wgrad_with_hp"] else {p: casts[p] for p in GEMM_PLACES[:4]}
+
+
+def _float8_casts_of(call: Call, file: PythonFile) -> dict[str, Cast]:
+    """The casts of a `Float8LinearConfig`; its dtypes are those of an NVIDIA GPU unless they are given."""
+    given, casts = call.arguments, {}
+    powers = bool(given["round_scales_to_power_of_2"])
+    elements = {theirs: ours for ours, theirs in DTYPES.items()}
+    for (first, name, second, name_2), element in zip(TENSORS, ("e4m3", "e4m3", "e5m2"), strict=True):
+        configs = {first: given[name], second: given[name_2] or given[name]}
+        for place, config in configs.items():
+            if not isinstance(config, Call) or config.name != "CastConfig":
+                raise UserError(f"{file.path}: the cast of {place} is not a CastConfig(...); write it out")
+            dtype = str(config.arguments["target_dtype"] or DTYPES[element])
+            if dtype not in elements:
+                raise unknown(f"{file.path}: target_dtype", dtype, elements)
+            granularity = str(config.arguments["scaling_granularity"]).removeprefix("ScalingGranularity.")
+            match str(config.arguments["scaling_type"]), granularity:
+                case "ScalingType.DISABLED", _:
+                    continue
+                case "ScalingType.DYNAMIC", "TENSORWISE" | "AXISWISE":
+                    block = "row" if granularity == "AXISWISE" else "tensor"
+                    keys = {"element": elements[dtype], "block": block, "power_of_two": powers}
+                    casts[place] = make_cast(keys)
+                case kind, _:
+                    raise UserError(
+                        f"{file.path}: {kind} with {granularity} for {place}, which no recipe holds; "
+                        "take ScalingType.DYNAMIC"
+                    )
+    return casts

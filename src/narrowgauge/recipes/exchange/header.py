@@ -1,0 +1,50 @@
+"""The comment at the top of a written file: which recipe it is, for which tool; written and read here."""
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+import narrowgauge
+from narrowgauge.recipes.recipe import Recipe
+
+_FIRST = re.compile(r"Recipe (?P<name>\S+) of narrowgauge \S+, for ")
+_SOURCE = "Source of the recipe: "
+
+
+def header(recipe: Recipe, target: str, version: str, arguments: str, notes: Sequence[str]) -> str:
+    """The comment of a written file.
+
+    Args:
+        recipe: The recipe.
+        target: The name of the tool.
+        version: The tool and its version.
+        arguments: What stands after the target on the command line.
+        notes: What the user of the file has to know.
+    """
+    lines = [
+        f"Recipe {recipe.name} of narrowgauge {narrowgauge.__version__}, for {version}.",
+        f"Written by: narrowgauge recipes {recipe.name} --to {target}{arguments}",
+        f"{recipe.title[:1].upper()}{recipe.title[1:]}.",
+        f"{_SOURCE}{recipe.source}.",
+        *notes,
+    ]
+    return "\n".join(f"# {line}".rstrip() for text in lines for line in _lines(text))
+
+
+def words(text: str) -> dict[str, str]:
+    """The name, title and source of a written file; nothing for a file without this header."""
+    head = text.partition("\n\n")[0]
+    lines = [line.strip() for line in re.sub(r"\n# {5}", " ", head).split("\n")]
+    if not lines or not all(line.startswith("#") for line in lines):
+        return {}
+    said = [line.removeprefix("#").strip() for line in lines]
+    first = _FIRST.match(said[0])
+    if not first or len(said) < 4 or not said[3].startswith(_SOURCE):
+        return {}
+    source = said[3].removeprefix(_SOURCE).removesuffix(".")
+    return {"name": first["name"], "title": said[2].removesuffix("."), "source": source}
+
+
+def _lines(text: str, width: int = 108) -> list[str]:
+    """A text in lines; what follows the first is indented."""
+    return textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False)

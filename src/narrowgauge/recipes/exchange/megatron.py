@@ -1,0 +1,223 @@
+"""A recipe for Megatron-LM: the YAML of --te-precision-config-file, which gives modules a recipe by globs.
+
+Megatron names those of TransformerEngine's recipes that it knows. Any other is a quantizer factory, which is
+the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extensions/transformer_engine.py
+(TEQuantizationRecipe), core/quantization/quant_config.py (matchers, of which the first wins),
+core/fp8_utils.py.
+"""
+
+import re
+from collections.abc import Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes.exchange import te
+from narrowgauge.recipes.exchange.layers import kept
+from narrowgauge.recipes.exchange.reading import Keep, Reading, read_text, yaml_documents
+from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products
+from narrowgauge.recipes.exchange.te_recipes import delayed_scaling, named_fields, own_recipe
+from narrowgauge.recipes.recipe import Recipe
+
+VERSION = "Megatron-LM 0.20.0 (d98e8a6, 2026-08-22)"
+# The output head has no quantization in Megatron, unless --fp8-output-proj asks for it.
+HEADS = ("head", "lm_head", "output_layer")
+_TYPE, _PARAMS = "transformer_engine_config_type", "TEQuantizationParams"
+_ALL, _BLOCK = "*layers.*", re.compile(r"\*?layers\.(\d+)\.\*")
+_DELAYED = re.compile(
+    r"--fp8-format (hybrid|e4m3) --fp8-recipe delayed --fp8-margin (\d+)\s+(?:#\s+)?"
+    r"--fp8-amax-history-len (\d+) --fp8-amax-compute-algo (max|most_recent)"
+)
+#: Fields of a training recipe under which the GEMMs compute the same values.
+_NO_VALUES = ("override_nonquantized_autocast", "override_quantized_autocast", "tp_only_amax_red")
+
+
+def refusals(recipe: Recipe) -> list[Refusal]:
+    """What Megatron cannot say of a recipe."""
+    modules, first, last = kept(recipe)
+    found = [*outside_products(recipe, "megatron"), *other_rules(recipe, "megatron")]
+    products = te.of_products(recipe, "megatron")
+    found += products
+    for name in modules:
+        if name not in HEADS:
+            why = f"keep.modules = {name!r}, a name of another model than Megatron's"
+            found.append(Refusal("", "keep.modules", why))
+    if not set(HEADS) & set(modules) and not products:
+        why = "no head is kept, but Megatron's output layer is not quantized"
+        found.append(Refusal("", "keep.modules", why))
+    own = own_recipe(recipe)
+    if own is not None and "Delayed" in own.text and (first or last):
+        found.append(
+            Refusal("", "keep", "keep with history, but Megatron's delayed scaling holds for all blocks")
+        )
+    return found
+
+
+def needs_blocks(recipe: Recipe) -> str:
+    """The key of [keep] for which the number of blocks has to be known; "" if there is none."""
+    _, first, last = kept(recipe)
+    return "last_blocks" if last else "first_blocks" if isinstance(first, float) and first else ""
+
+
+def text(recipe: Recipe, blocks: int | None) -> str:
+    """The YAML file; `blocks` is how many the model has, where the recipe keeps some of its last."""
+    own = own_recipe(recipe)
+    if own is not None and "Delayed" in own.text:
+        return (
+            "# Delayed scaling is no matter of this file in Megatron. These arguments say the same:\n"
+            f"#   {own.arguments}\nconfigs: {{}}\nmatchers: {{}}\n"
+        )
+    if own is not None and own.megatron:
+        said = dict(own.megatron)
+    else:  # te.needs_factory
+        module = f"te_{recipe.name.replace('-', '_')}"
+        said = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": f"{module}.{te.FACTORY}"}
+    kind = f'    {_TYPE}: "{_PARAMS}"\n    training_recipe:'
+    lines = ["configs:", "  narrow:", kind]
+    lines += [f'      {key}: "{value}"' for key, value in said.items()]
+    lines += ["      override_nonquantized_autocast: true", "  wide:", f"{kind} {{}}", "matchers:"]
+    for number in _wide_blocks(recipe, blocks):
+        lines += _matcher(f"block_{number}", "wide", f"*layers.{number}.*")
+    return "\n".join(lines + _matcher("rest", "narrow", _ALL)) + "\n"
+
+
+def _wide_blocks(recipe: Recipe, blocks: int | None) -> list[int]:
+    _, first, last = kept(recipe)
+
+    def count(requested: float) -> int:
+        return requested if isinstance(requested, int) else ceil(round(requested * (blocks or 0), 6))
+
+    total = blocks or 0
+    return sorted({*range(count(first)), *range(total - count(last), total)})
+
+
+def _matcher(name: str, config: str, pattern: str) -> list[str]:
+    return [
+        f"  {name}:",
+        f'    config: "{config}"',
+        '    type: "glob"',
+        f'    pattern: "{pattern}"',
+        "    enabled: true",
+    ]
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """The places where the numbers of Megatron differ from the recipe, and what its user has to do."""
+    own = own_recipe(recipe)
+    found = [
+        "Give it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage: without "
+        "pipelining these are the model's."
+    ]
+    if te.needs_factory(recipe):
+        module = f"te_{recipe.name.replace('-', '_')}"
+        found.append(
+            f"The factory is the file of `narrowgauge recipes {recipe.name} --to te`, kept as {module}.py."
+        )
+    elif own and own.megatron and own.megatron.get("fp8_quantization_recipe") == "tensorwise":
+        found.append(
+            "On sm_90, fprop adds up with fast accumulation, which is less than fp32: Megatron has no key."
+        )
+    te_notes = [
+        n for n in te.notes(recipe)[1:] if "other random" in n or "is reused" in n or "FP8 adds up" in n
+    ]
+    return found + te_notes
+
+
+def read(path: Path, blocks: int | None = None) -> Reading:
+    """The YAML of --te-precision-config-file: one narrow configuration, and blocks that stay wide.
+
+    Args:
+        path: The file. A factory that it names is read from the Python file beside it.
+        blocks: How many blocks the model has; needed if some of the last stay wide.
+
+    Raises:
+        UserError: A part of the file is more than a recipe holds; the sentence names it.
+    """
+    (file, *_) = yaml_documents(path) or [None]
+    if not isinstance(file, Mapping) or not {"configs", "matchers"} <= set(file):
+        raise UserError(f"{path} has no configs and matchers; name a file for --te-precision-config-file")
+    heads = Keep(HEADS[:2])
+    if not file["configs"] and (found := _DELAYED.search(read_text(path))):
+        word, margin, history, algorithm = found.groups()
+        own = delayed_scaling(word.upper(), int(history), algorithm, int(margin))
+        return Reading(casts=own.casts, keep=heads)
+    narrow, wide = _matched(path, file)
+    casts, lost = _casts(path, narrow, file["configs"][narrow])
+    return Reading(casts=casts, keep=_keep(path, wide, blocks), lost=lost)
+
+
+def _matched(path: Path, file: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """The configuration of most layers, and the numbers of blocks that stay wide."""
+    wide: list[int] = []
+    for name, matcher in file["matchers"].items():
+        if not matcher.get("enabled", False):
+            continue
+        pattern, config = str(matcher.get("pattern")), str(matcher.get("config"))
+        if matcher.get("type") != "glob" or config not in file["configs"]:
+            raise UserError(
+                f"{path}: matcher {name!r} is not a glob with one of the configurations "
+                f"{', '.join(file['configs'])}; correct it"
+            )
+        is_narrow = bool((file["configs"][config] or {}).get("training_recipe"))
+        number = _BLOCK.fullmatch(pattern)
+        if number and not is_narrow:
+            wide.append(int(number[1]))
+        elif pattern in (_ALL, "*") and is_narrow:
+            return config, wide
+        else:
+            raise UserError(
+                f"{path}: matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe for "
+                f"Megatron's layers has one narrow configuration for {_ALL} below wide ones of whole blocks, "
+                "such as *layers.0.*; write other rules in a recipe of your own"
+            )
+    raise UserError(f"{path}: no enabled matcher has a narrow configuration for {_ALL}; add one")
+
+
+def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Cast], list[str]]:
+    """The casts of a configuration, and what is lost of it."""
+    if config.get(_TYPE) != _PARAMS:
+        raise UserError(f"{path}: configuration {name!r} has no {_TYPE}: {_PARAMS}; add it")
+    fields = {k: v for k, v in config["training_recipe"].items() if k not in _NO_VALUES}
+    lost = [
+        f"{key} of configuration {name!r}: a recipe is for training"
+        for key in config
+        if key not in (_TYPE, "training_recipe")
+    ]
+    if factory := fields.pop("custom_recipe_factory", ""):
+        module, _, function = str(factory).rpartition(".")
+        beside = path.with_name(f"{module.rpartition('.')[2]}.py")
+        if not beside.is_file() or function != te.FACTORY:
+            raise UserError(
+                f"{path}: configuration {name!r} takes its casts from {factory}, a Python function; put the "
+                f"file that `narrowgauge recipes NAME --to te` writes beside it as {beside.name}"
+            )
+        reading = te.read(beside)
+        return reading.casts, [*lost, *(w for w in reading.lost if "which layers" not in w)]
+    own = named_fields(fields)
+    if own is None:
+        said = ", ".join(f"{key}: {value}" for key, value in fields.items()) or "nothing"
+        raise UserError(
+            f"{path}: configuration {name!r} has {said}, which is no recipe of TransformerEngine's that "
+            "narrowgauge knows; name tensorwise, blockwise, mxfp8 or nvfp4"
+        )
+    return own.casts, lost
+
+
+def _keep(path: Path, wide: list[int], blocks: int | None) -> Keep:
+    """The numbers of wide blocks as counts from both ends of the model."""
+    numbers = sorted(set(wide))
+    first = next((i for i, number in enumerate(numbers) if i != number), len(numbers))
+    rest = numbers[first:]
+    if rest and blocks is None:
+        raise UserError(
+            f"{path}: blocks {', '.join(map(str, rest))} stay wide, and a recipe counts them from the end of "
+            "the model; say how many blocks it has with --blocks N"
+        )
+    if rest and rest != list(range(blocks - len(rest), blocks or 0)):  # type: ignore[operator]
+        raise UserError(
+            f"{path}: blocks {', '.join(map(str, rest))} of {blocks} stay wide, and a recipe has blocks from "
+            "the two ends of the model; name these blocks in a [[rule]] of your own"
+        )
+    return Keep(HEADS[:2], first, len(rest))

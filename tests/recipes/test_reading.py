@@ -1,0 +1,231 @@
+"""Files of other tools as recipes: what is read, what is lost, and what is refused by name."""
+
+import re
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import make_cast
+from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.recipes.exchange import SOURCES, read_recipe, refusals, write_recipe
+
+BLOCKS = 8
+NAMES = (*recipe_names(), *recipe_names("modelopt"))
+PAIRS = [(r, t) for r in NAMES for t in SOURCES if not refusals(recipe(r), t)]
+ENDS = {"te": ".py", "torchao": ".py", "megatron": ".yaml", "modelopt": ".yaml"}
+GATHER = "gather, the format of weights between devices: the file leaves it to its user"
+
+
+def written(name, target, folder):
+    """The file of a recipe, with the factory that it may name."""
+    file = folder / f"{name}{ENDS[target]}"
+    file.write_text(write_recipe(recipe(name), target, BLOCKS))
+    if target == "megatron" and "custom_recipe_factory" in file.read_text():
+        factory = folder / f"te_{name.replace('-', '_')}.py"
+        factory.write_text(write_recipe(recipe(name), "te"))
+    return file
+
+
+def lost(read):
+    return re.findall(r"^# Lost: (.*)\.$", read.text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "target"), PAIRS)
+def test_a_file_comes_back_or_the_recipe_names_what_was_lost(name, target, tmp_path):
+    pytest.importorskip("yaml")
+    file = written(name, target, tmp_path)
+    read = read_recipe(file, target, BLOCKS)
+    assert read.name == name
+    assert read.casts == recipe(name).casts
+    again, before = write_recipe(read, target, BLOCKS), file.read_text()
+    if again != before:  # only in the comment above the file
+        assert again.partition("\n\n")[2] == before.partition("\n\n")[2]
+        assert GATHER in lost(read)
+    places = {"te": 0, "torchao": 0, "megatron": 0, "modelopt": 1}
+    assert len(set(lost(read)) - {GATHER}) == places[target]
+
+
+def test_every_source_has_a_recipe():
+    assert {t for _, t in PAIRS} == set(SOURCES)
+
+
+def read(text, source, folder, end=None, blocks=None):
+    file = folder / f"theirs{end or ENDS[source]}"
+    file.write_text(text)
+    return read_recipe(file, source, blocks)
+
+
+@pytest.mark.parametrize(
+    ("call", "same", "loss"),
+    [
+        ("Float8CurrentScaling()", "fp8", "fp8_gemm_fprop"),
+        ("recipe.NVFP4BlockScaling()", "nvfp4", ""),
+        ("MXFP8BlockScaling(fp8_format=Format.E4M3)", "mxfp8", ""),
+        ("te.recipe.MXFP8BlockScaling(0, Format.E4M3, enable_2d_quantization=True)", "mxfp8-2d", ""),
+    ],
+)
+def test_a_recipe_of_transformer_engine_with_its_defaults(call, same, loss, tmp_path):
+    found = read(f"import anything\nmine = {call}\n", "te", tmp_path)
+    assert found.casts == recipe(same).casts
+    assert any("which layers are narrow" in sentence for sentence in lost(found))
+    assert any(loss in sentence for sentence in lost(found))
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "grad"),
+    [
+        ("tensorwise", "fp8", "e5m2"),
+        ("rowwise", "fp8-row", "e4m3"),
+        ("rowwise_with_gw_hp", "fp8-row-hp", None),
+    ],
+)
+def test_a_named_recipe_of_torchao(name, same, grad, tmp_path):
+    """The casts are those of torchao's own configuration object, when torchao makes it."""
+    config = pytest.importorskip("torchao.float8").Float8LinearConfig.from_recipe_name(name)
+    found = read(f'CONFIG = Float8LinearConfig.from_recipe_name("{name}")\n', "torchao", tmp_path)
+    fields = {"fprop.x": "input", "fprop.w": "weight", "dgrad.dy": "grad_output"}
+    fields |= {"wgrad.x": "input_for_grad_weight", "dgrad.w": "weight_for_grad_input"}
+    for place, field in (fields | {"wgrad.dy": "grad_output_for_grad_weight"}).items():
+        theirs, ours = getattr(config, f"cast_config_{field}"), found.casts[place]
+        assert ours.is_scaled == (theirs.scaling_type.name != "DISABLED")
+        if ours.is_scaled:
+            assert (ours.block is None) == (theirs.scaling_granularity.name == "TENSORWISE")
+            assert {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[ours.element.name] == (
+                theirs.target_dtype
+            )
+            assert ours.scales.power_of_two == config.round_scales_to_power_of_2
+    assert any("use_fast_accum" in sentence for sentence in lost(found))
+
+
+MATCHERS = """
+configs:
+  narrow:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {{fp8_quantization_recipe: {recipe}}}
+    evaluation_recipe: {{}}
+  wide:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {{}}
+matchers:
+  off: {{config: narrow, type: glob, pattern: "*linear_fc1*"}}
+  first: {{config: wide, type: glob, pattern: "*layers.0.*", enabled: true}}
+  last: {{config: wide, type: glob, pattern: "*layers.7.*", enabled: true}}
+  {rest}: {{config: narrow, type: glob, pattern: "{pattern}", enabled: true}}
+"""
+
+
+def matchers(recipe="mxfp8", rest="rest", pattern="*"):
+    return MATCHERS.format(recipe=recipe, rest=rest, pattern=pattern)
+
+
+def test_a_file_of_megatron_that_was_written_by_hand(tmp_path):
+    pytest.importorskip("yaml")
+    found = read(matchers(), "megatron", tmp_path, blocks=8)
+    assert found.casts == recipe("mxfp8").casts
+    (rule,) = found.rules
+    assert (rule.first_blocks, rule.last_blocks) == (1, 1)
+    assert any("evaluation_recipe" in sentence for sentence in lost(found))
+    with pytest.raises(UserError, match=r"blocks 7 stay wide.* --blocks N"):
+        read(matchers(), "megatron", tmp_path)
+
+
+@pytest.fixture
+def modelopt(tmp_path):
+    """A recipe of ModelOpt's beside the files that it imports, of other words than ModelOpt's."""
+    pytest.importorskip("yaml")
+    units = tmp_path / "configs" / "units"
+    units.mkdir(parents=True)
+    (tmp_path / "configs" / "four.yaml").write_text(
+        "num_bits: [2, 1]\neffective_bits: 4.5\n"
+        "block_sizes:\n  -1: 16\n  type: dynamic\n  scale_bits: [4, 3]\n"
+    )
+    (units / "both.yaml").write_text(
+        "imports:\n  four: configs/four\n---\n- quantizer_name: '*weight_quantizer'\n  cfg: {$import: four}\n"
+        "- quantizer_name: '*input_quantizer'\n  cfg: {$import: four}\n"
+    )
+
+    def make(algorithm="max", more="", both="configs/units/both"):
+        (tmp_path / "theirs.yaml").write_text(
+            f"imports:\n  both: {both}\nquantize:\n  algorithm: {algorithm}\n  quant_cfg:\n"
+            f"  - quantizer_name: '*'\n    enable: false\n  - $import: both\n{more}"
+            "  - quantizer_name: '*lm_head*'\n    enable: false\n"
+        )
+        return read_recipe(tmp_path / "theirs.yaml", "modelopt")
+
+    return make
+
+
+def test_a_recipe_of_modelopt_with_imports(modelopt):
+    found = modelopt(more="  - quantizer_name: '*[kv]_bmm_quantizer'\n    cfg: {num_bits: e4m3}\n")
+    assert found.casts == recipe("modelopt-nvfp4-default").casts
+    assert [rule.modules for rule in found.rules] == [("head", "lm_head")]
+    assert len(lost(found)) == 2
+
+
+def test_what_a_recipe_of_modelopt_has_beyond_ours_is_refused_by_name(modelopt, tmp_path):
+    with pytest.raises(UserError, match="algorithm 'awq_lite' changes weights"):
+        modelopt(algorithm="awq_lite")
+    with pytest.raises(UserError, match=r"quantizer '\*softmax_quantizer' is none of"):
+        modelopt(more="  - {quantizer_name: '*softmax_quantizer', cfg: {num_bits: e4m3}}\n")
+    with pytest.raises(UserError, match=r"'num_bits': 4.* for which no cast stands in the table"):
+        modelopt(more="  - {quantizer_name: '*weight_quantizer', cfg: {num_bits: 4}}\n")
+    with pytest.raises(UserError, match=r"import 'both' is not among its imports below"):
+        modelopt(both="../../etc/both")
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "sentence"),
+    [
+        ("te", "A = NVFP4BlockScaling(row_scaled_activation=True)", "row_scaled_activation = True, where"),
+        ("te", "A = MXFP8BlockScaling(fp8_mha=True)", "fp8_mha = True"),
+        ("te", "A = MXFP8BlockScaling(weather=1)", "argument of MXFP8BlockScaling 'weather'"),
+        ("te", "A = MXFP8BlockScaling(margin=compute())", "line 1: unknown class or function 'compute'"),
+        ("te", "A = MXFP8BlockScaling(margin=1 + x)", "1 [+] x is not a literal"),
+        ("te", "A = 1", "makes 0 recipes of TransformerEngine's"),
+        ("te", "def f(:", "is not Python"),
+        ("te", "def qfactory(role):\n    if role.name == 'a':\n        return None", "a branch of qfactory"),
+        ("torchao", "A = MXFP8TrainingOpConfig(wgrad_with_hp=True, weather=1)", "'weather'"),
+        ("torchao", 'A = Float8LinearConfig.from_recipe_name("columns")', "'columns'"),
+        ("megatron", matchers(pattern="*linear_fc1*"), r"matcher 'rest' gives '\*linear_fc1\*'"),
+        ("megatron", matchers(recipe="delayed"), "has fp8_quantization_recipe: delayed"),
+        ("megatron", "a: 1", "has no configs and matchers"),
+        ("megatron", "a: !!python/object/apply:os.system ['true']", "is not YAML"),
+        ("modelopt", "a: 1", "has no list quant_cfg"),
+    ],
+)
+def test_what_no_recipe_holds_is_refused_by_name(source, text, sentence, tmp_path):
+    if source in ("megatron", "modelopt"):
+        pytest.importorskip("yaml")
+    with pytest.raises(UserError, match=sentence):
+        read(text, source, tmp_path, blocks=8)
+
+
+def test_a_file_is_parsed_and_never_executed(tmp_path):
+    text = f'open({str(tmp_path / "made")!r}, "w").close()\nA = MXFP8BlockScaling()\n'
+    assert read(text, "te", tmp_path).casts["fprop.x"] == make_cast("mxfp8")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", recipe_names("modelopt"))
+def test_a_recipe_of_modelopt_multiplies_the_values_that_the_forward_pass_saw(name):
+    torch.manual_seed(0)
+    inner = torch.nn.ModuleDict({"0": torch.nn.Linear(64, 128, bias=False)})
+    model = torch.nn.ModuleDict({"experts": inner} if "experts" in name else {"mlp": inner})
+    model = torch.nn.ModuleDict({"body": model}).bfloat16()
+    (layer_name, plain), *_ = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    weight = plain.weight.detach().clone()
+    ng.convert(model, name, backend="emulated")
+    layer = model.get_submodule(layer_name)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    dy = torch.randn(32, 128).bfloat16()
+    layer(x).backward(dy)
+    casts = layer.recipe.casts
+    seen = [_values(t, casts[place]) for t, place in ((x.detach(), "fprop.x"), (weight, "fprop.w"))]
+    for gradient, expected in ((x.grad, dy.float() @ seen[1]), (layer.weight.grad, dy.float().T @ seen[0])):
+        assert (gradient.float() - expected).abs().max() <= expected.abs().max() * 2**-7
+
+
+def _values(tensor, cast):
+    return ng.quantize(tensor.float(), cast).dequantize() if cast.is_scaled else tensor.float()
