@@ -5,7 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-thorough pages faults check format bench tables evidence docs notebook clean
+.PHONY: train test test-thorough pages faults check format bench tables evidence docs notebook wheel conformance versions lock
+.PHONY: workflows clean
 
 train: $(VENV)/.run
 	$(BIN)/narrowgauge train $(ARGS)
@@ -55,6 +56,27 @@ notebook: $(VENV)/.docs
 	cd runs/notebook && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter nbconvert --to notebook --execute --inplace $(ARGS) *.ipynb
 	$(BIN)/jupyter nbconvert --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True runs/notebook/*.ipynb
 	cp runs/notebook/*.ipynb $(NOTEBOOK)
+
+# The sdist and the wheel in dist/, used as a user would in a clean environment: two minutes.
+wheel: $(VENV)/.dev
+	$(BIN)/python release/check.py --torch $(TORCH) $(ARGS)
+
+# The vectors for other libraries, against those that are installed.
+conformance: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 tests/test_conformance.py tests/test_conformance_runner.py tests/formats $(ARGS)
+
+# docs/versions.md: the plugs against the trainers that are installed in $(VENV).
+versions: $(VENV)/.dev
+	$(BIN)/python release/versions.py test $(ARGS)
+
+# The versions that a release was tested with, with hashes; needs uv.
+lock:
+	printf '$(TORCH)' | uv pip compile pyproject.toml - --universal --python-version 3.11 --generate-hashes --no-header \
+	  --no-annotate --output-file release/requirements.txt $(ARGS)
+
+# Each step of the workflows of GitHub, here: `make workflows ARGS="--only checks"`.
+workflows: $(VENV)/.dev
+	$(BIN)/python release/workflows.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache
