@@ -90,6 +90,8 @@ def main() -> None:
                 continue
             python = f"python{values['python']}" if "python" in values else "python3"
             command = fill(step["run"], values)
+            if values:  # an environment for each combination: `make` keeps one that is there
+                command += f" VENV=.venv-{'-'.join(values.values())}"
             reason = "" if shutil.which(python) else f"no {python} here"
             if reason or options.list:
                 count["not run"] += 1
