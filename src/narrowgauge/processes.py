@@ -9,11 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from traceback import format_exc
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -143,11 +144,19 @@ class Ended(Exception):
 
     Attributes:
         code: Its exit code, negative if a signal killed it; None if it has not been collected.
+        traceback: The traceback of the exception that ended it; "" where it could send none.
     """
 
-    def __init__(self, code: int | None) -> None:
+    def __init__(self, code: int | None, traceback: str = "") -> None:
         super().__init__(f"the process ended with code {code}")
-        self.code = code
+        self.code, self.traceback = code, traceback
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """The last message of a process that an exception ends."""
+
+    traceback: str
 
 
 class Late(Exception):
@@ -209,20 +218,27 @@ class Answering:
             raise self._ended() from None
         if is_late:
             raise Late
+        if isinstance(answer, _Raised):
+            raise self._ended(answer.traceback)
         return answer
 
-    def _ended(self) -> Ended:
+    def _ended(self, traceback: str = "") -> Ended:
         self._process.join(_END_S)
-        return Ended(self._process.exitcode)
+        return Ended(self._process.exitcode, traceback)
 
 
 def _serve(prepare: Prepare, arguments: tuple[object, ...], connection: Connection) -> None:
     """Prepare, then answer requests until the parent closes its end."""
     depend_on_parent()
-    with prepare(*arguments) as answer:
-        try:
-            connection.send(None)
-            while True:
-                connection.send(answer(connection.recv()))
-        except (EOFError, OSError):  # the parent has exited
-            return
+    try:
+        with prepare(*arguments) as answer:
+            try:
+                connection.send(None)
+                while True:
+                    connection.send(answer(connection.recv()))
+            except (EOFError, OSError):  # the parent has exited
+                return
+    except Exception:
+        with suppress(OSError):
+            connection.send(_Raised(format_exc()))
+        raise

@@ -133,10 +133,11 @@ def test_the_page_says_what_differs_and_what_to_do():
         Finding("layers", "fp8", "agrees", "off by 0"),
         Finding("products", "MXFP8", "not here", "it takes a GPU"),
     ]
-    verdict = Verdict("a GPU", "compute capability 9.0", {"torch": "2.13"}, findings)
+    verdict = Verdict("a GPU", "compute capability 9.0", findings)
     assert not verdict.is_right
     assert verdict.sentence() == "1 of 2 checks agree on a GPU; 1 needs another device"
-    page = Answer(verdict).page()
+    page = Answer({"device": "a GPU", "torch": "2.13"}, verdict).page()
+    assert "The run has not ended, or was ended early" in page
     assert page.index("What differs") < page.index(DO) < page.index("All checks")
     assert "3 of 4 &lt;numbers&gt; are wrong" in page
 

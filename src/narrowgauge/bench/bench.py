@@ -36,6 +36,7 @@ class BenchResult:
     profiled: StepTime
     seconds: dict[str, list[float]]  # of a step, round by round: worker -> times
     failed: dict[str, str]  # peers that took no step, and why
+    memory: dict[str, int]  # bytes of the own process at its peak: allocated, reserved
 
     def ratios(self, peer: str) -> list[float]:
         """How many times as fast our step is: the peer's time over ours, round by round."""
@@ -46,6 +47,12 @@ class BenchResult:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.config.training.batch_size * self.config.data.sequence_length
+
+    @property
+    def busy(self) -> float:
+        """The share of an own step that the device computes; the rest of it waits for the host."""
+        busy_ms = self.profiled.step_ms - self.profiled.classes["idle"]
+        return min(1.0, busy_ms / (1e3 * Spread.of(self.seconds[OURS]).median))
 
     def as_json(self) -> dict[str, Any]:
         """All figures as JSON values."""
@@ -63,6 +70,8 @@ class BenchResult:
             "floor_ms": self.ceilings.floor_ms(self.work),
             "seconds": self.seconds,
             "failed": self.failed,
+            "memory": self.memory,
+            "device_is_busy": self.busy,
             "faster_than": {name: vars(Spread.of(self.ratios(name))) for name in names},
             "in_words": {name: speed_in_words(self.ratios(name)) for name in names},
         }
@@ -78,7 +87,7 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
         console: where tables are printed.
 
     Returns:
-        All figures; they are printed, too.
+        All figures, which are also printed.
 
     Raises:
         UserError: a peer is unknown, or not installed.
@@ -90,9 +99,9 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
         status.update("the machine's ceilings")
         backend, work, ceilings = measure_apart(config, device)
         groups = alive_at_once([OURS, *names], device)
-        seconds, profiled, failed = timed(groups, config, rounds, status.update)
+        seconds, profiled, failed, memory = timed(groups, config, rounds, status.update)
     name = device_name(device)
-    result = BenchResult(config, name, backend.name, work, ceilings, profiled, seconds, failed)
+    result = BenchResult(config, name, backend.name, work, ceilings, profiled, seconds, failed, memory)
     _print(result, console)
     return result
 
@@ -108,8 +117,9 @@ def alive_at_once(names: Sequence[str], device: torch.device) -> list[list[str]]
 
 def timed(
     groups: Sequence[Sequence[str]], config: Config, rounds: int, say: Callable[[str], None]
-) -> tuple[dict[str, list[float]], StepTime, dict[str, str]]:
-    """The seconds of each contestant, round by round, where our step's time goes, and which peers failed.
+) -> tuple[dict[str, list[float]], StepTime, dict[str, str], dict[str, int]]:
+    """The seconds of each contestant, round by round, where our step's time goes, which peers failed, and
+    our step's memory.
 
     Args:
         groups: those that are in memory together; the processes of one end before those of the next begin.
@@ -124,6 +134,7 @@ def timed(
     seconds: dict[str, list[float]] = {}
     profiled: StepTime | None = None
     failed: dict[str, str] = {}
+    memory: dict[str, int] = {}
     for names in groups:
         say("the first steps")
         with start_workers(names, config) as workers:
@@ -140,10 +151,11 @@ def timed(
             seconds |= take_turns({worker.name: worker.step for worker in workers}, rounds)
             for worker in workers:
                 if worker.name == OURS:
+                    memory = worker.memory()
                     say("where the time goes")
                     profiled = worker.profile()
     assert profiled is not None
-    return seconds, profiled, failed
+    return seconds, profiled, failed, memory
 
 
 def _print(result: BenchResult, console: Console) -> None:

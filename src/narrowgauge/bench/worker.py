@@ -1,4 +1,4 @@
-"""Workers: each contestant of a benchmark runs in a process of its own, as a user's training does.
+"""Workers: each contestant of a benchmark runs in its own process, as a user's training does.
 
 So the settings of one process (kept memory, compiled code, chosen kernels) neither help nor hurt the others.
 Workers of a group start first and wait. Only one takes a step at a time, so that they never compete for the
@@ -18,7 +18,7 @@ from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
 from narrowgauge.processes import Answering, Ended
 from narrowgauge.runs import choose_device
-from narrowgauge.runs.monitor.hardware import memory_kept, use_device
+from narrowgauge.runs.monitor.hardware import memory_at_peak, memory_kept, use_device
 from narrowgauge.runs.monitor.profiler import Profile, StepTime
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
@@ -45,6 +45,12 @@ class Worker:
         assert isinstance(step_time, StepTime)
         return step_time
 
+    def memory(self) -> dict[str, int]:
+        """The most bytes that the process has held of the device's memory: `allocated`, and `reserved`."""
+        held = self._answer("memory")
+        assert isinstance(held, dict)
+        return held
+
     def wait_until_ready(self) -> None:
         """Wait until the warm-up steps are done."""
         self._answer("ready")
@@ -52,11 +58,13 @@ class Worker:
     def _answer(self, command: str) -> object:
         try:
             return self._process.ask(command)
-        except Ended:
-            raise UserError(
+        except Ended as ended:
+            error = UserError(
                 f"the process of {self.name!r} ended before its step was measured; its own message is above, "
                 "and --peers leaves it out"
-            ) from None
+            )
+            error.add_note(ended.traceback)
+            raise error from None
 
 
 @contextmanager
@@ -88,6 +96,8 @@ def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[
 def _answer(command: str, step: Callable[[], object], device: torch.device) -> object:
     if command == "step":
         return seconds(step, device)
+    if command == "memory":
+        return memory_at_peak(device)
     return profiled(step, device) if command == "profile" else None
 
 

@@ -102,8 +102,9 @@ def _bench(p: KeyParser) -> None:
     p.add_argument(
         "--verify",
         action="store_true",
-        help="compare with the CPU's numbers first; --rounds 0: only that",
+        help="compare with the CPU's values, too; --rounds 0: only that",
     )
+    p.add_argument("--read", metavar="FILE", type=Path, help="say what a file of --verify has found")
     p.add_argument(
         "--json", metavar="FILE", type=Path, help="write all figures there (of --verify: answer.json)"
     )

@@ -59,6 +59,7 @@ class Finding:
         found: How near the two ways came, what went wrong, or what the machine lacks: a clause.
         do: What to do about it: a sentence; empty if nothing has to be done.
         seconds: The time that it took.
+        traceback: Of an exception other than a difference.
     """
 
     group: str
@@ -67,6 +68,7 @@ class Finding:
     found: str
     do: str = ""
     seconds: float = 0.0
+    traceback: str = ""
 
 
 def same(got: Tensors, expected: Tensors) -> str:

@@ -10,10 +10,9 @@ On a GPU all of it runs there. On a CPU kernels run in Triton's interpreter on s
 their numbers, not what a GPU's compiler makes of them. What a machine cannot show is said.
 """
 
-import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from narrowgauge.bench.verify.worker import interpreted, run_all
 from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.recipes import device_facts
 from narrowgauge.runs.monitor.hardware import device_name
-from narrowgauge.triton_version import triton_version
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,11 @@ class Verdict:
     Attributes:
         device: The name of the device.
         facts: The facts that decide which code runs there.
-        versions: The versions of what computes, by name.
         findings: One for each check.
     """
 
     device: str
     facts: str
-    versions: Mapping[str, str]
     findings: Sequence[Finding]
 
     @property
@@ -66,7 +62,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values."""
-        about = {"device": self.device, "facts": self.facts, "versions": dict(self.versions)}
+        about = {"device": self.device, "facts": self.facts}
         return about | {"counts": self.counts, "checks": [asdict(f) for f in self.findings]}
 
 
@@ -90,14 +86,18 @@ _LACKS = {
 }
 
 
-def verify(device: torch.device, console: Console) -> Verdict:
+def verify(
+    device: torch.device, console: Console, note: Callable[[Verdict], None] = lambda _: None
+) -> Verdict:
     """Run every check on a device, and print what differs and what is not here.
 
     Args:
         device: a GPU, or the CPU.
         console: where findings are printed, while they come.
+        note: is called after each check, with what was found so far.
     """
-    total, counted = len(all_checks(device)), Counter[str]()
+    verdict = Verdict(device_name(device), str(device_facts(device)), [])
+    total, counted, found = len(all_checks(device)), Counter[str](), list[Finding]()
     with console.status("") as status:
 
         def say(what: Check | Finding) -> None:
@@ -106,11 +106,14 @@ def verify(device: torch.device, console: Console) -> Verdict:
                     console.print(f"{what.group} ...", highlight=False)
                 counted.update(["begun", what.group])
                 status.update(f"check {counted['begun']} of {total}, {what.group}: {what.name}")
-            elif what.outcome == DIFFERS:
+                return
+            if what.outcome == DIFFERS:
                 _print(what, console)
+            found.append(what)
+            note(replace(verdict, findings=list(found)))
 
         findings = run_all(all_checks, device, say)
-    verdict = Verdict(device_name(device), str(device_facts(device)), _versions(), findings)
+    verdict = replace(verdict, findings=findings)
     _print_summary(verdict, console)
     return verdict
 
@@ -130,12 +133,3 @@ def _print_summary(verdict: Verdict, console: Console) -> None:
             names = ", ".join(f.name for f in own if f.outcome == NOT_HERE and f.found == words)
             console.print(f"  not here: {names} ({words})", highlight=False, markup=False, soft_wrap=True)
     console.print(verdict.sentence(), style="bold", highlight=False, markup=False, soft_wrap=True)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    if torch.version.cuda or torch.version.hip:
-        found["cuda" if torch.version.cuda else "rocm"] = str(torch.version.cuda or torch.version.hip)
-    if triton := triton_version():
-        found["triton"] = triton
-    return found

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from traceback import format_exc
 
 import numpy as np
 import torch
@@ -124,4 +125,5 @@ def _run(check: Check, device: torch.device) -> tuple[Finding, bool]:
         return Finding(check.group, check.name, DIFFERS, str(error), check.do), False
     except Exception as error:  # whatever a compiler, a driver or torch raises
         words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return Finding(check.group, check.name, DIFFERS, words, check.do), device.type != "cpu"
+        finding = Finding(check.group, check.name, DIFFERS, words, check.do, traceback=format_exc())
+        return finding, device.type != "cpu"

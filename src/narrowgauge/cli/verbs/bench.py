@@ -1,18 +1,17 @@
-"""`bench`: is it right, how fast is a step, and how fast could it be; or what it costs on a GPU elsewhere."""
+"""`bench`: whether it is right, how fast a step is and could be, its cost elsewhere, files of others."""
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from narrowgauge.bench import bench
-from narrowgauge.bench.answer import Answer
+from narrowgauge.bench.answer import find
 from narrowgauge.bench.count_table import print_count
 from narrowgauge.bench.peers import check_peers
-from narrowgauge.bench.verify import verify
+from narrowgauge.bench.read import in_words, is_right, read
 from narrowgauge.cli.ending import EXIT_DONE, EXIT_FAILED
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
@@ -20,7 +19,6 @@ from narrowgauge.cluster.plan.counted import speeds_of
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
-from narrowgauge.kernels import has_kernels
 from narrowgauge.recipes import device_facts, named_device
 from narrowgauge.runs import choose_device
 from narrowgauge.simulate import H200, Speeds, count_step
@@ -28,7 +26,12 @@ from narrowgauge.training import Config, make_config
 
 
 def run(options: argparse.Namespace) -> int | None:
-    """Measure, verify or count, and print; 1 if what was verified differs."""
+    """Measure, verify, count or read, and print; 1 if what was verified differs."""
+    if options.read is not None:
+        found = read(options.read)
+        for line in in_words(found):
+            Console().print(line, highlight=False, markup=False, soft_wrap=True)
+        return EXIT_DONE if is_right(found) else EXIT_FAILED
     if options.count is not None:
         if options.verify:
             raise UserError("--verify and --count exclude each other: what is verified has to be here")
@@ -49,20 +52,15 @@ def run(options: argparse.Namespace) -> int | None:
 
 
 def _verify(config: Config, peers: list[str] | None, rounds: int, file: Path, console: Console) -> int:
-    """Verify, then measure and count; the files are written after each part."""
     device = choose_device(config.training.device)
     if peers is not None:
         check_peers(peers, device)
-    answer = Answer(verify(device, console))
-    page = answer.write(file)
-    if rounds:
-        console.print()
-        answer = replace(answer, measured=bench(config, peers, rounds, console))
-        answer.write(file)
-        if device.type == "cuda" and has_kernels(device) and not config.training.compile:
-            replace(answer, counted=count_step(config, *_gpu(""))).write(file)
+    training = config.training.model_copy(update={"device": str(device)})
+    answer = find(config.model_copy(update={"training": training}), peers, rounds, file, console)
+    page = file.with_suffix(".html")
     console.print(f"all figures: {file}, {page}", highlight=False, markup=False, soft_wrap=True)
-    return EXIT_DONE if answer.verdict.is_right else EXIT_FAILED
+    is_whole = answer.verdict is not None and answer.verdict.is_right and not answer.errors
+    return EXIT_DONE if is_whole else EXIT_FAILED
 
 
 def _count(options: argparse.Namespace) -> None:

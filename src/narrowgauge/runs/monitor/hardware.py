@@ -53,7 +53,7 @@ def choose_device(requested: str) -> torch.device:
 
 
 def use_device(device: torch.device, deterministic: bool = False) -> None:
-    """Compute on a device: what names none (streams, memory) is there, too, and sums are taken in fp32.
+    """Compute on a device: streams and memory that name none are also there, and sums are taken in fp32.
 
     torch's default lets a GPU add the parts of a split product, as of a weight's gradient over many tokens,
     in 16 bits.
@@ -91,6 +91,20 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_at_peak(device: torch.device) -> dict[str, int]:
+    """The most bytes that this process has held: allocated by tensors, and reserved by torch's allocator.
+
+    On a CPU both are those of the process.
+    """
+    if device.type != "cuda":
+        return dict.fromkeys(("allocated", "reserved"), peak_memory_held())
+    memory = torch.cuda.memory
+    return {
+        "allocated": memory.max_memory_allocated(device),
+        "reserved": memory.max_memory_reserved(device),
+    }
 
 
 def limit_memory(device: torch.device, limit: int) -> None:
