@@ -64,7 +64,7 @@ def whole(*model, options=(), gpu="h200"):
     """The count of all layers, from models of few; at an H200's speeds where no machine file has others."""
     speeds = speeds_of(load_cluster(gpu)) if gpu in cluster_names() else H200
     step = count_whole(config_of(*model, options), named_device(gpu), speeds)
-    return Count.of(step.micro_batch, step.at_ceilings, step.peak_bytes)
+    return Count.of(step.expected.further, step.best.further, step.peak_bytes)
 
 
 @cache

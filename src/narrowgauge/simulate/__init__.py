@@ -1,7 +1,7 @@
 """What does a step cost, without running it? Memory, traffic, launches, FLOPs, seconds, on meta tensors."""
 
 from narrowgauge.simulate.advice import cheaper, fitting
-from narrowgauge.simulate.count import StepCount, Total, count_step
+from narrowgauge.simulate.count import StepCount, StepTotals, Total, count_step
 from narrowgauge.simulate.memory import Memory, MemoryTracker
 from narrowgauge.simulate.memory_estimate import StepEstimate, estimate_memory, estimate_step
 from narrowgauge.simulate.speeds import H200, Speeds
@@ -16,6 +16,7 @@ __all__ = [
     "Speeds",
     "StepCount",
     "StepEstimate",
+    "StepTotals",
     "Total",
     "WholeCount",
     "cheaper",

@@ -1,7 +1,8 @@
-"""The count of a step on a GPU: totals of a micro-batch and of the update, and the largest sinks.
+"""The count of a step on a GPU: totals of its parts, and the largest sinks.
 
-The step has three micro-batches and the update, and the second micro-batch is reported: allocations that are
-made once are behind it, and gradients exist.
+A step is its first micro-batch, which casts weights for all of them and finds no gradients; any number of
+further ones, which are alike; and the update. Three micro-batches are simulated, and the second stands for
+all further ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,26 @@ class Total:
 
 
 @dataclass(frozen=True)
+class StepTotals:
+    """The totals of a step's parts, at the same speeds."""
+
+    first: Total
+    further: Total
+    update: Total
+    micro_batches: int
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step: of each part, the longer of the host's and the device's time."""
+        further = (self.micro_batches - 1) * self.further.step_seconds
+        return self.first.step_seconds + further + self.update.step_seconds
+
+    def of_micro_batches(self, name: str) -> float:
+        """A field of `Total`, summed over the micro-batches."""
+        return float(getattr(self.first, name) + (self.micro_batches - 1) * getattr(self.further, name))
+
+
+@dataclass(frozen=True)
 class Sink:
     """A place where time goes: one operation in one function of the program, in a micro-batch."""
 
@@ -94,42 +115,56 @@ class StepCount:
         backend: whether the recipe is native there.
         tokens: tokens of a micro-batch.
         micro_batches: micro-batches of a step.
+        first: events of the first micro-batch.
         micro: events of one micro-batch that is neither the first nor the last.
         update: events of clipping, the update and what follows.
-        functions: calls of Python autograd functions in a micro-batch.
+        first_functions: calls of Python autograd functions in the first micro-batch.
+        functions: those calls in a further micro-batch.
         waits: (place, times) at which the host waits in a micro-batch.
         update_waits: the number of waits in the update.
         peak_bytes: the most bytes that are alive.
         held: those bytes by (place, operation) that made them.
-        speeds: the speeds that seconds are told by.
+        state_bytes: bytes on the device between steps.
+        speeds: the speeds that turn the count into seconds.
     """
 
     gpu: str
     backend: str
     tokens: int
     micro_batches: int
+    first: Sequence[Event]
     micro: Sequence[Event]
     update: Sequence[Event]
+    first_functions: int
     functions: int
     waits: Sequence[tuple[str, int]]
     update_waits: int
     peak_bytes: int
     held: Mapping[tuple[str, str], int]
+    state_bytes: int
     speeds: Speeds
 
-    def micro_batch(self, calibrated: bool = False, at: Speeds | None = None) -> Total:
-        """The total of a micro-batch, at the count's speeds or at others."""
+    def totals(self, at: Speeds) -> StepTotals:
+        """The totals of the step's parts at given speeds."""
         waits = sum(times for _, times in self.waits)
-        return Total.of(self.micro, self.functions, waits, at or self._speeds(calibrated))
+        return StepTotals(
+            Total.of(self.first, self.first_functions, waits, at),
+            Total.of(self.micro, self.functions, waits, at),
+            Total.of(self.update, 0, self.update_waits, at),
+            self.micro_batches,
+        )
+
+    def micro_batch(self, calibrated: bool = False) -> Total:
+        """The total of a micro-batch that is not the first."""
+        return self.totals(self._speeds(calibrated)).further
 
     def of_update(self, calibrated: bool = False) -> Total:
         """The total of the update."""
-        return Total.of(self.update, 0, self.update_waits, self._speeds(calibrated))
+        return self.totals(self._speeds(calibrated)).update
 
     def step_seconds(self, calibrated: bool = False) -> float:
         """The seconds of a step."""
-        micro = self.micro_batch(calibrated).step_seconds
-        return self.micro_batches * micro + self.of_update(calibrated).step_seconds
+        return self.totals(self._speeds(calibrated)).seconds
 
     def tokens_per_s(self, calibrated: bool = False) -> float:
         """Tokens a second."""
@@ -197,19 +232,22 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
         )
     backend = choose_backend(config.spec.recipe, facts, config.spec.backend)
     step = simulate_step(config, _MICRO_BATCHES, count_on=facts)
-    recorder, counted = step.recorder, phase_of(1)
+    recorder, first, counted = step.recorder, phase_of(0), phase_of(1)
     t = config.training
     return StepCount(
         str(facts),
         backend.name,
         step.tokens,
         t.batch_size // t.micro_batch_size,
+        [e for e in recorder.events if e.phase == first],
         [e for e in recorder.events if e.phase == counted],
         [e for e in recorder.events if e.phase == UPDATE],
+        recorder.functions[first],
         recorder.functions[counted],
         [(place, n) for (phase, place), n in recorder.waits.most_common() if phase == counted],
         sum(n for (phase, _), n in recorder.waits.items() if phase == UPDATE),
         recorder.live.peak,
         recorder.live.held_at_peak(),
+        step.state_bytes,
         speeds,
     )

@@ -56,6 +56,17 @@ class Speeds:
         words, bytes_per_s = f"{self.words}, calibrated", self.bytes_per_s * CALIBRATED_BYTES
         return replace(self, words=words, bytes_per_s=bytes_per_s, flops_per_s=rates)
 
+    def within(self, ceilings: "Speeds") -> "Speeds":
+        """These rates, none above that of the ceilings: no operation then takes less time than at them."""
+        rates = {kind: min(rate, ceilings.flops_per_s[kind]) for kind, rate in self.flops_per_s.items()}
+        return replace(
+            self,
+            bytes_per_s=min(self.bytes_per_s, ceilings.bytes_per_s),
+            flops_per_s=rates,
+            lanes_per_s=min(self.lanes_per_s, ceilings.lanes_per_s),
+            kernel_s=max(self.kernel_s, ceilings.kernel_s),
+        )
+
     def scaled(self, words: str, memory: float, products: Mapping[str, float]) -> "Speeds":
         """Another GPU's rates, if it reaches the same share of its data sheet.
 

@@ -36,7 +36,8 @@ class SimulatedStep:
     Attributes:
         recorder: the record.
         tokens: tokens of a micro-batch.
-        memory: the bytes alive by class.
+        memory: the bytes alive by class; None of a counted step.
+        state_bytes: bytes on the device between steps.
         sent: the bytes that the process has sent at the start of the step, at the start of each micro-batch,
             and at the end of the step.
     """
@@ -44,6 +45,7 @@ class SimulatedStep:
     recorder: Recorder
     tokens: int
     memory: Memory | None = None
+    state_bytes: int = 0
     sent: list[Sent] = field(default_factory=list)
 
 
@@ -126,8 +128,8 @@ class _Observer:
         self._begin("")
         recorder = self.step.recorder
         self.step.sent.append(recorder.traffic.by_ranks.copy())
-        if not self.is_counted:
-            self.step.memory = measured(self.trainer, self.saved, recorder.live.peak)
+        memory = measured(self.trainer, self.saved, recorder.live.peak)
+        self.step.memory, self.step.state_bytes = None if self.is_counted else memory, memory.state
 
     def _begin(self, phase: str) -> None:
         self.step.recorder.phase = phase if self.is_counted else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from narrowgauge.devices import Device
-from narrowgauge.simulate.count import Total, count_step
+from narrowgauge.simulate.count import StepTotals, Total, count_step
 from narrowgauge.simulate.few_blocks import few_blocks, with_layers
 from narrowgauge.simulate.speeds import H200, Speeds
 from narrowgauge.training import Config
@@ -18,30 +18,37 @@ from narrowgauge.training import Config
 
 @dataclass(frozen=True)
 class WholeCount:
-    """A step of all blocks; calibrated, unless said.
+    """A step of all blocks.
 
     Attributes:
-        micro_batch: one micro-batch.
-        update: clipping, the update and what follows.
-        micro_batches: micro-batches of a step.
+        expected: the step at calibrated speeds.
+        best: the same step at the ceilings.
         words: where the speeds come from.
-        at_ceilings: one micro-batch, not calibrated.
         flops: operations of the products of a micro-batch, by kind.
         peak_bytes: the most bytes that are alive.
+        state_bytes: bytes on the device between steps.
     """
 
-    micro_batch: Total
-    update: Total
-    micro_batches: int
+    expected: StepTotals
+    best: StepTotals
     words: str
-    at_ceilings: Total
     flops: Mapping[str, float]
     peak_bytes: int
+    state_bytes: int
+
+    @property
+    def seconds_at_best(self) -> float:
+        """Seconds of a step at the ceilings, the host's time aside."""
+        return self.best.of_micro_batches("seconds") + self.best.update.seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
-        return self.micro_batches * self.micro_batch.step_seconds + self.update.step_seconds
+        """Expected seconds of a step.
+
+        No operation takes less than at the ceilings (`Speeds.within`). The extrapolation to all blocks can
+        differ in fused updates so small that launches are their cost, so the maximum is taken here as well.
+        """
+        return max(self.expected.seconds, self.seconds_at_best)
 
 
 def count_whole(
@@ -52,29 +59,38 @@ def count_whole(
     Args:
         config: the configuration, of one process.
         facts: the facts of the GPU.
-        speeds: the speeds that turn work into seconds.
-        ceilings: the speeds of `at_ceilings`; None for `speeds` as they are.
+        speeds: the speeds that, calibrated, turn work into seconds.
+        ceilings: the speeds that nothing exceeds; None for `speeds` as they are.
 
     Raises:
         UserError: as `count_step`.
     """
     parts = [(count_step(with_layers(config, n), facts, speeds), w) for n, w in few_blocks(config)]
-    one, flops = parts[0][0], defaultdict[str, float](float)
+    flops = defaultdict[str, float](float)
     for step, w in parts:
         for event in step.micro:
             flops[event.cost.kind] += w * event.cost.flops
+    best = ceilings or speeds
+    expected = speeds.calibrated().within(best)
     return WholeCount(
-        _sum([(step.micro_batch(calibrated=True), w) for step, w in parts]),
-        _sum([(step.of_update(calibrated=True), w) for step, w in parts]),
-        one.micro_batches,
-        one.speeds.words,
-        _sum([(step.micro_batch(at=ceilings or speeds), w) for step, w in parts]),
+        _sum([(step.totals(expected), w) for step, w in parts]),
+        _sum([(step.totals(best), w) for step, w in parts]),
+        speeds.words,
         {kind: n for kind, n in flops.items() if n > 0},
         round(sum(w * step.peak_bytes for step, w in parts)),
+        round(sum(w * step.state_bytes for step, w in parts)),
     )
 
 
-def _sum(parts: Sequence[tuple[Total, float]]) -> Total:
+def _sum(parts: Sequence[tuple[StepTotals, float]]) -> StepTotals:
+    """The sum of steps, each as often as its weight specifies."""
+    first, further, update = (
+        _sum_of([(getattr(step, name), w) for step, w in parts]) for name in ("first", "further", "update")
+    )
+    return StepTotals(first, further, update, parts[0][0].micro_batches)
+
+
+def _sum_of(parts: Sequence[tuple[Total, float]]) -> Total:
     """The sum of totals, each as often as its weight says; counts stay whole numbers."""
     values: dict[str, Any] = {}
     for field in fields(Total):

@@ -319,8 +319,8 @@ def test_what_is_expected_of_one_gpu_is_counted():
     alone, exact = ParallelDims(), count_step(five, h200.facts)
     found = counted_step(five, alone, h200)
     assert found.seconds >= exact.step_seconds(calibrated=True), "a plan prices instructions, too"
-    assert found.micro_batch.launches == exact.micro_batch().launches
-    assert found.micro_batch.bytes == exact.micro_batch().bytes
+    assert found.expected.further.launches == exact.micro_batch().launches
+    assert found.expected.further.bytes == exact.micro_batch().bytes
     assert speeds_of(card).bytes_per_s < speeds_of(h200).bytes_per_s
     plan = make_plan(five, 1, h200)
     told = as_json(plan)["expect"]
@@ -328,7 +328,7 @@ def test_what_is_expected_of_one_gpu_is_counted():
     assert told["counted"]["seconds"] == found.seconds
     kept = config("nvfp4", SMALL | {"layers": 15})  # 3 of 15 blocks stay wide, 1 of 2, 1 of 3, 2 of 7
     wide, few = count_step(kept, h200.facts), counted_step(kept, alone, h200)
-    assert (few.micro_batch.launches, few.micro_batch.bytes) == (
+    assert (few.expected.further.launches, few.expected.further.bytes) == (
         wide.micro_batch().launches,
         wide.micro_batch().bytes,
     )

@@ -9,7 +9,7 @@ does not depend on whether this machine has Triton.
     expected    the same operations at the speeds that whole steps of plain torch reached on an H200; those of
                 another GPU are in the proportion of the two data sheets
 
-So what is expected is never faster than what is best.
+No expected speed exceeds a ceiling (`Speeds.within`), so the best is the floor of the same count.
 """
 
 import math

@@ -4,7 +4,7 @@
     casts       operands made for the products, native or emulated, by the path that this recipe takes on this
                 device: bytes or instructions of its kernels, bytes of torch's operations where it has none
     passes      bytes of everything else that is computed / memory bandwidth
-    update      bytes of the state, read and written / memory bandwidth
+    update      bytes of clipping and the update / memory bandwidth; of several devices, for a device's state
     copies      state in the host's memory, read and written / the host's link; gradients for each micro-batch
     links       bytes sent in a ring of processes / the slower of the links that the ring passes
 
@@ -105,18 +105,14 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     tokens = t.batch_size * config.data.sequence_length
     backend = choose_backend(recipe, cluster.facts, config.spec.backend)
     count = counted_step(config, parallel_dims, cluster)
-    products, casts, passes = (
-        count.micro_batches * seconds / parallel_dims.size for seconds in _computation(count)
-    )
+    products, casts, passes = (seconds / parallel_dims.size for seconds in _computation(count))
     volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
     busy = products + casts + passes
     overlapped = sum(v.seconds for v in volumes if v.purpose in ("gather", "reduce"))
     waiting = max(0.0, overlapped - busy) + sum(v.seconds for v in volumes) - overlapped
     micro_batches = t.batch_size // (parallel_dims.data * t.micro_batch_size)
     bubble = busy * (parallel_dims.pipeline - 1) / (micro_batches * parallel_dims.chunks)
-    state = step.memory.device
-    rewritten = sum(state[name] for name in ("weights", "master", "m", "v"))
-    update = (2 * rewritten + state["gradients"]) / cluster.memory_bandwidth
+    update = count.best.update.seconds * step.memory.state / count.state_bytes
     host = step.memory.host
     copied = sum(host.values()) + micro_batches * host.get("gradients", 0)
     copies = 2 * copied / cluster.host
@@ -143,10 +139,10 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
 
 
 def _computation(count: WholeCount) -> tuple[float, float, float]:
-    """Seconds of the products, the casts and the passes of a micro-batch at best."""
-    total = count.at_ceilings
-    products = total.product_seconds + total.attention_seconds
-    return products, total.cast_seconds, total.seconds - products - total.cast_seconds
+    """Seconds of the products, the casts and the passes of all micro-batches at best."""
+    of = count.best.of_micro_batches
+    products, casts = of("product_seconds") + of("attention_seconds"), of("cast_seconds")
+    return products, casts, of("seconds") - products - casts
 
 
 def _formats(count: WholeCount, cluster: Cluster, compute: str) -> tuple[tuple[str, ...], float]:

@@ -209,11 +209,12 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
 def _sources(e: Expectation, time: Estimate) -> str:
     """The count or the runs that an expectation comes from, in words."""
     if (c := e.counted) is not None:
+        micro = c.expected.further
         beside = f"; runs of others nearest to it reached {_interval(100 * e.least, 100 * e.most, '%')}"
         return (
             f"expect: {_figure(time.seconds / e.share)} s a step, {100 * e.share:.0f} % of the best: counted "
             f"for this GPU{', and the copies from and to the host' if time.copies else ''} "
-            f"({c.micro_batch.launches:,} launches and {c.micro_batch.bytes / 1e9:,.0f} GB a micro-batch; "
+            f"({micro.launches:,} launches and {micro.bytes / 1e9:,.0f} GB a micro-batch; "
             f"speeds: {c.words}){beside if e.runs else ''}; nothing of it was measured of this program"
         )
     runs = ", ".join(f"{run.run} {100 * run.share:.0f} %" for run in e.runs)
