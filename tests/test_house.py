@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import narrowgauge as ng
 
 ROOT = Path(ng.__file__).parent
@@ -107,22 +105,33 @@ def entry_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m not in ("", "__main__")])
-def test_a_file_imports_only_what_stands_above_it(module):
-    room = module.split(".")[0]
-    assert room in ROOMS, f"{room} has no place in the house: add it to the list, with its question"
-    above = list(ROOMS)[: list(ROOMS).index(room)]
-    entries = ROOMS[room]
-    is_package = MODULES[module].name == "__init__.py" and module.count(".") == 0
-    for source, name in IMPORTS[module]:
-        target = defined_in(source, name)
-        if (target, name) == ("", ""):
-            continue  # the package itself, for its version
-        if target.split(".")[0] != room:
-            assert target.split(".")[0] in above, f"{module} imports {target}, which stands below it"
-        elif entry_of(target) in entries and entry_of(module) in entries and not is_package:
-            order = entries.index(entry_of(target)), entries.index(entry_of(module))
-            assert order[0] <= order[1], f"{module} imports {target}, which stands below it"
+def imports_from_below() -> list[str]:
+    """The imports of what stands below, as sentences."""
+    found = []
+    for module, imports in IMPORTS.items():
+        if module in ("", "__main__"):
+            continue
+        room = module.split(".")[0]
+        assert room in ROOMS, f"{room} has no place in the house: add it to the list, with its question"
+        above, entries = list(ROOMS)[: list(ROOMS).index(room)], ROOMS[room]
+        is_package = MODULES[module].name == "__init__.py" and module.count(".") == 0
+        for source, name in imports:
+            target = defined_in(source, name)
+            if (target, name) == ("", ""):
+                continue  # the package itself, for its version
+            ends = entry_of(target), entry_of(module)
+            if target.split(".")[0] != room:
+                is_above = target.split(".")[0] in above
+            else:
+                is_above = is_package or not {*ends} <= {*entries}
+                is_above = is_above or entries.index(ends[0]) <= entries.index(ends[1])
+            if not is_above:
+                found.append(f"{module} imports {target}, which stands below it")
+    return found
+
+
+def test_a_file_imports_only_what_stands_above_it():
+    assert not imports_from_below()
 
 
 def test_sub_packages_make_no_circle():
@@ -280,21 +289,21 @@ def test_private_names_of_torch_stand_in_one_file():
         assert bool(found) == (path.name == "torch_compat.py"), f"{path}: {found} belong in torch_compat.py"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch.utils._pytree",
-        "from torch.utils._pytree import tree_map",
-        "from torch.nn.functional import scaled_mm",
-        "torch._C._current_graph_task_id()",
-        "x = t._local_tensor",
-        "grid._flatten('name')",
-        "dist.all_gather_into_tensor(a, b)",
-        "import_module('torch.testing._internal.distributed.fake_pg')",
-    ],
+USES_OF_PRIVATE_NAMES = (
+    "import torch.utils._pytree",
+    "from torch.utils._pytree import tree_map",
+    "from torch.nn.functional import scaled_mm",
+    "torch._C._current_graph_task_id()",
+    "x = t._local_tensor",
+    "grid._flatten('name')",
+    "dist.all_gather_into_tensor(a, b)",
+    "import_module('torch.testing._internal.distributed.fake_pg')",
 )
-def test_a_private_name_of_torch_is_found(line):
-    assert private_names_of_torch(ast.parse(line), set())
+
+
+def test_a_private_name_of_torch_is_found():
+    for line in USES_OF_PRIVATE_NAMES:
+        assert private_names_of_torch(ast.parse(line), set()), line
 
 
 FILE_LINES, FUNCTION_LINES = 500, 80  # the limits that CONTRIBUTING states
@@ -323,7 +332,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 # Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
-SOURCE_LINES, READING_PATH_LINES = 65_019, 3_587
+SOURCE_LINES, READING_PATH_LINES = 65_084, 3_587
 
 
 def lines_of(path: Path) -> int:

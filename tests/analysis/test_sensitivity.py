@@ -89,7 +89,7 @@ def test_a_wide_cast_costs_nothing(trained):
     assert all(abs(c.cost) < 1e-12 for c in backward_costs(probed.subject, fp32, metric))
 
 
-def test_the_share_is_what_a_best_step_along_the_narrow_gradient_fails_to_remove():
+def test_sensitivity_share_is_what_a_best_step_along_the_narrow_gradient_leaves():
     """The oracle minimizes a quadratic loss of curvature 1 / P along P g' by its formula."""
     generator = torch.Generator().manual_seed(0)
     g, error, p = (torch.rand(7, 5, generator=generator, dtype=torch.float64) for _ in range(3))

@@ -55,7 +55,7 @@ def test_swapped_parts_are_refused(source, tmp_path):
         open_corpus(directory)
 
 
-def test_a_manifest_that_promises_a_smaller_vocabulary_is_refused_with_the_position(source, tmp_path):
+def test_corpus_refuses_a_token_beyond_its_manifests_vocabulary_with_the_position(source, tmp_path):
     directory = prepare(source, "bpe-300", tmp_path / "out").directory
     manifest = dataclasses.replace(open_corpus(directory).manifest, vocab_size=280)
     (directory / "manifest.json").write_text(manifest.to_json())

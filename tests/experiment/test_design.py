@@ -154,7 +154,7 @@ def test_a_finished_run_of_other_values_or_another_recipe_text_is_refused(tmp_pa
         require_same(run, tmp_path)
 
 
-def test_the_projects_own_ladder_can_be_laid_out_and_has_a_prediction_for_each_arm(monkeypatch):
+def test_design_of_the_projects_ladder_has_a_prediction_for_each_arm(monkeypatch):
     monkeypatch.chdir(ROOT)
     ladder = ladder_of((ROOT / "experiments" / "ladder.toml").read_text(encoding="utf-8"))
     predictions = read_predictions((ROOT / "experiments" / "predictions.md").read_text(encoding="utf-8"))

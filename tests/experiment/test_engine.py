@@ -47,7 +47,7 @@ def test_a_chain_keeps_its_order_and_chains_share_the_places(tmp_path):
     assert sorted(seen) == sorted(notes)
 
 
-def test_a_signal_that_leaves_work_is_no_end_even_if_all_that_ran_has_ended_well(tmp_path):
+def test_engine_stopped_by_a_signal_is_not_done_while_work_is_left(tmp_path):
     """A run in its last step, or an evaluation, ends with 0 when it is asked to stop."""
     first, second = job(tmp_path, "first"), job(tmp_path, "second")
     asked = Engine(1, {}, lambda jobs, ended: signal.raise_signal(signal.SIGTERM) if ended else None)

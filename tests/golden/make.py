@@ -77,7 +77,7 @@ def parts(names: list[str]) -> None:
         for name in names:
             if name == "digits":
                 write(name, {"arithmetic": arithmetic, "runs": take_all(process)})
-            elif arithmetic != read_kept("digits")["arithmetic"]:
+            elif name not in OF_NO_DIGIT and arithmetic != read_kept("digits")["arithmetic"]:
                 sys.exit("the arithmetic here is not that of the digits that are kept: make these first")
             else:
                 write(name, outputs.OUTPUTS[name](process))
@@ -90,6 +90,7 @@ def write(name: str, what: Any) -> None:
     print(file)
 
 
+OF_NO_DIGIT = ("plans", "words")
 PARTS = ["digits", *outputs.OUTPUTS, "bounds", "resolved", "page"]
 
 if __name__ == "__main__":

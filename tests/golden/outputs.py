@@ -8,7 +8,6 @@ arithmetic is another one.
 import bz2
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -173,28 +172,37 @@ def plans(worker: Worker) -> Tree:
 
 
 def words(worker: Worker) -> Tree:
-    """The names of the package, and what the command line says of itself, line by line."""
+    """The names of the package, and the commands, options and keys of the command line, without sentences."""
     (top,) = commands(worker, ("--help",))
     verbs = re.findall(r"^    ([a-z]+)\b", top, re.MULTILINE)
-    lines = [*((verb, "--help") for verb in verbs), ("train", "--help", "all"), ("recipes",), ("formats",)]
+    lines = [*((verb, "--help") for verb in verbs), ("train", "--help", "all"), ("formats",)]
     texts = {" ".join(line): text for line, text in zip(lines, commands(worker, *lines), strict=True)}
     keys = re.findall(r"^keys of the .*?\n\n", texts["train --help"], re.MULTILINE | re.DOTALL)[0]
-    texts = {line: text.replace(keys, "keys as of train\n\n") for line, text in texts.items()}
+    limits = texts.pop("formats").splitlines()
     return {
-        "python": ".".join(map(str, sys.version_info[:2])),
         "names of the package": sorted(ng.__all__),
         "formats": ng.format_names(),
         "recipes": {name: sha(ng.recipe(name).text.encode()) for name in ng.recipe_names()},
+        "keys": re.sub(r",\s+", ", ", keys).strip().split("\n")[1:],
+        "limits of formats": limits,
         "narrowgauge": {
-            line: text.splitlines() for line, text in ({"--help": top, "keys": keys} | texts).items()
+            line: shape_of_help(text.replace(keys, "")) for line, text in ({"--help": top} | texts).items()
         },
     }
 
 
-def unwrapped(told: Tree) -> Tree:
-    """The same without line breaks, which are another Python's own."""
-    texts = {line: " ".join(" ".join(lines).split()) for line, lines in told["narrowgauge"].items()}
-    return told | {"python": "", "narrowgauge": texts}
+def shape_of_help(text: str) -> list[str]:
+    """The usage and the left column of a help text: commands and options with what they take.
+
+    >>> shape_of_help("usage: x [A]\\n\\nTrain.\\n\\noptions:\\n  -h N, --help N  show this\\n")
+    ['usage: x [A]', '-h, --help N']
+    """
+    usage = re.findall(r"\Ausage: .*?(?=\n\n)", text, re.DOTALL)
+    rest = text.removeprefix("".join(usage)).partition("\nexamples:")[0]
+    rows = re.findall(r"^ {2,4}(\S+(?: \S+)*)(?= {2,}|$)", rest, re.MULTILINE)
+    # Python 3.13 writes what an option takes once, behind its last name.
+    rows = [re.sub(r"^(-\w) \S+(?=, --)", r"\1", row) for row in rows]
+    return [" ".join(line.split()) for line in usage] + rows
 
 
 def report(worker: Worker) -> Tree:

@@ -171,7 +171,7 @@ def mixture():
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
 
 
-def test_a_mixture_whose_trainer_does_not_read_its_experts_back_is_not_resumed_wrongly(tmp_path):
+def test_trainer_refuses_to_resume_experts_that_it_does_not_read_back(tmp_path):
     trainer = trainer_of(
         tmp_path, trainer_kwargs(mixture(), "nvfp4", lr=LR), save_strategy="steps", save_steps=3
     )

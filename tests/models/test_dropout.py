@@ -34,7 +34,7 @@ BOTH = {"dropout": 0.2, "attention_dropout": 0.1}
 
 
 @pytest.mark.parametrize("changes", [{"dropout": 0.2}, {"attention_dropout": 0.1}, BOTH], ids=str)
-def test_a_step_is_a_function_of_its_number_even_where_blocks_are_computed_again(changes):
+def test_dropout_is_a_function_of_the_step_even_where_blocks_are_recomputed(changes):
     model = small(**changes)
     first = step_of(model)
     assert not are_equal(step_of(model, step=2), first)

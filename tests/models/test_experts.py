@@ -47,7 +47,7 @@ def test_results_and_gradients_are_those_of_the_definition(changes):
         assert torch.allclose(a, torch.zeros_like(a) if b is None else b, rtol=1e-3, atol=1e-3)
 
 
-def test_an_expert_without_tokens_has_a_gradient_of_zeros_and_costs_nothing_without_gradients():
+def test_expert_without_tokens_has_zero_gradients_and_is_skipped_without_gradients():
     experts = Experts(model_config("debug", **SIZES))
     with torch.no_grad():
         experts.router.weight[4] = -100.0
@@ -64,7 +64,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros_and_costs_nothing_with
     assert len(calls) == 1
 
 
-def test_the_loss_has_the_balance_of_all_layers_and_recomputation_changes_nothing():
+def test_balance_loss_is_of_all_layers_and_the_same_with_recomputation():
     config = model_config("debug", **SIZES)
     model = Transformer(config)
     initialize(model, 0)

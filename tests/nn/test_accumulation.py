@@ -120,7 +120,7 @@ def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short():
 
 
 @pytest.mark.parametrize("retains", [False, True])
-def test_the_operand_of_the_weight_is_freed_before_the_gradient_of_the_weight_is_made(monkeypatch, retains):
+def test_weight_operand_is_freed_before_the_gradient_of_the_weight_is_computed(monkeypatch, retains):
     """In a graph that is retained it is needed once more, and the second backward pass gives the same."""
     layer = convert(torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False)), "bf16")
     x, kept, multiply = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True), [], products.multiply

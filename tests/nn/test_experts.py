@@ -23,7 +23,7 @@ def narrow_product(a_MK, b_NK):
     return a @ b.T
 
 
-def test_the_products_of_an_expert_are_those_of_its_tokens_filled_up_with_zeros():
+def test_expert_gemms_are_those_of_its_tokens_padded_with_zeros():
     """21 tokens of one expert: one block of 32 along the tokens of wgrad, of which 11 are zeros."""
     torch.manual_seed(0)
     experts = Experts(model_config("debug", **SIZES, experts_per_token=1))

@@ -136,7 +136,7 @@ def test_the_state_restores_the_run_and_is_no_part_of_the_state_dict():
         assert torch.equal(p.grad, q.grad)
 
 
-def test_without_set_step_or_an_optimizer_each_pass_whose_gradient_is_dropped_is_a_step():
+def test_histories_without_set_step_or_an_optimizer_count_passes_with_dropped_gradients():
     layer = Linear(torch.nn.Linear(32, 16), recipe("fp8-delayed"), 0)
     for size in (1.0, 4.0, 2.0):
         layer(torch.full((2, 32), size)).sum().backward()

@@ -305,7 +305,7 @@ def test_forward_takes_by_place_what_torch_takes():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(16, 64), (5, 7, 33), (2, 129, 96), (3, 0, 8)])
-def test_a_wide_layer_has_the_same_digits_by_torchs_matmul_and_by_its_own_function(shape, bias):
+def test_wide_linear_has_the_same_digits_by_torchs_matmul_and_by_its_own_function(shape, bias):
     """Between micro-batches it computes by its own function, which adds gradients itself."""
     generator = torch.Generator().manual_seed(0)
     model = convert(torch.nn.Sequential(torch.nn.Linear(shape[-1], 57, bias=bias)), "fp32")

@@ -44,7 +44,7 @@ def test_a_forward_pass_that_was_put_on_the_instance_is_kept(recipe):
     assert not torch.equal(model(X), before)
 
 
-def test_an_adapter_that_is_put_on_after_conversion_computes_and_another_conversion_is_refused():
+def test_converted_model_computes_under_an_adapter_and_refuses_a_second_conversion():
     model = convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "fp8")
     before = model(X)
     torch.nn.init.ones_(with_adapter(model[0]).weight)

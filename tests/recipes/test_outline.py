@@ -83,7 +83,7 @@ def test_a_head_is_its_role_and_a_model_may_lack_it():
             require_matches(mine(text), outline(head=""))
 
 
-def test_a_rule_about_blocks_of_a_model_without_blocks_is_refused_and_a_keep_says_it():
+def test_rule_about_blocks_is_refused_for_a_model_without_blocks():
     with pytest.raises(UserError, match="has no repeated blocks; name its layers with modules"):
         require_matches(mine('[[rule]]\nlast_blocks = 2\nfprop = "mxfp8"'), outline(blocks=0))
     kept = mine("[keep]\nlast_blocks = 2")

@@ -212,7 +212,7 @@ def multiplied(layer):
 
 
 @pytest.mark.parametrize("key", WEIGHTS)
-def test_a_key_of_a_cast_is_refused_or_the_files_hold_what_the_layer_multiplies(tmp_path, key):
+def test_compressed_tensors_refuse_a_cast_key_or_hold_what_the_layer_multiplies(tmp_path, key):
     table, refused = WEIGHTS[key]
     model = after_steps(trained(with_weights(tmp_path, table), layers=1), 3)
     (tmp_path / "out").mkdir()

@@ -105,7 +105,7 @@ def documents(*texts, end_first):
     return TokenStream((np.concatenate(ids),), (END,), end_first)
 
 
-def test_documents_kept_apart_bring_positions_and_lose_only_the_guess_at_a_beginning():
+def test_batch_of_separate_documents_has_positions_and_skips_targets_at_document_starts():
     first = documents([1, 2, 3], [4, 5], end_first=True)
     batch = training_batch(first, 0, 0, 1, 6, separate_documents=True)
     assert batch.x_BT.tolist() == [[9, 1, 2, 3, 9, 4]]

@@ -51,9 +51,7 @@ def contents(directory):
 
 @case("F4", tier="quick")
 @pytest.mark.parametrize("stop_at", ["read", "learn", "encode"])
-def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes(
-    source, tmp_path, stop_at, child
-):
+def test_publish_killed_at_any_stage_leaves_nothing_and_can_be_repeated(source, tmp_path, stop_at, child):
     undisturbed = contents(prepare(source, "bpe-300", tmp_path / "undisturbed").directory)
     place = tmp_path / "place" / "out"
     process = child(source, place, stop_at, tmp_path / "never")

@@ -73,7 +73,7 @@ def test_a_byte_that_is_not_utf8_costs_its_piece_of_a_text_and_not_the_rest(tmp_
     assert (facts.rejected, facts.train_documents + facts.val_documents) == (1, 999)
 
 
-def test_the_key_can_be_chosen_and_blank_lines_a_mark_and_blank_texts_are_nothing(tmp_path):
+def test_records_have_a_chosen_key_and_skip_blank_lines_marks_and_blank_texts(tmp_path):
     data = b'\xef\xbb\xbf{"body": "a"}\r\n\n  \n{"body": " \\n"}\n{"body": "b"}'
     assert texts(written(tmp_path / "a.jsonl", data), "body") == ["a", "b"]
 

@@ -22,7 +22,7 @@ def pairs(source):
     return [(document.name, document.text) for document in documents(str(source))]
 
 
-def test_a_directory_gives_its_text_files_by_name_whatever_the_order_they_were_written_in(tmp_path):
+def test_directory_source_reads_text_files_by_name(tmp_path):
     for name in ["b.txt", "a/z.md", "a.txt", "a/b/c.py", "Z.txt"]:
         write(tmp_path / "d" / name, f"this is {name}\r\n")
     write(tmp_path / "d" / "picture.png", b"\x89PNG")

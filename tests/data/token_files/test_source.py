@@ -82,7 +82,7 @@ def test_a_megatron_pair_goes_by_any_of_its_names():
         names("wiki_text_document")
 
 
-def test_without_a_held_out_file_the_tail_is_held_out_from_a_documents_start_on():
+def test_token_source_without_a_held_out_file_holds_out_the_tail_from_a_document_start():
     ids = text_like(30_000)
     write_token_file(Path("x.bin"), [ids], 50257)
     data = open_data("x.bin")
@@ -134,7 +134,7 @@ def test_a_tokenizer_beside_the_tokens_is_theirs():
         open_data("x", "bytes")
 
 
-def test_an_id_beyond_the_vocabulary_is_refused_with_its_place_also_when_it_is_known_already():
+def test_token_source_refuses_an_id_beyond_the_vocabulary_with_its_place_each_time():
     ids = text_like(3000)
     ids[1234] = 60_000
     write_token_file(Path("x.bin"), [ids], 65536)

@@ -27,7 +27,7 @@ def told(make_run):
     return tell
 
 
-def test_a_difference_is_told_with_its_interval_only_where_the_interval_leaves_out_zero(told):
+def test_sentence_states_a_difference_only_if_its_interval_excludes_zero(told):
     text = told(bf16=BASE, mxfp4=[4.04, 5.1, 3.045], mxfp8=[4.01, 4.99, 3.003])
     assert (
         "mxfp4 ends worse than bf16: +1.50 % validation loss (95 % interval +0.49 .. +2.51 %, 3 seeds)."

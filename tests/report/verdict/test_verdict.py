@@ -170,7 +170,7 @@ def test_a_pair_that_is_not_validated_yet_lends_no_train_gap_to_the_mean(seeded,
     assert "fp8: seed 1 has no equal tokens in bf16, and is left out." in table_notes(runs)
 
 
-def test_a_reference_without_validation_is_compared_by_its_train_loss_and_this_is_said(make_run):
+def test_verdict_without_validation_compares_train_losses_and_reports_it(make_run):
     bare, other = make_run("bf16", recipe="bf16"), make_run("fp8", worse=0.4)
     lines = [json.loads(line) for line in (bare / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if k != "val_loss"} for line in lines]

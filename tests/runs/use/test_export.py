@@ -181,9 +181,7 @@ KEPT = 'fprop.KEY = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "mxfp8"}'
     ("places", "key"),
     [(IF4, "elements"), (f"{KEPT.replace('KEY', 'x')}\n{KEPT.replace('KEY', 'w')}", "keep_channels = 0.1")],
 )
-def test_blocks_of_two_elements_and_kept_channels_have_no_name_in_compressed_tensors(
-    train, tmp_path, places, key
-):
+def test_export_refuses_two_elements_and_kept_channels_for_compressed_tensors(train, tmp_path, places, key):
     (tmp_path / "mine.toml").write_text(f'name = "mine"\ncompute = "bf16"\n{places}\n')
     path = train(changes={"recipe.name": str(tmp_path / "mine.toml"), "training.steps": 2})
     with pytest.raises(UserError, match=rf"{key}.*cannot express; use --to hf"):
