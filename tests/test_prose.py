@@ -16,11 +16,14 @@ PAGES = sorted(
     | {"README.md", "CONTRIBUTING.md"}
 )
 #: How often each pattern still occurs in docstrings of src. Lower a count as you rewrite; never raise it.
-IN_DOCSTRINGS = dict(zip(PATTERNS, (14, 13, 8, 10, 43, 14, 0, 0, 1, 0, 28, 26, 59, 10, 0), strict=True))
+IN_DOCSTRINGS = dict(zip(PATTERNS, (7, 12, 8, 9, 40, 14, 0, 0, 1, 0, 19, 23, 54, 7, 0), strict=True))
 #: Rooms and root modules of src without any finding in docstrings, comments and messages. Add yours.
 CLEAN_ROOMS = (
     *sorted(path.stem for path in (ROOT / "src/narrowgauge").glob("*.py")),
-    *("checkpoint", "conformance", "data", "distributed", "forecast", "formats", "kernels"),
+    *("checkpoint", "conformance", "data", "distributed", "forecast", "formats", "guard", "kernels"),
+    *("models", "nn/transformer"),
+    *sorted(f"recipes/{path.stem}" for path in (ROOT / "src/narrowgauge/recipes").glob("*.py")),
+    *(f"quantization/{room}" for room in ("gauges", "oracle", "passes", "sharding", "stages")),
 )
 EXAMPLES = (
     "The moments are narrow, too.",

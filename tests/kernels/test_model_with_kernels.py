@@ -116,7 +116,7 @@ def test_generation_with_its_cache(device, without, name):
     assert tokens() == without(tokens)
 
 
-@pytest.mark.filterwarnings("ignore:.*has a forward pass of its own")  # of the tied head
+@pytest.mark.filterwarnings("ignore:.*overrides the forward pass")  # of the tied head
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_but_that_after_attention_receives_the_amax_of_its_input(device, name):
     """What the norms and the activation emit; the attention is not ours."""
@@ -159,7 +159,7 @@ def test_a_hook_that_changes_the_norm_leaves_no_amax_that_is_wrong(device):
 
 def test_a_hook_on_a_product_sees_its_bias_added(device):
     """Though without one a kernel behind the product adds it."""
-    with pytest.warns(UserWarning, match="forward pass of its own"):  # of the head
+    with pytest.warns(UserWarning, match="overrides the forward pass"):  # of the head
         model = convert(model_of("gpt2", torch.bfloat16, device), "bf16")
     seen = []
     qkv = model.blocks[0].qkv

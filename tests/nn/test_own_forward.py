@@ -87,7 +87,7 @@ def test_layers_that_cast_their_weight_are_replaced_with_one_warning():
     model, said = caught_warnings(lambda: convert(Nano(), "fp8"))
     assert len(said) == 1
     assert "each of 16 layers such as 'transformer.h.0.attn.c_q' (Casting)" in said[0]
-    assert "a product under the recipe takes its place" in said[0]
+    assert "a matmul under the recipe replaces it" in said[0]
     layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     assert all(isinstance(m, Linear) for m in layers.values())
     assert {n for n, m in layers.items() if not m.recipe.is_narrow} == {"lm_head"}
@@ -124,7 +124,7 @@ def test_a_layer_that_computes_something_else_stays_what_it_is(kind):
     assert model["own"] is own
     assert isinstance(model["plain"], Linear)
     assert len(said) == 1
-    assert f"layer 'own' ({type(own).__name__}) has a forward pass of its own" in said[0]
+    assert f"layer 'own' ({type(own).__name__}) overrides the forward pass" in said[0]
     assert "stays as it is" in said[0]
 
 
@@ -145,9 +145,7 @@ def test_a_keep_may_name_what_stays_anyway_and_a_rule_may_not():
 def test_a_model_of_which_every_layer_computes_something_else_is_refused():
     with (
         pytest.warns(UserWarning, match="stays as it is"),
-        pytest.raises(
-            UserError, match="all have a forward pass of their own: a recipe has nothing to act on"
-        ),
+        pytest.raises(UserError, match="all override the forward pass: a recipe has nothing to act on"),
     ):
         convert(torch.nn.Sequential(Doubled(8, 8)), "fp8")
 

@@ -130,10 +130,10 @@ def test_text_with_a_cache_is_that_without_one_where_tokens_do_not_touch():
 @pytest.mark.parametrize(
     ("places", "changes", "words"),
     [
-        ({"attention.q": "mxfp8"}, {}, "attention.q.*blocks of 32.*model.head_dim = 8 is no multiple"),
+        ({"attention.q": "mxfp8"}, {}, "attention.q.*blocks of 32.*model.head_dim = 8 is not a multiple"),
         ({"attention.v": "nvfp4"}, {"length": 24}, "attention.v.*blocks of 16.*data.sequence_length = 24"),
         ({"attention.p": {"cast": "mxfp8", "block": [16, 8]}}, {"length": 24}, "blocks of 16.*= 24"),
-        ({"stream": "fp8-1x128"}, {}, "stream = 'fp8-1x128'.*model.dim = 32 is no multiple of 128"),
+        ({"stream": "fp8-1x128"}, {}, "stream = 'fp8-1x128'.*model.dim = 32 is not a multiple of 128"),
         ({"attention.q": "e4m3"}, {"dropout": 0.1}, "attention_dropout = 0.1.*set model.attention_dropout"),
     ],
 )

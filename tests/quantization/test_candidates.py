@@ -108,7 +108,7 @@ def test_keys_that_contradict_each_other(sentence):
 
 PLACES = {
     f"m = {IF4_TEXT}": "elements in place 'm', but a choice between elements belongs to operands",
-    f"saved = {IF4_TEXT}": "recipe place 'saved': elements belongs to operands of a product",
+    f"saved = {IF4_TEXT}": "recipe place 'saved': elements belongs to GEMM operands",
     f'saved = "operand"\nfprop.x = {IF4_TEXT}': "fprop.x has elements, so its codes are not all",
 }
 

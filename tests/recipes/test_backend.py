@@ -144,7 +144,7 @@ def test_two_e5m2_operands_are_no_product_of_the_hardware():
 
 def test_a_recipe_that_computes_in_fp32_is_emulated():
     backend = choose_backend(recipe("fp32").with_places({"fprop": "e4m3"}), H200)
-    assert backend.reason.startswith("native products come out in bf16, and this recipe computes in fp32")
+    assert backend.reason.startswith("native GEMMs return bf16, and this recipe computes in fp32")
 
 
 def test_every_rule_counts_and_rules_add_up():

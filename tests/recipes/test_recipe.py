@@ -164,7 +164,7 @@ def test_kept_layers_keep_wide_weights_and_gradients():
     [
         (
             {"master": "bf16"},
-            r"master = 'bf16' beside weights in fp32, but a master is a wider copy of narrow",
+            r"master = 'bf16' with weights in fp32, but a master is a wider copy of narrow",
         ),
         (
             {"weight": "mxfp4"},
@@ -174,7 +174,7 @@ def test_kept_layers_keep_wide_weights_and_gradients():
         ({"weight": "none"}, r"recipe place 'weight': unknown cast 'none'"),
         (
             {"m": {"cast": "mxfp4", "hadamard": 16}},
-            r"hadamard in place 'm', but transforms belong to operands",
+            r"hadamard in place 'm', but transforms belong to GEMM operands",
         ),
         ({"v": {"cast": "e4m3", "history": 4}}, r"history in place 'v', but state takes its scales from"),
         (

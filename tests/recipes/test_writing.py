@@ -177,7 +177,7 @@ def test_something_is_written_for_each_target():
         ("msamp-o2", "torchao", "m = e4m3"),
         ("fp8-block", "torchao", "block = 128"),
         ("mxfp8", "qwix", 'scale = "e8m0"'),
-        ("bf16", "te", "compute = 'bf16' in all three products"),
+        ("bf16", "te", "compute = 'bf16' in all three GEMMs"),
     ],
 )
 def test_what_a_target_cannot_say_is_refused_by_key_and_target(name, target, key):

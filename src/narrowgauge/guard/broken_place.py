@@ -1,20 +1,20 @@
-"""Which place broke? A decision from what gauges read, in the numbers of all processes.
+"""Which place broke? Decided from gauge readings, using the values of all processes.
 
-The gauges (`quantization.gauges.figures`) read the step that went wrong, and as a comparison a step at which
-nothing was wrong. What a cast loses in a place of a layer is a share from 0 to 1:
+The gauges (`quantization.gauges.figures`) read the step that went wrong and, for comparison, a step without
+problems. What a cast loses in a place of a layer is a share from 0 to 1:
 
     lost = max(underflow, clipped, N / (S + N))       of an operand or of state; S / N is its SQNR as a ratio
-    lost = max(lost, 1 - cosine)                      and of that operand of a product that loses more
+    lost = max(lost, 1 - cosine)                      for the operand of a matmul that loses more
 
     excess = lost now - min(lost before, 1/2)         of any place but v
     excess = underflow now                            of v
 
-A second moment that becomes zero beside a gradient that is not makes the update divide by its eps (FP8-LM,
-arXiv 2310.18313, section 2.2), so no underflow of v is harmless. Of other places some is, as those of FP4
-show, and what counts is what was added. If there is nothing to compare with, half is allowed.
+If a second moment becomes zero while its gradient does not, the update divides by its eps (FP8-LM, arXiv
+2310.18313, section 2.2), so no underflow of v is harmless. In other places some underflow is, as FP4 shows,
+and only the increase counts. Without a comparison, half is allowed.
 
-The place of the largest excess broke, in all layers in which it has an excess of 1 % and more. If it has
-none, no place did: then formats are not the cause.
+The place with the largest excess broke, in all layers where its excess is at least 1 %. If no place has any,
+formats are not the cause.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES
 from narrowgauge.recipes.places import SEEN_BEFORE
 
 HALF = 0.5
-BROKEN = 0.01  # the excess from which on a place is broken
+BROKEN = 0.01  # the least excess of a broken place
 PRODUCTS = {
     "fprop.y": ("fprop.x", "fprop.w"),
     "dgrad.dx": ("dgrad.dy", "dgrad.w"),
@@ -68,7 +68,7 @@ def lost_in(line: Line) -> float:
 
 
 def lost_by_place(lines: Iterable[Line], wide: Collection[str]) -> dict[Key, float]:
-    """The share that each narrow place of each layer loses; casts called as in `wide` are not narrow."""
+    """The share that each narrow place of each layer loses; casts named in `wide` are not narrow."""
     lost: dict[Key, float] = {}
     products: dict[Key, float] = {}
     for line in lines:
@@ -92,7 +92,7 @@ def find_broken(now: Sequence[Line], before: Sequence[Line], wide: Collection[st
 
     Args:
         now: The lines of the bad step, of all processes.
-        before: The lines of a good step; none if there is none.
+        before: The lines of a good step; empty if there is none.
         wide: The names of casts that are not narrow.
     """
     good = lost_by_place(before, wide)

@@ -4,35 +4,36 @@ It judges after the backward pass and before the update, from the loss and the g
 batch, so all ranks decide alike. Its state is a few numbers in the checkpoint. The same history gives the
 same decisions, also after a resume.
 
-**Not finite.** A NaN or an infinity in either number: the step is skipped. Weights, moments and the state of
-the recipe stay as they were; the schedule and the data go on. More than `guard.max_skips` in a row end the
-run.
+**Not finite.** If the loss or the norm is NaN or infinite, the step is skipped. Weights, moments and the
+recipe's state stay as they were; the schedule and the data advance. More than `guard.max_skips` in a row end
+the run.
 
 **A spike.** Over the last `guard.spike_window` steps that were taken, with f = `guard.spike_factor`:
 
     loss > median + f * max(1.4826 * MAD, median / 100)        or        norm > f * median of the norms
 
-MAD is the median distance from the median; 1.4826 of it is the standard deviation of normal numbers
-(Iglewicz and Hoaglin, "How to detect and handle outliers", 1993). Outliers move a mean and a deviation, but
-not medians. Window and factor, 128 and 6, are those of OLMo-core's `SkipStepOptimizer`, which compares with
-mean and deviation; one NaN spoils its window until it has passed. Here only steps that were taken enter the
-window, so it is always finite. The hundredth is for a loss that hardly moves, where every small change would
-be a spike. Norms are compared by ratio because they scatter that way. There are no spikes before the window
-is full. `guard.spike` decides what follows:
+MAD is the median distance from the median; 1.4826 times it is the standard deviation of normally distributed
+values (Iglewicz and Hoaglin, "How to detect and handle outliers", 1993). Outliers move a mean and a
+deviation, but not medians. Window and factor, 128 and 6, are those of OLMo-core's `SkipStepOptimizer`, which
+compares with mean and deviation; one NaN spoils its window until it has passed. Here only steps that were
+taken enter the window, so it is always finite. The hundredth is for a loss that hardly moves, where every
+small change would be a spike. Norms are compared by ratio because their scatter is multiplicative. There are
+no spikes before the window is full. `guard.spike` selects the reaction:
 
     off         nothing
     warn        an event, at the first of several in a row; the step is taken
-    skip        the step is skipped as one that is not finite, and counts as such
-    rollback    back to the newest checkpoint, and on with other data: the batches since then, with that of
-                the spike, are not used again (PaLM, arXiv 2204.02311, section 5.1, did this by hand). At most
-                `guard.max_rollbacks` times, then the run ends
-    raise       back to a checkpoint, and on with the same data, but with the place that broke in a wider cast
-                (`broken_place`); at most `guard.raise_budget` places. If no place broke, or the budget is
-                spent, as rollback. A step that is not finite is answered in the same way, and skipped if no
-                place broke; but while the loss is scaled (`fp16`), an overflow only lowers the scale
+    skip        the step is skipped like one that is not finite, and counts as such
+    rollback    go back to the newest checkpoint and continue with other data: the batches since then,
+                including that of the spike, are not used again (PaLM, arXiv 2204.02311, section 5.1, did
+                this by hand). At most `guard.max_rollbacks` times, then the run ends
+    raise       go back to a checkpoint and continue with the same data, but with the place that broke in
+                a wider cast (`broken_place`); at most `guard.raise_budget` places. If no place broke, or
+                the budget is spent, as rollback. A step that is not finite is handled the same way, and
+                skipped if no place broke; but while the loss is scaled (`fp16`), an overflow only lowers
+                the scale
 
 A step that is skipped for a spike does not enter the window either. So a loss that has moved to another level
-for good ends the run by `guard.max_skips`, instead of skipping for ever.
+for good ends the run by `guard.max_skips`, instead of skipping forever.
 """
 
 import math
@@ -46,7 +47,7 @@ from narrowgauge.errors import Failed
 from narrowgauge.guard.raises import Raise, read_raises, write_raises
 from narrowgauge.guard.rules import GuardRules
 
-NORMAL = 1.4826  # standard deviations in a median distance from the median
+NORMAL = 1.4826  # standard deviation over median distance from the median
 FLOOR = 0.01  # the least deviation, as a share of the median
 
 
@@ -75,17 +76,17 @@ class Guard:
     rules: GuardRules
     losses: list[float] = field(default_factory=list)  # of the last `spike_window` steps that were taken
     norms: list[float] = field(default_factory=list)  # the gradient norms of the same steps
-    skips: int = 0  # of the run
+    skips: int = 0  # in the run
     skips_in_a_row: int = 0  # since the last step that was taken
-    spikes_in_a_row: int = 0  # spikes that were only warned of, since the last step without
-    rollbacks: int = 0  # of the run
+    spikes_in_a_row: int = 0  # spikes that only caused a warning, since the last step without one
+    rollbacks: int = 0  # in the run
     samples: int = 0  # used or skipped by the run; the next step begins there
-    raised: list[Raise] = field(default_factory=list)  # of the run, in their order
+    raised: list[Raise] = field(default_factory=list)  # in the run, in order
 
     def judge(self, loss: float, norm: float, is_scaled: bool = False) -> GuardVerdict:
         """Decide about a step from loss and gradient norm of the global batch, and update the state.
 
-        `is_scaled` says that the loss is scaled, so that a norm that is not finite lowers the scale.
+        `is_scaled`: whether the loss is scaled, so that a norm that is not finite lowers the scale.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raises = self.may_raise and not is_scaled
@@ -115,11 +116,11 @@ class Guard:
         return self.skip(verdict, "there is no checkpoint to go back to")
 
     def skip(self, verdict: GuardVerdict, why: str) -> GuardVerdict:
-        """Replace a verdict by a skip, and say why."""
+        """Replace a verdict by a skip, with the reason."""
         return self._skip(replace(verdict, action="skip", reason=f"{verdict.reason}; {why}"))
 
     def rolled_back(self, before: "Guard") -> None:
-        """Continue the counts of the guard `before` the rollback in this one, restored from a checkpoint.
+        """Carry the counts of the guard `before` the rollback into this one, restored from a checkpoint.
 
         The position in the data is also kept, so the samples between the two are not used again.
         """
@@ -127,14 +128,14 @@ class Guard:
         self.rollbacks, self.samples = before.rollbacks + 1, before.samples
 
     def went_back(self, before: "Guard") -> None:
-        """Keep the counts of the guard `before`, and what it has raised; the same samples are used again."""
+        """Keep the counts of the guard `before`, and the raised places; the same samples are used again."""
         self.skips, self.rollbacks, self.raised = before.skips, before.rollbacks, list(before.raised)
 
     def require_patience(self, verdict: GuardVerdict, step: int, cause: str = "") -> None:
         """Check the limits of the rules after a verdict on a step.
 
         Raises:
-            Diverged: there were too many skips in a row, or rollbacks; the message has `cause`.
+            Diverged: Too many skips in a row, or too many rollbacks; the message includes `cause`.
         """
         more = f" ({cause})" if cause else ""
         if verdict.action == "rollback" and self.rollbacks >= self.rules.max_rollbacks:
@@ -158,7 +159,7 @@ class Guard:
 
     @classmethod
     def from_state(cls, rules: GuardRules, checkpoint: Mapping[str, Any], samples: int) -> "Guard":
-        """The guard of a checkpoint's state.
+        """The guard from a checkpoint's state.
 
         Older checkpoints only have `skips_in_a_row`; their run has used `samples`.
         """
@@ -174,7 +175,7 @@ class Guard:
         return verdict
 
     def _spike(self, loss: float, norm: float) -> str:
-        """The reason why a step is a spike; "" if it is none."""
+        """The reason why a step is a spike; "" if it is not one."""
         size, factor = self.rules.spike_window, self.rules.spike_factor
         if len(self.losses) < size:
             return ""

@@ -1,7 +1,8 @@
-"""What the guard has widened in a run: kept in the checkpoint, so that a resume has the same recipe.
+"""The places that the guard has widened in a run: kept in the checkpoint, so that a resume has the same
+recipe.
 
 A `Raise` is a place of some layers, in another cast from a step on. The recipe in force in a step is that of
-the configuration, then one rule for each raise; rules that change state hold for the numbers that the step
+the configuration plus one rule for each raise; rules that change state apply to the values that the step
 finds (`Recipe.at_rest`).
 """
 
@@ -19,14 +20,14 @@ class Raise:
     """A place that the guard has widened.
 
     Attributes:
-        place: The place whose gauges broke; what is widened with it says `widening`.
+        place: The place whose gauges broke; `widening` determines what is widened with it.
         layers: The names of the layers.
         before: The name of the cast that broke.
-        to: The cast that it has now, by its name.
+        to: The name of its new cast.
         from_step: The first optimizer step in which it holds.
         until_step: The first one in which it no longer holds; 0 for none.
         harmless: The share that the cast may lose in these layers without harm.
-        reason: What was seen, in words.
+        reason: The observation, in words.
     """
 
     place: str
@@ -39,7 +40,7 @@ class Raise:
     reason: str = ""
 
     def rule(self, recipe: Recipe) -> Rule:
-        """The rule that it is."""
+        """The corresponding rule."""
         return rule_for(recipe, self.place, self.to, self.layers, self.from_step, self.until_step)
 
     def holds(self, step: int) -> bool:
@@ -48,18 +49,18 @@ class Raise:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is about state at rest, and not about an operand of a product."""
+        """Whether it concerns state at rest rather than a GEMM operand."""
         return self.place in STATE_PLACES
 
     def event(self, word: str, step: int) -> dict[str, Any]:
-        """Its event in the metrics: "raise", or "lower" with the casts the other way round."""
+        """Its event in the metrics: "raise", or "lower" with the casts swapped."""
         casts = (self.before, self.to) if word == "raise" else (self.to, self.before)
         fields = {"place": self.place, "layers": list(self.layers), "from": casts[0], "to": casts[1]}
         until = {"until": self.until_step or None} if word == "raise" else {}
         return {"event": word, "step": step, **fields, **until, "reason": self.reason}
 
     def toml(self, recipe: Recipe) -> str:
-        """The same as a `[[rule]]` of a recipe's file."""
+        """The same as a `[[rule]]` of a recipe file."""
         rule = self.rule(recipe)
         lines = ["[[rule]]", f"modules = {toml_value(self.layers)}", f"from_step = {self.from_step}"]
         lines += [f"until_step = {self.until_step}"] if self.until_step else []
@@ -70,7 +71,7 @@ class Raise:
 
 
 def raises_of(state: Mapping[str, Any]) -> list[Raise]:
-    """The raises in the JSON state of a checkpoint; none in that of an older version."""
+    """The raises in the JSON state of a checkpoint; empty for an older version."""
     return read_raises(state.get("guard", {}).get("raised", ()))
 
 

@@ -1,6 +1,6 @@
 """The rules of the guard: when it skips a step, goes back or widens a place.
 
-They are plain values, so that a loop of one's own can use the guard without a configuration.
+They are plain values, so that a custom training loop can use the guard without a configuration.
 """
 
 import math
@@ -17,8 +17,8 @@ class GuardRules:
     Attributes:
         max_skips: Steps skipped in a row before the run ends.
         spike: The reaction to a spike.
-        spike_factor: Deviations of the loss above its median, or times the median of the norm, of a spike.
-        spike_window: Steps that a spike is measured against.
+        spike_factor: A spike is this many deviations of the loss above its median, or times the median norm.
+        spike_window: Steps that a spike is compared with.
         max_rollbacks: Rollbacks of a run before it ends.
         raise_to: The cast that an operand is widened to; "": the recipe's compute format.
         raise_steps: Steps that a place stays wide; infinity: for good.

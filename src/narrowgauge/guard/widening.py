@@ -1,11 +1,11 @@
 """What the guard may widen under `guard.spike = "raise"`, and to what.
 
-An operand of a product is widened to `guard.raise_to`, or to the recipe's `compute` format. Two places are
-widened together where they are one thing:
+A GEMM operand is widened to `guard.raise_to`, or to the recipe's `compute` format. Two places are widened
+together if they depend on each other:
 
-    the same numbers     both products see one tensor in one cast, so the gauges read it once (`fprop.w`)
-    one transform        a Hadamard transform drops out of a product only if both operands have it
-    kept channels        one product of both in their other cast (`keep_cast`)
+    shared values        both GEMMs see one tensor in one cast, so the gauges read it once (`fprop.w`)
+    one transform        a Hadamard transform cancels in a GEMM only if both operands have it
+    kept channels        one GEMM of both in their other cast (`keep_cast`)
 
 State at rest (`weight`, `master`, `grad`, `m`, `v`) is widened to fp32: it is read, changed and written again
 in each step, and what a cast loses there is lost in all later steps.
@@ -22,7 +22,7 @@ def require_raising(recipe: Recipe, rules: GuardRules, gauges_every: int) -> Non
     """Refuse a guard that could not find a place, or not widen it.
 
     Raises:
-        UserError: There are no gauges, or `guard.raise_to` is no cast, or none that is wider.
+        UserError: There are no gauges, or `guard.raise_to` is not a wider cast.
     """
     if not gauges_every:
         raise UserError(
@@ -59,7 +59,7 @@ def rule_for(
 
 
 def places_with(recipe: Recipe, place: str) -> tuple[str, ...]:
-    """The operands that are widened together with one of them, itself included."""
+    """The operands that are widened together with a given one, including itself."""
     found, casts = {place}, recipe.casts
     for _ in GEMM_PLACES:  # until nothing is added
         for later, earlier in SEEN_BEFORE.items():

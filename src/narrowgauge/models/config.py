@@ -9,9 +9,8 @@
     kv_heads      = heads                < heads (grouped-query attention)
 
 Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`, Qwen3 is Llama with `qk_norm=True`,
-and Mixtral is Llama with `experts=8`.
-The record is validated once, when it is made, so that no other file has to check again whether the dimensions
-fit together.
+and Mixtral is Llama with `experts=8`. The record is validated once, on construction, so no other file has to
+check whether the dimensions fit together.
 """
 
 from dataclasses import dataclass, fields
@@ -43,7 +42,7 @@ class ModelConfig:
     head_dim: int = 0  #: width of one head; 0 = dim // heads
     ffn_dim: int  #: width inside the MLP, or inside each expert
     vocab_size: int  #: rows of the embedding and of the output head
-    max_sequence_length: int  #: the longest sequence, in tokens, that the model takes
+    max_sequence_length: int  #: the longest supported sequence, in tokens
     positions: Positions = "rope"
     rope_theta: float = 10_000.0  #: base of the rotary frequencies
     rope_factor: float = 1.0  #: Llama 3.1 scaling: how far the slow frequencies are stretched; 1 = off
@@ -56,13 +55,13 @@ class ModelConfig:
     bias: bool = False  #: biases in the linear layers (never in the head) and in LayerNorm
     qkv_bias: bool | None = None  #: bias of the query, key and value projection; None = as `bias`
     qk_norm: bool = False  #: RMSNorm over each head of queries and keys, before rotary positions (Qwen3)
-    experts: int = 0  #: MLPs of a block, of which each token passes through a few; 0 = one MLP for all
+    experts: int = 0  #: MLPs per block, of which each token passes through a few; 0 = one MLP for all
     experts_per_token: int = 2  #: experts that a token passes through
     norm_topk_prob: bool = True  #: the weights of a token's experts sum to one
     tied_head: bool = False  #: the output head shares the embedding's weight
     dropout: float = 0.0  #: in training: of the embedding, and of what attention and MLP add to the stream
     attention_dropout: float = 0.0  #: in training: of the probabilities of attention, without a fused kernel
-    initial_std: float = 0.0  #: of weights before training; 0 = each role its own (`initial_weights.py`)
+    initial_std: float = 0.0  #: of weights before training; 0 = one per role (`initial_weights.py`)
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -1,4 +1,4 @@
-"""The size of a model and the cost of a token, from its dimensions alone: nothing is allocated.
+"""The size of a model and the cost of a token, from its dimensions alone, without allocating anything.
 
 Legend: D dim, N query heads, K key-value heads, H head_dim, F ffn_dim, V vocabulary, L layers, T tokens,
 E experts.
@@ -10,7 +10,7 @@ from narrowgauge.models.config import ModelConfig
 def count_parameters(config: ModelConfig, active: bool = False) -> int:
     """The number of parameters; a tied head counts once, with the embedding.
 
-    `active` counts only those that a token meets: of the experts as many as a token passes through.
+    `active` counts only those that a token uses: of the experts as many as a token passes through.
     """
     D, V = config.dim, config.vocab_size
     positions = config.max_sequence_length * D if config.positions == "learned" else 0
@@ -24,21 +24,21 @@ def count_parameters(config: ModelConfig, active: bool = False) -> int:
 
 
 def count_block_weights(config: ModelConfig) -> int:
-    """The number of weights that a token meets in linear layers of blocks: no embedding, head or norms."""
+    """The number of weights in linear layers of blocks that a token uses: no embedding, head or norms."""
     return config.layers * _block_matmul_parameters(config, active=True)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Floating-point operations that training takes for one token, forward and backward.
+    """FLOPs of training per token, forward and backward.
 
         6 * P  +  12 * L * N * H * T
 
-    P counts the weights of matrix products: those that a token meets in the blocks and in the output head
-    (also when it is tied), not embedding look-ups, norms and biases. Each does one multiply-add in the
-    forward pass and two in the backward pass: 6 operations. Attention multiplies q with k and the scores with
-    v, which takes 2 * 2 * N * H * T operations forward and three times that in all. This is the convention
-    for model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B): the attention is *not* halved for its
-    causal mask, and recomputation does not count.
+    P counts the weights in matmuls: those that a token uses in the blocks and in the output head (also when
+    it is tied), not embedding look-ups, norms and biases. Each does one multiply-add in the forward pass and
+    two in the backward pass: 6 FLOPs. Attention multiplies q with k and the scores with v, which takes 2 * 2
+    * N * H * T FLOPs forward and three times that in all. This is the convention for model FLOPs utilization
+    (PaLM, arXiv 2204.02311, appendix B): attention is *not* halved for its causal mask, and recomputation
+    does not count.
     """
     matmul_parameters = count_block_weights(config) + config.vocab_size * config.dim
     attention = 12 * config.layers * config.heads * config.head_dim * sequence_length

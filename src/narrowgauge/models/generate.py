@@ -1,14 +1,14 @@
-"""Text from a model: one token at a time, each drawn from the model's distribution over the next.
+"""Generates text: one token at a time, each drawn from the model's distribution over the next.
 
     logits / temperature  ->  the `top_k` likeliest  ->  the fewest of them that hold `top_p`  ->  a draw
 
 With a cache of keys and values (`kv_cache.py`) each token costs one token's work; without it, the full
-context runs through the model again for every token. Both compute the same numbers up to the order of sums,
-as long as a layer's result for a token depends on that token alone. Under a recipe with one scale for all
-tokens of a batch it does not, and only generation without a cache computes what training computes.
+context runs through the model again for every token. Both compute the same values up to the order of sums, as
+long as a layer's result for a token depends on that token alone. Under a recipe with one scale for all tokens
+of a batch it does not, and only generation without a cache computes what training computes.
 
 The cache ends when the context is full: then the window slides, every position changes, and the window is
-computed again for each token.
+recomputed for each token.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ def generate(
 
     Args:
         model: The model.
-        prompt_ids: Token ids; the model sees no more than the last `max_sequence_length` of them.
-        max_new_tokens: The most tokens that are returned.
+        prompt_ids: Token ids; the model sees at most the last `max_sequence_length` of them.
+        max_new_tokens: The maximum number of tokens to return.
         temperature: The divisor of the logits; 0 takes the likeliest token each time.
         top_k: The number of likeliest tokens to draw among; None for all.
         seed: The seed of the draws: the same seed gives the same text.
@@ -81,7 +81,7 @@ def generate(
 def _choose(
     logits_V: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator
 ) -> int:
-    """One token id. The draw is made on the CPU, so that it does not depend on the device's generator."""
+    """Draw one token id, on the CPU, so that it does not depend on the device's generator."""
     if not logits_V.isfinite().all():
         raise UserError(
             "the model's logits are not finite, so nothing can be drawn; use an earlier checkpoint"

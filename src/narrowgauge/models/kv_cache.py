@@ -1,9 +1,9 @@
-"""Keys and values of the tokens that a model has seen, so that each further token costs one token's work.
+"""Keys and values of the tokens seen so far, so that each further token costs one token's work.
 
 Attention at token t reads the keys and values of tokens 0 to t, and none of them depends on later tokens, so
 they are computed once and kept. The first call takes any number of tokens, each later call one.
 
-    bytes = 2 * layers * B * K * capacity * H * bytes of an element
+    bytes = 2 * layers * B * K * capacity * H * bytes per element
 
 Legend: B sequences, T new tokens, K key-value heads, H head_dim.
 """
@@ -23,9 +23,7 @@ class LayerKVCache:
     def extend(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of T new tokens, and return those of all tokens so far."""
         start, end = self.length, self.length + k_BKTH.shape[2]
-        assert start == 0 or end == start + 1, (
-            "several new tokens after others would need a mask of their own"
-        )
+        assert start == 0 or end == start + 1, "several new tokens after others would need a separate mask"
         assert end <= self.capacity
         if self._kept is None:
             B, K, _, H = k_BKTH.shape

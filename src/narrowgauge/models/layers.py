@@ -1,33 +1,32 @@
-"""The parts of a transformer block: normalisation, rotary positions; attention is of the room `kernels`.
+"""The parts of a transformer block: norms and rotary positions; attention is in the room `kernels`.
 
     x = x + drop(attention_out(attention(qkv(norm(x)))))
     x = x + drop(down(act(up(norm(x)))))                act = gelu, or silu(gate) * up
 
 Precision is explicit. The residual stream `x` is fp32 from the embedding to the last norm: it is a sum over
-all layers, and a narrow sum would lose exactly the small late terms. A norm computes in fp32 and *emits*
-`compute_dtype`; the linear layers, the attention and the activation compute in the dtype of their input;
-adding their result to the fp32 stream widens it again. There is no autocast anywhere.
+all layers, and a low-precision sum would lose exactly the small late terms. A norm computes in fp32 and
+*emits* `compute_dtype`; the linear layers, the attention and the activation compute in the dtype of their
+input; adding their result to the fp32 stream widens it again. There is no autocast anywhere.
 
-Every product with a weight is a `torch.nn.Linear`, so that these four modules per block can be replaced. Two
+Every matmul with a weight is a `torch.nn.Linear`, so that these four modules per block can be replaced. Two
 pairs are fused because they read the same input: one larger GEMM is faster, and the input is quantized once.
 
     qkv.weight        rows [ q: N*H | k: K*H | v: K*H ]
     gate_up.weight    rows [ gate: F | up: F ]
 
-The MLP is in `mlp.py`; with `experts` a mixture of several takes its place (`experts.py`).
-
-With `qk_norm` q and k pass through a `HeadNorm` before they are turned. `drop` is dropout, in training only;
-by default there is none.
+The MLP is in `mlp.py`; with `experts` a mixture of several replaces it (`experts.py`). With `qk_norm` q and k
+pass through a `HeadNorm` before they are rotated. `drop` is dropout, only in training; by default there is
+none.
 
 Norms, activations, rotary positions and attention are those of the room `kernels`: plain torch, and one pass
-each on a GPU. A norm also computes the sum before it, so it gets the stream and the term to add; the last
-sum of a block is that of the next block's first norm, or of the model's. Attention and the two sums are
-modules (`attention`, `attention_residual`, `mlp_residual`), which may be replaced by others that compute with
-other numbers.
+each on a GPU. A norm also computes the sum before it, so it receives the stream and the addend; the last sum
+of a block is computed by the next block's first norm, or by the model's. Attention and the two sums are
+modules (`attention`, `attention_residual`, `mlp_residual`), which may be replaced by ones that compute in
+other formats.
 
-Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i + H/2]) is turned by the
-angle position * theta^(-2i/H), so that q . k depends on the distance of two tokens only. This is the
-half-split layout of Hugging Face checkpoints; Meta's own files interleave the pairs.
+Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i + H/2]) is rotated by the
+angle position * theta^(-2i/H), so that q . k depends only on the distance between two tokens. This is the
+half-split layout of Hugging Face checkpoints; Meta's files interleave the pairs.
 
 Legend: B sequences, T tokens, S tokens of keys (T, and more with a cache), D dim, N query heads,
 K key-value heads, H head_dim, F ffn_dim.
@@ -56,7 +55,7 @@ from narrowgauge.models.mlp import add_mlp, mlp
 from narrowgauge.models.operators import cos_sin
 from narrowgauge.torch_compat import has_hooks
 
-Known = Sequence[KnownAmax | None]  # of the tensor beside it: one, or none where a hook has dropped it
+Known = Sequence[KnownAmax | None]  # of the accompanying tensor: one, or none if a hook has dropped it
 
 
 class Norm(nn.Module):
@@ -70,7 +69,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.dim)) if has_bias else None
 
     def forward(self, x_BTD: Tensor, delta_BTD: Tensor | None = None) -> Tensor:
-        """Normalise each token of x + delta; the weight and bias may be stored in any dtype."""
+        """Normalize each token of x + delta; the weight and bias may be stored in any dtype."""
         return add_norm(x_BTD, delta_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)[1]
 
 
@@ -86,7 +85,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.head_dim))
 
     def forward(self, x_BTNH: Tensor) -> Tensor:
-        """Normalise each head of each token: fp32 inside, `compute_dtype` out."""
+        """Normalize each head of each token: fp32 inside, `compute_dtype` out."""
         return norm(x_BTNH, self.weight, None, self.eps, "rms", self.compute_dtype)
 
 
@@ -96,8 +95,8 @@ class StreamNorm(Norm):
     One pass writes both, and one pass adds the gradients of both in the backward pass.
 
     Attributes:
-        keeps_terms: Whether it keeps x and what is added for the backward pass, and not the sum; that saves
-            memory where something else keeps x.
+        keeps_terms: Whether it keeps x and the addend for the backward pass instead of the sum; saves memory
+            where something else keeps x.
     """
 
     keeps_terms = False
@@ -105,7 +104,7 @@ class StreamNorm(Norm):
     def forward(  # type: ignore[override]
         self, x_BTD: Tensor, delta_BTD: Tensor | None = None
     ) -> tuple[Tensor, Tensor, KnownAmax | None]:
-        """(x + delta, its norm, the amax of the norm where a kernel has found it)."""
+        """(x + delta, its norm, the amax of the norm if a kernel has computed it)."""
         options = self.eps, self.kind, self.compute_dtype, self.keeps_terms
         return add_norm(x_BTD, delta_BTD, self.weight, self.bias, *options)
 
@@ -113,12 +112,12 @@ class StreamNorm(Norm):
 def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
     """Cosines and sines for positions 0 to length-1: fp32, [2, length, head_dim / 2].
 
-    The table is computed in each forward pass. It is small, and because it is no buffer it can neither be
+    The table is computed in each forward pass. It is small, and because it is not a buffer it can neither be
     cast down with the model nor be missing after a model was made on the meta device.
 
-    Llama 3.1 stretches the context by turning slow pairs slower. A pair of frequency f makes
+    Llama 3.1 extends the context by rotating slow pairs more slowly. A pair of frequency f makes
     original_positions * f / 2 pi turns in the original context; below `low` turns its frequency is divided by
-    `factor`, above `high` it stays, and in between the two are blended linearly in the turns.
+    `factor`, above `high` it stays, and in between the two are blended linearly in the number of turns.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     freqs = 1.0 / config.rope_theta**exponents
@@ -136,7 +135,7 @@ _FIRST_STREAM = 2**40
 
 
 def make_dropout(p: float, number: int) -> Dropout | None:
-    """The dropout `number` of a model, which has bits of its own; None where p is 0."""
+    """The dropout `number` of a model, with separate random bits; None if p is 0."""
     return Dropout(p, _FIRST_STREAM + number) if p else None
 
 
@@ -145,19 +144,19 @@ def _identity(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each normalised first and added to the residual stream.
+    """One layer: attention, then the MLP, each normalized first and added to the residual stream.
 
-    If the tokens of a sequence are divided over processes, `to_heads` turns some tokens of all heads
-    [B, T, heads, H] into all tokens of some heads, and `to_tokens` undoes it; `heads_NKK` counts the former.
-    `share` = (index, count) then names the local one of `count` equal shares of the tokens, `heads_share`
-    that of the heads whose attention is computed here.
+    If the tokens of a sequence are divided over processes, `to_heads` maps some tokens of all heads [B, T,
+    heads, H] to all tokens of some heads, and `to_tokens` inverts it; `heads_NKK` counts the former. `share`
+    = (index, count) then identifies the local one of `count` equal shares of the tokens, `heads_share` that
+    of the heads whose attention is computed here.
     """
 
     to_heads: Callable[[Tensor], Tensor]
     to_tokens: Callable[[Tensor], Tensor]
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype, number: int = 0):
-        """Make block `number` of a model, from 0."""
+        """Create block `number` of a model, from 0."""
         super().__init__()
         D, N, K, H = config.dim, config.heads, config.kv_heads, config.head_dim
         self.head_dim, self.heads_NKK = H, (N, K, K)
@@ -190,19 +189,19 @@ class Block(nn.Module):
         cache: LayerKVCache | None = None,
         recomputed: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer of one sequence or more.
+        """Apply the layer to one sequence or more.
 
         Args:
             x_BTD: The residual stream, fp32; with a `cache`, of the tokens after those that the cache holds.
-            delta_BTD: What is still to be added to it, or None.
-            rope: That of `rotary`, or None.
-            mask: That of `Attention`, or None.
+            delta_BTD: The pending addend of the stream, or None.
+            rope: The table of `rotary`, or None.
+            mask: The mask of `Attention`, or None.
             cache: Keys and values of earlier tokens.
-            recomputed: Calls a function with its inputs, and keeps nothing else for the backward pass; None
-                calls it as it is. The MLP is called through it, with the norm and the sum before it.
+            recomputed: Calls a function and keeps only its inputs for the backward pass; None calls it
+                directly. The MLP is called through it, with the norm and the sum before it.
 
         Returns:
-            (the stream, what is still to be added to it or None).
+            (the stream, its pending addend or None).
         """
         x_BTD, normed_BTD, *known = self.attention_norm(x_BTD, delta_BTD)  # a hook may drop the amax
         y_BTD = self._attention(normed_BTD, known, rope, mask, cache)
@@ -212,7 +211,7 @@ class Block(nn.Module):
         return pair
 
     def _after_attention(self, x_BTD: Tensor, y_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rest of the layer, from the stream and what attention adds to it."""
+        """The rest of the layer, from the stream and attention's addend."""
         if self.attention_residual.is_plain:
             x_BTD, normed_BTD, *known = self.mlp_norm(x_BTD, y_BTD)
         else:
@@ -244,9 +243,9 @@ class Block(nn.Module):
         return y_BTD
 
     def _heads(self, x_BTD: Tensor, known: Known, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned; in one pass after the product where nothing stands between.
+        """Queries, keys and values, rotated; in one pass after the matmul if nothing comes in between.
 
-        A hook on the product sees its bias added.
+        A hook on the matmul sees its bias added.
         """
         if self.q_norm is None and self.to_heads is _identity:
             can_leave = getattr(self.qkv, "can_leave_bias", False) and not has_hooks(self.qkv)

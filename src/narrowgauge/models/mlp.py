@@ -14,7 +14,7 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 def add_mlp(module: nn.Module, config: ModelConfig) -> None:
-    """Give a module the linear layers of an MLP: `gate_up` (swiglu) or `up` (gelu), and `down`."""
+    """Add the linear layers of an MLP to a module: `gate_up` (swiglu) or `up` (gelu), and `down`."""
     D, F = config.dim, config.ffn_dim
     if config.mlp == "swiglu":
         module.gate_up = nn.Linear(D, 2 * F, bias=config.bias)
@@ -28,8 +28,8 @@ def mlp(
 ) -> Tensor:
     """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last within a context.
 
-    A layer that stands in the place of `down` may compute all of it (`after_swiglu`). `known` holds the
-    amax of x, where the kernel that wrote it has found it.
+    A replacement of `down` may compute all of it (`after_swiglu`). `known` holds the amax of x, if the kernel
+    that wrote it has computed it.
     """
     y: Tensor | None = None
     if hasattr(layers, "gate_up") and hasattr(layers.down, "after_swiglu"):

@@ -1,8 +1,8 @@
 """Operations that torch's compiler must not rewrite: each is one operator of a compiled graph.
 
 Compiled for a CPU, the gradient of an embedding adds the rows of equal ids in the order in which threads
-arrive, so that two backward passes over one batch differ in their last bits; and compiled cosines have other
-last bits than eager ones. As operators both compute what eager code does, without a break in the graph.
+arrive, so two backward passes over one batch differ in their last bits; and compiled cosines differ from
+eager ones in their last bits. As operators both compute what eager code does, without a graph break.
 """
 
 import torch
@@ -13,7 +13,7 @@ from narrowgauge.kernels.dispatch import is_traced
 
 
 class Embedding(nn.Embedding):
-    """A table of rows, with the gradient of eager code in compiled graphs as well."""
+    """An embedding table whose gradient matches eager code in compiled graphs."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape [...]: [..., D]."""

@@ -2,18 +2,18 @@
 
 `debug` and `gpt2-debug` are for a laptop and for tests, `ladder-1m` for many long runs on a CPU
 (`experiments/ladder.toml`); all their dimensions are multiples of 128, so that every block shape of every
-recipe fits. The others are the published models, by their published dimensions:
+recipe fits. The others are published models, with their published dimensions:
 
     gpt2-*        the four released sizes
     gpt3-*        the GPT scripts of MS-AMP's examples for Megatron-LM (`configs/` has all their settings)
-    llama3-*      1B and 3B are of Llama 3.2, 8B, 70B and 405B of Llama 3.1
+    llama3-*      1B and 3B are from Llama 3.2, 8B, 70B and 405B from Llama 3.1
     qwen2.5-*     the base models
     tinyllama-1.1b
     moe-debug     `debug` with eight experts
-    mixtral-8x7b, qwen3-30b-a3b    mixtures of experts, by the `config.json` of Mixtral-8x7B-v0.1 and
+    mixtral-8x7b, qwen3-30b-a3b    mixtures of experts, from the `config.json` of Mixtral-8x7B-v0.1 and
                   Qwen3-30B-A3B-Base (arXiv 2401.04088, table 1; arXiv 2505.09388, table 2)
 
-`tests/models/test_count.py` compares the number of parameters of each with the published one.
+`tests/models/test_count.py` compares the parameter count of each with the published one.
 """
 
 from dataclasses import MISSING, fields, replace
@@ -22,7 +22,7 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models.config import ModelConfig
 
-# `initializer_range` of the `config.json` of every published model below but GPT-3.
+# `initializer_range` in the `config.json` of every published model below except GPT-3.
 _STD = 0.02
 
 _GPT2 = {
@@ -119,7 +119,7 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 151936, "max_sequence_length": 32768, "rope_theta": 1_000_000.0, "initial_std": _STD},
 }
 
-#: The name of a model that is none of these: a configuration gives all its dimensions.
+#: The name of a model that is not listed: its configuration sets all dimensions.
 CUSTOM = "custom"
 
 #: Other names of the same models.
@@ -134,7 +134,7 @@ ALIASES = {
 
 
 def model_names() -> list[str]:
-    """The names that `model_config` takes, smallest first within a family."""
+    """The names that `model_config` accepts, smallest first within a family."""
     return list(SIZES)
 
 
@@ -145,7 +145,7 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     128.
 
     Raises:
-        UserError: The name or a key is unknown, or values do not fit together.
+        UserError: The name or a key is unknown, or the values are incompatible.
 
     >>> model_config("debug", layers=2).layers
     2
@@ -154,8 +154,8 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     if size is None:
         if name.endswith(".toml"):
             raise UserError(
-                f"unknown model {name!r}; a model of your own is the [model] of a configuration file, which "
-                f"is named without --model: narrowgauge train {name}"
+                f"unknown model {name!r}; a custom model is the [model] section of a configuration file, "
+                f"passed without --model: narrowgauge train {name}"
             )
         raise unknown("model", name, SIZES)
     keys = [field.name for field in fields(ModelConfig)]
@@ -165,7 +165,7 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     needed = [f.name for f in fields(ModelConfig) if f.default is MISSING]
     if missing := [key for key in needed if key not in size | overrides]:
         raise UserError(
-            f"a model called {name!r} has no dimensions of its own, and model.{missing[0]} is not given; "
+            f"a model called {name!r} has no preset dimensions, and model.{missing[0]} is not given; "
             f"give {', '.join(needed)}"
         )
     return ModelConfig(**(size | overrides))

@@ -2,11 +2,11 @@
 
     tokens -> embedding (+ learned positions) -> blocks -> norm -> head -> logits
 
-It knows nothing of number formats. For the rooms that do, every product with a weight is a
-`torch.nn.Linear` under a fixed name, and may be replaced by any module that maps [B, T, in] to
-[B, T, out] and keeps `weight` (and `bias`) as its parameters. Attention and the sums of the residual stream
-are modules without parameters (`blocks.I.attention`, `blocks.I.attention_residual`,
-`blocks.I.mlp_residual`, `embedding_residual`), and may be replaced, too.
+It knows nothing of number formats. For the rooms that do, every matmul with a weight is a `torch.nn.Linear`
+under a fixed name, which may be replaced by any module that maps [B, T, in] to [B, T, out] and keeps `weight`
+(and `bias`) as its parameters. Attention and the sums of the residual stream are modules without parameters
+(`blocks.I.attention`, `blocks.I.attention_residual`, `blocks.I.mlp_residual`, `embedding_residual`), which
+may also be replaced.
 
     embedding.weight  [V, D]      position_embedding.weight [max_sequence_length, D] (learned positions only)
     blocks.I.qkv  blocks.I.attention_out  blocks.I.gate_up (swiglu) or .up (gelu)  blocks.I.down
@@ -37,31 +37,31 @@ from narrowgauge.models.layers import Block, Norm, make_dropout, rope_table
 from narrowgauge.models.operators import Embedding
 from narrowgauge.torch_compat import has_hooks
 
-# A block, or what stands for one: (stream, what is to be added to it, rope, mask) to the first two.
+# A block, or a stand-in for one: (stream, its pending addend, rope, mask) to the first two.
 BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer with arbitrary weights; `initialize` gives it its initial weights.
+    """A decoder-only transformer with arbitrary weights; `initialize` sets its initial weights.
 
     `compute_dtype` is the dtype that the norms emit, hence the input dtype of the linear layers, the
     attention and the head. The norms and the loss are always fp32, and so is the residual stream unless its
-    modules (`kernels.residual.Residual`) are replaced. A plain `nn.Linear`
-    wants its input in the dtype of its weight, so a `compute_dtype` other than fp32 needs linears that
-    cast (room `nn`), or weights in that dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
+    modules (`kernels.residual.Residual`) are replaced. A plain `nn.Linear` needs its input in the dtype of
+    its weight, so a `compute_dtype` other than fp32 needs linears that cast (room `nn`), or weights in that
+    dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
 
     Set `recompute` to n to trade time for memory: every n-th block keeps only its input for the backward pass
-    and runs its forward again, but for what `kernels.recompute` spares. The gradients stay the same bit for
-    bit. With `selective` it runs its MLP again, and keeps what attention is made of.
+    and repeats its forward pass, except for what `kernels.recompute` saves. The gradients stay the same bit
+    for bit. With `selective` it repeats only its MLP, and keeps the inputs of attention.
 
-    Set `chunked_loss` to compute the head and the loss together, some tokens at a time (`head_loss`), where
-    the head is a plain product: a `torch.nn.Linear`, or a module with a dtype as its `plain_product`. The
-    head's forward method is then not called, so hooks and gauges see nothing of it.
+    Set `chunked_loss` to compute the head and the loss together, some tokens at a time (`head_loss`), if the
+    head is a plain matmul: a `torch.nn.Linear`, or a module with a dtype as its `plain_product`. The head's
+    forward method is then not called, so hooks and gauges do not see it.
 
-    Set `z_loss` to a coefficient to train on that of `kernels.cross_entropy`, too, and `balance_loss` to that
-    of the balance of experts (`experts.py`).
+    Set `z_loss` to a coefficient to also train on the z-loss of `kernels.cross_entropy`, and `balance_loss`
+    for the balance of experts (`experts.py`).
 
-    If several processes compute each sequence together, `share` = (index, count) names the local one of
+    If several processes compute each sequence together, `share` = (index, count) identifies the local one of
     `count` equal shares of its tokens. Ids and positions are those of the full sequence, results (logits, the
     term of the loss) those of the local tokens, which see the others through `Block.to_heads`. A block that
     another process computes is an `nn.Identity`, and other modules may be None.
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
     def tie_head(self) -> None:
         """Make the head's weight the embedding's, if the configuration ties them.
 
-        It has to be called again after `to_empty`, which unties them; `initialize` does.
+        Call it again after `to_empty`, which unties them; `initialize` does.
         """
         if self.config.tied_head:
             self.head.weight = self.embedding.weight
@@ -101,11 +101,11 @@ class Transformer(nn.Module):
     def hidden(
         self, x_BT: Tensor, position_BT: Tensor | None = None, *, cache: KVCache | None = None
     ) -> Tensor:
-        """Token ids (int64) -> what the head reads: [B, T, D] in `compute_dtype`.
+        """Token ids (int64) -> the head's input: [B, T, D] in `compute_dtype`.
 
         Args:
             x_BT: The ids; with a `cache`, those of the tokens after the ones that the cache holds.
-            position_BT: The number of each token in its document, which keeps documents separate: each is
+            position_BT: The position of each token in its document, which keeps documents separate: each is
                 computed as if it stood alone at the start of a sequence.
             cache: Keys and values of earlier tokens; not together with `position_BT`.
 
@@ -146,10 +146,10 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         blocks: Iterable[BlockCall] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream of tokens `start` to `end` after some blocks, or all.
+        """The residual stream of tokens `start` to `end` after some or all blocks.
 
         Returns:
-            (the stream, what is still to be added to it or None), as the norm takes them.
+            (the stream, its pending addend or None), as the norm accepts them.
         """
         mask = None if position_BT is None else document_mask(position_BT)
         rope = None
@@ -181,14 +181,14 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats.
 
-        Where gradients are recorded, it is [3] with `z_loss`, as that of `cross_entropy`, and [4] with
-        `balance_loss`, as that of `with_balance`: train on its first number. `position_BT` is as for
-        `hidden`, `targets` as for `cross_entropy`.
+        Where gradients are recorded, it is [3] with `z_loss`, as in `cross_entropy`, and [4] with
+        `balance_loss`, as in `with_balance`: train on its first entry. `position_BT` is as for `hidden`,
+        `targets` as for `cross_entropy`.
         """
         return self.loss_after(self.hidden(x_BT, position_BT), y_BT, targets)
 
     def loss_after(self, h_BTD: Tensor, y: Tensor, targets: int | None = None) -> Tensor:
-        """`loss` of the local tokens, from what the head reads; `y` [B, all tokens] is the full targets."""
+        """`loss` of the local tokens, from the head's input; `y` [B, all tokens] is the full targets."""
         if targets is None and self.share[1] > 1:
             targets = y.numel()
         y_BT = self.local_tokens(y)
@@ -204,7 +204,7 @@ class Transformer(nn.Module):
 
     @property
     def loss_shape(self) -> tuple[int, ...]:
-        """The shape of a loss that is trained on."""
+        """The shape of a training loss."""
         if self.balance_loss and self.config.experts:
             return (4,)
         return (3,) if self.z_loss else ()
@@ -221,9 +221,9 @@ class Transformer(nn.Module):
 
 
 def _recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
-    """The results of a function of which only the inputs are kept: the backward pass calls it again."""
+    """Call a function and keep only its inputs: the backward pass calls it again."""
     options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
-    # Random bits are a function of the step, so there is no generator state to keep.
+    # Random bits are a function of the step, so there is no generator state to save.
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 

@@ -1,6 +1,6 @@
-"""Put a model under a recipe: every linear layer is replaced by one that computes under the recipe.
+"""Puts a model under a recipe: replaces every linear layer by one that computes under the recipe.
 
-If the recipe narrows attention or the residual stream, the model's modules for these are replaced as well
+If the recipe narrows attention or the residual stream, the model's modules for these are also replaced
 (`transformer/replace.py`).
 """
 
@@ -34,28 +34,28 @@ def convert(
     """Make the Linears of any module compute under a recipe; parameters stay the same objects.
 
     Args:
-        model: Any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place. The
-            experts of transformers' mixtures, stacked in one parameter, are converted as well.
+        model: Any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place.
+            Experts of transformers' mixtures, stacked in one parameter, are also converted.
         recipe: A recipe, its name, or the path of its TOML file.
         keep: Names or patterns of layers that stay in the recipe's `compute` format, in addition to those
             that the recipe keeps. A pattern is compared with the full name and with its last component;
-            `head` is the layer that makes the model's output, whatever its name.
+            `head` is the layer that produces the model's output, whatever its name.
         backend: "auto" (native on a device that has the recipe's formats), "native", or "emulated".
 
     Returns:
-        The model (a new module only if the model itself is a Linear). A model that is under a recipe already
+        The model (a new module only if the model itself is a Linear). A model that is already under a recipe
         changes to the new one. `kept_layers` lists what stays wide in it.
 
     Raises:
         UserError: The model has no linear layer, a `keep` pattern or a rule of the recipe matches none, a
             weight is computed from other tensors (`torch.nn.utils.parametrize`), a layer has more tensors
-            than weight and bias, the backend is "native" and the model's device lacks the formats, or the
-            recipe narrows attention or the stream and the model has no such place; or the recipe keeps
-            weights in casts and those of experts are stacked.
+            than weight and bias, the backend is "native" and the model's device lacks the formats, the recipe
+            narrows attention or the stream and the model has no such place, or the recipe keeps weights in
+            casts and those of experts are stacked.
 
     Warns:
-        UserWarning: Some matrices are reached by no recipe, such as those of `torch.nn.MultiheadAttention`
-            and of layers in plain lists; or some layers override the forward pass (`own_forward.py`).
+        UserWarning: No recipe can reach some matrices, such as those of `torch.nn.MultiheadAttention` and of
+            layers in plain lists; or some layers override the forward pass (`own_forward.py`).
     """
     keep = (keep,) if isinstance(keep, str) else keep
     return convert_but(model, (), recipe, keep, backend)
@@ -68,7 +68,7 @@ def convert_but(
     keep: Sequence[str] = (),
     backend: str = "auto",
 ) -> torch.nn.Module:
-    """Do what `convert` does, and leave the layers with some names the modules that they are."""
+    """Like `convert`, but leaves the layers with some names unchanged."""
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     outline = _outline(model, left_out)
     for pattern in keep:
@@ -82,7 +82,7 @@ def convert_but(
 
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe, backend: str = "auto") -> torch.nn.Module:
-    """Do what `convert` does for a part of a model: rules may name layers of the other parts."""
+    """Like `convert`, for part of a model: rules may name layers of the other parts."""
     return _apply(model, recipe, _outline(model, ()), backend)
 
 
@@ -93,7 +93,7 @@ def kept_layers(model: torch.nn.Module) -> list[str]:
 
 
 def _outline(model: torch.nn.Module, left_out: Container[str]) -> Outline:
-    """The outline of a model that is to be converted, but for some layers.
+    """The outline of a model to convert, except for some layers.
 
     Raises:
         UserError: It has no layer that a recipe could replace.
@@ -105,7 +105,7 @@ def _outline(model: torch.nn.Module, left_out: Container[str]) -> Outline:
         return outline_of(model, stay)
     hidden = list(hidden_layers(model))
     why = f" ({hidden_text(hidden)})" if hidden else ""
-    why = " that it could replace: all have a forward pass of their own" if untouched else why
+    why = " that it could replace: all override the forward pass" if untouched else why
     raise UserError(
         f"no torch.nn.Linear in {type(model).__name__}{why}: a recipe has nothing to act on; "
         "convert the module that holds the linear layers"
@@ -145,21 +145,21 @@ def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: st
 
 
 def _replace(model: torch.nn.Module, plan: ModelPlan, backend: str) -> list[Linear]:
-    """Put each layer under its recipe, in place; the new layers, in the order of their random streams."""
+    """Put each layer under its recipe, in place; the new layers in the order of their random streams."""
     modules = dict(model.named_modules(remove_duplicate=False))
     converted: dict[torch.nn.Module, Linear] = {}
     shared = _shared_parameters(model)
     for first, names in plan.outline.layers.items():
         layer = modules.get(first)
         if layer is None or not is_linear(layer):
-            continue  # of stacked experts
+            continue  # part of stacked experts
         layer_recipe = plan.parts[first]
         if layer.weight in shared:
             layer_recipe = layer_recipe.with_places(WIDE_WEIGHT)
         new = Linear(layer, layer_recipe, len(converted), _is_transposed(layer), plan.recipe, backend)
         converted[layer] = new.train(layer.training)
         for name, _ in names:
-            if name and modules.get(name) is layer:  # not a role of it
+            if name and modules.get(name) is layer:  # skip roles
                 put(model, name, new)
     return list(converted.values())
 
@@ -179,10 +179,10 @@ def set_step(
     steps: int | None = None,
     decay: int | None = None,
 ) -> None:
-    """Set the position of training in every converted module and dropout; called before each forward pass.
+    """Set the position of training in every converted module and dropout; call before each forward pass.
 
-    Random bits become those of (seed, step, tensor, element), delayed scales are renewed when a step begins,
-    and rules that waited for the step hold.
+    Random bits become those of (seed, step, tensor, element), delayed scales are updated when a step begins,
+    and rules that waited for the step take effect.
 
     Args:
         model: A model that `convert` has changed.
@@ -219,8 +219,8 @@ def step(model: torch.nn.Module) -> None:
     """Report that an optimizer step was taken: the next forward pass that records gradients begins another.
 
     A loop that calls neither this nor `set_step` also works: layers count every step of a
-    `torch.optim.Optimizer`. Call this if no such optimizer moves the weights, or if another model's optimizer
-    steps between two micro-batches. From the first call on only these calls count.
+    `torch.optim.Optimizer`. Call this if no such optimizer updates the weights, or if another model's
+    optimizer steps between two micro-batches. From the first call on only these calls count.
 
     Args:
         model: A model that `convert` has changed.
@@ -231,10 +231,10 @@ def step(model: torch.nn.Module) -> None:
 
 
 def discard_step(model: torch.nn.Module) -> None:
-    """Undo what a computed step changed in the state of recipes, if the optimizer does not take the step.
+    """Undo a computed step's changes to the state of recipes, if the optimizer does not take the step.
 
     Histories of delayed scales forget what they recorded since `set_step` began the step, and pre-scaling
-    factors are restored. Weights and masters have not moved yet, because only the optimizer moves them.
+    factors are restored. Weights and masters have not changed yet, because only the optimizer changes them.
     """
     for module in model.modules():
         if isinstance(module, Linear):
@@ -242,11 +242,11 @@ def discard_step(model: torch.nn.Module) -> None:
 
 
 def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of recipes that moves the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
+    """The state of recipes that affects the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
 
-    It holds histories of operands (delayed scales, kept channels), scales of weights, masters and factors of
-    pre-scaling. The tensors are the model's own: copy into them to restore. A plain state dict does not hold
-    them.
+    It includes histories of operands (delayed scales, kept channels), scales of weights, masters and
+    pre-scaling factors. The tensors are the model's, not copies: copy into them to restore. A plain state
+    dict does not include them.
     """
     owners: list[tuple[str, History | ParamState]] = []
     prescales: dict[str, torch.Tensor] = {}

@@ -2,8 +2,8 @@
 
     z_MD = down(swiglu(gate_up(x_MD)))          Legend: M tokens, D inputs and outputs, F inner, G = 2F
 
-Both layers multiply FP8 codes under one scale a tensor (`fp8_scaling`). The input of the second layer is not
-kept: the backward pass makes its codes again, in the pass in which it makes those of SwiGLU's gradient
+Both layers multiply FP8 codes under one scale per tensor (`fp8_scaling`). The input of the second layer is
+not kept: the backward pass computes its codes again, in the same pass as those of SwiGLU's gradient
 (`kernels.activation`).
 """
 
@@ -92,14 +92,14 @@ def _backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 def _left_for_autograd(operands: Operands, dw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The gradient of a weight in its dtype, or None where it was added on the side."""
+    """The gradient of a weight in its dtype, or None if it was added directly."""
     return None if operands.weight.add_gradient(dw, operands.gradient_stream(dw)) else dw.to(dtype)
 
 
 def _swiglu(gate_up_MG: torch.Tensor, operands: Operands) -> tuple[QuantizedOperand, torch.Tensor]:
-    """SwiGLU's result as the second layer's operand, and what backward needs to rebuild it.
+    """The SwiGLU output as the second layer's operand, plus what backward needs to rebuild it.
 
-    That is its amax, or under delayed scaling its scales.
+    That is its amax, or its scales under delayed scaling.
     """
     cast = operands.layer.casts["fprop.x"]
     if cast.amax.history:
@@ -112,8 +112,8 @@ def _swiglu(gate_up_MG: torch.Tensor, operands: Operands) -> tuple[QuantizedOper
 
 
 def fp8_scaling(layer: LayerSpec) -> Literal["", "current", "delayed"]:
-    """The kind of scales, where all operands are codes in FP8 under one scale a tensor, each the same in both
-    its matmuls, and all of one kind; else an empty string."""
+    """The kind of scales if all operands are FP8 codes under one scale per tensor, each the same in both its
+    matmuls, and all of one kind; else ""."""
     casts = layer.casts
     pairs = (("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.dy", "wgrad.dy"))
     is_alike = all(casts[a] == casts[b] and _is_fp8(casts[a]) for a, b in pairs)
@@ -125,7 +125,7 @@ def fp8_scaling(layer: LayerSpec) -> Literal["", "current", "delayed"]:
 
 @cache
 def _is_fp8(cast: Cast) -> bool:
-    """Whether a cast is FP8 under one scale a tensor, whichever step that is of."""
+    """Whether a cast is FP8 under one scale per tensor, from any step."""
     return cast.having(history=0, margin=0, history_algorithm="max") in map(named_cast, _FP8)
 
 

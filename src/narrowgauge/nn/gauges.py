@@ -1,19 +1,18 @@
 """The gauges of a model: an observer that reads operands, matmuls and state for one optimizer step.
 
-`Gauges` are attached to a model for one optimizer step. Layers and state tensors then show them what they
-have, before and after; nothing is changed. Each place is read once:
+`Gauges` are attached to a model for one optimizer step. Layers and state tensors then show them their values,
+before and after; nothing is changed. Each place is read once:
 
-    operands    of the first micro-batch: `fprop.x` ... `wgrad.x`, and `saved` where that is a cast of its
-                own. Values that two matmuls share stand under the place that made them (fp8: `fprop.w`, and
-                no `dgrad.w`). A second forward pass (recompute) finds its places read. A head that is
+    operands    of the first micro-batch: `fprop.x` ... `wgrad.x`, and `saved` if it has a separate cast.
+                Values that two matmuls share are listed under the place that made them (fp8: `fprop.w`, and
+                no `dgrad.w`). A second forward pass (recompute) finds its places already read. A head that is
                 computed together with the loss (`kernels.head_loss`) shows none
-    results     of the first micro-batch: `fprop.y`, `dgrad.dx`, `wgrad.dw`, each against the matmul in
-                float32 of what came before any rounding, at 64 rows of y and dx and 64 columns of dw, evenly
-                spaced
-    state       of matrices: `grad` when the last micro-batch has been added, before it is clipped; `weight`,
-                `master`, `m`, `v` as the update left them
+    results     of the first micro-batch: `fprop.y`, `dgrad.dx`, `wgrad.dw`, each against the float32 matmul
+                of the unrounded operands, at 64 rows of y and dx and 64 columns of dw, evenly spaced
+    state       of matrices: `grad` after the last micro-batch has been added, before clipping; `weight`,
+                `master`, `m`, `v` after the update
 
-Figures stay on the device as small vectors until `lines`, which waits for all of them once.
+Readings stay on the device as small vectors until `lines`, which syncs once for all of them.
 """
 
 import math
@@ -37,7 +36,7 @@ from narrowgauge.quantization.gauges.figures import (
     gauge_state,
 )
 
-DIGITS = 6  # of what is written
+DIGITS = 6  # significant digits written
 
 
 class Key(NamedTuple):
@@ -48,7 +47,7 @@ class Key(NamedTuple):
 
 
 class Gauges:
-    """The gauges of a model during one optimizer step: the calls below, in their order."""
+    """The gauges of a model during one optimizer step; call the methods below in order."""
 
     def __init__(
         self,
@@ -68,13 +67,13 @@ class Gauges:
         self.products: dict[Key, torch.Tensor] = {}
 
     def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:
-        """Attach the gauges to what this micro-batch is to show."""
+        """Attach the gauges to what this micro-batch should show."""
         for name, layer in self.layers.items():
             layer.observer = LayerGauge(name, self) if is_first else None  # type: ignore[assignment]
         self._attach(lambda place: is_last and place == "grad")
 
     def after_backward(self) -> None:
-        """Detach the gauges from layers, read plain gradients, and observe what the update writes."""
+        """Detach the gauges from layers, read plain gradients, and observe the update's writes."""
         self.begin_micro_batch(is_first=False, is_last=False)
         for key, tensor in self.state.items():
             if key.place != "weight" or isinstance(tensor, QuantizedState):
@@ -93,7 +92,7 @@ class Gauges:
                 self._read_plain(key, tensor.read())
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """One object for each layer and place, ready for JSON; waits for the device."""
+        """One object per layer and place, ready for JSON; waits for the device."""
         casts = {key: cast.name for key, (cast, _) in self.vectors.items()}
         vectors = _fetched({key: vector for key, (_, vector) in self.vectors.items()})
         readings = {key: figures(vector, self.vectors[key][0].element) for key, vector in vectors.items()}
@@ -128,13 +127,13 @@ class LayerGauge:
     gauges: Gauges
 
     def operand(self, observation: Observation) -> None:
-        """Read an operand against the matrix that it was made of."""
+        """Read an operand against the matrix that it was made from."""
         key, o = Key(self.layer, observation.place), observation
         if key not in self.gauges.vectors:
             self.gauges.vectors[key] = o.cast, gauge_operand(o.x, o.seen, o.cast, o.axis, o.context)
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
-        """Read some rows of a product against the same rows in high precision."""
+        """Read some rows of a matmul against the same rows in high precision."""
         key = Key(self.layer, place)
         if key not in self.gauges.products:
             wide_RN = evenly(a_RK).float() @ b_NK.float().T
@@ -142,12 +141,12 @@ class LayerGauge:
 
 
 def _fetched(vectors: Mapping[Key, torch.Tensor]) -> dict[Key, list[float]]:
-    """Vectors of one length, brought from the device at once."""
+    """Copy vectors of one length from the device together."""
     return dict(zip(vectors, torch.stack(list(vectors.values())).tolist(), strict=True)) if vectors else {}
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers in few digits; None for those that are not finite, which JSON has no word for."""
+    """Round values to a few digits; None for non-finite ones, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: _rounded(v) for key, v in value.items()}
     if isinstance(value, list):

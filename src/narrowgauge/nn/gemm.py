@@ -1,35 +1,36 @@
-"""The product of two operands, each given as (rows, contraction): c_MN = a_MK @ b_NK.T.
+"""The matmul of two operands, each given as (rows, contraction): c_MN = a_MK @ b_NK.T.
 
-An emulated operand carries the scale of a full tensor separately from its values. The scale belongs to the
-fp32 accumulator, before the result is rounded to bf16; applied later, it would round the result twice. On a
-CPU oneDNN applies `alpha` to the accumulator (fp32 products do without it: MKL takes an alpha of NaN for 1);
-on a GPU the product is computed in fp32.
+An emulated operand carries the scale of a full tensor separately from its values. The scale must be applied
+to the fp32 accumulator, before the result is rounded to bf16; applied later, it would round the result twice.
+On a CPU oneDNN applies `alpha` to the accumulator (fp32 matmuls do not use it: MKL treats an alpha of NaN as
+1); on a GPU the matmul returns fp32.
 
-In compiled graphs each product, and each bias, is one operator. Traced, torch's compiler would join a product
-and what is added to it (a bias, another gradient) in one `addmm`, and would read numbers before they are
-rounded to bf16. Both leave out a rounding that an eager layer makes, which the next cast to four bits turns
+In compiled graphs each matmul, and each bias, is one operator. Traced, torch's compiler would fuse a matmul
+with an addition that follows (a bias, another gradient) into one `addmm`, and would read values before they
+are rounded to bf16. Both skip a rounding that an eager layer makes, which the next cast to four bits turns
 into whole steps of its grid.
 
-An operand with a scale for each row, and with outliers that are added again, would be exact in fp32 only, and
-a GPU multiplies fp32 at a fourteenth of the speed of bf16. There it comes in its parts, and the product in
-two, each of numbers that bf16 holds:
+An operand with a scale per row, and with outliers that are added back, would be exact only in fp32, and a GPU
+multiplies fp32 at a fourteenth of the speed of bf16. There it is kept in parts, and the matmul is done in
+two, each of bf16 values:
 
     x_MK = s_M q_MK + r_MK      w_NK = t_N p_NK      x @ w.T = (s_M (q_MK @ p_NK.T) + r_MK @ p_NK.T) t_N
 
-Both products are summed in fp32, and the result is rounded once.
+Both matmuls accumulate in fp32, and the result is rounded once.
 
-**Native operands** are codes and scales, which the hardware multiplies itself, through
+**Native operands** are codes and scales, which the hardware multiplies directly, through
 `torch.nn.functional.scaled_mm`. The values are those of `quantize`, the same codes and scales that are
-emulated elsewhere; only the order of summation is the hardware's. The code here does layout: both operands
+emulated elsewhere; only the order of summation is the hardware's. The code here handles layout: both operands
 are stored in bytes along the contraction, and scales in the order in which their kernel reads them:
 
-    one a tensor      one float32
-    one a row         float32 (M, 1) of the first operand, (1, N) of the second
-    1 x 128           float32, one entry a row and block, rows next to each other
-    128 x 128         float32, blocks along the contraction next to each other, their number padded to 4
+    one per tensor    one float32
+    one per row       float32 (M, 1) of the first operand, (1, N) of the second
+    1 x 128           float32, one entry per row and block, rows contiguous
+    128 x 128         float32, blocks contiguous along the contraction, their number padded to 4
     1 x 32, 1 x 16    bytes in tiles of 128 rows x 4 blocks (`tiled`); NVFP4 adds its tensor scale
 
-Dimensions that the units do not take are padded with zeros, which changes no sum, and cut off again.
+Dimensions that the matrix units do not support are padded with zeros, which changes no sum, and cropped
+afterwards.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ from narrowgauge.torch_compat import ScalingType, SwizzleType
 from narrowgauge.torch_compat import scaled_mm as torch_scaled_mm
 
 _VECTOR = 16  # bytes of the widest load
-ROWS = 16  # a dimension of the result is a multiple of this
+ROWS = 16  # dimensions of the result are multiples of this
 TILED = {
     "e8m0": (ScalingType.BlockWise1x32, torch.float8_e8m0fnu),
     "e4m3": (ScalingType.BlockWise1x16, torch.float8_e4m3fn),
@@ -60,21 +61,21 @@ class Operand(NamedTuple):
     scale: torch.Tensor | None = None
 
     def transposed(self) -> "Operand":
-        """The same numbers along the other axis."""
+        """The same values along the other axis."""
         return Operand(self.values.T, self.scale)
 
     def numbers(self) -> torch.Tensor:
-        """The numbers that a product sees, scale applied."""
+        """The values that a matmul sees, scale applied."""
         return self.values if self.scale is None else self.values.float() * self.scale
 
 
 class RowOperand(NamedTuple):
-    """An emulated operand as (rows, contraction) in its parts: values * scale + rest.
+    """An emulated operand as (rows, contraction) in parts: values * scale + rest.
 
     Attributes:
         values: bf16.
-        scale: float32, one a row.
-        rest: bf16, what was cut off and is added again; None for nothing.
+        scale: float32, one per row.
+        rest: bf16, the clamped remainder to add back; None for none.
     """
 
     values: torch.Tensor
@@ -82,12 +83,12 @@ class RowOperand(NamedTuple):
     rest: torch.Tensor | None = None
 
     def numbers(self) -> torch.Tensor:
-        """The numbers that a product sees, float32."""
+        """The values that a matmul sees, float32."""
         numbers = self.values.float() * self.scale.unsqueeze(1)
         return numbers if self.rest is None else numbers + self.rest
 
     def transposed(self) -> Operand:
-        """The same numbers along the other axis, along which they have no scale apart."""
+        """The same values along the other axis, where they have no separate scale."""
         return Operand(self.numbers().T)
 
 
@@ -95,8 +96,8 @@ class QuantizedOperand(NamedTuple):
     """An operand as (rows, contraction) in codes and scales.
 
     Attributes:
-        codes: uint8, one an element.
-        scales: One entry a block, or 0-dim: uint8 codes if their format has 8 bits, else float32.
+        codes: uint8, one per element.
+        scales: One entry per block, or 0-dim: uint8 codes if their format has 8 bits, else float32.
         tensor_scale: 0-dim float32.
         cast: The cast of the operand.
         other: The same codes as (contraction, rows), if they were written twice.
@@ -114,7 +115,7 @@ class QuantizedOperand(NamedTuple):
         return self.codes.shape[0]
 
     def transposed(self) -> "QuantizedOperand":
-        """The same numbers along the other axis."""
+        """The same values along the other axis."""
         scales = self.scales.T if self.scales.ndim else self.scales
         codes = self.codes.T if self.other is None else self.other
         return self._replace(codes=codes, scales=scales, other=None)
@@ -155,7 +156,7 @@ def scaled_mm(
 ) -> torch.Tensor:
     """(a @ b) * (scale * other) with one rounding; scales are 0-dim float32 tensors.
 
-    Both are widened to the dtype first, by default to that of a, which the result has.
+    Both operands are first widened to `dtype`, by default that of a, which is also that of the result.
     """
     dtype = dtype or a_MK.dtype
     a_MK, b_KN = a_MK.to(dtype), b_KN.to(dtype)
@@ -189,14 +190,14 @@ def _(
 
 @torch.library.custom_op("narrowgauge::mm", mutates_args=())
 def plain_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b in a dtype in a compiled graph: `_plain_product` with its rows next to each other."""
+    """a @ b in a dtype in a compiled graph: `_plain_product` with contiguous rows."""
     a_MK, b_KN = a_MK.to(dtype), b_KN.to(dtype)
     return (a_MK.float() @ b_KN.float()).to(dtype) if is_slow(a_MK) else a_MK @ b_KN
 
 
 @torch.library.custom_op("narrowgauge::add_bias", mutates_args=())
 def biased(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
-    """The sum of a product and a bias of a compiled graph."""
+    """Add a bias to a matmul's result in a compiled graph."""
     return y_MN + bias_N.to(y_MN.dtype)
 
 
@@ -212,14 +213,15 @@ def _(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
 
 def add_bias(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
     """y + bias, rounded to the dtype of y; in its memory, except in compiled graphs."""
-    # in place: another tensor of this size costs its memory's pages
+    # in place: allocating another tensor of this size costs page faults
     return biased(y_MN, bias_N) if is_traced() else y_MN.add_(bias_N.to(y_MN.dtype))
 
 
 def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
-    """The product of (M, K) and (N, K) as (M, N).
+    """The matmul of (M, K) and (N, K) as (M, N).
 
-    Native operands give `dtype` (`fast`: see `native_product`), emulated ones that or their own, if wider.
+    Native operands return `dtype` (`fast`: see `native_product`), emulated ones that dtype or theirs, if
+    wider.
     """
     if isinstance(a, NativeOperand) and isinstance(b, NativeOperand):
         return native_product(a, b, dtype, fast)
@@ -232,7 +234,7 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
     assert isinstance(a, Operand)
     assert isinstance(b, Operand)
     a_MK, b_KN = a.values, b.values.T
-    # Where one operand is kept wider, or the result, the product is computed in the wider dtype.
+    # If one operand or the result is kept wider, the matmul runs in the wider dtype.
     wider = torch.promote_types(torch.promote_types(a_MK.dtype, b_KN.dtype), dtype)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if not scales:
@@ -242,12 +244,12 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
     scale, other = scales if len(scales) == 2 else (scales[0], None)
     if a_MK.is_meta and not is_shape_only(a_MK):
         a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
-        return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the kernels of the operator, for what counts them
+        return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the operator's kernels, so that they are counted
     return scaled_mm(a_MK, b_KN, scale, other, wider)
 
 
 def _are_bf16(a: Operand | RowOperand, b: Operand | RowOperand) -> bool:
-    """Whether a product in parts gives what a product of the numbers would: only `a` has a rest."""
+    """Whether a matmul in parts gives the same as one of the full values: only `a` has a rest."""
     has_rest = isinstance(b, RowOperand) and b.rest is not None
     return not has_rest and a.values.dtype == b.values.dtype == torch.bfloat16
 
@@ -277,8 +279,8 @@ def _summed_in_fp32(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
 def _plain_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """a @ b; on a GPU each row of the result begins at a multiple of 16 bytes.
 
-    The logits of a vocabulary of 50,257 would not. Then neither this product nor the two of its gradient,
-    which is written over them, nor the kernels of the loss could load more than a number at a time.
+    The logits of a vocabulary of 50,257 would not. Then this matmul, the two of its gradient (which is
+    written over the logits) and the kernels of the loss could only load single elements.
     """
     if is_slow(a_MK):
         return (a_MK.float() @ b_KN.float()).to(a_MK.dtype)
@@ -292,7 +294,7 @@ def _plain_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
 def quantized_operand(q: QTensor, axis: int, other: torch.Tensor | None = None) -> QuantizedOperand:
     """A quantized matrix as an operand whose `axis` (-1 or 0) is contracted.
 
-    `other` holds the same codes once more, contiguous along the other axis.
+    `other` holds the same codes, contiguous along the other axis.
     """
     scales = q.scales if q.scale_codes is None else q.scale_codes
     codes = QuantizedOperand(q.codes, scales, q.tensor_scale, q.cast)
@@ -322,10 +324,10 @@ def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext)
 def native_product(
     a: NativeOperand, b: NativeOperand, dtype: torch.dtype, fast: bool = False
 ) -> torch.Tensor:
-    """The product of (M, K) and (N, K) as (M, N), rounded once to `dtype`.
+    """The matmul of (M, K) and (N, K) as (M, N), rounded once to `dtype`.
 
-    `fast` lets Hopper sum in fewer bits, as is usual for the forward product. A product in blocks is summed
-    in fp32 all the same, as TransformerEngine demands.
+    `fast` lets Hopper accumulate in fewer bits, as is usual for fprop. Matmuls in blocks still accumulate in
+    fp32, as TransformerEngine requires.
     """
     fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
     result = torch_scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
@@ -333,7 +335,7 @@ def native_product(
 
 
 def _in_blocks(cast: Cast) -> bool:
-    """Whether scales follow each other along the contraction."""
+    """Whether scales vary along the contraction."""
     return cast.block is not None and cast.block[1] != 0
 
 
@@ -358,9 +360,9 @@ def arguments(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
 
 
 def _padded(x: QuantizedOperand) -> QuantizedOperand:
-    """Pad rows and columns to numbers that the units take, with zeros for elements and scales."""
+    """Pad rows and columns to sizes that the matrix units support, with zeros for elements and scales."""
     columns = 128 if x.cast.block in ((1, 128), (128, 128)) else 32
-    # torch's compiler wants full square blocks, its kernels do not.
+    # torch's compiler requires full square blocks, its kernels do not.
     missing = -x.codes.shape[0] % (128 if x.cast.block == (128, 128) else ROWS)
     codes = _pad(x.codes, (0, -x.codes.shape[1] % columns, 0, missing))
     scales = x.scales
@@ -370,7 +372,7 @@ def _padded(x: QuantizedOperand) -> QuantizedOperand:
 
 
 def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
-    """`x`, padded with zeros; where nothing is missing itself, for torch's `pad` would copy it."""
+    """`x`, padded with zeros; `x` itself if nothing is missing, because torch's `pad` would copy it."""
     return torch.nn.functional.pad(x, missing) if any(missing) else x
 
 
@@ -380,10 +382,10 @@ def _elements(x: NativeOperand) -> torch.Tensor:
 
 
 def along_contraction(codes: torch.Tensor) -> torch.Tensor:
-    """Codes (rows, contraction), each row contiguous: as they are, or a copy."""
+    """Codes (rows, contraction), each row contiguous: unchanged, or a copy."""
     if codes.is_contiguous():
         return codes
-    if codes.T.is_contiguous() and use_kernels(codes):  # torch's own copy reads single bytes, rows apart
+    if codes.T.is_contiguous() and use_kernels(codes):  # torch's copy reads single bytes, rows apart
         from narrowgauge.kernels.triton.product import launch_transposed
 
         return launch_transposed(codes.T)
@@ -393,7 +395,7 @@ def along_contraction(codes: torch.Tensor) -> torch.Tensor:
 def _scales(
     x: NativeOperand, other: NativeOperand, first: bool
 ) -> tuple[list[ScalingType], list[torch.Tensor]]:
-    """(types, tensors) of an operand's scales in a product with the `other`."""
+    """(types, tensors) of an operand's scales in a matmul with the `other`."""
     if isinstance(x, TiledOperand):
         return _scales_in_tiles(x.cast, x.tiles.scales, x.tiles.tensor_scale)
     rows, scales = x.rows, x.scales
@@ -422,7 +424,7 @@ def _scales_in_tiles(
 
 
 def _row_major(x: torch.Tensor) -> torch.Tensor:
-    """`x`, contiguous, with row-major strides where a dimension is 1, too: kernels check them."""
+    """`x`, contiguous, with row-major strides even where a dimension is 1: kernels check them."""
     return x.reshape(-1).view(x.shape)
 
 

@@ -1,25 +1,25 @@
 """The state of operands from earlier steps: amax values, and the channels that a layer keeps apart.
 
-**Delayed scaling**: a tensor's scale comes from its amax in the last steps, so that the tensor is quantized
-in one pass, without waiting for its own amax. As in TransformerEngine (recipe DelayedScaling): after a step
-with amax a, the history of `length` entries is shifted by one, a is put in, and
+**Delayed scaling**: a tensor's scale comes from its amax in earlier steps, so that the tensor is quantized in
+one pass, without waiting for its current amax. As in TransformerEngine (recipe DelayedScaling): after a step
+with amax a, the history of `length` entries is shifted by one, a is inserted, and
 
     scale = (max * 2^-margin) / amax      amax: the largest of the history, or its newest entry
 
 If that amax is 0, the scale does not change. Before the first step it is 1. Several forward passes within a
-step (accumulation, recomputation) count as one, by their largest amax. An amax that is not finite is left
-out: its tensor is NaN anyway (`quantize`), and the guard skips the step.
+step (accumulation, recomputation) count as one, by their largest amax. A non-finite amax is skipped: its
+tensor is NaN anyway (`quantize`), and the guard skips the step.
 
 **Held amax**: `HeldAmax` measures the amax once every `refresh` steps and reuses it for the steps in between.
 In a measuring step the tensor's own amax is used.
 
 **Kept channels** (`keep_channels`, TetraJet-v2): a `ChannelChoice` sums the squares of each channel of a
-layer's input over `keep_steps` steps, over all tokens of all processes. After each of these steps the
-channels with the largest sums are chosen, for every operand of the layer that keeps any. Then the choice
-stands: for good, or until `keep_every` steps have passed since the sums began. Before the first step is over,
-nothing is kept. Passes that are computed twice count twice, for all channels alike.
+layer's input over `keep_steps` steps, over all tokens of all processes. After each of these steps it chooses
+the channels with the largest sums, for every operand of the layer that keeps any. The choice then stands for
+good, or until `keep_every` steps have passed since the sums began. Before the end of the first step, nothing
+is kept. Passes that are computed twice count twice, for all channels alike.
 
-These are the only state of operands that moves the trajectory: `tensors` is what a checkpoint has to hold.
+No other state of operands affects the trajectory: a checkpoint must hold `tensors`.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,19 +45,19 @@ class History(torch.nn.Module):
         self.reset("cpu")
 
     def reset(self, device: torch.device | str) -> None:
-        """Go back to the state before the first step, on a device."""
+        """Return to the state before the first step, on a device."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name; the tensors themselves, no copies."""
+        """The state by name; the tensors themselves, not copies."""
         raise NotImplementedError
 
     def discard_step(self) -> None:
-        """Forget what was seen in this step: its end then changes nothing."""
+        """Forget what was recorded in this step, so that its end changes nothing."""
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """Take in what was seen in this step."""
+        """Incorporate what was recorded in this step."""
         raise NotImplementedError
 
     @property
@@ -76,37 +76,37 @@ class History(torch.nn.Module):
 
 
 class AmaxHistory(History):
-    """The largest magnitudes of one tensor."""
+    """The amaxes of one tensor."""
 
     amax: torch.Tensor
     entries: torch.Tensor
     scale: torch.Tensor
 
     def reset(self, device: torch.device | str) -> None:
-        """Go back to the state before the first step, on a device."""
+        """Return to the state before the first step, on a device."""
         self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
         entries = torch.zeros(self.cast.amax.history, dtype=torch.float32, device=device)
         self.register_buffer("entries", entries, persistent=False)
         self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name; the tensors themselves, no copies."""
+        """The state by name; the tensors themselves, not copies."""
         return {"amax": self.amax, "entries": self.entries, "scale": self.scale}
 
     @torch.no_grad()
     def update(self, x: torch.Tensor) -> None:
-        """Include a tensor in the largest magnitude of the current step."""
+        """Include a tensor in the amax of the current step."""
         raise_amax(self.amax, x)
 
     def discard_step(self) -> None:
-        """Forget what was seen in this step: its end then changes nothing."""
+        """Forget what was recorded in this step, so that its end changes nothing."""
         self.amax.zero_()
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Put the step's largest magnitude into the history, and renew the scale.
+        """Put the step's amax into the history, and update the scale.
 
-        No branch depends on a tensor's value: no compiled graph could hold it, and a GPU would wait for it.
+        No branch depends on a tensor's value: a compiled graph could not contain it, and a GPU would sync.
         """
         entries, scale = _renewed(self.cast, self.amax, self.entries, self.scale)
         self.entries.copy_(entries)
@@ -115,27 +115,27 @@ class AmaxHistory(History):
 
 
 class HeldAmax(AmaxHistory):
-    """The largest magnitude of one tensor, taken once in `refresh` steps and held in between."""
+    """The amax of one tensor, measured once every `refresh` steps and held in between."""
 
     held: torch.Tensor
     age: torch.Tensor
 
     def reset(self, device: torch.device | str) -> None:
-        """Go back to the state before the first step, on a device."""
+        """Return to the state before the first step, on a device."""
         for name in ("amax", "held", "age"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float32, device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name: the magnitude, and the number of steps since it was taken."""
+        """The state by name: the amax, and the number of steps since it was measured."""
         return {"amax": self.amax, "held": self.held, "age": self.age}
 
     def current(self) -> torch.Tensor:
-        """The magnitude that is held in this step; 0 if each tensor has its own."""
+        """The amax that is held in this step; 0 if each tensor uses its own."""
         return torch.where(self.age == 0, 0.0, self.held)
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Hold the step's largest magnitude, if it is the step to take it; no branch depends on a value."""
+        """Hold the step's amax if this is the measuring step; no branch depends on a value."""
         has_amax = self.amax > 0  # else there was no tensor, or only zeros
         self.held.copy_(torch.where(has_amax & (self.age == 0), self.amax, self.held))
         self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.amax.refresh, self.age))
@@ -151,12 +151,12 @@ class ChannelChoice(History):
     age: torch.Tensor
 
     def __init__(self, cast: Cast, channels: int) -> None:
-        """Begin without a choice; `channels` are those of the full layer, also where a process has few."""
+        """Start without a choice; `channels` counts those of the full layer, even if it is sharded."""
         self.channels = channels
         super().__init__(cast)
 
     def reset(self, device: torch.device | str) -> None:
-        """Go back to the state before the first step, on a device."""
+        """Return to the state before the first step, on a device."""
         for name in ("squares", "sums"):
             zeros = torch.zeros(self.channels, dtype=torch.float64, device=device)
             self.register_buffer(name, zeros, persistent=False)
@@ -170,17 +170,17 @@ class ChannelChoice(History):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, shard: TensorShard | None) -> None:
-        """Add a part of the layer's input to the squares of the current step."""
+        """Add part of the layer's input to the squares of the current step."""
         if x.numel():
             self.squares.add_(squared_norms(x, shard))
 
     def discard_step(self) -> None:
-        """Forget what was seen in this step: its end then changes nothing."""
+        """Forget what was recorded in this step, so that its end changes nothing."""
         self.squares.zero_()
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Choose, if the step is one of those to choose from; no branch depends on a value."""
+        """Choose, if this is one of the choosing steps; no branch depends on a value."""
         steps, every = self.cast.channels.steps, self.cast.channels.every
         has_input = (self.squares > 0).any()  # else there was no step, or only zeros
         counts = has_input & (self.age < steps)
@@ -195,7 +195,7 @@ class ChannelChoice(History):
 
 @torch.no_grad()
 def end_steps(histories: Iterable[History]) -> None:
-    """`end_step` of each; those of one kind together, as each operation is a launch on a GPU."""
+    """Call `end_step` on all; those of one kind together, because each operation is a GPU launch."""
     alike: dict[tuple[object, ...], list[AmaxHistory]] = {}
     for history in histories:
         if type(history) is AmaxHistory:
@@ -212,14 +212,14 @@ def end_steps(histories: Iterable[History]) -> None:
 
 
 def reduce_histories(modules: Iterable[torch.nn.Module], group: Group) -> None:
-    """Make what histories, those among the modules, have seen in this step that of all of a group."""
+    """Reduce what the histories among some modules have recorded in this step over a group."""
     histories = [m for m in modules if isinstance(m, History)]
     all_reduce_max_([h.amax for h in histories if isinstance(h, AmaxHistory)], group)
     all_reduce_flat([h.squares for h in histories if isinstance(h, ChannelChoice)], group)
 
 
 def history_of(place: str, cast: Cast, channels: int) -> History | None:
-    """The history that the cast of a place needs, in its first state; None if it needs none.
+    """The history that the cast of a place needs, in its initial state; None if it needs none.
 
     Of the places that keep some of the full layer's `channels`, CHOOSES chooses for all.
     """

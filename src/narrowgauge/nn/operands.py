@@ -1,8 +1,7 @@
-"""What each GEMM of a linear layer sees: the operands of one forward pass and its backward pass.
+"""The operands of each GEMM of a linear layer, for one forward pass and its backward pass.
 
-`Operands` turns a matrix into the operand of a place: it finds the cast of the place, the circumstances under
-which the cast is applied (random bits, delayed scale, kept channels, shard), and applies it. Three records
-decide:
+`Operands` turns a matrix into the operand of a place: it finds the cast of the place, the context of the cast
+(random bits, delayed scale, kept channels, shard), and applies it. Three records decide:
 
     LayerSpec    fixed by `convert`: the cast of each place, the dtype of the matmuls, the hardware
     StepState    fixed by a step: random keys, histories of delayed scales
@@ -10,9 +9,9 @@ decide:
 
 It also holds what the layer keeps of its input for the backward pass, the place `saved`:
 
-    input      the tensor as it came, or the operand where wgrad sees the same values as fprop
-    operand    the values of fprop.x in the bytes of their format: one byte an element in FP8, half in FP4.
-               Where wgrad sees the same values (one scale per tensor), nothing else changes; elsewhere its
+    input      the tensor as it came, or the operand if wgrad sees the same values as fprop
+    operand    the values of fprop.x in the bytes of their format: one byte per element in FP8, half in FP4.
+               If wgrad sees the same values (one scale per tensor), nothing else changes; otherwise its
                operand is quantized from these values, a second time
     a cast     the same, in another format than fprop.x's
 """
@@ -48,15 +47,15 @@ from narrowgauge.recipes.kept_channels import CHOOSES
 from narrowgauge.recipes.places import have_same_numbers, reuses
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-#: Elements; to copy the codes of such a weight to the other axis takes little more than the launch itself.
+#: Elements; copying the codes of such a weight to the other axis takes little longer than the launch itself.
 _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
-#: Forms of an operand: codes and scales, which a scaled GEMM of torch multiplies; parts, where the row kernel
-#: takes the tensor; values.
+#: Forms of an operand: codes and scales, for torch's scaled GEMMs; parts, where the row kernel supports the
+#: tensor; values.
 CODES, ROWS, VALUES = "codes", "rows", "values"
 
 Tensors = tuple[torch.Tensor | None, ...]
-#: The three tensors that were kept, to the operand.
+#: From the three tensors that were kept, to the operand.
 Restore = Callable[..., AnyOperand]
 
 
@@ -71,11 +70,11 @@ class LayerSpec:
     transposed: bool = False  #: whether the weight is stored (K, N)
     #: The form of each place's operand: `CODES`, `ROWS` or `VALUES`.
     forms: Mapping[str, str] = field(init=False)
-    #: Whether wgrad sees the operand of x of the forward pass, or something made from it.
+    #: Whether wgrad reuses the operand of x of the forward pass, or something made from it.
     reuses_x: bool = field(init=False)
-    #: The same of dgrad and the weight.
+    #: The same for dgrad and the weight.
     reuses_w: bool = field(init=False)
-    #: Whether no place rounds to anything but `compute`, so that torch's own matmuls have the same values.
+    #: Whether no place rounds to anything but `compute`, so that torch's matmuls have the same values.
     is_wide: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,8 +105,8 @@ class Operands:
     num_samples: int | Fraction = 1  #: sequences in x and dy
     shards: Mapping[str, TensorShard] = field(default_factory=dict)  #: by "x", "w", "dy"; only real shards
     weight: WeightUse = field(default_factory=WeightUse)
-    observer: Observer | None = None  #: sees every operand and product
-    input_amax: torch.Tensor | None = None  #: max |x|, where the kernel that wrote the input has found it
+    observer: Observer | None = None  #: sees every operand and result
+    input_amax: torch.Tensor | None = None  #: max |x|, if the kernel that wrote the input has computed it
 
     def of(
         self,
@@ -122,7 +121,7 @@ class Operands:
         `both`: whether the same values are also contracted along the other axis. `amax`: max |tensor|, 0-dim
         fp32, if it is known.
         """
-        if isinstance(tensor, GatheredWeight):  # it travelled in these values: there is no loss to gauge
+        if isinstance(tensor, GatheredWeight):  # already gathered in these values: there is no loss to gauge
             gathered = tensor.operand(self.layer.compute, self.layer.native)
             return gathered if axis == -1 else gathered.transposed()
         cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
@@ -149,10 +148,10 @@ class Operands:
         return operand if axis == -1 else operand.transposed()
 
     def of_weight(self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False) -> AnyOperand:
-        """`of` the weight whose parameter is `w_NK`.
+        """`of` for the weight whose parameter is `w_NK`.
 
-        Its codes are made once a step where that is allowed, and where they are the same in each micro-batch.
-        They are then kept along one axis only, except those of a small weight where memory is not short.
+        Its codes are computed once per step if that is allowed, and if they are the same in each micro-batch.
+        They are then kept along one axis only, except those of a small weight if memory is not short.
         """
         cast, kept = self.layer.casts[place], self.weight.accumulation
         is_same = not (cast.is_random or cast.hadamard.signs == "random" or cast.amax.refresh)
@@ -164,9 +163,9 @@ class Operands:
         return kept.once(key, lambda: self.of(self.weight.values(w_NK), place, axis, both))
 
     def again(self, operand: AnyOperand, place: str) -> AnyOperand:
-        """The operand of a place that takes another place's `operand`, contracted along the other axis.
+        """The operand of a place that reuses another place's `operand`, contracted along the other axis.
 
-        Where the cast of the place has scales, the values are rounded once more.
+        If the cast of the place has scales, the values are rounded once more.
         """
         if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
             return operand.transposed()
@@ -178,13 +177,13 @@ class Operands:
         return have_same_numbers(self.layer.casts, a, b)
 
     def shard(self, place: str) -> TensorShard | None:
-        """The shard that the tensor of a place is; None if this process holds all of it."""
+        """The shard of a place's tensor; None if this process holds all of it."""
         return self.shards.get(place.partition(".")[2])
 
     def quant_context(
         self, tensor: torch.Tensor, place: str, amax: torch.Tensor | None = None
     ) -> QuantContext:
-        """The context of a place's cast; the cast updates a history with the tensor (again does no harm)."""
+        """The context of a place's cast; the cast updates a history with the tensor (repeats do no harm)."""
         cast, step, held, scale, seen = self.layer.casts[place], self.step, None, None, None
         if cast.amax.history or cast.amax.refresh:
             scale, seen = self.delayed_scale(place)
@@ -200,7 +199,7 @@ class Operands:
         return QuantContext(stream, signs, scale, self.shard(place), held, seen, channels, amax=amax)
 
     def delayed_scale(self, place: str) -> DelayedScale:
-        """The scale that a place's history gives, and its amax, which a training pass raises.
+        """The scale from a place's history, and its amax, which a training pass raises.
 
         A held amax gives no scale.
         """
@@ -219,14 +218,14 @@ class Operands:
         return local_channels(choice.chosen, self.shard(place))
 
     def choose_channels(self, x_MK: torch.Tensor) -> None:
-        """Let the layer's choice of kept channels see its input, once a pass that a backward pass follows."""
+        """Let the layer's choice of kept channels see its input, once per pass that has a backward pass."""
         choice = self.step.histories.get(CHOOSES)
         is_wanted = self.step.is_training and self.layer.casts[CHOOSES].channels.share
         if is_wanted and isinstance(choice, ChannelChoice):
             choice.update(x_MK, self.shard(CHOOSES))
 
     def gradient_stream(self, dw_NK: torch.Tensor) -> RandomStream | None:
-        """The random bits with which `dw_NK` is added to a narrow gradient; None for any other."""
+        """The random bits with which `dw_NK` is added to a quantized gradient; None for any other."""
         if not self.weight.has_narrow_gradient:
             return None
         return self.step.gradient_stream(self.elements("fprop.w", dw_NK))
@@ -238,7 +237,7 @@ class Operands:
 
 
 def keep_input(x_MK: torch.Tensor, operand: AnyOperand, operands: Operands) -> tuple[Tensors, Restore]:
-    """Keep a layer's input; `operand` is what fprop saw of it."""
+    """Keep a layer's input; `operand` is what fprop used."""
     layer, amax = operands.layer, operands.input_amax
     saved, fprop = layer.saved, layer.casts["fprop.x"]
     if layer.reuses_x:
@@ -267,14 +266,14 @@ def keep_input(x_MK: torch.Tensor, operand: AnyOperand, operands: Operands) -> t
 
 
 def keep_operand(operand: AnyOperand) -> tuple[Tensors, Restore]:
-    """Keep an operand in the tensors that it has."""
+    """Keep an operand in the tensors that it consists of."""
     if isinstance(operand, RowOperand):
         return tuple(operand), RowOperand
     if isinstance(operand, TiledOperand):
         return _keep_tiles(operand.transposed())  # the backward pass wants this one alone
     if isinstance(operand, QuantizedOperand):
         cast = operand.cast
-        codes = operand.codes if operand.other is None else operand.other.T  # the backward pass wants these
+        codes = operand.codes if operand.other is None else operand.other.T  # the backward pass reads these
         return (codes, *operand[1:3]), lambda codes, scales, tensor_scale: QuantizedOperand(
             codes, scales, tensor_scale, cast
         )

@@ -1,13 +1,14 @@
-"""The backend of a recipe on a device, after one tiny GEMM of each kind that would be native.
+"""The backend of a recipe on a device, verified by one tiny GEMM of each kind that would be native.
 
-The facts of a device say which scaled GEMMs torch has for it (`recipes.choose_backend`). Whether this torch,
-its libraries and this driver compute them correctly is tested by a GEMM of 128 x 256 and 256 x 128 quantized
-values, compared with the same values multiplied in float64. For each result
+The facts of a device determine which scaled GEMMs torch has for it (`recipes.choose_backend`). Whether this
+torch, its libraries and this driver compute them correctly is tested by a GEMM of 128 x 256 and 256 x 128
+quantized values, compared with the same values multiplied in float64. For each result
 
     |native - exact|  <=  2^-8 |exact| + 2^-10 sum_k |x_k w_k|
 
-The first term is the rounding of the result to bf16, the second more than what Hopper's fast accumulation
-loses (14 bits). A misplaced scale or block is off by a factor. What fails is emulated, with a reason.
+The first term is the rounding of the result to bf16, the second more than the loss of Hopper's fast
+accumulation (14 bits). A misplaced scale or block is off by a factor. A GEMM that fails is emulated, with a
+reason.
 """
 
 from functools import cache
@@ -24,7 +25,7 @@ _NEAREST = "nearest-even"
 
 
 def verified_backend(recipe: Recipe, device: torch.device, requested: str = "auto") -> Backend:
-    """`choose_backend` for a device that is here: native only if its GEMMs pass the test.
+    """`choose_backend` for a device that is present: native only if its GEMMs pass the test.
 
     Raises:
         UserError: The requested backend is unknown, or native where the device lacks the formats or fails.
@@ -50,16 +51,16 @@ def verified_backend(recipe: Recipe, device: torch.device, requested: str = "aut
 def product_failure(
     x_cast: Cast, w_cast: Cast, device: torch.device, shape: tuple[int, int, int] = TINY
 ) -> str:
-    """What is wrong with the native product of two casts on a device, as a clause; "" if nothing is.
+    """What is wrong with the native matmul of two casts on a device, as a clause; "" if nothing.
 
-    `shape` has its numbers of rows M, of columns K that are summed, and of columns N.
+    `shape` is (M rows, K contracted columns, N columns).
     """
     M, K, N = shape
     generator = torch.Generator().manual_seed(0)
     operands, wide = [], []
     for cast, rows in ((x_cast, M), (w_cast, N)):
         x_RK = torch.randn(rows, K, dtype=torch.float32, generator=generator) * torch.arange(1, K + 1)
-        # A product knows nothing of how its numbers were made; random bits would be torch's own.
+        # A GEMM does not depend on how its values were made; random bits would come from torch's generator.
         plain = cast.having(hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
         q = quantize_in_context(x_RK.to(device), plain, -1, DEFAULT_CONTEXT)
         operands.append(quantized_operand(q, -1))

@@ -4,8 +4,8 @@
     inputs     some columns of the weight: matmuls give partial sums (row-wise tensor parallel)
     outputs    some rows of the weight (column-wise tensor parallel)
 
-A layer needs this to lay blocks, scales and random bits on the global tensors. Two functions exchange tokens
-and sums with the other processes; they belong to the room `distributed`.
+A layer needs this to lay out blocks, scales and random bits on the global tensors. Two functions exchange
+tokens and sums with the other processes; they are in the room `distributed`.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ class EqualShare:
     """One of `count` equal shares of what several processes hold: of each sequence's tokens, or of all heads.
 
     Attributes:
-        index: the number of the share.
-        count: the number of shares.
-        groups: the process groups that hold the other shares.
+        index: The index of the share.
+        count: The number of shares.
+        groups: The process groups that hold the other shares.
     """
 
     index: int = 0
@@ -46,8 +46,8 @@ class PooledSequences:
     """The sequences of `count` processes, some of whose tokens this one computes together (experts).
 
     Together they have the sequences of a step from `begin` on; of these, this process has those from `own`
-    on. Their n-th micro-batches are one, and follow each other: so their random bits are those of one process
-    with micro-batches of `count` times as many sequences.
+    on. Their n-th micro-batches are concatenated into one: so their random bits are those of one process with
+    micro-batches of `count` times as many sequences.
     """
 
     begin: int
@@ -55,7 +55,7 @@ class PooledSequences:
     count: int
 
     def first(self, first_sample: int) -> int:
-        """The first sequence of the micro-batch of all, from the first of that of this process."""
+        """The first sequence of everyone's micro-batch, from the first sequence of this process's."""
         return self.begin + self.count * (first_sample - self.own)
 
 
@@ -64,12 +64,12 @@ class LinearShards:
     """The sharding of one layer; None for a dimension that is not sharded.
 
     Attributes:
-        pool: the sequences whose tokens the layer computes, if not those of this process.
-        tokens: the shard of the tokens.
-        inputs: the shard of the weight's columns.
-        outputs: the shard of the weight's rows.
-        before: makes the input of the matmuls from the layer's input.
-        after: makes the layer's output, still without bias, from the result of the matmul.
+        pool: The sequences whose tokens the layer computes, if not those of this process.
+        tokens: The shard of the tokens.
+        inputs: The shard of the weight's columns.
+        outputs: The shard of the weight's rows.
+        before: Computes the input of the matmuls from the layer's input.
+        after: Computes the layer's output, still without bias, from the matmul's result.
     """
 
     tokens: EqualShare | None = None
@@ -85,8 +85,8 @@ class LinearShards:
         return self == LinearShards()
 
     def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
-        """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; without those
-        that are full."""
+        """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; full ones are left
+        out."""
         if self.tokens is None and self.inputs is None and self.outputs is None:
             return {}
         M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)

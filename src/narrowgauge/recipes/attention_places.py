@@ -1,7 +1,7 @@
 """The places of attention and of the residual stream, and which casts they can have.
 
-Attention is two matmuls forward and four backward (`nn/transformer/attention_function.py`). A place names
-a tensor, not a product: each tensor is an operand of two or three of them.
+Attention is two matmuls forward and four backward (`nn/transformer/attention_function.py`). A place names a
+tensor, not a matmul: each tensor is an operand of two or three of them.
 
     attention.q    queries                q kᵀ, and ds ᵀ q
     attention.k    keys                   q kᵀ, and ds k
@@ -10,8 +10,8 @@ a tensor, not a product: each tensor is an operand of two or three of them.
     attention.do   gradient of p v        pᵀ do, and do vᵀ
     attention.ds   gradient of q kᵀ       ds k, and dsᵀ q
 
-A product contracts another axis of a tensor than the other one does, so a tensor is quantized for each, with
-blocks along the axis that this product contracts. A place that a recipe does not name is in `compute`.
+Matmuls contract different axes of a tensor, so it is quantized for each, with blocks along the axis that this
+matmul contracts. A place that a recipe does not name is in `compute`.
 
 `stream` is the residual: fp32 unless a recipe sets it.
 """
@@ -25,7 +25,7 @@ from narrowgauge.quantization.cast import CODES_AND_SCALES
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
 GRADIENT_PLACES = ATTENTION_PLACES[4:]
-#: The two operands of each product: those of the forward pass first.
+#: The two operands of each matmul: those of the forward pass first.
 ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
     "q kᵀ": ("attention.q", "attention.k"),
     "p v": ("attention.p", "attention.v"),
@@ -34,7 +34,7 @@ ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
     "ds k": ("attention.ds", "attention.k"),
     "dsᵀ q": ("attention.ds", "attention.q"),
 }
-#: What a rule gives the layers that it keeps out: everything in `compute`.
+#: What a rule gives the layers that it keeps wide: everything in `compute`.
 ALL_WIDE: Mapping[str, Cast | None] = dict.fromkeys(ATTENTION_PLACES, None)
 STREAM = "stream"
 #: The keys of a cast that the stream implements, and those that attention does.
@@ -81,20 +81,20 @@ def _refuse(place: str, cast: Cast, known: Collection[str], why: str) -> None:
 def _refuse_state(place: str, cast: Cast) -> None:
     if cast.is_for_state:
         raise UserError(
-            f"recipe place {place!r}: cast {cast.name!r} is for state, not for a tensor that products read; "
+            f"recipe place {place!r}: cast {cast.name!r} is for state, not for a GEMM operand; "
             "use one such as e4m3 or mxfp8"
         )
 
 
 def is_wide(cast: Cast | None, compute: str) -> bool:
-    """Whether a place is in the format that everything is in."""
+    """Whether a place is in the compute format."""
     return cast is None or (not cast.is_scaled and cast.name == compute)
 
 
 def require_attention(attention: Mapping[str, Cast | None], where: str) -> None:
-    """Refuse operands of a product of attention of which one is transformed and the other is not.
+    """Refuse a matmul of attention with only one operand transformed.
 
-    A product of the backward pass with a gradient that is not narrow takes the other operand as it came.
+    In the backward pass, a matmul whose gradient is not narrow takes the other operand unquantized.
     """
     for product, (a, b) in ATTENTION_PRODUCTS.items():
         gradient = attention.get(a if a.endswith((".do", ".ds")) else b)
@@ -113,7 +113,7 @@ def require_attention(attention: Mapping[str, Cast | None], where: str) -> None:
 def operands_of_attention(
     mappings: Iterable[Mapping[str, Cast | None]], compute: str
 ) -> list[tuple[str, tuple[str, str], tuple[Cast, Cast]]]:
-    """(product, its places, their casts) for each product and each mapping of casts, every one once."""
+    """(matmul, its places, their casts) for each matmul and each mapping of casts, without repeats."""
     wide = make_cast(compute)
     found: dict[tuple[str, tuple[str, str], tuple[Cast, Cast]], None] = {}
     for casts in mappings:

@@ -1,6 +1,6 @@
-"""Whether the blocks of a recipe's casts fit attention and the residual stream of a model.
+"""Checks that the blocks of a recipe's casts fit attention and the residual stream of a model.
 
-A head's tensors are matrices, and a product contracts one of their dimensions. Legend: T queries, S keys
+A head's tensors are matrices, and a matmul contracts one of their dimensions. Legend: T queries, S keys
 (both are the sequence), H head_dim.
 """
 
@@ -55,6 +55,6 @@ def _uses(casts: Mapping[str, Cast | None]) -> Iterator[tuple[str, Cast, str, st
 def _require(block: int, name: str, size: int, cast: Cast, where: str) -> None:
     if block and size % block:
         raise UserError(
-            f"{where} = {cast.name!r} has blocks of {block}, and {name} = {size} is no multiple of {block}; "
-            f"take blocks that divide it, block = 'row' or 'tensor', or another {name}"
+            f"{where} = {cast.name!r} has blocks of {block}, and {name} = {size} is not a multiple of "
+            f"{block}; take blocks that divide it, block = 'row' or 'tensor', or another {name}"
         )

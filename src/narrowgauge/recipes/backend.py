@@ -1,14 +1,14 @@
-"""The code that runs a recipe on a device: the hardware's formats or emulation, and why.
+"""Chooses the code that runs a recipe on a device: the hardware's formats or emulation, and why.
 
-A *scheme* is one scaled GEMM of torch: formats of the elements, blocks of the scales, and the devices whose
-matrix units take them (torch.nn.functional.scaled_mm; its conditions are in
-aten/src/ATen/native/cuda/ScaledBlas.cpp). A recipe runs natively if each of its GEMMs has a scheme on the
-device, and is emulated as a whole otherwise, so that one word names the arithmetic of a run.
+A *scheme* is one of torch's scaled GEMMs: element formats, scale blocks, and the devices whose matrix units
+support them (torch.nn.functional.scaled_mm; its conditions are in aten/src/ATen/native/cuda/ScaledBlas.cpp).
+A recipe runs natively if each of its GEMMs has a scheme on the device, and is emulated as a whole otherwise,
+so that one word describes the arithmetic of a run.
 
 Formats without a scheme are emulated everywhere: torch does not multiply FP6 or fixed point, and MXFP4 only
 if it was built with a separate library.
 
-A wide recipe is native, except bf16 on GPUs without matrix units for it (NVIDIA before Ampere, AMD before
+A wide recipe is native, except for bf16 on GPUs without matrix units for it (NVIDIA before Ampere, AMD before
 CDNA): torch converts bf16 to fp32 there. fp16 is native on them.
 """
 
@@ -29,7 +29,7 @@ BACKENDS = ("auto", "native", "emulated")
 BF16_SINCE = (8, 0)
 WITHOUT_BF16 = ("gfx906",)
 
-#: The keys of an operand that a scaled product of torch multiplies: codes and scales are all that it reads.
+#: The keys of an operand that torch's scaled GEMMs support: they read only codes and scales.
 NATIVE_KEYS = (
     *(*CODES_AND_SCALES, "hadamard", "signs", "outliers"),
     *(key for key in BY_LAYER if key not in ("of", "keep_cast")),
@@ -43,16 +43,16 @@ ROW32, ROW16, SQUARE16 = (1, 32), (1, 16), (16, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A scaled GEMM of torch, and the devices that have it.
+    """One of torch's scaled GEMMs, and the devices that have it.
 
     Attributes:
-        words: Its name for people.
+        words: Its name in messages.
         scale: The scales of its operands, as in `Cast.scales.format`.
         blocks: The blocks of its two operands, in either order.
-        elements: The formats that its elements can have; E5M2 is never on both sides, and on none in blocks
-            (`check_deepseek_recipe` and `check_mxfp8_recipe` of ScaledBlas.cpp).
+        elements: The formats that its elements can have; E5M2 is never on both sides, and on neither in
+            blocks (`check_deepseek_recipe` and `check_mxfp8_recipe` of ScaledBlas.cpp).
         since: The first compute capability that has it; None if no NVIDIA GPU has it.
-        only: Whether compute capabilities after `since` do not have it.
+        only: Whether compute capabilities after `since` lack it.
         cuda: The first version of CUDA that has it.
         amd: The AMD architectures that have it.
     """
@@ -67,7 +67,7 @@ class Scheme:
     amd: tuple[str, ...] = ()
 
     def is_of(self, a: Cast, b: Cast) -> bool:
-        """Whether two operands make this GEMM."""
+        """Whether two operands use this GEMM."""
         elements = {a.element.name, b.element.name}
         return (
             a.scales.format == b.scales.format == self.scale
@@ -79,7 +79,7 @@ class Scheme:
         )
 
     def needs(self, device: Device) -> str:
-        """What a device lacks for this GEMM, as words; empty if it lacks nothing."""
+        """What a device lacks for this GEMM, as words; "" if nothing."""
         if device.maker == "amd":
             return "" if device.architecture in self.amd else " or ".join(self.amd) or "an NVIDIA GPU"
         if self.since is None or device.maker != "nvidia":
@@ -176,7 +176,7 @@ def choose_backend(recipe: Recipe, device: Device, requested: str = "auto") -> B
 
 
 def _lacks_units(compute: str, device: Device) -> str:
-    """Why a GPU does not multiply a wide format itself, as a clause; empty if it does."""
+    """Why a GPU does not natively multiply a wide format, as a clause; "" if it does."""
     if compute == "bf16" and device.maker == "nvidia" and device.capability < BF16_SINCE:
         return f"bf16 takes compute capability {_dotted(BF16_SINCE)} or later; {_described(device)}"
     if compute == "bf16" and device.maker == "amd" and device.architecture in WITHOUT_BF16:
@@ -189,12 +189,12 @@ class Product:
     """A GEMM of a recipe on a device.
 
     Attributes:
-        gemm: "fprop", "dgrad" or "wgrad"; of attention a key of `ATTENTION_PRODUCTS`.
+        gemm: "fprop", "dgrad" or "wgrad"; for attention a key of `ATTENTION_PRODUCTS`.
         places: The places of its two operands.
         operands: The casts of its two operands.
-        scheme: The name of the scheme that the device has for it; empty for a plain GEMM.
-        obstacle: Why the device cannot multiply these values, as a clause; empty if it can.
-        made_by: The code that makes each operand; None in attention, where the shapes at hand decide.
+        scheme: The name of the device's scheme for it; "" for a plain GEMM.
+        obstacle: Why the device cannot multiply these values, as a clause; "" if it can.
+        made_by: The code that makes each operand; None in attention, where the actual shapes decide.
     """
 
     gemm: str
@@ -206,7 +206,7 @@ class Product:
 
 
 def products_on(recipe: Recipe, device: Device) -> list[Product]:
-    """Every GEMM that a recipe has in some layer at some time, and whether a device multiplies it."""
+    """Every GEMM that a recipe has in any layer at any time, and whether a device multiplies it."""
     products = [
         _product(gemm, a, b, device, recipe.compute) for gemm in GEMMS for a, b in _pairs(recipe, gemm)
     ]
@@ -243,13 +243,13 @@ def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
 
 
 def _native_schemes(recipe: Recipe, device: Device) -> tuple[str, list[str]]:
-    """(why the recipe cannot run natively, the schemes that its GEMMs have on the device)."""
+    """(why the recipe cannot run natively, the schemes of its GEMMs on the device)."""
     products = products_on(recipe, device)
     for product in products:
         if product.obstacle:
             return product.obstacle, []
         if product.scheme and recipe.compute != "bf16":
-            return f"native products come out in bf16, and this recipe computes in {recipe.compute}", []
+            return f"native GEMMs return bf16, and this recipe computes in {recipe.compute}", []
     return "", list(dict.fromkeys(product.scheme for product in products if product.scheme))
 
 
@@ -270,7 +270,7 @@ def _described(device: Device) -> str:
 
 
 def _pairs(recipe: Recipe, gemm: str) -> Iterable[tuple[Cast, Cast]]:
-    """Every pair of casts that the operands of a GEMM can have in some layer at some time."""
+    """Every pair of casts that the operands of a GEMM can have in any layer at any time."""
     places = [p for p in recipe.casts if p.startswith(f"{gemm}.")]
     pairs = {tuple(recipe.casts[p] for p in places): None}
     for rule in recipe.rules:

@@ -1,7 +1,7 @@
-"""The facts that decide what a device can multiply: its maker, its generation, the library that drives it.
+"""The facts that decide what a device can multiply: its maker, its generation, and its library version.
 
-The name of a GPU is not one of them: two GPUs of one generation can do the same, and next year's GPU has a
-new name. `devices.toml` only maps the GPUs of today to generations, for questions about a device elsewhere.
+The name of a GPU is not among them: two GPUs of one generation have the same abilities, and next year's GPU
+has a new name. `devices.toml` only maps today's GPUs to generations, for questions about a device elsewhere.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from narrowgauge.files import shipped_text
 if TYPE_CHECKING:
     import torch
 
-#: The CUDA that a device elsewhere is taken to have: what torch's wheels are built for. CUDA 13 has no code
-#: for what came before Turing; the last wheels that have are built for 12.6 (`doctor` names the releases).
+#: The CUDA version assumed for a device elsewhere: the one that torch's wheels are built for. CUDA 13 dropped
+#: GPUs before Turing; the last wheels that support them are built for 12.6 (`doctor` names the releases).
 CUDA_ELSEWHERE, CUDA_BEFORE_TURING = (13, 0), (12, 6)
 _TURING = (7, 5)
-# Words that a product's full name has and its short name has not: "NVIDIA GeForce RTX 4090".
+# Words in a product's full name that its short name lacks: "NVIDIA GeForce RTX 4090".
 _MAKERS = re.compile(r"nvidia|geforce|amd|instinct|radeon|[\s_-]")
 
 
 def device_facts(device: torch.device) -> Device:
-    """The facts of a torch device, or of the GPU that it stands for (`devices.imagine`)."""
+    """The facts of a torch device, or of the GPU that it simulates (`devices.imagine`)."""
     if (facts := imagined(device)) is not None:
         return facts
     if device.type != "cuda":
         return Device(maker=device.type)
-    import torch  # here: a device elsewhere is described without it
+    import torch  # here, so that a device elsewhere can be described without it
 
     from narrowgauge.kernels.dispatch import can_compile
 
@@ -53,10 +53,11 @@ def device_facts(device: torch.device) -> Device:
 
 
 def named_device(name: str) -> Device:
-    """The facts of a device that need not be here: `sm_89`, `gfx942`, a product such as `rtx4090`, or `cpu`.
+    """The facts of a device that need not be present: `sm_89`, `gfx942`, a product such as `rtx4090`, or
+    `cpu`.
 
     Raises:
-        UserError: There is no such device; the nearest names are in the sentence.
+        UserError: There is no such device; the message suggests the nearest names.
     """
     devices = _devices()
     short = _MAKERS.sub("", name.lower())
@@ -68,13 +69,13 @@ def named_device(name: str) -> Device:
     ]
     nearest = ", ".join(dict.fromkeys(near)) or ", ".join(n for n in devices if n.startswith("sm_"))
     raise UserError(
-        f"unknown device {name!r}; the nearest are {nearest}; a compute capability (sm_89), an AMD "
-        "architecture (gfx942), a product (rtx4090) or cpu says which device is meant"
+        f"unknown device {name!r}; the nearest are {nearest}; name a compute capability (sm_89), an AMD "
+        "architecture (gfx942), a product (rtx4090) or cpu"
     )
 
 
 def _devices() -> dict[str, Device]:
-    """Every name of `devices.toml`, with the names of the generations themselves."""
+    """Every name in `devices.toml`, and the names of the generations themselves."""
     table = tomllib.loads(shipped_text("recipes", "devices"))
     devices = {"cpu": Device(maker="cpu")}
     for capability, products in table["nvidia"].items():

@@ -1,6 +1,6 @@
-"""Recipes in words: a cast as a recipe writes it, the facts of a recipe, and what differs between two.
+"""Describes recipes: a cast as a recipe writes it, the facts of a recipe, and the differences between two.
 
-The facts are read from the fields of `Recipe` and `Cast`. A field that is new shows up by itself.
+The facts are read from the fields of `Recipe` and `Cast`, so a new field appears automatically.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
 from narrowgauge.toml_text import toml_value
 
-WORDS = ("name", "title", "source", "text")  # fields of a recipe that are no numbers
+WORDS = ("name", "title", "source", "text")  # descriptive fields of a recipe
 NONE = "none"
 
 
 def default_of(owner: Any, name: str) -> Any:
-    """The default of a dataclass's field; `MISSING` without one."""
+    """The default of a dataclass field; `MISSING` without one."""
     field = next(f for f in fields(owner) if f.name == name)
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
@@ -29,7 +29,7 @@ def changed_keys(c: Cast, base: Cast | None = None) -> dict[str, Any]:
     other = c.defaults() | ({} if base is None else base.values())
     found = {key: key_value(key, value) for key, value in c.values().items() if value != other[key]}
     if base is None and found.get("scale_rule") == "rceil":
-        del found["scale_rule"]  # what E8M0 scales have if nothing is said
+        del found["scale_rule"]  # the default of E8M0 scales
     return found
 
 
@@ -48,7 +48,7 @@ def key_value(key: str, value: Any) -> Any:
 
 
 def cast_keys(c: Cast) -> tuple[str, dict[str, Any]]:
-    """The name that a cast begins with ("" for none), and its other keys."""
+    """The name that a cast begins with ("" for none), and its remaining keys."""
     if c.of and not c.is_scaled:
         return c.of, {}
     if c.name in (*cast_names(), *state_cast_names()):
@@ -57,7 +57,7 @@ def cast_keys(c: Cast) -> tuple[str, dict[str, Any]]:
 
 
 def cast_text(c: Cast | str | None) -> str:
-    """The cast in a table's cell: its name, then its other keys; without a name, its keys."""
+    """The cast in a table cell: its name, then its other keys; without a name, its keys."""
     if not isinstance(c, Cast):
         return c or NONE
     name, keys = cast_keys(c)
@@ -66,7 +66,7 @@ def cast_text(c: Cast | str | None) -> str:
 
 
 def recipe_facts(recipe: Recipe) -> dict[str, str]:
-    """The contents of a recipe by key: places with their casts, what is kept wide, rules."""
+    """The contents of a recipe by key: places with their casts, layers kept wide, rules."""
     facts: dict[str, str] = {}
     for f in fields(recipe):
         value = getattr(recipe, f.name)
@@ -83,7 +83,7 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) or NONE if isinstance(value, tuple) else str(value)
 
 
-# Fields of a rule that are told otherwise than by their name.
+# Fields of a rule that are reported under other names.
 _PLACES_OF_RULES = ("casts", "attention", "state", "keeps_state")
 
 
@@ -124,7 +124,7 @@ def _rule_facts(recipe: Recipe, rules: Sequence[Rule]) -> dict[str, str]:
 
 
 def differences(a: Recipe, b: Recipe) -> list[tuple[str, str, str]]:
-    """(keys, value in the first recipe, value in the second): those that differ; alike ones together."""
+    """(keys, value in the first recipe, value in the second) where they differ; equal pairs are merged."""
     first, second = recipe_facts(a), recipe_facts(b)
     rows: dict[tuple[str, str], list[str]] = {}
     for key in dict.fromkeys([*first, *second]):

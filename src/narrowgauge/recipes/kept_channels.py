@@ -1,7 +1,7 @@
-"""Channels that are kept in another cast (`keep_channels`): which places can keep them, and what they need.
+"""Channels kept in another cast (`keep_channels`): which places can keep them, and what they need.
 
 The channels are columns of a layer's input, and chosen from it. Its weight has the same columns, and so has
-the weight's gradient: the columns of kept channels there are the matmul of two operands in `keep_cast`.
+the weight's gradient: there the columns of kept channels are the matmul of two operands in `keep_cast`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
 
 CHOOSES = "fprop.x"
-MEETS = "wgrad.dy"  # has no such channels, but meets those of wgrad.x
+MEETS = "wgrad.dy"  # has no such channels itself, but is multiplied with those of wgrad.x
 KEEPING = (CHOOSES, "fprop.w", "wgrad.x")
 
 
 def require_channels(casts: Mapping[str, Cast], inputs: Sequence[Cast], where: str) -> None:
-    """Refuse kept channels that are never chosen, that are none, or that meet no operand in their cast.
+    """Refuse kept channels that are never chosen, are empty, or meet no operand in their cast.
 
     Args:
         casts: The casts of the six places at some time.
@@ -57,7 +57,7 @@ def require_channels(casts: Mapping[str, Cast], inputs: Sequence[Cast], where: s
 
 
 def _require_place(place: str, cast: Cast, where: str) -> None:
-    """Refuse a cast for kept channels in a place that has none."""
+    """Refuse a cast for kept channels in a place that keeps none."""
     if place not in (*KEEPING, MEETS):
         raise UserError(
             f"{where}: keep_cast = {cast.channels.cast!r} in {place}, but kept channels are columns of a "

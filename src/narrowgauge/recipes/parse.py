@@ -1,39 +1,39 @@
-"""Parse a recipe: TOML in, a `Recipe` out, and a sentence for every mistake.
+"""Parses a recipe: TOML in, a `Recipe` out, and one sentence for every mistake.
 
-name, title, source     words
+name, title, source     text
 compute = "bf16"        the format of everything that is not narrow ("bf16", "fp16", "fp32")
 saved = "operand"       what is kept for the backward pass ("input", "operand", or a cast)
 
-weight, grad, m, v      what state is kept in, and a wider master of the weight; moments of every large
+weight, grad, m, v      the storage of state, and a wider master of the weight; moments of every large
 master = "none"         tensor, the rest of linear layers
-gather = "e4m3"         weights on the wire: numbers that their products see anyway (fp32); and their
+gather = "e4m3"         weights on the wire: values that their GEMMs see anyway (fp32); and their
 reduce = "bf16"         gradients, rounded after every addition (fp32)
 stream = "bf16"         the residual stream (fp32)
-offload = ["m", "v"]    which of master, grad, m, v lie in the host's memory while a GPU computes
+offload = ["m", "v"]    which of master, grad, m, v are in host memory while a GPU computes
 
 [keep]                  layers that stay in `compute`, their weights and gradients in fp32
 modules = ["head"]      by name or pattern
 first_blocks = 2        and blocks from the beginning or the end: a number,
-last_blocks = 0.15      or with a point a share, rounded up
+last_blocks = 0.15      or with a decimal point a share, rounded up
 
 [fprop]                 the casts of a GEMM's operands; also [dgrad] dy, w and [wgrad] dy, x
 x = "mxfp4"
 w = {cast = "mxfp4", scale_rule = "even"}
 
 [dgrad]
-w = "fprop.w"           the numbers that another product saw of the same tensor, as they are; rounded again:
+w = "fprop.w"           the values of the same tensor in another GEMM, as they are; rounded again:
                         w = {cast = "mxfp4", of = "fprop.w"}
 
 [attention]             the operands of attention: q, k, v, p, and the gradients do, ds
 q = "e4m3"              (`attention_places.py`); attention = "e4m3" is all six
 
 [[rule]]                other casts, in some layers or from some time on; later rules win
-modules = ["*.down"]    selected as in [keep]; nothing named = every layer
+modules = ["*.down"]    selected as in [keep]; without a selection, every layer
 from_share = 0.9        after this share of the run's steps, or from_step = 5000, or from = "decay": once the
 until_share = 0.95      learning rate falls; the rule ends with until_step, until_share, until = "decay"
 fprop = "bf16"          both operands of a GEMM,
 wgrad.dy = "mxfp8"      or one
-v = "fp32"              state, too: m and v of any parameter, weight, master and grad of a linear layer
+v = "fp32"              or state: m and v of any parameter, weight, master and grad of a linear layer
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
 from narrowgauge.toml_text import parse_toml
 
-_SET_OVER = ("saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts of the products
+_SET_OVER = ("saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)  # besides the casts of the GEMMs
 RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, ATTENTION, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
@@ -66,7 +66,7 @@ _RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, ATTENTION, *STATE_PLACES)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
-    """Make a recipe from the text of a TOML file; `where` names the file in errors.
+    """Parse the text of a TOML file into a recipe; `where` names the file in errors.
 
     Raises:
         UserError: The TOML is broken, a key or cast is unknown, or a value has the wrong type.
@@ -117,7 +117,7 @@ def _attention(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
 
 
 def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast], where: str) -> list[Rule]:
-    """The rule that [keep] stands for, if it names any layers."""
+    """The rule that [keep] stands for, if it selects any layers."""
     keep = _table(table.get("keep", {}), "keep", where)
     _check_keys(keep, _LAYER_KEYS, f"[keep] key of recipe {where}")
     layers = _layers(keep, where)
@@ -139,7 +139,7 @@ def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
 
 
 def _clock(table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a rule that say when it holds."""
+    """The fields of a rule that determine when it holds."""
     fields: dict[str, Any] = {}
     for word in ("from", "until"):
         step = table.get(f"{word}_step", 0)
@@ -187,7 +187,7 @@ def _share(value: Any, key: str, where: str) -> float:
 
 
 def _check_root(table: Mapping[str, Any], where: str) -> None:
-    """Refuse unknown keys of the file; keys of a cast and sections of a configuration belong elsewhere."""
+    """Refuse unknown keys of the file, including keys of a cast and sections of a configuration."""
     for key, value in table.items():
         if key not in RECIPE_KEYS and key in cast_keys():
             raise UserError(

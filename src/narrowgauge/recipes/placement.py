@@ -1,8 +1,8 @@
-"""A recipe's places in a model, in sentences: which layers stay wide, and which blocks do not fit.
+"""Describes a recipe's places in a model: which layers stay wide, and which blocks do not fit.
 
-Blocks start at the first row and the first column, and the rest at the edge is a block as well. It is padded
-with zeros: its scale is that of fewer values. If all blocks are cut, the cast is in fact another one: blocks
-of 4096 rows on 257 rows are blocks of 257. So the plan, a run and its page name what is cut.
+Blocks start at the first row and the first column, and the remainder at the edge is also a block. It is
+padded with zeros: its scale is that of fewer values. If all blocks are cut, the cast is effectively another
+one: blocks of 4096 rows on 257 rows are blocks of 257. So the plan, a run and its page report what is cut.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from narrowgauge.quantization import Cast
 from narrowgauge.recipes.places import DIMENSIONS
 from narrowgauge.recipes.resolve import HEADS, ModelPlan, found_patterns, operands_of, state_of
 
-_LISTED = 4  # names of one kind up to which each is written out
+_LISTED = 4  # names of one kind that are written out; more are abbreviated
 _WORDS = {"M": "tokens", "N": "outputs", "K": "inputs"}
 
 
@@ -32,7 +32,7 @@ def kept_text(plan: ModelPlan) -> str:
 
 
 def _grouped(layers: Sequence[str], blocks: Sequence[str], everything: Sequence[str]) -> str:
-    """Names on one line: whole blocks, then layers; many of one kind with `*` for their numbers."""
+    """Names on one line: whole blocks, then layers; many of one kind with `*` in place of their numbers."""
     chosen, runs, rest = set(layers), list[list[str]](), []
     inside = _by_block(everything, blocks)
     before = -2
@@ -69,7 +69,7 @@ def cut_blocks(plan: ModelPlan, tokens: int = 0) -> list[str]:
 
     Args:
         plan: The recipe in a model.
-        tokens: The tokens of a forward pass; 0 where they are not known, as in an expert.
+        tokens: The tokens of a forward pass; 0 where they are unknown, as in an expert.
     """
     found: dict[tuple[str, str, int], dict[str, dict[str, None]]] = {}
     sizes: dict[tuple[str, str, int], dict[str, int]] = {}
@@ -98,7 +98,7 @@ def _sentence(key: tuple[str, str, int], places: list[str], sizes: dict[str, int
 
 
 def _spans(place: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
-    """(what, dimension, size) of all that a cast lays along a dimension in pieces of a fixed size."""
+    """(what, dimension, size) of everything a cast lays along a dimension in pieces of a fixed size."""
     if not cast.is_scaled:
         return
     for dimension, size in zip(DIMENSIONS[place], cast.block or (0, 0), strict=True):

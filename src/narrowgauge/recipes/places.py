@@ -18,16 +18,16 @@ from narrowgauge.recipes.attention_places import (
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
-# The place that saw a tensor before, whose numbers a place may take in place of the tensor's.
+# The place that quantized the same tensor before, whose values a place may reuse.
 SEEN_BEFORE = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x", "wgrad.dy": "dgrad.dy"}
-# What state is kept in unless a recipe says otherwise: of the weights of linear layers, and the moments of
-# every large tensor. "none" = no second, wider copy of a weight.
+# The storage of state, by default: of the weights of linear layers, and the moments of every large tensor.
+# "none" = no second, wider copy of a weight.
 STATE_PLACES = ("weight", "master", "grad", "m", "v")
 FP32 = make_cast("fp32")
 WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, FP32) | {"master": None}
 WIRE_PLACES = ("gather", "reduce")  # between devices: weights of linear layers, and their gradients
-# For the tensor in each place of a linear layer: the dimension across the product, and the one that it
-# contracts. M tokens, N outputs, K inputs.
+# For the tensor in each place of a linear layer: the dimension that remains in the GEMM's result, and the one
+# that it contracts. M tokens, N outputs, K inputs.
 DIMENSIONS = {
     "fprop.x": "MK",
     "saved": "MK",
@@ -40,14 +40,14 @@ DIMENSIONS = {
 }
 PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *STATE_PLACES, *WIRE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
-KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
+KEYS = (*PLACES, "offload", "compute")  # can be overridden in a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
 # Names of several places, which take one cast for all of them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     group: tuple(place for place in PLACES if place.startswith(f"{group}.")) for group in (*GEMMS, ATTENTION)
 }
 CAST_TABLE = '{cast = "mxfp4", rounding = "stochastic"}'  # an example, for errors
-# What may be kept of a layer's input for its backward pass, in addition to casts.
+# What may be kept of a layer's input for its backward pass, besides casts.
 SAVED = ("input", "operand")
 #: The keys of a cast that each kind of place implements.
 GEMM_KEYS = (
@@ -55,16 +55,16 @@ GEMM_KEYS = (
     *("outliers", "compensate", "keep_channels"),
 )
 SAVED_KEYS = (*CODES_AND_SCALES, "outliers")
-#: The keys of fprop.x under which its codes and scales are the numbers of the tensor, and can be kept.
+#: The keys of fprop.x under which its codes and scales represent the tensor, and can be kept.
 OPERAND_KEYS = (*CODES_AND_SCALES, *BY_LAYER, "compensate")
-#: The keys of a source under which another place can take its numbers.
+#: The keys of a source under which another place can reuse its values.
 SOURCE_KEYS = tuple(key for key in GEMM_KEYS if key not in ("hadamard", "signs"))
-#: Why state has no such key; others have the last sentence.
+#: Why state lacks a key; any other key gets the generic sentence.
 _NOT_IN_STATE = {
     "center": "state has no tokens",
     "elements": "a choice between elements belongs to operands",
-    "hadamard": "transforms belong to operands of a product",
-    "outliers": "clamping belongs to operands of a product",
+    "hadamard": "transforms belong to GEMM operands",
+    "outliers": "clamping belongs to GEMM operands",
     "history": "state takes its scales from the tensor at hand",
 }
 
@@ -104,7 +104,7 @@ def recipe_fields(
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
-    """The casts that a recipe's text puts in a place; the name of a GEMM is both of its operands."""
+    """The casts that a recipe's text puts in a place; the name of a GEMM means both of its operands."""
     if place in GEMMS:
         return {p: c for operand in GROUPS[place] for p, c in casts_from(operand, value).items()}
     if place not in GEMM_PLACES:
@@ -115,7 +115,7 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
 
 
 def require_operand(place: str, cast: Cast) -> None:
-    """Refuse a cast that the operand of a GEMM cannot have."""
+    """Refuse a cast that a GEMM operand cannot have."""
     if cast.mean.over and place.endswith(".w"):
         raise UserError(
             f"recipe place {place!r}: center = {cast.mean.over!r}, but a weight has no tokens; leave the key "
@@ -129,11 +129,11 @@ def require_operand(place: str, cast: Cast) -> None:
     if cast.is_for_state:
         raise UserError(
             f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
-            "an operand of a product; use one of those that `narrowgauge recipes` shows, such as e4m3"
+            "a GEMM operand; use one of those that `narrowgauge recipes` shows, such as e4m3"
         )
     if unknown_keys := cast.beyond(GEMM_KEYS):
         raise UserError(
-            f"recipe place {place!r}: operands of a product have no {', '.join(unknown_keys)}; remove the key"
+            f"recipe place {place!r}: GEMM operands have no {', '.join(unknown_keys)}; remove the key"
         )
 
 
@@ -141,13 +141,13 @@ def require_kept(cast: Cast) -> None:
     """Refuse a cast in which a layer cannot keep its input."""
     if unknown_keys := cast.beyond(SAVED_KEYS):
         raise UserError(
-            f"recipe place 'saved': {', '.join(unknown_keys)} belongs to operands of a product, and a "
+            f"recipe place 'saved': {', '.join(unknown_keys)} belongs to GEMM operands, and a "
             "layer keeps a tensor here; remove the key"
         )
 
 
 def offload_from(value: Any) -> tuple[str, ...]:
-    """The places that a recipe's text keeps on the host: a list, or names with commas between them."""
+    """The places that a recipe's text keeps on the host: a list, or names separated by commas."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
         raise UserError(f'offload = {value!r}, but it must be a list of places such as ["master", "m", "v"]')
@@ -167,7 +167,7 @@ def cast_in(place: str, value: Any) -> Cast:
         )
     try:
         if isinstance(value, str) and value in GEMM_PLACES:
-            return replace(make_cast("bf16"), name=value, of=value)  # the numbers as they are: no format
+            return replace(make_cast("bf16"), name=value, of=value)  # the values as they are: no format
         if isinstance(value, Mapping) and set(value) == {"of"} and value["of"] in GEMM_PLACES:
             return cast_in(place, value["of"])
         return make_cast(value)
@@ -176,21 +176,21 @@ def cast_in(place: str, value: Any) -> Cast:
 
 
 def have_same_numbers(casts: Mapping[str, Cast], a: str, b: str) -> bool:
-    """Whether two places see the same numbers of the same tensor, whatever the axis."""
+    """Whether two places see the same values of the same tensor, whatever the axis."""
     return casts[a] == casts[b] and casts[a].ignores_axis and not casts[a].is_random
 
 
 def reuses(place: str, casts: Mapping[str, Cast], saved: str | Cast) -> bool:
-    """Whether dgrad.w or wgrad.x takes the numbers of the forward pass, or something made from them."""
+    """Whether dgrad.w or wgrad.x uses the values of the forward pass, or something made from them."""
     is_kept = place != "wgrad.x" or isinstance(saved, str)
     return is_kept and (bool(casts[place].of) or have_same_numbers(casts, SEEN_BEFORE[place], place))
 
 
 def wide_backward(casts: Mapping[str, Cast], saved: str | Cast) -> dict[str, Cast]:
-    """The casts of a backward pass that rounds nothing, but starts from what these casts start from.
+    """The casts of a backward pass that rounds nothing, but starts from the same values as these casts.
 
-    An operand that is made from the numbers of the forward pass is these numbers as they are; any other is
-    the tensor in fp32.
+    An operand made from values of the forward pass is those values as they are; any other is the tensor in
+    fp32.
     """
     wide = dict.fromkeys((p for p in GEMM_PLACES if not p.startswith("fprop.")), FP32)
     for place in ("dgrad.w", "wgrad.x"):
@@ -200,7 +200,7 @@ def wide_backward(casts: Mapping[str, Cast], saved: str | Cast) -> dict[str, Cas
 
 
 def require_state(state: Mapping[str, Cast | None], where: str) -> None:
-    """Refuse state that cannot be: casts of operands only, weights without a dtype, a master of nothing."""
+    """Refuse invalid state: casts of operands only, weights without a dtype, a master of nothing."""
     for place, cast in state.items():
         if cast is None:
             continue
@@ -210,12 +210,12 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
                 "another place; name a cast"
             )
         for key in cast.beyond(STATE_KEYS):
-            why = _NOT_IN_STATE.get(key, "it belongs to operands of a product")
+            why = _NOT_IN_STATE.get(key, "it belongs to GEMM operands")
             raise UserError(f"{where}: {key} in place {place!r}, but {why}; remove the key")
         if cast.scales.by_row:
             raise UserError(
                 f"{where}: tensor_scale = {cast.scales.outer!r} in place {place!r}, but it belongs to "
-                'operands of a product; write "tensor" or "none"'
+                'GEMM operands; write "tensor" or "none"'
             )
         if cast.state.feedback and (place != "weight" or cast.name == "fp32" or state["master"] is not None):
             raise UserError(
@@ -235,16 +235,16 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
         )
     if master is not None and weight.name == "fp32":
         raise UserError(
-            f"{where}: master = {master.name!r} beside weights in fp32, but a master is a wider copy of "
+            f"{where}: master = {master.name!r} with weights in fp32, but a master is a wider copy of "
             'narrow weights; narrow the weight, or write master = "none"'
         )
 
 
 def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> None:
-    """Refuse a place that takes the numbers of another one, unless that one saw the same tensor before.
+    """Refuse a place that reuses the values of another one, unless that one saw the same tensor before.
 
     Raises:
-        UserError: It saw another tensor, later or never, or transformed; or these numbers are not kept.
+        UserError: It saw another tensor, later or never, or transformed; or these values are not kept.
     """
     for place, cast in casts.items():
         if not cast.of:
@@ -272,7 +272,7 @@ def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> N
 
 
 def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
-    """Refuse to keep the operand `x` of fprop where its numbers are not those of the input."""
+    """Refuse to keep the operand `x` of fprop if its values are not those of the input."""
     if saved == "operand" and (unknown_keys := x.beyond(OPERAND_KEYS)):
         raise UserError(
             f"{where}: saved = 'operand', but fprop.x has {', '.join(unknown_keys)}, so its codes are "
@@ -281,7 +281,7 @@ def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
 
 
 def require_products(casts: Mapping[str, Cast], where: str) -> None:
-    """Refuse operands that cannot be multiplied: both have the same transform, or none has one."""
+    """Refuse operands that cannot be multiplied: both need the same transform, or none."""
     for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
         first, second = casts[a].hadamard, casts[b].hadamard
         if first != second:

@@ -1,7 +1,6 @@
 """A recipe: the number format of each tensor of a training step, as data.
 
-A linear layer does three matrix multiplications a step, each with two operands. Legend: M tokens, K inputs,
-N outputs.
+A linear layer does three GEMMs per step, each with two operands. Legend: M tokens, K inputs, N outputs.
 
     fprop   x_MK  @ w_NK.T  -> y_MN      places fprop.x,  fprop.w     contracts K
     dgrad   dy_MN @ w_NK    -> dx_MK     places dgrad.dy, dgrad.w     contracts N
@@ -9,8 +8,8 @@ N outputs.
 
 A recipe puts a `Cast` in each of these places and in those of attention (`attention_places.py`), and names
 the format of everything that is not narrow (`compute`). A `Rule` puts other casts into some places of some
-layers, or from some time on: the layers that are kept out are a rule, and so is a run that finishes in high
-precision. Later rules win.
+layers, or from some time on: both layers that are kept wide and a run that finishes in high precision are
+rules. Later rules win.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,18 +48,18 @@ class Recipe:
 
     Attributes:
         name: The name of the recipe.
-        title: One line for people.
+        title: A one-line description.
         source: The paper, specification or library that the recipe follows.
         compute: "bf16", "fp16" or "fp32": GEMM results, and everything that the recipe does not narrow.
         casts: The cast of each of the six GEMM places.
         attention: The casts of places of attention; one that is missing, or None, is in `compute`.
         stream: The cast of the residual stream.
-        saved: What is kept of the input for the backward pass: "input" (as it came), "operand" (the numbers
+        saved: What is kept of the input for the backward pass: "input" (as it came), "operand" (the values
             of fprop.x, in the bytes of their format), or a cast.
         state: The cast of each state place; None for a master that does not exist.
-        gather: The cast of weights when devices that hold a share each bring them together (`wire.py`).
-        reduce: The cast of the weights' gradients when devices add up theirs.
-        offload: The state places that are kept in the host's memory while a GPU computes.
+        gather: The cast of weights when devices gather their shards (`wire.py`).
+        reduce: The cast of the weights' gradients when devices add theirs.
+        offload: The state places that are kept in host memory while a GPU computes.
         rules: Other casts in some layers or from some time on; later ones win.
         text: The TOML that the recipe was read from.
     """
@@ -115,7 +114,7 @@ class Recipe:
     def weight_operands(self) -> tuple[Cast, ...]:
         """The casts of a weight in GEMMs at any time, in layers that no rule selects by name or block.
 
-        A GEMM that takes the values of the other as they are has no separate cast.
+        A GEMM that reuses another's values as they are has no separate cast.
         """
         rules = [r.casts for r in self.rules if r.is_for_all]
         places = (c[place] for c in (self.casts, *rules) for place in ("fprop.w", "dgrad.w") if place in c)
@@ -129,7 +128,7 @@ class Recipe:
 
     @property
     def narrows_attention(self) -> bool:
-        """Whether any place of attention is not in `compute`, in some layer at some time."""
+        """Whether any place of attention is not in `compute`, in any layer at any time."""
         mappings = (self.attention, *(rule.attention for rule in self.rules))
         return any(not is_wide(cast, self.compute) for casts in mappings for cast in casts.values())
 
@@ -148,7 +147,7 @@ class Recipe:
         if any(rule.keeps_state for rule in rules):
             state |= {place: WIDE_STATE[place] for place in ("weight", "master", "grad")}
             reduce = FP32
-        for rule in rules:  # one that comes after a timed one stays, and wins over it
+        for rule in rules:  # a rule after a timed one stays, and wins over it
             if not rule.is_timed:
                 casts |= rule.casts
                 attention |= rule.attention
@@ -159,7 +158,7 @@ class Recipe:
         return self._with(casts=casts, attention=attention, rules=remaining, state=state, reduce=reduce)
 
     def _with(self, **changes: Any) -> "Recipe":
-        """This recipe with other fields; unless given, `gather` becomes what still fits."""
+        """This recipe with other fields; unless given, `gather` changes to what still fits."""
         if "gather" not in changes:
             free = replace(self, **changes, gather=FP32)
             changes["gather"] = fitting_gather(self.gather, free.weight_operands, free.state["weight"])
@@ -172,20 +171,20 @@ class Recipe:
         return self._with(rules=(*self.rules, kept))
 
     def with_wide_routers(self) -> "Recipe":
-        """This recipe with routers of experts in `compute`, unless one of its rules sets them.
+        """This recipe with expert routers in `compute`, unless one of its rules sets them.
 
-        A router decides by small differences which experts a token passes through, and costs next to nothing.
+        A router chooses experts by small differences, and costs next to nothing.
         """
         wide = self.in_high_precision([ROUTER]).rules[-1]
         return self if wide in self.rules else self._with(rules=(wide, *self.rules))
 
     def with_rules(self, rules: Sequence[Rule]) -> "Recipe":
-        """This recipe with more rules, which win over its own."""
+        """This recipe with more rules, which win over its existing ones."""
         return self._with(rules=(*self.rules, *rules)) if rules else self
 
     @property
     def times_state(self) -> bool:
-        """Whether a rule changes what state is kept in from some time on."""
+        """Whether a rule changes the storage of state from some time on."""
         return any(rule.state and rule.is_timed for rule in self.rules)
 
     def at_rest(self, step: int, steps: int | None, decay: int | None = None) -> "Recipe":
@@ -205,7 +204,7 @@ class Recipe:
         return self._with(rules=tuple(rules))
 
     def moments_of(self, name: str, block: int | None, blocks: int) -> dict[str, Cast]:
-        """What rules say of the moments ("m", "v") of a parameter of the module called `name`."""
+        """The casts that rules give the moments ("m", "v") of a parameter of the module called `name`."""
         found: dict[str, Cast] = {}
         for rule in self.rules:
             if rule.state and not rule.is_timed and rule.selects(name, block, blocks):
@@ -215,7 +214,7 @@ class Recipe:
     def with_wide_backward(self) -> "Recipe":
         """This recipe with the same forward pass, and a backward pass in fp32 that rounds nothing.
 
-        An operand that the backward pass makes from numbers of the forward pass is these numbers
+        An operand that the backward pass makes from values of the forward pass is those values
         (`places.wide_backward`). So the mean of unbiased roundings is this recipe's gradient.
         """
         gradients = dict.fromkeys(GRADIENT_PLACES, FP32)
@@ -235,10 +234,10 @@ class Recipe:
         return self._with(compute="fp32", saved="input", state=state, reduce=FP32, **fields)
 
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
-        """This recipe with other casts in some places, as `--recipe.fprop.x bf16` asks for.
+        """This recipe with other casts in some places, as in `--recipe.fprop.x bf16`.
 
         Raises:
-            UserError: Unknown place or cast, a cast that the place cannot have, or two operands of a
-                product that do not go together.
+            UserError: Unknown place or cast, a cast that the place cannot have, or two incompatible GEMM
+                operands.
         """
         return self._with(**recipe_fields(places, self.casts, self.state, self.attention))

@@ -1,4 +1,4 @@
-"""Recipes by name: those that ship, and those that users write."""
+"""Recipes by name: shipped ones, and those that users write."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -80,10 +80,10 @@ _FILES = {name: name for name in _SHIPPED} | {
 
 
 def recipe_names(tool: str = "") -> list[str]:
-    """Names of the recipes that ship.
+    """Names of the shipped recipes.
 
     Args:
-        tool: "" for those that train, or "modelopt" for those that were read from that tool's files.
+        tool: "" for those that train, or "modelopt" for those read from that tool's files.
     """
     return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_SHIPPED)
 
@@ -94,10 +94,10 @@ def _shipped(name: str) -> Recipe:
 
 
 def recipe(name: str) -> Recipe:
-    """A shipped recipe by its name, or another one by the path of its `.toml` file.
+    """A shipped recipe by its name, or another by the path of its `.toml` file.
 
     Raises:
-        UserError: There is no such recipe (the sentence names the nearest), or the file is none.
+        UserError: There is no such recipe (the message suggests the nearest), or the file is invalid.
     """
     if name.endswith(".toml"):
         return load_recipe(name)
@@ -107,7 +107,7 @@ def recipe(name: str) -> Recipe:
 
 
 def _unknown(name: str) -> UserError:
-    """The error for a name that no recipe has."""
+    """The error for an unknown recipe name."""
     if "," in name:
         return UserError(
             f"{name!r} where one recipe goes; 'narrowgauge compare --recipes {name}' trains under each"

@@ -1,4 +1,4 @@
-"""A recipe in a model, resolved once: what each layer, each attention and each moment gets.
+"""A recipe resolved in a model, once: the casts of each layer, each attention and each moment.
 
 A recipe is casts and rules; a rule selects layers by name or block, or starts at a step. `resolve` applies
 every rule to every layer once, and all readers use the plan: `convert` builds layers from it, an optimizer
@@ -7,12 +7,12 @@ rule that starts at a step remains in the recipe of the layer: `operands_of` lis
 `casts_at` those of one step.
 
 A rule names layers by patterns (`rule.matches`). `head` is a role as well as a name: it selects the layer
-that makes the model's output, whatever its name. A pattern may match nothing if another of the same list
+that produces the model's output, whatever its name. A pattern may match nothing if another of the same list
 matches. A list that matches nothing at all is a mistake, unless it keeps the head of a model without one.
 
-An `Outline` is made of the full model, even if a process holds a part of it: from modules by `nn.outline_of`,
-from a configuration by `training.outline`. `products_on` (`backend.py`) resolves the recipe of a layer for a
-device: the GEMMs that run natively, and the code that makes each operand.
+An `Outline` describes the full model, even if a process holds only part of it: `nn.outline_of` makes one from
+modules, `training.outline` from a configuration. `products_on` (`backend.py`) resolves the recipe of a layer
+for a device: the GEMMs that run natively, and the code that makes each operand.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from narrowgauge.recipes.recipe import ROUTER, Recipe
 from narrowgauge.recipes.rule import Rule, matches
 
 HEAD = "head"
-HEADS = (HEAD, "lm_head")  #: what recipes call an output head that a model may lack
+HEADS = (HEAD, "lm_head")  #: names in recipes for an output head that a model may lack
 
 #: By the name of a module: all its names, each with the number of its block, if it is in one.
 Names = Mapping[str, Sequence[tuple[str, int | None]]]
@@ -38,10 +38,10 @@ class Outline:
 
     Attributes:
         layers: The linear layers by their first name. One that the model holds twice has two names, and the
-            output head is called `head` as well.
+            output head is also called `head`.
         shapes: (outputs, inputs) of each linear layer.
         blocks: The names of the repeated blocks, in the order of the model.
-        attention: The attentions that a recipe reaches, by name, in the form of `layers`.
+        attention: The attentions that a recipe can change, by name, in the form of `layers`.
         owners: All modules that own parameters, in the form of `layers`; rules about moments select these.
         untouched: The names of linear layers that stay as they are (`nn.transformer.own_forward`).
     """
@@ -55,7 +55,7 @@ class Outline:
 
     @property
     def head(self) -> list[str]:
-        """The layers that make the model's output."""
+        """The layers that produce the model's output."""
         return [layer for layer, names in self.layers.items() if (HEAD, None) in names]
 
     @property
@@ -64,12 +64,12 @@ class Outline:
         return list(dict.fromkeys(name for names in self.layers.values() for name, _ in names))
 
     def names_for(self, rule: Rule) -> list[str]:
-        """The names that a rule selects from: those of modules that have a place which it sets."""
+        """The names that a rule selects from: those of modules with a place that it sets."""
         names = self.layer_names
         if rule.attention:
             names += self.attention
         if rule.keeps_state:
-            names += self.untouched  # they are wide as they stand
+            names += self.untouched  # these are already wide
         if {"m", "v"} & rule.state.keys():
             names += self.owners
         return names
@@ -81,7 +81,7 @@ class ModelPlan:
 
     Attributes:
         own: The recipe as it was given.
-        recipe: The recipe with the rules that any recipe has in this model: routers of experts stay wide.
+        recipe: The recipe with the rules that any recipe gets in this model: routers of experts stay wide.
         outline: The names of the model.
         parts: The recipe of each layer and of each attention, by its first name: the rules that select it are
             merged in, and those that wait for a step remain.
@@ -94,12 +94,12 @@ class ModelPlan:
 
     @property
     def wide_layers(self) -> list[str]:
-        """The linear layers whose matmuls are in `compute` at any time, those left as they are included."""
+        """The linear layers whose matmuls are in `compute` at any time, including untouched ones."""
         wide = (layer for layer in self.outline.layers if not self.parts[layer].is_narrow)
         return [*wide, *self.outline.untouched]
 
     def moments_of(self, owner: str) -> dict[str, Cast]:
-        """The casts of the moments ("m", "v") of a module's parameters, as far as rules set them."""
+        """The casts of the moments ("m", "v") of a module's parameters, if rules set them."""
         found: dict[str, Cast] = {}
         for name, block in self.outline.layers.get(owner) or self.outline.owners[owner]:
             found |= self.own.moments_of(name, block, len(self.outline.blocks))
@@ -111,7 +111,7 @@ def resolve(recipe: Recipe, outline: Outline) -> ModelPlan:
     has_routers = any(matches(name, ROUTER) for name in outline.layer_names)
     in_model = recipe.with_wide_routers() if has_routers else recipe
     parts: dict[str, Recipe] = {}
-    alike: dict[tuple[bool, ...], Recipe] = {}  # those that the same rules select
+    alike: dict[tuple[bool, ...], Recipe] = {}  # by the rules that select them
     blocks = len(outline.blocks)
     for name, names in {**outline.attention, **outline.layers}.items():
         chosen = tuple(any(rule.selects(n, b, blocks) for n, b in names) for rule in in_model.rules)
@@ -122,7 +122,7 @@ def resolve(recipe: Recipe, outline: Outline) -> ModelPlan:
 
 
 def operands_of(layer: Recipe) -> Iterator[tuple[str, Cast]]:
-    """The places of a layer's operands, `saved` included, with every cast that they have at any time."""
+    """The places of a layer's operands, including `saved`, with every cast that they have at any time."""
     for casts in (layer.casts, *(rule.casts for rule in layer.rules)):
         yield from casts.items()
     if isinstance(layer.saved, Cast):
@@ -148,7 +148,7 @@ def require_matches(recipe: Recipe, outline: Outline) -> None:
     """Refuse a recipe with a rule, or a list of kept layers, that matches nothing in a model.
 
     Raises:
-        UserError: There is one; the sentence names the nearest layer.
+        UserError: There is one; the message suggests the nearest layer.
     """
     for rule in recipe.rules:
         names = outline.names_for(rule)
@@ -168,7 +168,7 @@ def require_matches(recipe: Recipe, outline: Outline) -> None:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str:
-    """The end of a sentence about a pattern that matches nothing: the nearest name, and what it may be."""
+    """The end of a message about a pattern that matches nothing: the nearest name, and valid forms."""
     names = list(dict.fromkeys(names))
     last = dict.fromkeys(name.rpartition(".")[2] for name in names)
     known = {name.lower(): name for name in (*last, *names[:2000])}

@@ -1,4 +1,4 @@
-"""Other casts in some layers of a model, or from some time on: a `Rule`."""
+"""A `Rule`: other casts in some layers of a model, or from some time on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ class Rule:
         casts: The cast of each GEMM place that the rule changes.
         attention: The cast of each place of attention that it changes; None for `compute`.
         state: The cast of each state place that it changes; None for no master.
-        keeps_state: Whether weights, masters and gradients of the selected layers stay in fp32, on the wire
-            too.
+        keeps_state: Whether weights, masters and gradients of the selected layers stay in fp32, also on the
+            wire.
         modules: Patterns of module names, compared with the whole name and with its last component.
         first_blocks: Blocks from the beginning of the model (`nn.outline_of`): a float is a share of them,
             rounded up, an integer their number.
@@ -64,7 +64,7 @@ class Rule:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the rule waits for a step, or ends with one."""
+        """Whether the rule starts or ends at a step."""
         shares = self.from_share > 0 or self.until_share > 0
         return self.from_step > 1 or self.until_step > 0 or shares or self.follows_schedule
 
@@ -83,7 +83,7 @@ class Rule:
 
         Args:
             step: The step, from 1.
-            steps: The steps of the run; None for an unknown number, of which no share ever comes.
+            steps: The steps of the run; None if unknown, so that no share is ever reached.
             decay: The first step whose learning rate is below the peak; None if there is none.
         """
 
@@ -99,7 +99,7 @@ class Rule:
 
 
 def without_moot(rules: Sequence[Rule]) -> list[Rule]:
-    """The rules of a layer without timed ones of which later rules without a clock leave nothing."""
+    """The rules of a layer, without timed ones that later untimed rules override completely."""
     left: list[Rule] = []
     final: set[str] = set()  # places that such a later rule sets
     for rule in reversed(rules):

@@ -1,13 +1,13 @@
-"""The places on the wire: the numbers in which weights and gradients go from device to device.
+"""The places on the wire: the formats in which weights and gradients are sent between devices.
 
-**gather** Devices that each hold a shard of a weight gather the shards before a product. Narrow numbers on
-the way must change nothing: the product has to see, bit for bit, what it would see of the full wide weight.
-So a weight travels in the cast that fprop.w and dgrad.w both have, if that cast has no scale or one for the
-full tensor (agreed on beforehand, from the largest magnitude of all shards) and rounds to the nearest
-number. A weight that is stored in narrow numbers travels in its own bytes. Anything else travels in fp32.
+**gather** Devices that each hold a shard of a weight gather the shards before a GEMM. Sending them in low
+precision must change nothing: the GEMM has to see, bit for bit, what it would see of the full wide weight. So
+a weight is sent in the cast that fprop.w and dgrad.w both have, if that cast has no scale or one for the full
+tensor (agreed on beforehand, from the amax of all shards) and rounds to nearest. A quantized weight is sent
+as its stored bytes. Anything else is sent in fp32.
 
-**reduce** Devices add up their gradients. Here narrow numbers are rounded after every addition, so this place
-moves the trajectory of a run on several devices (MS-AMP's is FP8 with scales that all devices share).
+**reduce** Devices add their gradients. Narrow formats are rounded after every addition here, so this place
+changes the trajectory of a run on several devices (MS-AMP uses FP8 with scales that all devices share).
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
 
 WIDE = ("fp32", "bf16", "fp16")
-#: The keys of a cast in which weights travel, and of one in which gradients are added up.
+#: The keys of a cast in which weights are sent, and of one in which gradients are added.
 GATHER_KEYS = ("element", "scale", "power_of_two", "random_bits")
 REDUCE_KEYS = (*GATHER_KEYS, "prescale")
 
 
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
-    """The requested cast if it changes no product, else one that changes none: the weight's, or fp32."""
+    """The requested cast if it changes no GEMM, else one that changes none: the weight's, or fp32."""
     if weight is not None and weight.name != "fp32":
         stored = weight.having(rounding="nearest-even", feedback="")
         return next((c for c in (requested, stored) if _keeps_stored(c, weight)), make_cast("fp32"))
@@ -59,7 +59,7 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
 
 
 def require_reduce(cast: Cast, where: str) -> None:
-    """Refuse to add up gradients in numbers that cannot be added without being scaled again."""
+    """Refuse to add gradients in a format that would need rescaling after an addition."""
     scaled = cast.scales.format == "fp32" and cast.element.bits == 8
     if cast.beyond(REDUCE_KEYS) or not (scaled or cast.name in WIDE):
         raise UserError(
@@ -75,7 +75,7 @@ def _keeps_stored(cast: Cast, weight: Cast) -> bool:
 
 
 def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
-    """Whether GEMMs see the same values of a weight that travelled in this cast as of one in fp32."""
+    """Whether GEMMs see the same values of a weight sent in this cast as of one in fp32."""
     if cast.name == "fp32":
         return True
     is_one = cast.scales.format == "fp32" or not cast.is_scaled

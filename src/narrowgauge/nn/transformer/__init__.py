@@ -1,1 +1,1 @@
-"""What of a model does a recipe reach, and how do attention, experts and the residual stream compute?"""
+"""What does a recipe reach in a model, and how do attention, experts and the residual stream compute?"""

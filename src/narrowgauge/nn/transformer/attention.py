@@ -1,7 +1,7 @@
-"""Attention under a recipe: the module that `convert` puts in the place of a model's own.
+"""Attention under a recipe: the module by which `convert` replaces a model's attention.
 
-It has no parameters. While the recipe leaves every place of it in `compute`, it is the attention that it
-replaces; else `attention_function.py` computes it.
+It has no parameters. While the recipe leaves all of its places in `compute`, it computes as the attention
+that it replaces; otherwise `attention_function.py` computes it.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from narrowgauge.nn.transformer.attention_function import narrow_attention
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Recipe, is_wide
 
-# Above the tensor ids of linear layers and of the optimizer's (`optim.optimizer`), below those of dropout.
+# Above the tensor ids of linear layers and of the optimizer (`optim.optimizer`), below those of dropout.
 _FIRST_STREAM = 2**36
 _STREAMS = 2 * len(ATTENTION_PRODUCTS)
 
@@ -40,7 +40,7 @@ class NarrowAttention(Stepped, Attention):
 
         Args:
             recipe: The recipe of this layer.
-            index: The number of the attention among the model's.
+            index: The index of the attention in the model.
         """
         torch.nn.Module.__init__(self)
         self.recipe, self.index = recipe, index
@@ -49,7 +49,7 @@ class NarrowAttention(Stepped, Attention):
         self.observer: Observer | None = None
         everything = [*recipe.attention.values(), *(c for r in recipe.rules for c in r.attention.values())]
         self.is_random = any(cast is not None and cast.is_random for cast in everything)
-        # Plain tensors on the CPU, so that they move with nothing: a pass takes them along.
+        # Plain CPU tensors that do not move with the module: each pass copies them.
         self.keys = self.first_sample = None
         self._set_keys(0, 0, 0)
 
@@ -60,10 +60,10 @@ class NarrowAttention(Stepped, Attention):
 
     @property
     def is_tokenwise(self) -> bool:
-        """Whether a query's result depends on its own numbers and on keys, values and nothing after it.
+        """Whether a query's result depends only on the query and on the keys and values up to it.
 
         Then it is the same with a cache of keys and values. Blocks of q, k and p lie along a row; those of v
-        lie along the tokens, so a scale of several belongs to tokens that are still to come.
+        lie along the tokens, so a scale shared by several depends on tokens that are still to come.
         """
         for place in ("attention.q", "attention.k", "attention.v", "attention.p"):
             cast = self.casts.get(place)
@@ -84,10 +84,10 @@ class NarrowAttention(Stepped, Attention):
         dropout: Dropout | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> torch.Tensor:
-        """Attention -> [B, N, T, H], as that of `Attention`.
+        """Attention -> [B, N, T, H], as in `Attention`.
 
         Raises:
-            UserError: There is dropout of probabilities, and places are narrow.
+            UserError: Probabilities have dropout, and places are narrow.
         """
         self._begin_pass()
         if self.is_wide:

@@ -1,6 +1,6 @@
 """The context of one pass of attention: the casts of the operands of its six matmuls, and the operands.
 
-    product    operands     contracts
+    matmul     operands     contracts
     q kᵀ       q, k         H
     p v        p, v         S
     pᵀ do      p, do        T
@@ -8,10 +8,10 @@
     ds k       ds, k        S
     dsᵀ q      ds, q        T
 
-In the backward pass an operand is quantized only if the gradient that it meets is: with `do` in a format
-without scales, its two matmuls take p and v as they came, and the same holds for `ds` with k and q.
+In the backward pass an operand is quantized only if the gradient that it is multiplied with is: with `do` in
+a format without scales, its two matmuls use p and v unquantized, and the same holds for `ds` with k and q.
 
-Blocks lie within a matrix, so a process or a piece that does not hold all of a tensor changes no block, with
+Blocks lie within a matrix, so a process or a piece that holds only part of a tensor changes no block, with
 one exception: a scale of the full tensor needs the amax of all pieces, and of the heads of other processes.
 It is computed first and passed to every piece. Random bits are those of an element's index in the global
 tensor [B, all heads, rows, columns] of the step.
@@ -41,10 +41,10 @@ _PRODUCTS = list(ATTENTION_PRODUCTS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceContext(QuantContext):
-    """The circumstances under which a piece [heads, rows, columns] is quantized.
+    """The context in which a piece [heads, rows, columns] is quantized.
 
     Attributes:
-        largest: 0-dim float32, the largest magnitude of the global tensor; None if the piece is all of it.
+        largest: 0-dim float32, the amax of the global tensor; None if the piece is all of it.
         first: int64 [heads], the index in the global tensor of each head's first element in the piece.
         width: The columns of the global tensor.
     """
@@ -54,22 +54,22 @@ class PieceContext(QuantContext):
     width: int = 0
 
     def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
-        """The largest magnitudes of blocks; that of the full tensor is known."""
+        """The amaxes of blocks; that of the full tensor is known."""
         is_known = cast.block is None and self.largest is not None
         return self.largest.expand_as(amax) if is_known and self.largest is not None else amax
 
     def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude of the global tensor, 0-dim."""
+        """The amax of the global tensor, 0-dim."""
         return amax.amax() if self.largest is None else self.largest
 
     def random_over(self, blocks: Blocks) -> Randomness:
-        """The random numbers of a piece that is split into blocks."""
+        """The random values of a piece that is split into blocks."""
         if not isinstance(self.random, RandomStream):
             return self.random
         return blocks.split(self.random.uniform_at(self._indices(blocks)))
 
     def random_over_grid(self, blocks: Blocks, cast: Cast, axis: int) -> Randomness:
-        """The random numbers of the scales of blocks: from a separate stream, at their first element."""
+        """The random values of the scales of blocks: from a separate stream, at their first element."""
         if not isinstance(self.random, RandomStream):
             return self.random
         numbers = blocks.split(self.random.of_scales().uniform_at(self._indices(blocks)))
@@ -92,19 +92,19 @@ class Part:
     rows: slice
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor; a dimension of size 1 is the same for all parts."""
+        """The part of a tensor; a dimension of size 1 is shared by all parts."""
         x = x if x.shape[0] == 1 else x[self.matrices]
         return x if x.shape[1] == 1 else x[:, self.rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionContext:
-    """All that a forward and a backward pass of attention need in addition to its tensors.
+    """Everything that a forward and a backward pass of attention need besides the tensors.
 
     Attributes:
         casts: The cast of each place; None, or a place that is missing, for the dtype of q.
         shard: The heads of this process.
-        keys: int32 [12, 2], keys of the step's random streams, two a product; None if no cast is random.
+        keys: int32 [12, 2], keys of the step's random streams, two per matmul; None if no cast is random.
         first_sample: The index in the global batch of the first sequence.
         observer: Sees every operand.
     """
@@ -116,7 +116,7 @@ class AttentionContext:
     observer: Observer | None = None
 
     def cast(self, place: str, product: str) -> Cast | None:
-        """The cast of an operand of a product."""
+        """The cast of an operand of a matmul."""
         gradient = next((p for p in ATTENTION_PRODUCTS[product] if p in GRADIENT_PLACES), None)
         if gradient is not None:
             of_gradient = self.casts.get(gradient)
@@ -125,14 +125,14 @@ class AttentionContext:
         return self.casts.get(place)
 
     def largest(self, x: torch.Tensor, place: str, product: str, axis: int) -> torch.Tensor | None:
-        """The largest magnitude of a tensor over the heads of all processes, if a scale needs it."""
+        """The amax of a tensor over the heads of all processes, if a scale needs it."""
         cast = self.cast(place, product)
         if cast is None or not needs_largest(cast):
             return None
         return self.over_processes(largest_of(x, cast, axis, QuantContext()))
 
     def over_processes(self, largest: torch.Tensor) -> torch.Tensor:
-        """The largest of the heads of all processes."""
+        """The maximum over the heads of all processes."""
         return all_reduce_max(largest, self.shard.groups)
 
     def operand(
@@ -146,13 +146,13 @@ class AttentionContext:
         part: Part | None = None,
         shape: tuple[int, ...] = (),
     ) -> Operand:
-        """The operand that a product sees of a tensor [Z, rows, columns]; it contracts its `axis`, -1 or -2.
+        """The operand that a matmul sees of a tensor [Z, rows, columns]; it contracts its `axis`, -1 or -2.
 
         Args:
             x: The tensor, or a part of it.
             place: Its place.
-            dtype: What a place without a cast is in.
-            largest: The largest magnitude of the global tensor, if a scale needs it and x is not all of it.
+            dtype: The dtype of a place without a cast.
+            largest: The amax of the global tensor, if a scale needs it and x is not all of it.
             part: Which part of the tensor x is; None for all of it.
             shape: The shape of the local tensor, [B, heads, rows, columns]; for random bits.
         """
@@ -204,9 +204,9 @@ def needs_largest(cast: Cast | None) -> bool:
 
 
 def largest_of(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
-    """The largest magnitude that the scale of the full tensor is taken from, of one piece: 0-dim float32.
+    """The amax of one piece that the scale of the full tensor is computed from: 0-dim float32.
 
-    Blocks with a separate scale keep what is not finite to themselves.
+    Non-finite values affect only their block if blocks have separate scales.
     """
     x = transformed(x, cast, axis, context)
     blocks = blocks_of(x.shape, cast, axis)

@@ -1,23 +1,24 @@
-"""Attention whose operands are narrow: the exact reference, which holds the scores of some rows at a time.
+"""Attention with quantized operands: the exact reference, which holds the scores of some rows at a time.
 
-    z_ts = (q_t . k_s) / sqrt(H)                       forward, with q, k, p, v as their places say
-    p_ts = softmax over s of z_ts                      rows add up to 1 before p is narrowed
+    z_ts = (q_t . k_s) / sqrt(H)                       forward, with q, k, p, v in the casts of their places
+    p_ts = softmax over s of z_ts                      rows sum to 1 before p is quantized
     y_t  = sum over s of p_ts v_s
 
-    dv_s = sum over t of p_ts do_t                     backward, with do and ds as their places say
+    dv_s = sum over t of p_ts do_t                     backward, with do and ds in the casts of their places
     dp_ts = do_t . v_s
-    ds_ts = p_ts (dp_ts - sum over s of p_ts dp_ts)    p as the softmax gave it
+    ds_ts = p_ts (dp_ts - sum over s of p_ts dp_ts)    p as the softmax returned it
     dq_t = (sum over s of ds_ts k_s) / sqrt(H)         dk_s = (sum over t of ds_ts q_t) / sqrt(H)
 
 Rounding passes gradients through unchanged, so these are the gradients of the matmuls that were computed.
-Sums and the softmax are float32 (float64 where the tensors are); the scale of a full tensor is applied to a
-sum, not to its terms. The result has the dtype of q. p is narrowed after it is normalised; under a scale a
-row this is the same as narrowing exp(z - max z), as kernels with a running maximum do.
+Sums and the softmax are float32 (float64 for float64 tensors); the scale of a full tensor is applied to a
+sum, not to its terms. The result has the dtype of q. p is quantized after it is normalized; under a scale per
+row this is the same as quantizing exp(z - max z), as kernels with a running maximum do.
 
-A kernel never holds p, and this function only some rows of it: `SCORES` at a time, of whole heads where one
-fits. A scale over all of p (or ds) is found in a first round over the pieces, which are then computed again;
-a block that spans all queries needs all rows of a head. The backward pass keeps q, k, v and computes the rest
-again, but for the largest p. Pieces change no number but the order of the sums over T.
+A kernel never holds p, and this function holds only some rows of it: `SCORES` elements at a time, in whole
+heads if one fits. A scale over all of p (or ds) is computed in a first round over the pieces, which are then
+recomputed; a block that spans all queries needs all rows of a head. The backward pass keeps q, k, v and
+recomputes the rest, except the amax of p. Splitting into pieces changes nothing but the order of the sums
+over T.
 
 Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, Y = B K matrices, T queries, S keys,
 H head_dim.
@@ -57,16 +58,16 @@ class _Scores:
         self._held: dict[str, Tensor] = {}
 
     def query(self, product: str, axis: int) -> Operand:
-        """The operand q of a product."""
+        """The operand q of a matmul."""
         return self.context.operand(self.q_ZTH, "attention.q", product, axis, self.dtype, shape=self.of_q)
 
     def key(self, product: str, axis: int) -> Operand:
-        """The operand k of a product, for each query head."""
+        """The operand k of a matmul, for each query head."""
         found = self.context.operand(self.k_YSH, "attention.k", product, axis, self.dtype, shape=self.of_k)
         return self._for_queries(found)
 
     def value(self, product: str, axis: int) -> Operand:
-        """The operand v of a product, for each query head."""
+        """The operand v of a matmul, for each query head."""
         found = self.context.operand(self.v_YSH, "attention.v", product, axis, self.dtype, shape=self.of_k)
         return self._for_queries(found)
 
@@ -76,7 +77,7 @@ class _Scores:
         return Operand(found.values.repeat_interleave(self.groups, dim=0), found.scale)
 
     def probabilities(self, part: Part) -> Tensor:
-        """p of a part, as the softmax gives it: [Z, T, S] of the part, float32 or float64."""
+        """p of a part, as the softmax returns it: [Z, T, S] of the part, float32 or float64."""
         if (held := self._held.get("p")) is not None:
             return held
         z = _product(_part(self.q, part), _turned(_part(self.k, part, rows=False)), self.wide)
@@ -98,14 +99,14 @@ class _Scores:
     def narrowed(
         self, x: Tensor, place: str, product: str, axis: int, part: Part, largest: Tensor | None
     ) -> Operand:
-        """The operand of a product that a part of p or ds is."""
+        """The operand made from a part of p or ds for a matmul."""
         shape = self.of_p
         return self.context.operand(x, place, product, axis, self.dtype, largest, part, shape)
 
     def largest(
         self, place: str, uses: dict[str, int], tensor: Callable[[Part], Tensor]
     ) -> dict[str, Tensor | None]:
-        """The largest magnitude of p or ds for each product (with the axis that it contracts), if needed."""
+        """The amax of p or ds for each matmul (with the axis that it contracts), if needed."""
         is_whole = len(self.parts) == 1 and not self.context.shard.groups
         needed = {p: axis for p, axis in uses.items() if needs_largest(self.context.cast(place, p))}
         if is_whole or not needed:
@@ -195,7 +196,7 @@ def _parts(Z: int, T: int, S: int, context: AttentionContext, device: torch.devi
     along_T = [n for c in casts if c is not None for n in (*(c.block or ()), c.scales.outer_columns) if n]
     spans_T = any(c is not None and c.block is not None and 0 in c.block for c in casts)
     align = math.lcm(*along_T, *(c.hadamard.size for c in casts if c is not None and c.hadamard.size))
-    # Where only the amount of memory matters, two pieces are enough.
+    # If only the amount of memory matters, two pieces are enough.
     is_meta = device.type == "meta" and imagined(device) is None
     if spans_T or limit >= T * S or align >= T:
         heads = max(1, limit // max(T * S, 1))
@@ -221,7 +222,7 @@ def _scale(a: Operand, b: Operand) -> list[Tensor]:
 
 
 def _turned(a: Operand) -> Operand:
-    """The same numbers, rows and columns of every matrix exchanged."""
+    """The same values, with rows and columns of every matrix swapped."""
     return Operand(a.values.mT, a.scale)
 
 

@@ -1,18 +1,18 @@
-"""The outline of any torch model: linear layers, repeated blocks, and the layer that makes the output.
+"""The outline of any torch model: linear layers, repeated blocks, and the output layer.
 
 Blocks are the members of the outermost stacks, in the order of the model, stack after stack: those of an
-encoder come before those of a decoder. A stack is the first kind of these that the model has:
+encoder come before those of a decoder. A stack is the first of these kinds that the model has:
 
     1. a ModuleList, or a ModuleDict with numbers for keys, of modules that hold linear layers; and the
        members of one class in a Sequential, if there are several
     2. modules of one class whose names differ in a number: block1, block2
     3. a list of plain linear layers
 
-What lies inside of a block is no stack, so experts, heads and the halves of a layer are not counted; a list
+Nothing inside a block counts as a stack, so experts, heads and the halves of a layer are not counted; a list
 called `experts` never is.
 
-The output head is every linear layer whose weight is an embedding's; else those outside of the blocks with as
-many outputs as the largest embedding has rows; else the last one after the blocks.
+The output head is every linear layer that shares its weight with an embedding; else those outside the blocks
+with as many outputs as the largest embedding has rows; else the last one after the blocks.
 """
 
 import re
@@ -98,7 +98,7 @@ def _shape(layer: torch.nn.Module) -> tuple[int, int]:
 
 
 def block_names(model: torch.nn.Module) -> list[str]:
-    """The names of a model's repeated blocks, in its order."""
+    """The names of a model's repeated blocks, in order."""
     children: Children = {}
     for name, module in model.named_modules(remove_duplicate=False):
         children.setdefault(name, {})
@@ -112,14 +112,14 @@ def block_names(model: torch.nn.Module) -> list[str]:
 
 
 def block_number(name: str, blocks: Mapping[str, int]) -> int | None:
-    """The number of the block that a module is in, or is; None outside of the blocks."""
+    """The number of the block that a module is in, or is; None outside the blocks."""
     words = name.split(".")
     return next(
         (n for i in range(len(words)) if (n := blocks.get(".".join(words[: i + 1]))) is not None), None
     )
 
 
-#: The children of each module by its name, also those that stand twice.
+#: The children of each module by its name, including repeated ones.
 Children = dict[str, dict[str, torch.nn.Module]]
 
 
@@ -129,7 +129,7 @@ def _outermost(
     children: Children,
     members: Callable[[str, torch.nn.Module, Mapping[str, torch.nn.Module]], Sequence[str]],
 ) -> list[str]:
-    """The names of the blocks in a module: members of stacks that lie in no other block."""
+    """The names of the blocks in a module: members of stacks that are not inside another block."""
     keys, found = members(name, module, children[name]), []
     for key, child in children[name].items():
         path = f"{name}.{key}".lstrip(".")
@@ -162,11 +162,11 @@ def _members_of_plain_list(
 
 
 def _alike(members: Mapping[str, torch.nn.Module], stem: Callable[[str], str]) -> list[str]:
-    """The members with linear layers of which there are several of one class, under names of one stem."""
+    """The members with linear layers, where several share a class and the stem of their names."""
     kinds: dict[tuple[object, ...], list[str]] = {}
     for key, member in members.items():
         if _holds_linear(member):
-            # A container's class says nothing about what it holds.
+            # A container's class does not describe its contents.
             is_container = type(member).__module__ == torch.nn.Sequential.__module__
             inside = tuple(linear_layers(member)) if is_container else ()
             kinds.setdefault((type(member), stem(key), inside), []).append(key)
@@ -180,7 +180,7 @@ def _is_list(name: str, module: torch.nn.Module) -> bool:
 
 
 def _holds_linear(module: torch.nn.Module) -> bool:
-    """Whether a module, which is not a linear layer itself, has any inside."""
+    """Whether a module, which is not a linear layer itself, contains any."""
     if is_linear(module):
         return False
     return any(isinstance(m, torch.nn.Linear) or is_conv1d(m) or is_stacked(m) for m in module.modules())
@@ -189,7 +189,7 @@ def _holds_linear(module: torch.nn.Module) -> bool:
 def head_of(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], blocks: Sequence[str]
 ) -> list[str]:
-    """The names of those linear `layers` that make the model's output; none if it cannot be decided.
+    """The names of those linear `layers` that produce the model's output; empty if it cannot be decided.
 
     `blocks` are the names of the model's repeated blocks.
     """

@@ -1,10 +1,10 @@
 """The linear layers that a recipe may replace: those that compute `x @ w.T + b`, and nothing else.
 
-A layer whose class has a forward pass of its own is asked: it computes the product of numbers made for the
-question. If the result is that of a linear layer (nanochat's casts its weight to the dtype of the input), a
-product under the recipe may take its place. If it is anything else (the routers of Llama 4 and Phi-MoE return
-tuples), the layer stays what it is. So does one whose forward pass was put on the instance, as adapters do:
-it may be the plain product now, and another one after a step.
+A layer whose class overrides `forward` is tested: it computes the matmul of test values. If the result is
+that of a linear layer (nanochat's casts its weight to the dtype of the input), a matmul under the recipe may
+replace it. If it is anything else (the routers of Llama 4 and Phi-MoE return tuples), the layer stays as it
+is. So does one whose forward method was replaced on the instance, as adapters do: it may be a plain matmul
+now, but not after a step.
 """
 
 import warnings
@@ -17,23 +17,23 @@ from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.torch_compat import without_hooks
 
-_ROWS = 3  # inputs of the question
-_TOLERANCE = 0.01  # of the result's norm: a product with operands in bf16 is within 0.4 %
+_ROWS = 3  # test inputs
+_TOLERANCE = 0.01  # relative to the result's norm: a matmul with bf16 operands is within 0.4 %
 
 
 def untouched_layers(layers: Mapping[str, torch.nn.Module]) -> list[str]:
-    """The names of the layers that stay as they are; one warning names them all by kind.
+    """The names of the layers that stay as they are; a single warning lists them all by kind.
 
     Args:
         layers: Linear layers by name.
 
     Raises:
-        UserError: A layer has tensors beside weight and bias, a weight that is computed, or no numbers yet;
-            or a forward pass was put on a layer that is under a recipe already.
+        UserError: A layer has tensors besides weight and bias, a computed weight, or no values yet; or the
+            forward method of a layer under a recipe was replaced.
 
     Warns:
-        UserWarning: Some layers stay as they are; or some have a forward pass of their own that a product
-            under the recipe replaces.
+        UserWarning: Some layers stay as they are; or a matmul under the recipe replaces the forward method
+            of some.
     """
     patched: dict[str, list[str]] = {}
     other: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ def untouched_layers(layers: Mapping[str, torch.nn.Module]) -> list[str]:
         if isinstance(layer, Linear) or not isinstance(layer, torch.nn.Linear):
             continue
         answer = True if type(layer).forward is torch.nn.Linear.forward else _is_product(layer)
-        if answer is not None:  # a router may have tensors of its own, and keeps them
+        if answer is not None:  # a router may have additional tensors, and keeps them
             _require_plain(name, layer)
         if not answer:
             other.setdefault(kind, []).append(name)
@@ -67,7 +67,7 @@ def _warn(
     other: Mapping[str, Sequence[str]],
     replaced: Mapping[str, Sequence[str]],
 ) -> None:
-    """Say in one warning which layers stay, and which forward passes a recipe takes the place of."""
+    """Report in one warning which layers stay, and which forward methods a recipe replaces."""
     parts = []
     if patched:
         parts.append(
@@ -76,13 +76,13 @@ def _warn(
         )
     if other:
         parts.append(
-            f"{_named(other)} has a forward pass of its own that computes something else than a linear "
-            "layer's, and stays as it is"
+            f"{_named(other)} overrides the forward pass and computes something else than a linear layer, "
+            "and stays as it is"
         )
     if replaced:
         parts.append(
-            f"{_named(replaced)} has a forward pass of its own that computes the product of a linear layer, "
-            "and a product under the recipe takes its place"
+            f"{_named(replaced)} overrides the forward pass but computes the matmul of a linear layer, and a "
+            "matmul under the recipe replaces it"
         )
     if parts:
         warnings.warn("; ".join(parts), stacklevel=4)
@@ -100,7 +100,7 @@ def _named(found: Mapping[str, Sequence[str]]) -> str:
 def _require_parameter(name: str, layer: torch.nn.Module) -> None:
     if not isinstance(layer.weight, torch.nn.Parameter):
         raise UserError(
-            f"the weight of {name or 'the model'} is no parameter but computed from others, which a "
+            f"the weight of {name or 'the model'} is not a parameter but computed from others, which a "
             "recipe cannot see; take the parametrization off first (torch.nn.utils.parametrize)"
         )
 
@@ -109,24 +109,24 @@ def _require_plain(name: str, layer: torch.nn.Linear) -> None:
     """Refuse a kind of `torch.nn.Linear` that has more than its weight and its bias.
 
     Raises:
-        UserError: It has tensors or modules of its own, which a layer under a recipe would leave behind.
+        UserError: It has additional tensors or modules, which a layer under a recipe would leave behind.
     """
     tensors = {n.partition(".")[0] for n, _ in (*layer.named_parameters(), *layer.named_buffers())}
     own = sorted(tensors - {"weight", "bias"})
     if own or isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
-        has = f"has {own[0]!r} of its own" if own else "has no numbers yet"
+        has = f"also has {own[0]!r}" if own else "has no values yet"
         raise UserError(
             f"layer {name!r} is a {type(layer).__name__} that {has}, which a recipe would leave behind: "
-            "convert the model while it is a torch.nn.Linear with numbers, and put adapters on afterwards"
+            "convert the model while it is a torch.nn.Linear with values, and put adapters on afterwards"
         )
 
 
 @torch.no_grad()
 def _is_product(layer: torch.nn.Linear) -> bool | None:
-    """Whether a layer computes the product of a linear layer; None if its result has not even its form.
+    """Whether a layer computes the matmul of a linear layer; None if its result does not even have that form.
 
-    A copy of the layer without hooks is asked, with other numbers in its weight and its bias: its own may be
-    zeros. Random bits of torch's generators stay what they were. Without numbers (meta) the form decides.
+    A copy of the layer without hooks is tested, with other values in its weight and bias: its own may be
+    zeros. The state of torch's generators is preserved. On the meta device only the form is checked.
     """
     weight, bias = layer.weight, layer.bias
     devices = [weight.device] if weight.device.type == "cuda" else []
@@ -138,7 +138,7 @@ def _is_product(layer: torch.nn.Linear) -> bool | None:
         wanted = torch.nn.functional.linear(x, **parameters).float()
         with torch.random.fork_rng(devices):
             found: Any = type(layer).forward(without_hooks(layer, parameters), x)  # type: ignore[arg-type]
-    except Exception:  # it wants more than an input, or other shapes: no linear layer, whatever it is
+    except Exception:  # it needs more than one input, or other shapes: not a linear layer
         return None
     if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
         return None
@@ -148,5 +148,5 @@ def _is_product(layer: torch.nn.Linear) -> bool | None:
 
 
 def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Some numbers of either sign, in the dtype and on the device of a tensor."""
+    """Some values of either sign, in the dtype and on the device of a tensor."""
     return (torch.arange(count, device=like.device, dtype=torch.float32) * 0.7 + 0.3).sin().to(like.dtype)

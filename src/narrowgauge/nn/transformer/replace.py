@@ -1,7 +1,7 @@
 """Puts attention and the residual stream of a model under a recipe.
 
-A model gives its places away by the modules that compute them: `kernels.attention.Attention`, and
-`kernels.residual.Residual`. In any other model both are functions, which nothing can take the place of.
+They can be replaced only where the model computes them in modules (`kernels.attention.Attention`,
+`kernels.residual.Residual`). Other models use plain functions, which cannot be replaced.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from narrowgauge.recipes import Recipe
 
 
 def refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:
-    """Refuse a recipe that narrows what a model does not give away.
+    """Refuse a recipe that narrows a place that the model does not expose as a module.
 
     Raises:
         UserError: It narrows attention or the stream, and the model has no such place.
@@ -38,10 +38,10 @@ def refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def replace_places(model: torch.nn.Module, recipe: Recipe, resolved: Mapping[str, Recipe]) -> None:
-    """Let every attention and every point of the stream compute under a recipe, in place.
+    """Make every attention and every point of the stream compute under a recipe, in place.
 
     Args:
-        model: The model; what is under a recipe already changes to the new one.
+        model: The model; modules that are already under a recipe change to the new one.
         recipe: The recipe of the model.
         resolved: The recipe of each attention by its name.
     """
@@ -58,13 +58,13 @@ def replace_places(model: torch.nn.Module, recipe: Recipe, resolved: Mapping[str
 
 
 def _put_unless_plain(model: torch.nn.Module, name: str, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Put a module in the place of another one, unless both are the plain ones."""
+    """Replace a module by another, unless both are the plain ones."""
     if type(old) is type(new) and type(new) in (Attention, Residual):
         return
     put(model, name, new.train(old.training))
 
 
 def put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    """Put a module in the place of the one with that name."""
+    """Replace the module with a given name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)

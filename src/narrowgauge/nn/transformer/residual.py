@@ -2,9 +2,9 @@
 
     x_i+1 = Q(x_i + f_i)
 
-The sum is float32 (float64 where the tensors are), and rounded once. In a format without scales the stream
-is a tensor of that format, and its gradient is, too. Under a cast with scales it stays float32 and holds
-the numbers of the cast; gradients pass through unchanged. Blocks lie along the width of the model.
+The sum is float32 (float64 for float64 tensors), and rounded once. In a format without scales the stream is a
+tensor of that format, and so is its gradient. Under a cast with scales it stays float32 and holds the values
+of the cast; gradients pass through unchanged. Blocks lie along the width of the model.
 
 Legend: B sequences, T tokens, D the model's width.
 """
@@ -28,7 +28,7 @@ _FIRST_STREAM = 2**37  # above the tensor ids of attention
 
 
 class _Narrowed(torch.autograd.Function):
-    """The numbers of a cast, with the gradient of the sum itself."""
+    """The values of a cast, with the gradient of the sum itself."""
 
     @staticmethod
     def forward(ctx: Any, x_MD: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
@@ -41,11 +41,11 @@ class _Narrowed(torch.autograd.Function):
 
 
 class NarrowResidual(Stepped, Residual):
-    """One point of the residual stream, in the numbers of a recipe's `stream`.
+    """One point of the residual stream, in the format of a recipe's `stream`.
 
     Attributes:
-        dtype: What the stream is in after this point.
-        tokens: The tokens of this process, if several have some of each sequence.
+        dtype: The dtype of the stream after this point.
+        tokens: The tokens of this process, if several hold parts of each sequence.
         observer: Sees the stream before and after; attached for a step.
     """
 
@@ -56,7 +56,7 @@ class NarrowResidual(Stepped, Residual):
 
         Args:
             recipe: The recipe of the model.
-            index: The number of the point among the model's.
+            index: The index of the point in the model.
         """
         torch.nn.Module.__init__(self)
         self.recipe, self.index, self.cast = recipe, index, recipe.stream

@@ -1,13 +1,14 @@
-"""Experts whose weights are stacked in one parameter of three dimensions, as transformers has them from 5 on.
+"""Experts whose weights are stacked in one three-dimensional parameter, as in transformers since version 5.
 
 Mixtral, Qwen3-MoE, gpt-oss and others hold the weights of all experts of a layer as `gate_up_proj` [E, N, K]
 (gpt-oss: [E, K, N]) and `down_proj`, and call the module with the chosen experts of each token and their
-weights. No layer of it is a `torch.nn.Linear`. `StackedExperts` takes its place, with the same parameters
+weights. None of its layers is a `torch.nn.Linear`. `StackedExperts` replaces it, with the same parameters
 under the same names. Each expert becomes two layers, `3.gate_up_proj` and `3.down_proj`, which multiply with
-slices of the parameters: they have places, scales, histories, random bits and gauges of their own.
+slices of the parameters and have separate places, scales, histories, random bits and gauges.
 
-Tokens are sorted by expert, and results are added up in the order of a token's experts, in fp32. An expert
-without tokens computes nothing, but where there are none at all: then one does, for gradients of zero.
+Tokens are sorted by expert, and results are added in the order of a token's experts, in fp32. An expert
+without tokens computes nothing, unless there are no tokens at all: then one does, to produce gradients of
+zero.
 
 Legend: M tokens, K inputs, A experts of a token, R = M A assignments.
 """
@@ -23,11 +24,11 @@ from narrowgauge.nn.linear import Linear, share_hooks
 from narrowgauge.quantization import has_gradient
 from narrowgauge.recipes import Recipe
 
-GATE = "_apply_gate"  #: the method of transformers' experts that makes one half of a layer's result of both
+GATE = "_apply_gate"  #: the method of transformers' experts that combines the two halves of a layer's result
 
 
 class StackedExperts(torch.nn.Module):
-    """Takes the place of a module that holds the weights of several experts in one parameter each.
+    """Replaces a module that holds the weights of several experts in one parameter each.
 
     Attributes:
         num_experts: The number of experts.
@@ -53,13 +54,13 @@ class StackedExperts(torch.nn.Module):
         self.post_expert_norm: Any = experts.post_expert_norm if experts.has_post_expert_norm else None
         self._source: tuple[Any] = (
             experts,
-        )  # knows the activation; in a tuple, so that it is no part of the model
+        )  # knows the activation; in a tuple, so that it is not registered as a submodule
         self.slices: dict[str, tuple[torch.Tensor, ...]] = {}
         self.train(experts.training)
 
     @classmethod
     def of(cls, experts: torch.nn.Module) -> "StackedExperts":
-        """The experts to put in the place of others, which may be such already."""
+        """The experts that replace others, which may be stacked ones already."""
         return experts if isinstance(experts, cls) else cls(experts)
 
     def layer_names(self) -> Iterator[tuple[int, str]]:
@@ -69,13 +70,13 @@ class StackedExperts(torch.nn.Module):
     def use(
         self, recipe: Recipe, name: str, resolved: Mapping[str, Recipe], first: int, backend: str
     ) -> None:
-        """Make the layers of all experts, or make them anew with the hooks that they have.
+        """Create the layers of all experts, or recreate them with their existing hooks.
 
         Args:
             recipe: The recipe of the model.
-            name: The name of this module in it.
+            name: The name of this module in the model.
             resolved: The recipe of each layer by its name in the model.
-            first: The number of its first layer among the model's.
+            first: The index of its first layer in the model.
             backend: The requested backend.
         """
         experts = [torch.nn.Module() for _ in range(self.num_experts)]
@@ -97,8 +98,8 @@ class StackedExperts(torch.nn.Module):
 
         Args:
             hidden_states: [M, K].
-            top_k_index: [M, A], the experts of each token; another number than 0 to E - 1 is an expert that
-                is not here and gives zeros.
+            top_k_index: [M, A], the experts of each token; an index outside 0 to E - 1 is an expert that is
+                not on this process and contributes zeros.
             top_k_weights: [M, A].
         """
         M, A = top_k_index.shape
@@ -148,18 +149,18 @@ class ExpertLinear(Linear):
         model_recipe: Recipe,
         backend: str,
     ) -> None:
-        """Make the layer.
+        """Create the layer.
 
         Args:
             stack: The module that holds the parameters.
-            number: The number of the expert.
+            number: The index of the expert.
             name: The name of the parameter with its weight; `NAME_bias` is the one with its bias.
             recipe: The recipe of this layer.
-            index: The number of the layer among the model's.
+            index: The index of the layer in the model.
             model_recipe: The recipe of the model.
             backend: The requested backend.
         """
-        self._stack, self.number, self.name = (stack,), number, name  # in a tuple, so that it is no child
+        self._stack, self.number, self.name = (stack,), number, name  # in a tuple: not a submodule
         shape = stack.get_parameter(name).shape[1:]
         template = SimpleNamespace(weight=torch.nn.Parameter(torch.empty(shape, device="meta")), bias=None)
         super().__init__(template, recipe, index, stack.is_transposed, model_recipe, backend)  # type: ignore[arg-type]
@@ -184,7 +185,7 @@ class ExpertLinear(Linear):
         return stack.slices[name][self.number] if stack.slices else stack.get_parameter(name)[self.number]
 
     def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        """Take nothing: the parameters are the stack's."""
+        """Do nothing: the stack holds the parameters."""
 
     def _has_gradient(self) -> bool:
         (stack,) = self._stack
@@ -196,9 +197,9 @@ class ExpertLinear(Linear):
 
 
 def is_stacked(module: torch.nn.Module) -> bool:
-    """Whether a module holds experts in the way of transformers (which is never imported).
+    """Whether a module holds experts as transformers does (which is never imported).
 
-    One whose forward pass was replaced on the instance computes something else.
+    A module whose forward method was replaced on the instance computes something else.
     """
     if isinstance(module, StackedExperts):
         return True
@@ -221,10 +222,10 @@ def expert_layers(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int
 
 
 def require_plain_state(recipe: Recipe, name: str) -> None:
-    """Refuse a recipe whose weights, masters or gradients would have to rest in casts, stacked as they are.
+    """Refuse a recipe whose weights, masters or gradients would have to be stored in casts while stacked.
 
     Raises:
-        UserError: It has such state, or one of its rules has.
+        UserError: The recipe, or one of its rules, has such state.
     """
     states = (recipe.state, *(rule.state for rule in recipe.rules))
     casts = [state.get(place) for state in states for place in ("weight", "master", "grad")]

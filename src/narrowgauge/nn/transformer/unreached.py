@@ -1,4 +1,4 @@
-"""The matrices of a model that no recipe reaches: `convert` warns, as they would silently stay wide."""
+"""The matrices of a model that no recipe reaches: `convert` warns, because they would silently stay wide."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ _WITHOUT_LAYERS = (torch.nn.MultiheadAttention, NonDynamicallyQuantizableLinear,
 
 
 def warn_of_unreached(model: torch.nn.Module) -> None:
-    """Say which share of a model's parameters is in matrices that compute as before.
+    """Report which share of a model's parameters is in matrices that compute as before.
 
-    These are the weights of torch's own attention and recurrent layers, which multiply without a
+    These are the weights of torch's attention and recurrent layers, which multiply without a
     `torch.nn.Linear`, stacked matrices that are not those of `StackedExperts`, and layers in plain lists.
     """
     if hidden := list(hidden_layers(model)):
@@ -38,7 +38,7 @@ def _unreached(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
         is_without = isinstance(module, _WITHOUT_LAYERS)
         is_torchs = isinstance(module, StackedExperts) or type(module).__module__.startswith("torch.nn.")
         for key, p in module.named_parameters(recurse=False):
-            # Positions of an image are a stack of one matrix.
+            # An image's position table is a stack of a single matrix.
             is_stack = not is_torchs and p.ndim == 3 and p.shape[0] > 1
             if is_stack or (is_without and p.ndim == 2):
                 yield f"{name}.{key}".lstrip("."), p.numel()
@@ -54,7 +54,7 @@ def hidden_text(hidden: Sequence[str]) -> str:
 
 
 def hidden_layers(model: torch.nn.Module) -> Iterator[str]:
-    """The linear layers that train, of modules in lists, tuples and dictionaries that torch does not see."""
+    """The trainable linear layers of modules in lists, tuples and dictionaries that torch does not see."""
     modules = set(model.modules())
     known = set(model.parameters())
     for name, module in model.named_modules():
@@ -70,12 +70,12 @@ def hidden_layers(model: torch.nn.Module) -> Iterator[str]:
                         yield f"{path}.{inner}".rstrip(".")
 
 
-# What torch keeps in dictionaries of a module: hooks may hold modules.
+# What torch keeps in a module's dictionaries: hooks may hold modules.
 _TORCHS = set(vars(torch.nn.Module()))
 
 
 def _modules_in(value: Any, path: str, depth: int = 3) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(path, module) of each module in a list, a tuple or a dictionary, or in one of those inside of it."""
+    """(path, module) of each module in a list, tuple or dictionary, including nested ones."""
     if isinstance(value, torch.nn.Module):
         yield path, value
     elif depth and isinstance(value, list | tuple | dict):

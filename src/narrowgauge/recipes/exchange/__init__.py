@@ -54,7 +54,7 @@ def refusals(recipe: Recipe, target: str) -> list[Refusal]:
     if target not in TARGETS:
         raise unknown("target", target, TARGETS)
     if not recipe.is_narrow:
-        why = f"compute = {recipe.compute!r} in all three products, so {target} has nothing to quantize"
+        why = f"compute = {recipe.compute!r} in all three GEMMs, so {target} has nothing to quantize"
         return [Refusal("", "compute", why)]
     return list(dict.fromkeys(TARGETS[target].refusals(recipe)))
 

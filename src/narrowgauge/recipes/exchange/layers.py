@@ -1,4 +1,4 @@
-"""Which layers stay wide, for tools that leave this to their users: Python for the written file."""
+"""Selects the layers that stay wide, as Python in the written file, for tools without such a setting."""
 
 from narrowgauge.recipes.describe import wide_and_other_rules
 from narrowgauge.recipes.recipe import Recipe
@@ -51,7 +51,7 @@ def selection(recipe: Recipe) -> str:
 def kept(recipe: Recipe) -> tuple[tuple[str, ...], float, float]:
     """(patterns, first blocks, last blocks) that stay wide.
 
-    Several rules are one as far as each names other ends of the model; `other_rules` refuses the rest.
+    Rules are merged as long as each sets different ends of the model; `other_rules` refuses the rest.
     """
     wide, _ = wide_and_other_rules(recipe)
     modules = tuple(dict.fromkeys(m for rule in wide for m in rule.modules))

@@ -1,12 +1,12 @@
 """A recipe for qwix (JAX): a list of `QtRule`s, which select modules by regular expressions; the first wins.
 
-qwix multiplies FP8 codes under scales of a tensor, of rows, or of n elements along the contraction. A rule's
-own keys reuse the forward pass's numbers in the backward pass; `additional_qt_config` makes each of the six
-operands anew, as a recipe does.
+qwix multiplies FP8 codes under scales of a tensor, of rows, or of n elements along the contraction. By
+default a rule's backward pass reuses the values of the forward pass; `additional_qt_config` quantizes each of
+the six operands separately, as a recipe does.
 
-What is refused beside the rest: MX, whose scale is rounded up in the release 0.1.8 and by another rule in the
-source that calls itself 0.1.8, too; NVFP4, which has no tensor scale there; and stochastic rounding, which
-leaves floating-point elements as they are.
+Also refused: MX, whose scale is rounded up in release 0.1.8 and by another rule in the source that calls
+itself 0.1.8; NVFP4, which lacks a tensor scale there; and stochastic rounding, which leaves floating-point
+elements as they are.
 
 Source: qwix 0.1.8 and qwix @ aa623ac, providers/qt.py, core/{dot_general_qt,qarray,numerics}.py.
 """
@@ -36,7 +36,7 @@ def _said(c: Cast) -> list[Cast]:
 
 
 def refusals(recipe: Recipe) -> list[Refusal]:
-    """What qwix cannot say of a recipe."""
+    """What qwix cannot express of a recipe."""
     found = [*outside_products(recipe, "qwix"), *other_rules(recipe, "qwix")]
     wide = make_cast(recipe.compute)
     casts = recipe.casts
@@ -46,7 +46,7 @@ def refusals(recipe: Recipe) -> list[Refusal]:
         return found
     for gemm, (a, b) in _operands(recipe).items():
         if _tile(a) != _tile(b):
-            why = f"block = {_tile(b)} beside {_tile(a)}; qwix tiles both operands of a product alike"
+            why = f"block = {_tile(b)} with {_tile(a)}; qwix tiles both operands of a GEMM alike"
             found.append(Refusal(gemm, "block", why))
     if wide in (casts["fprop.x"], casts["fprop.w"]):
         why = "a wide operand in fprop, but qwix leaves a module alone whose weight is not quantized"
@@ -101,7 +101,7 @@ def _dtype(c: Cast) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression of module paths for a pattern of a recipe; a name's last part matches as well."""
+    """A regular expression of module paths for a recipe's pattern; it also matches a name's last part."""
     special = {"*": ".*", "?": ".", ".": "/"}
     made = "".join(special.get(ch, ch if ch.isalnum() or ch in "_[]-" else f"\\{ch}") for ch in pattern)
     return made if "." in pattern else f"(.*/)?{made}"
@@ -139,12 +139,12 @@ def rules(blocks, block_path="blocks/{{}}"):
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """The places where the numbers of qwix differ from the recipe, and what its user has to do."""
+    """How the values of qwix differ from the recipe, and what its user must do."""
     return [
         "Give rules(blocks) to qwix.QtProvider, and this to qwix.quantize_model. Inputs have to be on the "
         "left of jax.lax.dot_general, parameters on the right, as in flax's Dense and Linear.",
         "qwix divides by amax / max, where the recipe multiplies by max / amax: scales may differ in their "
-        "last bit, and numbers beside the middle of two codes may be rounded to the other one.",
+        "last bit, and values near the midpoint of two codes may be rounded to the other one.",
         "Scales are in the dtype of the tensor: in bfloat16, qwix rounds them to bfloat16. In float32 they "
         "are the recipe's.",
     ]

@@ -1,8 +1,8 @@
-"""What another tool cannot say of a recipe, key by key.
+"""What another tool cannot express of a recipe, key by key.
 
-A tool's words are tables of casts, and an operand has to be equal to one of them in every field. So a key
-that is new in recipes is refused by every tool until its meaning there is written down. The same
-holds for a recipe's fields: those that no product sees are listed here, any other must be at its default.
+A tool is described by tables of casts, and an operand must equal one of them in every field. So a key that is
+new in recipes is refused for every tool until its meaning there is written down. The same holds for a
+recipe's fields: those that no GEMM sees are listed here, any other must be at its default.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from narrowgauge.recipes.places import GEMM_PLACES, STATE_PLACES, WIDE_STATE
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.toml_text import toml_value
 
-# Fields of a recipe that a target answers for, and those of which no number depends.
+# Fields of a recipe that a target handles, and those that affect no value.
 _OF_PRODUCTS = ("casts", "attention", "rules", "compute", "state", "saved")
 _NO_NUMBERS = (*WORDS, "gather", "offload")
 _CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", "until_decay")
@@ -30,10 +30,10 @@ _CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One thing that a target cannot say.
+    """One thing that a target cannot express.
 
     Attributes:
-        place: The place of the recipe, or "" for what belongs to the recipe as a whole.
+        place: The place in the recipe, or "" for the recipe as a whole.
         key: The key: of the cast in that place, or of the recipe.
         why: The value in the recipe, and what the target has.
     """
@@ -48,13 +48,13 @@ class Refusal:
 
 
 class Refused(UserError):
-    """A recipe that a target cannot say."""
+    """A recipe that a target cannot express."""
 
 
 def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused:
-    """The sentence for what a target cannot say."""
+    """The error that lists what a target cannot express."""
     said: dict[str, list[str]] = {}
-    for r in refusals:  # one reason of several places stands there once
+    for r in refusals:  # a reason shared by several places is listed once
         said.setdefault(r.why, []).append(r.place)
     parts = []
     for why, places in said.items():
@@ -62,22 +62,22 @@ def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused
         parts.append(f"{named}: {why}" if named else why)
     return Refused(
         f"recipe {recipe.name!r} cannot be written for {target}: {'; '.join(parts)}; change these keys in a "
-        "recipe of your own, or name another target"
+        "copy of the recipe, or name another target"
     )
 
 
 def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
-    """What no target expresses: state, gradients on the wire, and every field that is not known here."""
+    """What no target expresses: state, gradients on the wire, and every field that is unknown here."""
     found = [
-        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of state")
+        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set state")
         for place, c in recipe.state.items()
         if place not in STATE_PLACES or c != WIDE_STATE[place]
     ]
     for place, c in recipe.casts.items():
         if place not in GEMM_PLACES and c != make_cast(recipe.compute):
-            found.append(Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of it"))
+            found.append(Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set it"))
     found += [
-        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of attention")
+        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set attention")
         for place, c in recipe.attention.items()
         if c is not None and not is_wide(c, recipe.compute)
     ]
@@ -93,12 +93,12 @@ def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
         value = getattr(recipe, f.name)
         if value != default_of(recipe, f.name):
             said = cast_text(value) if isinstance(value, Cast) else str(value)
-            found.append(Refusal(f.name, f.name, f"{f.name} = {said}, and {target} says nothing of it"))
+            found.append(Refusal(f.name, f.name, f"{f.name} = {said}, and {target} does not set it"))
     return found
 
 
 def _is_same_operand(recipe: Recipe, x: Cast) -> bool:
-    """Whether wgrad.x of the numbers of fprop.x is wgrad.x of the input: the same cast, on no axis."""
+    """Whether wgrad.x from the values of fprop.x equals wgrad.x from the input: the same cast, on no axis."""
     return x.of == "fprop.x" or (x == recipe.casts["fprop.x"] and x.ignores_axis and not x.is_random)
 
 
@@ -115,7 +115,7 @@ def other_rules(recipe: Recipe, target: str) -> list[Refusal]:
         clock = next((k for k in _CLOCK if getattr(rule, k)), "")
         if clock:
             key = clock.replace("_decay", "")
-            why = f"[[rule]] {key}, but what {target} is told holds for the whole run"
+            why = f"[[rule]] {key}, but a configuration of {target} holds for the whole run"
         else:
             key, why = "rule", f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
         found.append(Refusal("", key, why))
@@ -136,7 +136,7 @@ def unsaid(place: str, c: Cast, said: Iterable[Cast], target: str) -> list[Refus
 
 
 def _distance(c: Cast, other: Cast) -> tuple[bool, bool, int]:
-    """How far two casts are from each other: first by their element, then by what shares a scale."""
+    """How far two casts are apart: first by their element, then by what shares a scale."""
     keys = _differing(c, other)
     return "element" in keys, "block" in keys, len(keys)
 

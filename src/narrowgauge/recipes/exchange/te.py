@@ -23,12 +23,12 @@ FACTORY = "qfactory"
 
 
 def refusals(recipe: Recipe) -> list[Refusal]:
-    """What TransformerEngine cannot say of a recipe."""
+    """What TransformerEngine cannot express of a recipe."""
     return [*outside_products(recipe, "te"), *other_rules(recipe, "te"), *of_products(recipe, "te")]
 
 
 def of_products(recipe: Recipe, target: str) -> list[Refusal]:
-    """The same of the six operands; `target` is the tool that hands them to TransformerEngine."""
+    """The same for the six operands; `target` is the tool that passes them to TransformerEngine."""
     if own_recipe(recipe) is not None:
         return []
     found: list[Refusal] = []
@@ -40,14 +40,14 @@ def of_products(recipe: Recipe, target: str) -> list[Refusal]:
 
 
 def _unsaid_column(place: str, c: Cast, said: list[Cast], target: str) -> list[Refusal]:
-    """The same of a columnwise tensor, which may be made of the numbers of the rowwise one."""
+    """The same for a columnwise tensor, which may be made from the values of the rowwise one."""
     if c.of and place != "wgrad.dy":  # columnwise_source is not for gradients
         return unsaid(place, replace(c, of=""), said, target) if c.is_scaled else []
     return unsaid(place, c, said, target)
 
 
 def _unmultiplied(recipe: Recipe) -> list[Refusal]:
-    """GEMMs whose operands are of two families, or both in E5M2: none is supported there."""
+    """GEMMs whose operands are of two families, or both in E5M2: neither is supported there."""
     families: dict[str, list[str]] = {gemm: [] for gemm in GEMMS}
     for tensor, row, column in TENSORS:
         first, second = quantizers_of(recipe, tensor, row, column)
@@ -96,13 +96,13 @@ def text(recipe: Recipe) -> str:
 
 
 def needs_factory(recipe: Recipe) -> bool:
-    """Whether the file has a quantizer factory: Megatron has no name for the recipe, and asks for one."""
+    """Whether the file has a quantizer factory: Megatron has no name for the recipe, and needs one."""
     own = own_recipe(recipe)
     return own is None or not (own.megatron or "Delayed" in own.text)
 
 
 def _wrapped(call: str) -> str:
-    """A call with an argument a line, if it is long."""
+    """A call with one argument per line, if it is long."""
     if len(call) < 95:
         return call
     name, _, rest = call.partition("(")
@@ -110,7 +110,7 @@ def _wrapped(call: str) -> str:
 
 
 def _factory(recipe: Recipe) -> str:
-    """The quantizer factory of six casts, below what it imports."""
+    """The quantizer factory of six casts, after its imports."""
     cases, used = [], set()
     for tensor, row, column in TENSORS:
         first, second = quantizers_of(recipe, tensor, row, column)
@@ -156,7 +156,7 @@ _MODULES = {
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """The places where the numbers of TransformerEngine differ, and what its user has to do."""
+    """How the values of TransformerEngine differ, and what its user must do."""
     found = ["Use it as te.autocast(recipe=RECIPE) around the layers that are not in wide_layers(model)."]
     casts = list(recipe.casts.values())
     if any(c.is_random for c in casts):

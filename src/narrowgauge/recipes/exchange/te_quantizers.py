@@ -1,7 +1,7 @@
-"""What TransformerEngine's quantizers say, as a table: a line of Python, and the casts it stands for.
+"""TransformerEngine's quantizers as a table: a line of Python, and the casts that it represents.
 
-A quantizer makes two tensors of one: *rowwise*, which the first product of the tensor contracts (fprop.x,
-fprop.w, dgrad.dy), and *columnwise*, which its second product contracts (wgrad.x, dgrad.w, wgrad.dy). A
+A quantizer makes two tensors from one: *rowwise*, which the first GEMM of the tensor contracts (fprop.x,
+fprop.w, dgrad.dy), and *columnwise*, which its second GEMM contracts (wgrad.x, dgrad.w, wgrad.dy). A
 `HybridQuantizer` joins the directions of two quantizers.
 
 Source: TransformerEngine @ d0067d0, pytorch/tensor/{float8,float8_blockwise,mxfp8,nvfp4,hybrid}_tensor.py,
@@ -74,11 +74,11 @@ class Quantizer:
     """One configuration of one of TransformerEngine's quantizers.
 
     Attributes:
-        text: The Python that makes it.
-        family: Operands of one product are of one family.
+        text: The Python that constructs it.
+        family: Both operands of a GEMM must be of one family.
         row: The cast of its rowwise tensor; None if it makes none.
         column: The cast of its columnwise tensor; None if it makes none.
-        tensors: The tensors that may have it.
+        tensors: The tensors that may use it.
     """
 
     text: str
@@ -90,7 +90,7 @@ class Quantizer:
 
 @cache
 def quantizers(compute: str) -> tuple[Quantizer, ...]:
-    """All configurations; `compute` is the format of what is not quantized."""
+    """All configurations; `compute` is the format of unquantized tensors."""
     wide = make_cast(compute)
     identity = Quantizer(text="IdentityQuantizer()", family="wide", row=wide, column=wide)
     return (identity, *_fp8_quantizers(), *_mxfp8_quantizers(), *_nvfp4_quantizers())

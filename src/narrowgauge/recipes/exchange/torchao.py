@@ -19,7 +19,7 @@ from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "torchao 0.18.0"
-# The two products of each tensor, and the fields of Float8LinearConfig for its casts there.
+# The two GEMMs of each tensor, and the fields of Float8LinearConfig for its casts there.
 TENSORS = (
     ("fprop.x", "cast_config_input", "wgrad.x", "cast_config_input_for_grad_weight"),
     ("fprop.w", "cast_config_weight", "dgrad.w", "cast_config_weight_for_grad_input"),
@@ -86,7 +86,7 @@ def _float8_casts(compute: str) -> list[Cast]:
 
 
 def _mx_mode(recipe: Recipe) -> str:
-    """The scale rule of torchao's MXFP8 training that a recipe has; "" if it has none of them."""
+    """The scale rule of torchao's MXFP8 training that a recipe uses; "" if none."""
     wide = make_cast(recipe.compute)
     for rule in MX_MODES:
         mx = make_cast({"cast": "mxfp8", "scale_rule": rule})
@@ -98,7 +98,7 @@ def _mx_mode(recipe: Recipe) -> str:
 
 
 def refusals(recipe: Recipe) -> list[Refusal]:
-    """What torchao cannot say of a recipe."""
+    """What torchao cannot express of a recipe."""
     found = [*outside_products(recipe, "torchao"), *other_rules(recipe, "torchao")]
     if _mx_mode(recipe):
         return found
@@ -111,10 +111,10 @@ def refusals(recipe: Recipe) -> list[Refusal]:
 
 
 def _together(recipe: Recipe) -> list[Refusal]:
-    """Combinations of casts that torchao has one by one, but not together."""
+    """Combinations of casts that torchao supports one by one, but not together."""
     casts, found = recipe.casts, []
     if any(c.scales.format == "e8m0" for c in casts.values()):
-        why = "MXFP8 in some places, which torchao has in all three products, or in all but wgrad"
+        why = "MXFP8 in some places, which torchao has in all three GEMMs, or in all but wgrad"
         return [Refusal("", "scale", why)]
     if len({c.scales.power_of_two for c in casts.values() if c.is_scaled}) > 1:
         found.append(
@@ -123,13 +123,11 @@ def _together(recipe: Recipe) -> list[Refusal]:
     for first, _, second, _ in TENSORS:
         a, b = casts[first], casts[second]
         if a.is_scaled and b.is_scaled and a.element != b.element:
-            why = (
-                f"element = {b.element.name!r} beside {a.element.name!r} in {first}; torchao has one a tensor"
-            )
+            why = f"element = {b.element.name!r} with {a.element.name!r} in {first}; torchao has one a tensor"
             found.append(Refusal(second, "element", why))
     for first, second in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
         if casts[first].is_scaled != casts[second].is_scaled:
-            why = f"one wide operand beside a narrow one in {first}, {second}; torchao has both or none"
+            why = f"one wide operand and one narrow in {first}, {second}; torchao has both or none"
             found.append(Refusal(first.split(".")[0], "element", why))
     return found
 
@@ -170,7 +168,7 @@ def _float8(recipe: Recipe) -> tuple[str, str]:
 
 
 def _cast_config(c: Cast, element: str) -> str:
-    """One CastConfig; `element` is the tensor's, which torchao wants to be the same in both GEMMs."""
+    """One CastConfig; `element` is the tensor's, which torchao requires to be the same in both GEMMs."""
     dtype = DTYPES.get(element, "torch.float8_e4m3fn")
     if not c.is_scaled:
         return f"CastConfig(ScalingType.DISABLED, target_dtype={dtype})"
@@ -210,7 +208,7 @@ def convert(model, config=CONFIG):
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """The places where the numbers of torchao differ, and what its user has to do."""
+    """How the values of torchao differ, and what its user must do."""
     found = [f"Call convert(model) on a model in torch.{_dtype(recipe)}, or under autocast to it."]
     if _mx_mode(recipe):
         found.append(
