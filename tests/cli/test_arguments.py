@@ -114,7 +114,7 @@ def test_a_cast_is_a_table_on_the_command_line():
     assert to_toml(config) == to_toml(make_config({"recipe": in_a_file}))
     assert config.spec.recipe.casts["fprop.x"].clamp.quantile == 0.99
     with pytest.raises(
-        UserError, match=r"recipe\.fprop\.x = .* is no table of TOML; .* as in --recipe\.fprop\.x '"
+        UserError, match=r"recipe\.fprop\.x = .* is not a TOML table; .* as in --recipe\.fprop\.x '"
     ):
         make_config(values("--recipe.fprop.x", "{cast = fp4-row}"))
 

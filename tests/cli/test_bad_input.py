@@ -93,7 +93,7 @@ LINES = {
     ),
     "scaling: fewer than a model is divided over": (
         ["scaling", "--procs", "1,2", "--parallel.tensor", "2", "--device", "cpu"],
-        ["--procs 1", "2 processes that [parallel] asks for", "multiples of 2"],
+        ["--procs 1", "2 processes that [parallel] sets", "multiples of 2"],
     ),
     "scaling: below a file": (
         ["scaling", "--procs", "1", "--device", "cpu", "--out", "{dir}/good.toml/x"],

@@ -42,6 +42,6 @@ def test_a_run_goes_on_on_another_number_of_processes(narrowgauge, line, look, t
     as_killed_after_step_2()
     ended = narrowgauge("train", out / "config.toml", "--out", out)
     assert ended.code == 0, ended.err
-    assert "micro-batches of 1 (training.micro_batch_size), as this run has had them" in ended.out
+    assert "micro-batches of 1 (training.micro_batch_size), as before in this run" in ended.out
     ended = narrowgauge(*options, *words, script=TORCHRUN)
     assert "is done" in ended.out

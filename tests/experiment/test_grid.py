@@ -121,12 +121,12 @@ def test_seeds_that_are_none(text):
         (lambda: take_sweep({"sweep": {"optimizer": {"lr": []}}}), "a list of values"),
         (
             lambda: take_sweep({"sweep": {"recipe": {"fprop": {"x": {"element": "e4m3"}}}}}),
-            "stands in a list",
+            "is written in a list",
         ),
         (lambda: take_sweep({"sweep": [{"optimizer": {"lr": 0.1}}]}), "is one table"),
         (lambda: take_sweep({"sweep": {"lr": [0.1, 0.2]}}), "write the section and the key"),
         (lambda: take_sweep({"sweep": {"optimizer": [{"lr": 0.1}]}}), "write the section and the key"),
-        (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is no KEY=VALUE"),
+        (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is not KEY=VALUE"),
         (lambda: parse_variant("hp:recipe=fp8,recipe.name=bf16", SHORT), "recipe.name has two values"),
         (lambda: make_points({}, [Variant("a/b", {}), Variant("c", {})], {}, ""), "names a directory"),
         (

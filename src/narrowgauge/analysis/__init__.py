@@ -1,4 +1,4 @@
-"""Which number hurts? Probes of a trained model, without training."""
+"""Analyses of a trained model without training: the quantization of which values hurts?"""
 
 from narrowgauge.analysis.budget import Budget, bits_budget, flops_budget, require_solver, time_budget
 from narrowgauge.analysis.pace import pace

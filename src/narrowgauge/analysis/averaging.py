@@ -1,18 +1,18 @@
-"""The averaging test: does the mean of many random gradients come nearer to the true one?
+"""The averaging test: whether the mean of many random gradients approaches the true gradient.
 
-Let g_1, g_2, ... be gradients of one batch, computed with independent random bits, and g the gradient of
-exact arithmetic. Each is g_i = g + b + n_i: a bias b that all share, and noise n_i of mean zero. The relative
+Let g_1, g_2, ... be gradients of one batch, computed with independent random bits, and g the gradient in
+exact arithmetic. Each is g_i = g + b + n_i: a bias b common to all, and noise n_i of mean zero. The relative
 squared error of the mean of N of them is
 
     e(N) = (|b|^2 + |n|^2 / N) / |g|^2
 
-In bits, -log2(e(N)) / 2: without bias it grows by half a bit for each doubling of N, with nothing but bias
-it stays. The slope of the bits over log2 N tells them apart: 0.5 is unbiased, 0 is all bias. (The test of
+In bits, -log2(e(N)) / 2: without bias it grows by half a bit for each doubling of N; with only bias it is
+constant. The slope of the bits over log2 N distinguishes them: 0.5 is unbiased, 0 is all bias. (The test of
 Quartet II: IST-DASLab/Quartet-II at 8776a90, `notebooks/unbiasedness.ipynb`.)
 
-All disjoint groups of 1, 2, 4, ... consecutive draws are used, so that the estimate of e(1) has as many terms
-as there are draws. Their sums are kept as a binary counter keeps its digits: log2(draws) gradients in memory,
-not all of them.
+All disjoint groups of 1, 2, 4, ... consecutive draws are used, so the estimate of e(1) has as many terms as
+there are draws. Their sums are kept like the digits of a binary counter: only log2(draws) gradients in
+memory.
 """
 
 import math
@@ -29,7 +29,7 @@ def squared_norm(tensors: Tensors) -> float:
 
 
 def inner_product(a: Tensors, b: Tensors) -> float:
-    """The sum of products of all elements, added in float64; both have the same names."""
+    """The inner product over all elements, accumulated in float64; both have the same names."""
     return math.fsum((t.double() * b[name].double()).sum().item() for name, t in a.items())
 
 
@@ -39,11 +39,11 @@ def difference(a: Tensors, b: Tensors) -> dict[str, torch.Tensor]:
 
 
 class GroupErrors:
-    """The mean squared error of the means of 1, 2, 4, ... gradients, whose errors come one by one."""
+    """The mean squared error of the means of 1, 2, 4, ... gradients, whose errors are added one by one."""
 
     def __init__(self) -> None:
         self._pending: list[dict[str, torch.Tensor] | None] = []  # the sum of 2^level errors, half a group
-        self._squares: list[list[float]] = []  # of each level's groups: |mean of the errors|^2
+        self._squares: list[list[float]] = []  # |mean of the errors|^2 for each level's groups
 
     def add(self, error: Tensors) -> None:
         """Add the error of the next gradient."""
@@ -66,12 +66,12 @@ class GroupErrors:
 
 
 def effective_bits(relative_squared_error: float) -> float:
-    """-log2(e) / 2: half the error is one bit more; infinite without error."""
+    """-log2(e) / 2: halving the error adds one bit; infinite without error."""
     return math.inf if relative_squared_error == 0 else -math.log2(relative_squared_error) / 2
 
 
 def slope(bits: list[float]) -> float:
-    """The least-squares slope of bits over log2 of the group's size 1, 2, 4, ...; NaN for fewer than two."""
+    """The least-squares slope of bits over log2 of the group sizes 1, 2, 4, ...; NaN for fewer than two."""
     if len(bits) < 2:
         return math.nan
     middle, mean = (len(bits) - 1) / 2, math.fsum(bits) / len(bits)

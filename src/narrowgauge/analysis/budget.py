@@ -1,16 +1,16 @@
-"""The budgets of a search: a quantity of an assignment, and the range in which it must lie.
+"""The budgets of a search: a quantity of an assignment, and the range that it must lie in.
 
-With s_i the share of all FLOPs that GEMM i does, f_i its format, e(f) the bits of an element of f, b(f) these
-with its part of a block's scale, and r(f) the FLOP/s of products in f on a device:
+With s_i the share of all FLOPs in GEMM i, f_i its format, e(f) the bits of an element of f, b(f) these plus
+its part of a block's scale, and r(f) the FLOP/s of GEMMs in f on a device:
 
     share of FLOPs    sum of s_i over the GEMMs with e(f_i) of at most 4    X to X + 0.05
     effective bits    sum of s_i b(f_i)                                     at most X
     GEMM time         sum of s_i r(widest) / r(f_i)                         at most X
 
-All three are sums over GEMMs, so that one solver serves them. Both operands of a GEMM have its format.
+All three are sums over GEMMs, so one solver serves them all. Both operands of a GEMM have its format.
 ModelOpt's `auto_quantize(effective_bits=...)` takes the mean over weights. Here it is over FLOPs, since a
 GEMM of a training step has two operands, and only one of the six places of a layer is stored. GEMM time
-leaves out the casts; `plan` says them.
+leaves out the casts, which `plan` reports.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ EPSILON = 1e-9  # sums of shares are not exact
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What an assignment may use.
+    """The budget of an assignment.
 
     Attributes:
         option: The option and its value, for errors.
-        words: What an amount is, such as "of the FLOPs in 4 bits".
+        words: The unit of an amount, such as "of the FLOPs in 4 bits".
         amounts: The amount of a GEMM that does all FLOPs, by the name of its format.
-        low: The least amount.
+        low: The smallest amount.
         high: The largest amount.
     """
 
@@ -53,7 +53,7 @@ def flops_budget(casts: Mapping[str, Cast], share: float) -> Budget:
     """The budget of a share of FLOPs in formats of at most 4 bits.
 
     Raises:
-        UserError: No format has at most 4 bits, or the share is none.
+        UserError: No format has at most 4 bits, or the share is out of range.
     """
     if all(cast.element.bits > NARROW_BITS for cast in casts.values()):
         raise UserError(
@@ -67,7 +67,7 @@ def flops_budget(casts: Mapping[str, Cast], share: float) -> Budget:
 
 
 def bits_budget(casts: Mapping[str, Cast], bits: float) -> Budget:
-    """The budget of a mean number of bits of an operand's element.
+    """The budget of the mean number of bits per operand element.
 
     Raises:
         UserError: Even the narrowest of the formats has more bits.
@@ -81,8 +81,8 @@ def time_budget(casts: Mapping[str, Cast], share: float, speeds: Mapping[str, fl
 
     Args:
         casts: The formats by name.
-        share: The share of that time, over 0.
-        speeds: FLOP/s of products in each format on the device.
+        share: The share of that time, above 0.
+        speeds: FLOP/s of GEMMs in each format on the device.
         device: The name of the device's file.
 
     Raises:
@@ -95,7 +95,7 @@ def time_budget(casts: Mapping[str, Cast], share: float, speeds: Mapping[str, fl
 
 
 def widest_of(casts: Mapping[str, Cast]) -> str:
-    """The name of the format with the most bits; the last of several."""
+    """The name of the format with the most bits; the last of equals."""
     return max(reversed(list(casts)), key=lambda name: casts[name].element.bits)
 
 
@@ -103,22 +103,22 @@ def require_solver() -> None:
     """Check that the solver is installed, before anything is measured.
 
     Raises:
-        UserError: It is not.
+        UserError: It is missing.
     """
     if find_spec("scipy") is None:
         raise UserError("search needs scipy, which is not installed; pip install scipy")
 
 
 def _bits(cast: Cast) -> float:
-    """Bits of an element and its share of a block's scale; scales of rows and tensors are few."""
+    """Bits of an element and its share of a block's scale; scales of rows and tensors are negligible."""
     elements = cast.block[0] * cast.block[1] if cast.block else 0
     return cast.element.bits + (format(cast.scales.format).bits / elements if elements else 0)
 
 
 def _at_most(option: str, words: str, amounts: Mapping[str, float], most: float) -> Budget:
-    """A budget with an upper end only."""
+    """A budget with only an upper limit."""
     least = min(amounts, key=lambda name: amounts[name])
-    if not most >= amounts[least] - EPSILON:  # not a number is refused, too
+    if not most >= amounts[least] - EPSILON:  # refuses NaN as well
         raise UserError(
             f"{option} is out of reach: everything in {least} has {amounts[least]:.4g} {words}; take more, "
             "or add a narrower format to --formats"

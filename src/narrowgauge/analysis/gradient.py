@@ -4,8 +4,8 @@
     loss_of              one forward pass
     loss_and_gradient    a forward pass and a backward pass
 
-The gradient is float32, however the recipe keeps it. Under a recipe that trains with a loss scale
-(`torch.amp.GradScaler`) it passes through one: 2^16, halved until every number is finite.
+The gradient is float32, whatever format the recipe keeps it in. If the recipe trains with a loss scale
+(`torch.amp.GradScaler`), it is computed with one: 2^16, halved until every value is finite.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Position(NamedTuple):
-    """A moment of training: timed rules hold as they do in this step, random bits are those of the seed."""
+    """A moment of training: timed rules apply as in this step, random bits follow from the seed."""
 
     seed: int
     step: int
@@ -35,7 +35,7 @@ class Position(NamedTuple):
 
 
 def with_recipe(spec: ModelSpec, recipe: Recipe, weights: Tensors, device: torch.device) -> Transformer:
-    """A model with these float32 weights, each rounded once to what the recipe keeps it in."""
+    """A model with these float32 weights, each rounded once to the recipe's format."""
     model = build_model(replace(spec, recipe=recipe), device)
     for name, parameter in model.named_parameters():
         write_weight(parameter, weights[name])
@@ -52,7 +52,7 @@ def loss_and_gradient(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean loss of a batch in nats, and its gradient by parameter name, float32.
 
-    Numbers that are not finite without a loss scale stay so.
+    Values that are not finite without a loss scale stay so.
     """
     scale = loss_scale
     while True:

@@ -1,4 +1,4 @@
-"""One forward pass of a wide model with its graph kept, and what errors in its linear layers would do.
+"""A forward pass of an unquantized model with its graph kept, and the effect of errors in its linear layers.
 
 The mathematics is in `sensitivity`. Legend: M tokens, N outputs, K inputs of a layer.
 """
@@ -28,14 +28,14 @@ class LayerTensors:
     """The tensors of one layer in one pass: input, output, and the output's gradient."""
 
     layer: Linear
-    before: int  #: the number of the point of the residual stream before its block
+    before: int  #: the index of the point of the residual stream before its block
     x: torch.Tensor
     y: torch.Tensor
     g_MN: torch.Tensor = field(init=False)
 
 
 class LinearGraph:
-    """A forward pass of a model whose layers are all wide, and its gradient."""
+    """A forward pass of a model whose layers are all in high precision, and its gradient."""
 
     def __init__(self, model: Transformer, batch: Batch) -> None:
         """Compute both passes."""
@@ -57,7 +57,7 @@ class LinearGraph:
         self.gradient = dict(zip(self.parameters, found[len(outputs) + len(self.stream) :], strict=True))
 
     def shares(self, cast: Cast, metric: StepMetric) -> dict[tuple[str, str], float]:
-        """The share of a step's progress that each layer's places of the backward pass take, one by one."""
+        """The share of a step's progress lost to each layer's places of the backward pass, one at a time."""
         factors = metric.factors(self.gradient)
         gained = progress(factors, self.gradient)
         size = math.fsum(gained.values())
@@ -79,7 +79,7 @@ class LinearGraph:
         return shares
 
     def relative_errors(self, cast: Cast) -> dict[tuple[str, str], float]:
-        """|e|^2 / |x|^2 of both operands of each GEMM together, by layer and GEMM."""
+        """|e|^2 / |x|^2 over both operands of each GEMM, by layer and GEMM."""
         errors = {}
         for name, tensors in self.layers.items():
             x_MK, g_MN = tensors.x.detach().flatten(0, -2), tensors.g_MN
@@ -98,7 +98,7 @@ class LinearGraph:
     def _upstream(
         self, tensors: LayerTensors, d_MK: torch.Tensor, factors: Tensors, gained: Mapping[str, float]
     ) -> float:
-        """The progress that all parameters lose, if the gradient of a layer's input has an error."""
+        """The progress that all parameters lose to an error in the gradient of a layer's input."""
         point = tensors.before
         local = list(self._local_parameters(tensors))
         inputs = [self.stream[point], *(self.parameters[n] for n in local)]
@@ -116,7 +116,7 @@ class LinearGraph:
         return total + share * math.fsum(gained[name] for name in self._parameters_before(point))
 
     def _local_parameters(self, tensors: LayerTensors) -> Iterator[str]:
-        """Parameters of the layer's block, or of what follows the last block."""
+        """The parameters of the layer's block, or of what follows the last block."""
         prefix = f"blocks.{tensors.before}."
         is_last = tensors.before == len(self.stream) - 1
         for name in self.parameters:
@@ -124,7 +124,7 @@ class LinearGraph:
                 yield name
 
     def _parameters_before(self, point: int) -> Iterator[str]:
-        """Parameters whose gradient passes the residual stream at a point."""
+        """The parameters whose gradient passes through a point of the residual stream."""
         for name in self.parameters:
             _, _, rest = name.partition("blocks.")
             is_block = name.startswith("blocks.")
@@ -139,7 +139,7 @@ class LinearGraph:
     def _recorded(self) -> Iterator[None]:
         """Record the stream and the tensors of each layer during a forward pass.
 
-        The stream is added up at each point, so that all of it is in one tensor there.
+        The stream is summed at each point, so that a single tensor holds it there.
         """
         handles = []
 
@@ -169,6 +169,6 @@ class LinearGraph:
 
 
 def _error(x: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
-    """Q(x) - x for a matrix whose `axis` a product contracts."""
+    """Q(x) - x for a matrix, where a GEMM contracts `axis`."""
     numbers, scale = emulate(x, cast, axis, torch.float32)
     return (numbers if scale is None else numbers * scale) - x

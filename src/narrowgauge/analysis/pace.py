@@ -1,11 +1,11 @@
-"""How much loss does more training remove? It weighs lost progress of steps against loss itself.
+"""The loss that more training removes, which converts lost progress of steps to loss.
 
-A run whose steps lose the share s of their progress is, after n steps, where it would be after n (1 - s).
-With the loss falling by `pace` nats while the steps grow by a factor of e, that costs
+A run whose steps lose the share s of their progress is, after n steps, where it would be after n (1 - s). If
+the loss falls by `pace` nats while the steps grow by a factor of e, that costs
 
     s * pace,    pace = - d loss / d log(step)
 
-nats: what the lost progress has cost after as many steps as the run has done. The pace is the least-squares
+nats: the cost of the lost progress after the steps that the run has taken. The pace is the least-squares
 slope of the training loss over the last doubling of the steps.
 """
 
@@ -20,8 +20,7 @@ def pace(losses: Mapping[int, float]) -> float | None:
         losses: The training loss by step, from 1.
 
     Returns:
-        At least 0: lost progress costs nothing where the loss no longer falls. None for fewer than two
-        steps.
+        At least 0: lost progress costs nothing once the loss no longer falls. None for fewer than two steps.
 
     >>> losses = {step: 5 - 0.7 * math.log(step) for step in range(1, 101)}
     >>> round(pace(losses), 6)

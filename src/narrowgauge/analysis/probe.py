@@ -1,31 +1,32 @@
-"""What a recipe does to a model's loss and gradient, measured without training.
+"""The effect of a recipe on a model's loss and gradient, measured without training.
 
 For each batch of held-out text, with f the loss of the weights in fp32, and for a recipe:
 
     loss_increase      loss under the recipe - f, in nats
     g                  the recipe's gradient, for each of several draws of random bits
-    r                  the reference: the gradient of the same narrow forward pass and of the recipe's own
+    r                  the reference: the gradient of the same quantized forward pass with the recipe's
                        backward pass without its roundings, in fp32
     gradient_cosine    g.r / (|g| |r|)
     gradient_bias      mean of g.r / r.r over the draws, less 1: below 0, steps are too short along r
     effective_bits     -log2(|g - r|^2 / |r|^2) / 2: an error of half the gradient is one bit, a quarter two
     averaging_slope    the growth of these bits when draws are averaged (`averaging`): 0.5 without bias, 0
-                       with nothing but bias
+                       with only bias
     noise_ratio        |r| / |n|, with |n|^2 = |g_1 - g_2|^2 / 2 from pairs of draws. Under the square root of
                        3, further training gains nothing ("FP4 All the Way", arXiv 2505.19115)
 
-The reference keeps what the forward pass did, because that is what the model computes, and asks what the
-backward pass adds. It reads the numbers of the forward pass where the recipe's backward pass reads them
-(`of`, one scale a tensor, square blocks), and the weights and inputs themselves where the recipe rounds these
-anew. So a recipe that rounds either at random has the reference as its mean (`Recipe.with_wide_backward`).
+The reference keeps the forward pass, because that is what the model computes, and isolates the errors of the
+backward pass. Where the recipe's backward pass reads the values of the forward pass, so does the reference
+(`of`, one scale a tensor, square blocks); where the recipe quantizes weights and inputs again, the reference
+reads them unquantized. So the reference is the mean of a recipe that rounds either stochastically
+(`Recipe.with_wide_backward`).
 
-For both gradients all products are kept in fp32, so that the two forward passes agree in every bit and the
-roundings of the backward pass are the only difference; the loss is that of the recipe as it trains. Each
+For both gradients the results of all GEMMs are kept in fp32, so that the two forward passes agree in every
+bit and differ only by the roundings of the backward pass; the loss is that of the recipe in training. Each
 figure is a mean over the batches with its Student interval. A recipe without random bits has no noise: its
 slope is 0 and its noise ratio is infinite.
 
-Everything is a pure function of weights, batches and seed; draws differ in the seed of the random bits only.
-Delayed scales see the first batch twice before anything is measured, since a new history holds nothing.
+Everything is a pure function of weights, batches and seed; draws differ only in the seed of the random bits.
+Delayed scales process the first batch twice before anything is measured, since a new history is empty.
 """
 
 import math
@@ -63,20 +64,20 @@ from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.t_interval import Interval, interval
 from narrowgauge.training.outline import require_layers
 
-#: The keys of a cast that depend on no earlier step.
+#: The keys of a cast that do not depend on earlier steps.
 WITHOUT_MEMORY = (
     *(*CODES_AND_SCALES, "elements", "hadamard", "signs", "center", "center_cast", "outliers", "compensate"),
     *("of", "keep_cast", "estimator_k", "estimator_cap", "expand", "codebook", "split", "feedback"),
 )
-LOSS_SCALE = 2.0**16  # where `torch.amp.GradScaler` begins
+LOSS_SCALE = 2.0**16  # the initial scale of `torch.amp.GradScaler`
 USEFUL = math.sqrt(3)  # the smallest useful noise ratio
-_DRAW_SEED = 0x9E3779B97F4A7C15  # difference of the seeds of two draws
+_DRAW_SEED = 0x9E3779B97F4A7C15  # difference between the seeds of two draws
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one batch; units and definitions are in the module's text."""
+    """The figures of one batch; the module docstring has units and definitions."""
 
     loss_increase: float
     gradient_cosine: float
@@ -97,7 +98,7 @@ class LayerFigures:
 
 @dataclass(frozen=True, slots=True)
 class RecipeProbe:
-    """What a recipe does: each of `Figures` over the batches, and the gradient of each parameter."""
+    """The probe of a recipe: each of `Figures` over the batches, and the gradient of each parameter."""
 
     recipe: str
     figures: Mapping[str, Interval]
@@ -111,9 +112,9 @@ class Subject:
     Attributes:
         spec: The model; its recipe is not used.
         weights: By parameter name, float32.
-        position: The step whose timed rules hold, and the seed of the random bits.
-        batches: The batches that every recipe sees.
-        device: Where the passes are computed.
+        position: The step for timed rules, and the seed of the random bits.
+        batches: The batches that every recipe processes.
+        device: The device of the passes.
     """
 
     spec: ModelSpec
@@ -125,7 +126,7 @@ class Subject:
     def model(self, recipe: Recipe) -> Transformer:
         """The model under a recipe, at the position."""
         model = with_recipe(self.spec, recipe, self.weights, self.device)
-        for steps_before in (2, 1):  # delayed scales and pre-scaling see something to begin with
+        for steps_before in (2, 1):  # fills the histories of delayed scales and pre-scaling
             if _has_memory(recipe):
                 step = self.position.step - steps_before
                 loss_and_gradient(model, self.batches[0], self.position._replace(step=step))
@@ -135,7 +136,7 @@ class Subject:
 def probe(
     subject: Subject, recipes: Sequence[Recipe], draws: int = 8, progress: Progress | None = None
 ) -> list[RecipeProbe]:
-    """Measure what each recipe does to a model.
+    """Measure the effect of each recipe on a model.
 
     Args:
         subject: The model and the batches.
@@ -144,7 +145,7 @@ def probe(
         progress: Called with a recipe's name, the batches done and their number.
 
     Returns:
-        One object for each recipe.
+        One object per recipe.
 
     Raises:
         UserError: There are fewer than two batches, or a rule of a recipe matches no layer.
@@ -199,7 +200,7 @@ def _probe_one(
 
 
 class Pair(NamedTuple):
-    """A recipe's gradient g and the reference r, and their products."""
+    """A recipe's gradient g and the reference r, with |g|^2, |r|^2 and g.r."""
 
     g: Tensors
     r: Tensors
@@ -272,7 +273,7 @@ def _has_memory(recipe: Recipe) -> bool:
 
 
 def has_memory(cast: Cast) -> bool:
-    """Whether the result of a cast depends on earlier steps; so it is for a key that is not known here."""
+    """Whether the result of a cast depends on earlier steps; assumed for a key that is not listed."""
     return bool(cast.beyond(WITHOUT_MEMORY))
 
 

@@ -1,4 +1,4 @@
-"""The subject of a probe from a path, and its optimizer: a run, or a model of another program."""
+"""Opens the subject of a probe and its optimizer: a run, or a model of another program."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from narrowgauge.training.step.trainer import Trainer
 
 @dataclass(frozen=True)
 class Probed:
-    """A subject, the run or model it is of, and the recipe that it was trained under."""
+    """A subject, its run or model, and the recipe that it was trained under."""
 
     subject: Subject
     trained: TrainedRun
@@ -49,14 +49,14 @@ def open_probed(
         path: A run directory, a Hugging Face folder or an llm.c model file.
         device: "auto", "cpu", "cuda" or "cuda:N".
         tokenizer: A tokenizer file that replaces the model's.
-        source: Other text than the run's.
+        source: A text other than the run's.
         batches: The number of batches; spread evenly over the held-out text.
-        batch_size: Sequences of a batch; None: the run's micro-batch.
-        sequence_length: Tokens of a sequence; None: the run's.
-        progress: Shows how text is prepared.
+        batch_size: Sequences in a batch; None for the run's micro-batch.
+        sequence_length: Tokens in a sequence; None for the run's.
+        progress: Reports the preparation of text.
 
     Raises:
-        UserError: There is no such run or model, it has no checkpoint, or there is too little text.
+        UserError: The path is neither a run nor a model, has no checkpoint, or there is too little text.
     """
     trained = open_run(path, device, tokenizer)
     data, training = trained.config.data, trained.config.training
@@ -73,7 +73,7 @@ def open_probed(
 
 
 def step_metric(trained: TrainedRun) -> StepMetric:
-    """How the optimizer of a run weighs a gradient; by the size of the weights where AdamW left no state."""
+    """How a run's optimizer weighs a gradient; by the size of the weights if AdamW left no state."""
     config, weights = trained.config, trained.weights()
     checkpoint = None
     if not is_external_model(trained.path):

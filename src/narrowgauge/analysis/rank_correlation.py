@@ -1,13 +1,13 @@
-"""Spearman's rank correlation: do two lists of numbers order the same things in the same way?"""
+"""Spearman's rank correlation: whether two lists of values order the same things in the same way."""
 
 import math
 from collections.abc import Sequence
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """The correlation of the ranks of two lists of one length; equal values share their mean rank.
+    """The correlation of the ranks of two lists of equal length; equal values share their mean rank.
 
-    1 is the same order, -1 the opposite one; NaN where all values of a list are equal.
+    1 is the same order, -1 the reverse; NaN if all values of a list are equal.
 
     >>> rank_correlation([1, 2, 3], [10, 30, 20])
     0.5

@@ -1,7 +1,7 @@
-"""An assignment of formats to GEMMs, written as a recipe that people can read.
+"""Writes an assignment of formats to GEMMs as a readable recipe.
 
-Layers that have one format in one GEMM share a rule. A rule names them by their last component where that
-fits those layers and no other ("down"), and by their full names otherwise.
+Layers with the same format in one GEMM share a rule. A rule selects them by their last component ("down") if
+it fits exactly those layers, and by their full names otherwise.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from narrowgauge.toml_text import toml_value
 
 
 def recipe_text(assignment: Assignment, name: str, title: str, source: str, compute: str = "bf16") -> str:
-    """The TOML of a recipe with these GEMMs; one in the format `compute` needs no rule."""
+    """The TOML of a recipe with these GEMMs; those in the format `compute` need no rule."""
     layers = list(dict.fromkeys(layer for layer, _ in assignment))
     head = {"name": name, "title": title, "source": source, "compute": compute}
     lines = [f"{key} = {toml_value(value)}" for key, value in head.items()]
@@ -33,7 +33,7 @@ def recipe_text(assignment: Assignment, name: str, title: str, source: str, comp
 
 
 def _patterns(chosen: Sequence[str], layers: Sequence[str]) -> list[str]:
-    """The shortest names for the chosen layers that fit no other one."""
+    """The shortest patterns that match exactly the chosen layers."""
     patterns = []
     for layer in chosen:
         last = layer.rpartition(".")[2]

@@ -1,15 +1,16 @@
-"""Which formats cost the least under a budget? A search over the GEMMs of all linear layers.
+"""Searches for the formats of the GEMMs of all linear layers that cost the least under a budget.
 
-Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both of its operands; attention and the
-residual stream stay wide. Its predicted cost is the sum of the costs of the two places (`sensitivity`) in
-nats: a place of the forward pass costs what it adds to the loss, one of the backward pass the share of the
-steps' progress that it takes, times the loss that this progress is worth (`pace`). Costs below zero count as
-zero, because a loss that falls by rounding is chance. Costs of different places are taken to add up. A GEMM
-of a layer with K inputs and N outputs does 2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py`
-says what an amount[f] is: 1 for the formats of at most 4 bits and 0 for others, or bits, or time.
+Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both operands; attention and the residual
+stream stay in high precision. Its predicted cost is the sum of the costs of its two places (`sensitivity`) in
+nats: a place of the forward pass costs its increase of the loss; one of the backward pass costs the share of
+the steps' progress that it takes, times the loss that this progress is worth (`pace`). Negative costs count
+as zero, because a loss that falls by rounding is chance. Costs of different places are assumed to add up. A
+GEMM of a layer with K inputs and N outputs takes 2 M N K FLOPs for M tokens, the same for all three GEMMs.
+`budget.py` defines amount[f]: 1 for the formats of at most 4 bits and 0 for others, or bits, or time.
 
 Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
-head, as the shipped narrow recipes do: a prediction from single steps was wrong about it (docs/results.md).
+head, as the shipped low-precision recipes do: a prediction from single steps was wrong about it
+(docs/results.md).
 
     minimize    sum over i, f of cost[i, f] x[i, f]
     subject to  sum over f of x[i, f] = 1 for each GEMM i,    x in {0, 1}
@@ -18,10 +19,10 @@ head, as the shipped narrow recipes do: a prediction from single steps was wrong
 This is a multiple-choice knapsack, and `scipy.optimize.milp` solves it exactly (HiGHS). SNIP (arXiv
 2602.01410) has the same form; ModelOpt's `auto_quantize` relaxes it to a linear programme.
 
-The baselines are what a reviewer asks for: `uniform` (the narrowest format for all that is not kept),
-`keep-ends` (whole blocks stay wide, the head first, then the last and the first block by turns),
-`smallest-error` (the GEMMs with the smallest relative quantization error of their operands are narrow), and
-`random`.
+The baselines are those that a reviewer would ask for: `uniform` (the narrowest format for all that is not
+kept), `keep-ends` (whole blocks stay in the widest, the head first, then the last and the first block
+alternately), `smallest-error` (the GEMMs with the smallest relative quantization error of their operands are
+narrow), and `random`.
 """
 
 import random
@@ -44,11 +45,11 @@ BASELINES = ("uniform", "keep-ends", "smallest-error", "random")
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a search chooses from.
+    """The choices of a search.
 
     Attributes:
         casts: The formats by name; the last one is the widest.
-        shares: The share of all FLOPs that each GEMM does.
+        shares: Each GEMM's share of all FLOPs.
         costs: The predicted cost of each GEMM in each format in nats, at least 0.
         kept: The GEMMs that stay in the widest format.
     """
@@ -59,7 +60,7 @@ class Choices:
     kept: frozenset[Gemm] = frozenset()
 
     def amount(self, assignment: Assignment, budget: Budget) -> float:
-        """What an assignment uses of a budget."""
+        """The amount of a budget that an assignment uses."""
         return sum(self.shares[gemm] * budget.amounts[cast] for gemm, cast in assignment.items())
 
     def cost(self, assignment: Assignment) -> float:
@@ -68,12 +69,12 @@ class Choices:
 
     @property
     def narrowest(self) -> str:
-        """The format with the fewest bits; the first of several."""
+        """The format with the fewest bits; the first of equals."""
         return min(self.casts, key=lambda name: self.casts[name].element.bits)
 
     @property
     def widest(self) -> str:
-        """The format with the most bits; the last of several."""
+        """The format with the most bits; the last of equals."""
         return widest_of(self.casts)
 
 
@@ -91,7 +92,7 @@ def choices_of(
         weights: The number of elements of each layer's weight, in the order of the model.
         costs: The cost of each place by the name of the format, from `forward_costs` and `backward_costs`.
         keep: Patterns of the names of layers that stay in the widest format (`recipes.matches`).
-        pace: The nats that a share of 1 of the steps' progress is worth.
+        pace: The nats that the whole of the steps' progress is worth.
     """
     total = 3 * sum(weights.values())
     gemms = [(layer, gemm) for layer in weights for gemm in GEMMS]
@@ -114,7 +115,7 @@ def choices_of(
 
 
 def solve(choices: Choices, budget: Budget) -> Assignment:
-    """The assignment of least predicted cost.
+    """The assignment with the smallest predicted cost.
 
     Raises:
         UserError: No assignment lies within the budget.
@@ -142,14 +143,14 @@ def solve(choices: Choices, budget: Budget) -> Assignment:
 
 
 def _told(amount: float, rounded: Callable[[float], int]) -> str:
-    """An amount in three digits, rounded to the side on which a budget of that number can be met."""
+    """An amount in three digits, rounded to the side on which a budget of that value can be met."""
     return f"{rounded(round(1000 * amount, 6)) / 1000:.3f}"
 
 
 def _milp(choices: Choices, costs: Sequence[float], budget: Budget, high: float) -> list[str] | None:
-    """The formats of the GEMMs with the least sum of costs and an amount in a range; None if none has.
+    """The formats of the GEMMs with the smallest total cost and an amount in a range; None if impossible.
 
-    `costs` are those of each GEMM in each format, formats of one GEMM beside each other.
+    `costs` has each GEMM's cost in each format, with the formats of a GEMM adjacent.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # an extra (`require_solver`)
 
@@ -180,13 +181,13 @@ def baselines(
     blocks: Mapping[str, int | None],
     seed: int,
 ) -> dict[str, Assignment]:
-    """The assignments that a search is compared with, by name; all but `uniform` keep to the budget.
+    """The assignments that a search is compared with, by name; all except `uniform` keep to the budget.
 
     Args:
         choices: The GEMMs, their formats and costs.
         budget: The budget of the search.
         errors: The relative quantization error of each GEMM's operands in the narrowest format.
-        blocks: The number of each layer's block; None for a layer outside of the blocks.
+        blocks: The index of each layer's block; None for a layer outside the blocks.
         seed: The seed of `random`.
     """
     gemms = [gemm for gemm in choices.shares if gemm not in choices.kept]
@@ -212,7 +213,7 @@ def _uniform(choices: Choices) -> Assignment:
 
 
 def _narrowed(choices: Choices, order: Sequence[Gemm], budget: Budget) -> Assignment:
-    """The narrowest format for the first GEMMs of an order that meet the budget, the widest for others."""
+    """The narrowest format for the first GEMMs of an order that meet the budget, the widest for the rest."""
     assignment = dict.fromkeys(choices.shares, choices.widest)
     step = budget.amounts[choices.narrowest] - budget.amounts[choices.widest]
     amount = budget.amounts[choices.widest]

@@ -1,27 +1,28 @@
-"""What does narrowing each layer and place alone cost?
+"""The cost of narrowing each layer and place alone.
 
-Everything is wide (fp32) but one place of one layer. The two passes lose different things, so there are two
-lists, each with its unit:
+Everything is in fp32 except one place of one layer. The two passes affect different quantities, so there are
+two lists, each with its unit:
 
     fprop.x, fprop.w                       nats: the loss with it narrow - the loss
-    dgrad.dy, dgrad.w, wgrad.dy, wgrad.x   share: of what a step removes from the loss, the part it loses
+    dgrad.dy, dgrad.w, wgrad.dy, wgrad.x   share: the part lost of what a step removes from the loss
 
 The share is a squared sine: how far the narrow place turns the gradient, in the optimizer's metric
-(`update`). Places of attention and the residual stream stay wide: only linear layers
-have a cost here. Each cost is a mean over the batches with its Student interval.
+(`update`). Places of attention and the residual stream stay in fp32: only linear layers have a cost here.
+Each cost is a mean over the batches with its Student interval.
 
-`forward_costs` measures, with one forward pass for each layer, place and batch. An estimate to second order
-was right for small errors and several times off for the layer that is worth finding, whose error is large.
+`forward_costs` measures, with one forward pass for each layer, place and batch. A second-order estimate was
+right for small errors but off by several times for the layer that matters, whose error is large.
 
-`backward_costs` predicts all shares of a batch from one forward and one backward pass of the wide model, and
+`backward_costs` predicts all shares of a batch from one forward and one backward pass of the fp32 model and
 some passes through single blocks; `exact_backward_costs` measures them, with two passes for each. Legend: M
 tokens, N outputs, K inputs; e the error Q(x) - x of an operand.
 
-**wgrad places** change the gradient of the layer's weight only, by e_MN.T @ x_MK or dy_MN.T @ e_MK: exact.
+**wgrad places** change only the gradient of the layer's weight, by e_MN.T @ x_MK or dy_MN.T @ e_MK: exact.
 
-**dgrad places** change the gradient of the layer's input by d_MK, which goes on to all parameters before it.
-d is passed through the layer's own block exactly. At the block's input it turns the gradient of the residual
-stream by an angle, and the gradient of each parameter of the blocks before is taken to turn by the same one.
+**dgrad places** change the gradient of the layer's input by d_MK, which propagates to all parameters before
+it. d is passed exactly through the layer's block. At the block's input it turns the gradient of the residual
+stream by an angle, and the gradient of each parameter of the earlier blocks is assumed to turn by the same
+angle.
 """
 
 import math
@@ -72,7 +73,7 @@ class Cost:
 
 
 def forward_costs(subject: Subject, cast: Cast, show: Progress | None = None) -> list[Cost]:
-    """Measure what each layer and place of the forward pass adds to the loss, narrowed alone to a cast.
+    """Measure how much each layer and place of the forward pass, narrowed alone to a cast, adds to the loss.
 
     Args:
         subject: The model and the batches.
@@ -130,7 +131,7 @@ def backward_costs(
 def exact_backward_costs(
     subject: Subject, cast: Cast, metric: StepMetric, show: Progress | None = None
 ) -> list[Cost]:
-    """Measure what `backward_costs` estimates, each place with passes of its own."""
+    """Measure what `backward_costs` estimates, with separate passes for each place."""
     model = _wide_model(subject)
     wide = [loss_and_gradient(model, batch, subject.position)[1] for batch in subject.batches]
 
@@ -154,18 +155,18 @@ def relative_errors(subject: Subject, cast: Cast) -> dict[Key, float]:
 
 
 def worst(costs: Sequence[Cost], count: int = 4) -> list[Cost]:
-    """The places that cost most, the worst first; costs of one unit."""
+    """The places that cost the most, the worst first; all costs must have the same unit."""
     return sorted(costs, key=lambda cost: -cost.cost)[:count]
 
 
 def sensitivity_json(
     forward: Sequence[Cost], backward: Sequence[Cost], exact: Sequence[Cost] | None, **facts: Any
 ) -> dict[str, Any]:
-    """The costs as JSON values, after some facts; the measured ones of the backward pass where there are any.
+    """The costs as JSON values, after some facts; measured costs of the backward pass if there are any.
 
-    "worst" names places of the forward pass, "worst_backward" those of the backward pass. With measured costs
-    each place of the backward pass has its "estimate" beside it, and "rank_correlation" compares the two.
-    None stands for what is not finite, and for the correlation where all costs are equal.
+    "worst" lists places of the forward pass, "worst_backward" those of the backward pass. With measured costs
+    each place of the backward pass also has its "estimate", and "rank_correlation" compares the two. None
+    stands for values that are not finite, and for the correlation if all costs are equal.
     """
     measured = exact or backward
     estimates = {cost.name: cost.cost for cost in backward} if exact is not None else {}
@@ -186,7 +187,7 @@ def sensitivity_json(
 
 
 def in_order(forward: Sequence[Cost], backward: Sequence[Cost]) -> list[Cost]:
-    """Both lists in the order of the model's layers and of the places."""
+    """Both lists in the order of the model's layers and places."""
     by_key = {(c.layer, c.place): c for c in (*forward, *backward)}
     layers = dict.fromkeys(c.layer for c in forward)
     return [by_key[layer, place] for layer in layers for place in GEMM_PLACES]
@@ -195,13 +196,13 @@ def in_order(forward: Sequence[Cost], backward: Sequence[Cost]) -> list[Cost]:
 def _wide_model(subject: Subject) -> Transformer:
     """The model with everything in fp32.
 
-    Raises:
-        UserError: It has experts, whose layers see other tokens from pass to pass.
+    UserError: It has experts, whose layers process other tokens from pass to pass.
+    UserError: It has experts, whose layers see other tokens from pass to pass.
     """
     experts = subject.spec.model.experts
     if experts:
         raise UserError(
-            f"model.experts = {experts}: sensitivity and search weigh a layer by products with all tokens, "
+            f"model.experts = {experts}: sensitivity and search weigh a layer by GEMMs with all tokens, "
             "and an expert has some; compare recipes of this model with probe"
         )
     return subject.model(recipe_named("fp32"))
@@ -232,6 +233,6 @@ def _cost(key: Key, values: Sequence[float]) -> Cost:
 
 
 def _alone(layer: str, place: str, cast: Cast) -> Recipe:
-    """A recipe in which everything is fp32 but one place of one layer."""
+    """A recipe in which everything is fp32 except one place of one layer."""
     wide = recipe_named("fp32")
     return replace(wide, name=f"{layer}.{place}", rules=(Rule(casts={place: cast}, modules=(layer,)),))

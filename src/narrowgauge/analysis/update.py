@@ -1,8 +1,8 @@
-"""How much of a step's progress an error of the gradient takes.
+"""The share of a step's progress that an error of the gradient takes.
 
-A step moves a tensor of weights by -a P g: g is its gradient, P a positive factor for each element, a the
-length of the step. Where the curvature of the loss is in proportion to 1 / P, which is what a step by P
-assumes, a step along P g' removes at its best length
+A step moves a weight tensor by -a P g: g is its gradient, P a positive factor for each element, a the step
+size. Where the curvature of the loss is proportional to 1 / P, as a step by P assumes, a step along P g'
+removes at its best length
 
     (g.Pg')^2 / (2 c g'.Pg')
 
@@ -12,17 +12,17 @@ from the loss, with the same c for every g'. So the gradient g' = g + e in place
 
 of a tensor's progress: the squared sine of the angle by which the step turns. A gradient that is only too
 short costs nothing, because the optimizer sets the length: Adam divides by the size of the gradients it gets.
-The share of the whole step is the mean over the tensors, each with the weight g.Pg. It has no unit, and
-depends on no learning rate. P is that of the optimizer that trained the model, or one that depends on the
-model alone:
+The share of the whole step is the mean over the tensors, weighted by g.Pg. It is dimensionless and
+independent of the learning rate. P is that of the optimizer that trained the model, or one that depends only
+on the model:
 
     AdamW     1 / (sqrt(v') + eps),  v' = (beta2 v + (1 - beta2) g^2) / (1 - beta2^(t+1)),
               with v of the checkpoint after t steps
-    others    rms(w) / rms(g) of each row: an update in proportion to the weights, as Adafactor's
+    others    rms(w) / rms(g) of each row: an update proportional to the weights, like Adafactor's
 
-The second serves a model of another program, and Muon. With it the share stays the same where rows of a
-tensor are multiplied by a number and the next tensor is divided by it, which leaves the model's function as
-it is. With P = 1 it does not.
+The second is used for a model of another program, and for Muon. With it the share is invariant when rows
+of a tensor are multiplied by a number and the next tensor is divided by it, which leaves the model's
+function unchanged. With P = 1 it is not.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SecondMoment:
-    """AdamW's v of one parameter in float32, and the steps done."""
+    """AdamW's v of one parameter in float32, and the number of steps."""
 
     v: torch.Tensor
     steps: int
@@ -47,7 +47,7 @@ class StepMetric:
 
     Attributes:
         weights: Each parameter's weights, by name.
-        moments: AdamW's second moments; rows of parameters without one are weighed by their size.
+        moments: AdamW's second moments; rows of parameters without one are weighted by their size.
         beta2: AdamW's second beta.
         eps: AdamW's eps.
     """
@@ -58,7 +58,7 @@ class StepMetric:
     eps: float = 1e-8
 
     def factors(self, gradient: Tensors) -> dict[str, torch.Tensor]:
-        """P of each parameter at a gradient, in shapes that multiply its own."""
+        """P of each parameter at a gradient, in shapes that broadcast against it."""
         return {name: self._factor(name, g) for name, g in gradient.items()}
 
     def _factor(self, name: str, g: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def progress(factors: Tensors, gradient: Tensors) -> dict[str, float]:
 
 
 def lost(factors: Tensors, gradient: Tensors, errors: Tensors) -> float:
-    """The part of the sum of `progress` that is lost where the gradients of some tensors have errors."""
+    """The part of the sum of `progress` that errors in some tensors' gradients cost."""
     total = 0.0
     for name, e in errors.items():
         p, g = factors[name], gradient[name]
@@ -85,7 +85,7 @@ def lost(factors: Tensors, gradient: Tensors, errors: Tensors) -> float:
 
 
 def turned(gg: float, ge: float, ee: float) -> float:
-    """g.Pg times the squared sine of the angle of g and g + e, from the products g.Pg, g.Pe and e.Pe."""
+    """g.Pg times the squared sine of the angle between g and g + e, from g.Pg, g.Pe and e.Pe."""
     narrow = gg + 2 * ge + ee
     return max(0.0, gg * ee - ge * ge) / narrow if narrow > 0 else gg
 

@@ -1,4 +1,4 @@
-"""How fast is a step, how fast could it be on this machine, and how fast are others at the same?"""
+"""The speed of a step, its floor on this machine, and the speed of peers."""
 
 from narrowgauge.bench.bench import bench
 

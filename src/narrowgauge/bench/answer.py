@@ -1,4 +1,4 @@
-"""The answer of `bench --verify`: everything that was found about a machine, as one JSON file and one page.
+"""The answer of `bench --verify`: all findings about a machine, as one JSON file and one page.
 
     machine     versions, driver, clocks, the command (`bench.machine`)
     measured    ceilings, a step's time by class, memory, peers: the figures of `bench`, if a step was timed
@@ -46,7 +46,7 @@ class Answer:
     complete: bool = False
 
     def as_json(self) -> dict[str, object]:
-        """All of it as JSON values."""
+        """All findings as JSON values."""
         return {
             "complete": self.complete,
             "machine": self.machine,

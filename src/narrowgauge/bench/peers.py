@@ -1,12 +1,12 @@
-"""Peers: the same training without this project. The model uses torch.nn.Linear, the loop is written by hand.
+"""Peers: the same training without this project, with torch.nn.Linear and a plain loop.
 
     torch fp32       eager, everything in float32
     torch bf16       eager, parameters and their state in fp32, under autocast
-    ... parameters   eager, parameters and their state in bf16: what most of others' figures are of
+    ... parameters   eager, parameters and their state in bf16: the setting of most published figures
     ... compiled     the same through torch.compile
-    torchao R        compiled, its linear layers in FP8 by torchao's recipe R, where that is installed
+    torchao R        compiled, with linear layers in FP8 by torchao's recipe R, if torchao is installed
 
-All use torch's own attention, cross entropy and fused AdamW, and clip gradients as a run does.
+All use torch's attention, cross entropy and fused AdamW, and clip gradients like a run.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp"
 
 
 def default_peers(device: torch.device) -> list[str]:
-    """The peers of a device when none is named; on a GPU only compiled ones."""
+    """The default peers of a device; on a GPU only compiled ones."""
     if device.type != "cuda":
         return ["torch fp32", "torch bf16"]
     return [
@@ -88,7 +88,7 @@ def peer_step(
 
 
 class _Objective(torch.nn.Module):
-    """A module that computes the loss, so that it can be compiled as one."""
+    """A module that computes the loss, so that both are compiled together."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Timing on a machine that is shared with other programs.
+"""Timing on a machine shared with other programs.
 
 A ceiling is the best of several tries, because a disturbance makes a measurement longer, never shorter. A
-comparison is a ratio of two workers that took turns, so that a disturbance meets both. It is given as the
-median of the ratios with their quartiles.
+comparison is a ratio of two workers that take turns, so that a disturbance affects both. It is reported as
+the median of the ratios with their quartiles.
 """
 
 import statistics
@@ -39,7 +39,7 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some figures, and their quartiles."""
+    """The median of some figures and their quartiles."""
 
     median: float
     low: float
@@ -57,11 +57,11 @@ class Spread:
         return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-FEWEST = 5  # rounds from which the quartiles say something
+FEWEST = 5  # rounds needed for meaningful quartiles
 
 
 def speed_in_words(ratios: Sequence[float]) -> str:
-    """How many times as fast something is, in the word that the figure and its spread allow.
+    """How many times as fast something is, in the word that the figure and its spread support.
 
     A ratio above 1 is faster and one below 1 is slower, if the quartiles are on the same side of 1.
 

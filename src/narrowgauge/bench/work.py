@@ -1,20 +1,20 @@
-"""The minimum work of a step, from shapes: matmuls, attention, and bytes that must move.
+"""The minimum work of a step, from shapes: GEMMs, attention, and bytes that must move.
 
-    GEMMs        2 M N K operations each: forward, input gradient, weight gradient; forward again where a
+    GEMMs        2 M N K operations each: forward, input gradient, weight gradient; forward again if a
                  block is recomputed; each in the format that the hardware multiplies
     attention    forward and backward of every layer, as one kernel each
-    casts        each operand is written once in the format of its GEMM, unless it has that format already;
-                 an operand that two places share is made once. The kernel that computes an activation or a
+    casts        each operand is written once in the format of its GEMM, unless it has that format already; an
+                 operand shared by two places is made once. The kernel that computes an activation or a
                  gradient can write the operand as well, so only a weight is read, once for all its operands
-    norms ...    the rest, fused as far as possible: a norm with the sum before it, an activation, rotary
+    norms ...    the rest, fused as far as possible: a norm with the preceding sum, an activation, rotary
                  positions; the embedding
     loss         logits read forward, read and written backward
     optimizer    gradients read for their norm and for the update, all state read and written
 
 `bench` divides it by the ceilings that `ceilings` measures: the floor of a step on this machine, for any
-program. It cannot come from the count of a step (`simulate.count`): that is of a GPU and of this program's
-kernels, while a floor also holds for a CPU, whose passes in C are not operations of torch, and for fusions
-that this program does not have. A test asserts that no count is below it.
+program. It cannot be derived from the count of a step (`simulate.count`), which describes a GPU and this
+program's kernels: a floor also applies to a CPU, whose passes in C are not torch operations, and to fusions
+that this program lacks. A test asserts that no count is below it.
 
 Legend: M tokens, N outputs, K inputs, D dim, F ffn_dim, V vocabulary, H head_dim.
 """
@@ -35,15 +35,15 @@ from narrowgauge.simulate import estimate_memory
 from narrowgauge.training import Config
 from narrowgauge.training.step.build_model import build_model
 
-#: The kind of a native product, by the format of its scales; all others are fp8.
+#: The kind of a native GEMM, by the format of its scales; all others are fp8.
 _NARROW = {"e8m0": "mxfp8", "e4m3": "fp4"}
 
 
 @dataclass(frozen=True, order=True)
 class Gemm:
-    """A product (m, k) @ (k, n); `kind` is its format: fp32, bf16, fp16 or, on the hardware, a narrow one.
+    """A matmul (m, k) @ (k, n); `kind` is its format: fp32, bf16, fp16 or a native low-precision one.
 
-    Narrow kinds are fp8, mxfp8 (scales of 32 in E8M0) and fp4 (scales of 16 in E4M3).
+    Low-precision kinds are fp8, mxfp8 (scales of 32 in E8M0) and fp4 (scales of 16 in E4M3).
     """
 
     m: int
@@ -81,17 +81,17 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Operations of all products."""
+        """FLOPs of all GEMMs."""
         return sum(gemm.flops * times for gemm, times in self.gemms.items())
 
 
 def work_of(config: Config, native: bool) -> Work:
-    """The work of a configuration's step; `native` if the hardware multiplies its narrow formats."""
+    """The work of a configuration's step; `native` if the hardware multiplies its low-precision formats."""
     model, recipe, t = config.spec.model, config.spec.recipe, config.training
     B, T = t.micro_batch_size, config.data.sequence_length
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
     work = Work(attention)
-    times, M = t.batch_size // B, B * T  # micro-batches of a step, tokens of one
+    times, M = t.batch_size // B, B * T  # micro-batches in a step, tokens in each
     modules = build_model(config.spec, torch.device("meta")).named_modules()
     layers = [(name, module) for name, module in modules if isinstance(module, torch.nn.Linear)]
     recomputed_layers = _recomputed_blocks(config, model.layers)
@@ -105,12 +105,11 @@ def work_of(config: Config, native: bool) -> Work:
     ffn_dim = model.ffn_dim * (model.experts_per_token if model.experts else 1)
     F = (2 if model.mlp == "swiglu" else 1) * ffn_dim
     heads = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
-    # A norm forward: the sum (read 4 + 2, write 4) and its output (2); backward reads and writes as much
-    # and its input again. An activation forward reads F and writes ffn_dim; backward reads
-    # both and writes F.
+    # A norm forward: the sum (read 4 + 2, write 4) and its output (2); backward reads and writes as much and
+    # its input again. An activation forward reads F and writes ffn_dim; backward reads both and writes F.
     forward = 2 * 12 * D + 2 * (F + ffn_dim) + 4 * heads
     backward = 2 * 16 * D + 2 * (2 * F + ffn_dim) + 4 * heads
-    if model.experts:  # a token is copied to its experts, and their results are added: 2 bytes a number
+    if model.experts:  # a token is copied to its experts, and their results are added: 2 bytes per value
         copies = 4 * 2 * D * model.experts_per_token
         forward, backward = forward + copies, backward + copies
     again = 12 * D + 2 * (F + ffn_dim) if config.spec.selective else forward
@@ -129,7 +128,7 @@ def _recomputed_blocks(config: Config, layers: int) -> int:
 
 
 def _is_recomputed(layer: str, selective: bool) -> bool:
-    """Whether the products of a linear layer are computed again, in a block that is recomputed."""
+    """Whether the GEMMs of a linear layer are computed again in a recomputed block."""
     is_kept = selective and layer.endswith(("qkv", "attention_out"))
     return layer.startswith("blocks.") and not is_kept
 
@@ -143,7 +142,7 @@ def _add_products(
     recomputed_shares: Mapping[str, float],
     native: bool,
 ) -> None:
-    """The three products of each linear layer, and the casts of their operands."""
+    """Add the three GEMMs of each linear layer, and the casts of their operands."""
     recipe = spec.recipe
     for name, layer in layers:
         M, N, K = _tokens_of(name, spec.model, tokens), layer.out_features, layer.in_features
@@ -167,13 +166,13 @@ def _add_products(
 
 
 def _tokens_of(layer: str, model: ModelConfig, tokens: int) -> int:
-    """The tokens that a layer computes; an expert of a block computes an equal share."""
+    """The number of tokens that a layer computes; an expert of a block gets an equal share."""
     is_of_expert = ".experts." in layer and not layer.endswith(".router")
     return -(-tokens * model.experts_per_token // model.experts) if is_of_expert else tokens
 
 
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
-    """The format in which the product of two operands is computed."""
+    """The format in which the GEMM of two operands is computed."""
     if native and any(cast.is_scaled for cast in pair):
         return _NARROW.get(pair[0].scales.format, "fp8")
     return "fp32" if any(cast.has_wide_operand for cast in pair) else compute
@@ -206,7 +205,7 @@ def _add_operands(
 
 
 def _parts(cast: Cast) -> list[tuple[Cast, float]]:
-    """(cast, share of the elements) of what an operand is made of; `keep_cast` alone is a second operand."""
+    """(cast, share of the elements) for the parts of an operand; `keep_cast` alone is a second operand."""
     if not cast.channels.cast:
         return [(cast, 1.0)]
     kept = named_cast(cast.channels.cast)

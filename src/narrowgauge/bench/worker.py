@@ -1,7 +1,7 @@
 """Workers: each contestant of a benchmark runs in its own process, as a user's training does.
 
 So the settings of one process (kept memory, compiled code, chosen kernels) neither help nor hurt the others.
-Workers of a group start first and wait. Only one takes a step at a time, so that they never compete for the
+The workers of a group start first and wait. Only one takes a step at a time, so they never compete for the
 machine.
 """
 
@@ -24,7 +24,7 @@ from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 
 OURS = "narrowgauge"
-_WARM = 2  # steps before any is timed
+_WARM = 2  # untimed steps at the start
 
 
 class Worker:
@@ -81,7 +81,7 @@ def start_workers(names: Sequence[str], config: Config) -> Iterator[list[Worker]
 
 @contextmanager
 def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[str], object]]:
-    """Warm a worker process up; gives the function that answers its requests."""
+    """Warm a worker process up; yields the function that answers its requests."""
     torch.set_num_threads(threads)
     device = choose_device(config.training.device)
     use_device(device)
@@ -102,13 +102,13 @@ def _answer(command: str, step: Callable[[], object], device: torch.device) -> o
 
 
 def own_step(config: Config, device: torch.device, batches: Sequence[Batch]) -> Callable[[], object]:
-    """An optimizer step of this project, as a run takes it."""
+    """An optimizer step of this project, as in a run."""
     trainer = Trainer.begin(config.plan, device)
     return lambda: trainer.train_step(iter(batches))
 
 
 def profiled(step: Callable[[], object], device: torch.device) -> StepTime:
-    """The time by class of some steps."""
+    """The time by class of a few steps."""
     with TemporaryDirectory() as directory:
         profile = Profile(Path(directory), 0, device)
         number, step_time = 0, None

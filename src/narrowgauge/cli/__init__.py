@@ -1,1 +1,1 @@
-"""Which verbs does `narrowgauge` have? One thin function each."""
+"""The verbs of `narrowgauge`, one thin function each."""

@@ -1,4 +1,4 @@
-"""How the command ends: what each error prints, and the exit code.
+"""How the command ends: the message of each error, and the exit code.
 
 Exit codes: 0 done, 2 wrong usage or input, 75 preempted after a save, 1 any other failure. A user's mistake
 is one sentence on standard error, without a traceback.

@@ -1,4 +1,4 @@
-"""What the command answers where torch or another package is missing, broken or too old."""
+"""Error messages for a torch or other package that is missing, broken or too old."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +11,7 @@ _MORE = "'narrowgauge doctor' looks at the whole machine"
 
 
 class NotInstalled(UserError):
-    """A package that the verb needs does not import: exit code 1."""
+    """A package that the verb needs cannot be imported: exit code 1."""
 
     exit_code = 1
 
@@ -20,11 +20,11 @@ def require_torch() -> None:
     """Import torch.
 
     Raises:
-        NotInstalled: It does not import.
+        NotInstalled: It cannot be imported.
     """
     try:
-        import torch  # noqa: F401  by itself, to know whose error it is
-    except Exception as error:  # whatever a broken installation raises
+        import torch  # noqa: F401  alone, so that the error is torch's
+    except Exception as error:  # anything that a broken installation raises
         words = words_of_import(error)
         why = "torch is not installed" if is_absent(words) else f"torch does not import: {words}"
         raise NotInstalled(f"{why}; {fix_of(words)}; {_MORE}") from error
@@ -37,7 +37,7 @@ def missing(names: Sequence[str]) -> NotInstalled:
 
 
 def too_old() -> str:
-    """The sentence for a torch that lacks what this package needs; "" if it is new enough."""
+    """The message for a torch that lacks what this package needs; "" if it is new enough."""
     try:
         found = version("torch")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""From the words of a command line to its options; only the options of the line's own verb are made."""
+"""Parses a command line into options, making only the parser of the line's verb."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from narrowgauge.cli.parsing.parser import check_verb, command_parser
 
 
 def read_line(words: list[str]) -> argparse.Namespace:
-    """The options of a line that begins with a verb.
+    """Parse a command line that begins with a verb.
 
     Raises:
         UserError: The line has a mistake.

@@ -1,8 +1,7 @@
-"""The command: what its line asks for, with as little imported as the answer takes.
+"""The command: runs a command line, importing as little as possible.
 
-The help, mistakes in the line and the tables of what exists take no torch. A verb is imported when it is
-asked for, after its line has been read; where torch is missing or does not import, the answer is why, and
-what to do.
+Help, usage errors and the tables of what exists do not need torch. A verb is imported only after its command
+line has been parsed; if torch is missing or cannot be imported, the message gives the reason and the fix.
 """
 
 import sys
@@ -35,7 +34,7 @@ def _run(words: list[str]) -> int | None:
 
 
 def _doctor(words: list[str]) -> int | None:
-    """Run the verb that works where packages are missing: it has a parser and options of its own."""
+    """Run the verb that works where packages are missing, with its separate parser and options."""
     try:
         doctor = import_module("narrowgauge.cli.verbs.doctor")
     except ImportError:
@@ -73,7 +72,7 @@ def _verb(words: list[str]) -> int | None:
         require_torch()
     try:
         action = verb.load()
-    except (ImportError, AttributeError):  # of a name that this torch does not have
+    except (ImportError, AttributeError):  # caused by a name that this torch does not have
         if sentence := too_old():
             raise NotInstalled(sentence) from None
         raise

@@ -1,6 +1,6 @@
-"""What may stand on the line of each verb, beside its name; `verbs` has the words that explain them.
+"""The options of each verb; `verbs` has the help texts of the verbs.
 
-Reading this imports no torch, so that help and mistakes are answered at once.
+This imports no torch, so help and usage errors appear at once.
 """
 
 import argparse
@@ -305,7 +305,7 @@ def _recipes(p: KeyParser) -> None:
 
 
 def _name(p: KeyParser) -> None:
-    """Add the option of each of these verbs."""
+    """Add the same option to each of these verbs."""
     p.add_argument("name", metavar="NAME", nargs="?")
 
 
@@ -315,7 +315,7 @@ def _runs(p: KeyParser) -> None:
 
 
 def _doctor(p: KeyParser) -> None:
-    """Add the options that stand with the verb, which also works where packages are missing."""
+    """Add the options of the verb that also works where packages are missing."""
     import_module("narrowgauge.cli.verbs.doctor").add_options(p)
 
 
@@ -347,7 +347,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "runs": _runs,
     "completion": _completion,
 }
-#: The verbs whose line names keys of the configuration, after their own options.
+#: The verbs whose command line takes keys of the configuration, after their own options.
 WITH_KEYS = ("train", "compare", "plan", "bench", "scaling")
 
 

@@ -1,6 +1,6 @@
-"""Where does it run, and at what cost?
+"""Plan a run, start it on a cluster, measure its scaling and check a machine.
 
-The names below are imported when they are first used (`lazy`): the doctor works where torch does not import.
+The names below are imported on first use (`lazy`): the doctor must work where torch cannot be imported.
 """
 
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""How is a question put to training? Arms, seeds and lengths as runs, what they will show, and the gate."""
+"""Experiments: arms, seeds and lengths as runs, what they will show, and the gate."""

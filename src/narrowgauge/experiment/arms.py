@@ -1,4 +1,4 @@
-"""The tables [experiment] and [arms] of a configuration file, which `train` does not know."""
+"""The tables [experiment] and [arms] of a configuration file, which `train` does not read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def take_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def require_order(table: Mapping[str, Any], arms: Sequence[Variant]) -> None:
-    """Check that `order`, groups of arms of which each is finished before the next begins, names arms.
+    """Check that `order` names arms; it lists groups of arms, each finished before the next begins.
 
     Raises:
         UserError: it is not a list of lists, or a name is unknown.
@@ -55,7 +55,7 @@ def require_order(table: Mapping[str, Any], arms: Sequence[Variant]) -> None:
 
 
 def choose_arms(arms: Sequence[Variant], text: str) -> list[Variant]:
-    """The arms that `--arms A,B` names, in the order of the file; the reference is always one of them."""
+    """The arms in `--arms A,B`, in the order of the file; always including the reference."""
     if not text:
         return list(arms)
     chosen = [name.strip() for name in text.split(",") if name.strip()]

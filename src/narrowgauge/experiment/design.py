@@ -1,17 +1,17 @@
 """The design of an experiment: arms, seeds, rungs and jobs.
 
     arm     a recipe or any other set of keys; the first is the reference
-    seed    a block: all arms have the same initial weights and see the same tokens in the same order
-    rung    a number of optimizer steps after which each arm is measured, its learning rate having fallen
-    job     a run at work; several jobs are trained side by side
+    seed    a block: all arms have the same initial weights and process the same tokens in the same order
+    rung    a number of optimizer steps after which each arm is measured, with its learning rate decayed
+    job     a running process; several jobs train side by side
 
-A comparison is the default case: one rung, one job. Its runs take turns, and each is validated as its
-configuration asks. The table [experiment] of a TOML file, `--rungs` or `--jobs` make a measured experiment:
-each run ends with two losses on the same held-out tokens (`jobs`).
+A comparison is the default case: one rung, one job. Its runs take turns, and each is validated according
+to its configuration. The table [experiment] of a TOML file, `--rungs` or `--jobs` make a measured
+experiment: each run ends with two losses on the same held-out tokens (`jobs`).
 
-An arm of one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a branch:
-it leaves the trunk where its learning rate begins to fall (`runs.use.branch`). All rungs together take little
-more than the highest.
+An arm with one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a
+branch: it leaves the trunk where its learning rate begins to decay (`runs.use.branch`). All rungs
+together take little more time than the highest.
 """
 
 import math
@@ -24,7 +24,7 @@ from narrowgauge.experiment.grid import Point, Variant, make_points
 from narrowgauge.report.verdict.rule import is_control
 from narrowgauge.training import Config
 
-_SPARE = 8  # checkpoints beside those at multiples: of a trunk that was stopped by signals
+_SPARE = 8  # checkpoints in addition to those at multiples, for a trunk that was stopped by signals
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class RungRun:
     """The run of one arm, seed and rung.
 
     Attributes:
-        name: Its directory below that of the experiment.
-        rung: The number of the rung, from 1.
+        name: Its directory, below that of the experiment.
+        rung: The index of the rung, from 1.
         config: Its configuration.
-        branch: The step of the trunk that it leaves; None for the trunk itself.
+        branch: The step at which it leaves the trunk; None for the trunk itself.
     """
 
     name: str
@@ -45,13 +45,13 @@ class RungRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it has seen at its end."""
+        """The number of tokens processed by its end."""
         t = self.config.training
         return t.steps * t.batch_size * self.config.data.sequence_length
 
     @property
     def tokens_to_train(self) -> int:
-        """Tokens that it is itself trained on: all of them, or those after the branch."""
+        """The tokens that the run itself trains on: all of them, or those after the branch."""
         return self.tokens * (self.config.training.steps - (self.branch or 0)) // self.config.training.steps
 
 
@@ -72,16 +72,16 @@ class Chain:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Chains in the order in which they are trained, and how.
+    """Chains in the order of training, and how to run them.
 
     Attributes:
-        arms: Their names, the reference first.
+        arms: The names of the arms, the reference first.
         seeds: The blocks.
         chains: One for each arm and seed.
         is_measured: Whether each run ends with two losses on the same held-out tokens.
-        jobs: How many runs at a time.
-        threads: CPU threads of each run; 0 where each configuration has the number.
-        products: In which precision a CPU multiplies, "bf16" or "fp32"; "": each run measures.
+        jobs: The number of simultaneous runs.
+        threads: CPU threads of each run; 0 if each configuration has the number.
+        `products`: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
     """
 
     arms: tuple[str, ...]
@@ -104,14 +104,14 @@ class Experiment:
 
     @property
     def family(self) -> list[str]:
-        """The arms of which the experiment asks: neither the reference nor controls."""
+        """The arms that the experiment compares: all except the reference and controls."""
         return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
 
 
 def make_comparison(
     values: Mapping[str, Any], arms: Sequence[Variant], grid: Mapping[str, list[Any]], seeds: str
 ) -> Experiment:
-    """The experiment of one rung and one job: every point is a run with the values that it was given.
+    """The experiment of one rung and one job: every point is a run with its given values.
 
     Raises:
         UserError: a configuration is invalid, or there are fewer than two runs.
@@ -130,7 +130,7 @@ def make_measured(
     seeds: str,
     table: Mapping[str, Any],
 ) -> Experiment:
-    """The measured experiment of the table [experiment], whose values the caller has overridden.
+    """The measured experiment of the table [experiment], whose values the caller may have overridden.
 
     Raises:
         UserError: a configuration is invalid, or the rungs cannot share a trunk.
@@ -190,7 +190,7 @@ def _chain(point: Point, rungs: tuple[int, ...], table: Mapping[str, Any]) -> Ch
 
 
 def _arm_of(point: Point) -> tuple[str, str]:
-    """The name of a point's arm, and the end of the point's name that gives its seed."""
+    """The name of a point's arm, and the suffix of the point's name that gives its seed."""
     end = f"-seed-{point.config.training.seed}"
     return (point.name.removesuffix(end), end) if point.name.endswith(end) else (point.name, "")
 
@@ -217,7 +217,7 @@ def _with(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 
 def _branch_step(config: Config, steps: int) -> int:
-    """The last step before the learning rate of a run of `steps` steps falls."""
+    """The last step before the learning rate of a run of `steps` steps decays."""
     s = config.schedule
     if s.kind != "wsd" or s.decay_steps:
         raise UserError(
@@ -235,7 +235,7 @@ def _branch_step(config: Config, steps: int) -> int:
 
 
 def _require_shared(branch: RungRun, trunk: Config) -> None:
-    """Refuse a recipe that would have computed the steps before the branch otherwise."""
+    """Refuse a recipe that would have computed the steps before the branch differently."""
     assert branch.branch is not None
     last = _branch_step(trunk, trunk.training.steps)
     own, of_trunk = (branch.config.training.steps, branch.branch + 1), (trunk.training.steps, last + 1)

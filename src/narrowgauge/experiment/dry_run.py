@@ -1,4 +1,4 @@
-"""What an experiment will take, before it starts: runs, tokens, time. Speeds are measured, on some steps."""
+"""Estimates an experiment before it starts: runs, tokens, time. Speeds are measured on a few steps."""
 
 import os
 import time
@@ -18,23 +18,23 @@ from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_count, human_duration
 
-_STEPS = 2  # that are timed, after a first
+_STEPS = 2  # timed steps, after a first
 
 
 def tokens_left(chain: Chain, out: Path) -> int:
-    """Tokens that a chain is still to be trained on; a run that has begun counts in full."""
+    """The tokens that a chain still has to train on; a started run counts in full."""
     return sum(run.tokens_to_train for run in chain.runs if state_of(out / run.name) == "open")
 
 
 def recorded_speed(chain: Chain, out: Path) -> float | None:
-    """Median tokens a second of the chain's trunk, if it has begun."""
+    """Median tokens/s of the chain's trunk, if it has started."""
     records = last_records(out / chain.trunk.name / "metrics.jsonl")
     speeds = sorted(r["tokens_per_s"] for r in records if isinstance(r.get("tokens_per_s"), float))
     return speeds[len(speeds) // 2] if speeds else None
 
 
 def measured_speed(config: Config, threads: int, products: str) -> float:
-    """Tokens a second of a few steps in this process, under other work as it is now."""
+    """Tokens/s of a few steps in this process, under the machine's current load."""
     dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -54,12 +54,12 @@ def measured_speed(config: Config, threads: int, products: str) -> float:
 
 
 def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) -> dict[str, float]:
-    """Tokens a second of each arm: recorded where it has begun, measured elsewhere.
+    """Tokens/s of each arm: recorded if it has started, otherwise measured.
 
     Args:
         experiment: The plan.
         out: The directory of its runs.
-        say: Called with a sentence before each measurement: compiling a first step takes long.
+        say: Called with a sentence before each measurement, since compiling a first step takes long.
     """
     speeds: dict[str, float] = {}
     for chain in experiment.chains:
@@ -70,19 +70,19 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
         config = unknown[arm].trunk.config
         first = "; the first is compiled, which may take minutes" if config.training.compile else ""
         say(f"timing {arm}, {number} of {len(unknown)}: {1 + _STEPS} steps{first}")
-        torch.compiler.reset()  # else the ninth is not compiled: torch has eight variants of a function
+        torch.compiler.reset()  # torch compiles at most eight variants of a function
         speeds[arm] = measured_speed(config, _threads(experiment), experiment.products)
     return speeds
 
 
 def _threads(experiment: Experiment) -> int:
-    """CPU threads of a run."""
+    """The CPU threads of a run."""
     pinned = experiment.chains[0].trunk.config.training.threads
     return experiment.threads or pinned or torch.get_num_threads()
 
 
 def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
-    """The plan for people: a line for each arm, then the sum."""
+    """The readable plan: a line for each arm, then the total."""
     lines, seconds = [], 0.0
     for arm in experiment.arms:
         chains = [chain for chain in experiment.chains if chain.arm == arm]

@@ -1,12 +1,13 @@
 """Runs the jobs of an experiment: each is a process, one after the other or several side by side.
 
-One loop starts a process wherever a place is free, and looks a few times a second which of them have ended. A
-place is a chain at a time, because a branch needs its trunk. Runs that take turns show their steps and have
-all cores and GPUs; each of several at a time writes to a log beside its directory, and has its share of the
-cores or a GPU of its own.
+One loop starts a process wherever a place is free, and checks a few times a second which of them have ended.
+A place runs one chain at a time, because a branch needs its trunk. Runs that take turns show their steps and
+use all cores and GPUs; simultaneous runs each write a log next to their directory, and get a share of the
+cores or one GPU.
 
-SIGTERM, SIGUSR1 and Ctrl-C stop the experiment: every run saves, and the same line goes on. If this process
-is killed, the kernel kills its runs with it (on Linux), and they go on from their last checkpoints.
+SIGTERM, SIGUSR1 and Ctrl-C stop the experiment: every run saves, and the same command line continues it. If
+this process is killed, the kernel kills its runs with it (on Linux), and they continue from their last
+checkpoints.
 
 Under a launcher (torchrun, srun) every launched process has an engine, and their children of one job are the
 ranks of one run. Their rendezvous uses the run's name, because a launcher's store outlives a run.
@@ -30,7 +31,7 @@ from narrowgauge.runs.monitor.arithmetic import PRODUCTS
 from narrowgauge.signals import COMPARED
 
 _POLL_S = 0.25
-_STOPPED = 75  # the exit code of a run that has saved and may go on
+_STOPPED = 75  # the exit code of a run that has saved and can be continued
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -43,7 +44,7 @@ class ComparisonFailed(ProcessFailed):
 
 @dataclass
 class Place:
-    """Room for one process; `job` and `process` are None while it waits."""
+    """A slot for one process; `job` and `process` are None while it is free."""
 
     number: int
     jobs: Iterator[Job] = field(default_factory=lambda: iter(()))
@@ -53,16 +54,16 @@ class Place:
 
 @dataclass
 class Engine:
-    """Places, and the chains that wait for one.
+    """Places, and the chains waiting for one.
 
     Attributes:
-        places: How many processes run at a time.
-        environment: Variables of each process.
-        show: Called often with the jobs that run, and with the one that has just ended well, if any.
-        has_logs: Whether a process writes to `OUT/NAME.log`; else to the terminal.
+        places: The number of simultaneous processes.
+        environment: Environment variables of each process.
+        show: Called often with the running jobs, and with the one that has just succeeded, if any.
+        has_logs: Whether a process writes to `OUT/NAME.log` instead of the terminal.
         stop: The first signal that asked to stop, or SIGTERM after a run without a result.
-        failed: The jobs that failed, with their exit codes.
-        lost: Those of them that left no result: killed, stopped, or never begun.
+        failed: The failed jobs, with their exit codes.
+        lost: Those of them that left no result: killed, stopped, or never started.
     """
 
     places: int
@@ -74,12 +75,12 @@ class Engine:
     lost: dict[str, int] = field(default_factory=dict)
 
     def run(self, chains: Sequence[Iterator[Job]]) -> list[str]:
-        """Run all jobs of all chains, a chain in its order; returns the names of the runs that failed.
+        """Run all jobs of all chains, each chain in order; returns the names of the failed runs.
 
-        A run that fails by itself ends its chain, unless it diverged, and the others go on.
+        A run that fails by itself ends its chain, unless it diverged, and the other chains continue.
 
         Raises:
-            ComparisonFailed: a run left no result, or a signal stopped the experiment; the same line
+            ComparisonFailed: a run left no result, or a signal stopped the experiment; the same command line
                 continues.
         """
         waiting = list(chains)[::-1]
@@ -93,12 +94,12 @@ class Engine:
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
         left = [place.jobs for place in places] + waiting if self.stop else []
-        for job in (job for jobs in left for job in jobs):  # those that ran have ended well all the same
+        for job in (job for jobs in left for job in jobs):  # the finished jobs all succeeded
             raise ComparisonFailed(job.name, _STOPPED)
         return list(self.failed)
 
     def _fill(self, places: Sequence[Place], waiting: list[Iterator[Job]], programs: Programs) -> None:
-        """Start a job in every free place, as long as there are any."""
+        """Start a job in every free place while there are any."""
         for place in places:
             while place.process is None and not self.stop:
                 if (job := next(place.jobs, None)) is not None:
@@ -120,7 +121,7 @@ class Engine:
             place.process = programs.start(job.command, environment, stdin=DEVNULL, stdout=log, stderr=log)
 
     def _collect(self, places: Sequence[Place]) -> None:
-        """Note the processes that have ended."""
+        """Record the processes that have ended."""
         for place in places:
             if place.process is None or (code := place.process.poll()) is None:
                 continue
@@ -134,7 +135,7 @@ class Engine:
     def _note_failure(self, place: Place, job: Job, code: int) -> None:
         self.failed[job.name] = code
         if not (job.tokens and state_of(job.directory) == "diverged"):
-            place.jobs = iter(())  # its chain waits for the next time
+            place.jobs = iter(())  # its chain waits for the next invocation
         status, _ = read_status(job.directory / "status.json")
         if code == _STOPPED or code < 0 or (job.tokens and status != "failed"):
             self.lost[job.name] = code
@@ -145,14 +146,14 @@ class Engine:
 
 
 def environment_of(threads: int, products: str) -> dict[str, str]:
-    """Variables of a process: its CPU threads, and the precision of its matmuls; 0 and "": it chooses."""
+    """Variables of a process: its CPU threads, and the precision of its matmuls; 0 and "": its choice."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     cores = dict.fromkeys(names, str(threads)) if threads else {}
     return cores | ({PRODUCTS: products} if products else {})
 
 
 def _gpu(place: int) -> Mapping[str, str]:
-    """A GPU for each place, of those that this process may use; {} on a machine without one."""
+    """A GPU for each place, out of those available to this process; {} on a machine without one."""
     if not (count := torch.cuda.device_count()):
         return {}
     visible = os.environ.get(_GPUS, "").split(",") if os.environ.get(_GPUS) else list(map(str, range(count)))

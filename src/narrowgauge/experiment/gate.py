@@ -1,16 +1,16 @@
-"""An acceptance test: is the loss of a variant near enough to that of the reference?
+"""An acceptance test: whether the loss of a variant is close enough to that of the reference.
 
-A gate is the largest gap that is accepted: in nats a token ("0.01"), or in percent of the reference's loss
-("0.25%"). The gaps of a variant are those of its verdict: one for each seed, in pairs and at equal tokens,
-and the interval is that of the verdict, by the same `rule`.
+A gate is the largest acceptable gap: in nats per token ("0.01"), or in percent of the reference's loss
+("0.25%"). The gaps of a variant are those of its verdict: one per seed, paired and at equal tokens, and the
+interval is that of the verdict, by the same `rule`.
 
-    fail    a run has diverged or failed, the gap is above the gate for every seed, or the interval is
+    fail    a run has diverged or failed, or the gap exceeds the gate for every seed, or the interval does
     pass    the interval ends at the gate or below it
-    open    neither: the seeds are too few; the reason gives the number that would decide
+    open    neither: there are too few seeds; the reason gives the number that would decide
 
-For one variant, an interval inside of -gate .. gate is equivalence by two one-sided tests at 2.5 % each
-(Schuirmann 1987). Here the upper test decides: a low loss is no reason to refuse a recipe. A variant that is
-better by more than the gate passes with a remark, because such a gain has a cause to look for.
+For one variant, an interval inside -gate .. gate is equivalence by two one-sided tests at 2.5 % each
+(Schuirmann 1987). Here only the upper test decides: a low loss is not a reason to refuse a recipe. A variant
+that is better by more than the gate passes with a remark, because such a gain has a cause to look for.
 """
 
 import math
@@ -29,7 +29,7 @@ _MOST_SEEDS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The largest gap that is accepted, in nats or in percent."""
+    """The largest acceptable gap, in nats or in percent."""
 
     limit: float
     in_percent: bool
@@ -44,7 +44,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """The word on one variant, "pass", "fail" or "open", and why."""
+    """The decision on one variant, "pass", "fail" or "open", and its reason."""
 
     name: str
     word: str
@@ -52,7 +52,7 @@ class GateResult:
 
 
 def parse_gate(text: str) -> Gate:
-    """Read a gate, such as "0.01" (nats) or "0.25%".
+    """Parse a gate, such as "0.01" (nats) or "0.25%".
 
     Raises:
         UserError: it is not a number above 0.
@@ -70,7 +70,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
-    """The word on each variant but the reference, which is the first run's.
+    """The decision on each variant except the reference, which is the first run's variant.
 
     Raises:
         UserError: there is only one variant.
@@ -121,7 +121,7 @@ def _judge(
 
 
 def _seeds_needed(found: Judgement, limit: float) -> str:
-    """How many seeds of this mean and spread would settle the word."""
+    """The number of seeds with this mean and spread that would decide."""
     counts = range(found.seeds + 1, _MOST_SEEDS + 1)
     room = abs(limit - found.mean)
     at = bisect_left(counts, True, key=lambda seeds: found.half_width_of(seeds) <= room)

@@ -1,7 +1,7 @@
 """The points of a comparison: variants, a grid of values, and seeds. Every point is one run.
 
-    variants    recipes (--recipes), or sets of keys with a name (--variant)
-    grid        the table [sweep] of the TOML file: a list of values for any key, every combination
+    variants    recipes (--recipes), or named sets of keys (--variant)
+    grid        the table [sweep] of the TOML file: a list of values for any key, in every combination
     seeds       the same runs with other initial weights and another token order
 
 A run directory is named after its point, and the name depends only on the values of the point: `fp8`,
@@ -25,7 +25,7 @@ Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
 Keys = Mapping[str, Any]  # flat: {"section.key": value}
 SEED, RECIPE = "training.seed", "recipe.name"
 MOST_RUNS = 1000
-# A value may hold commas, as in betas=0.9,0.95, and a table in braces whatever it likes.
+# A value may contain commas, as in betas=0.9,0.95, and a table in braces anything.
 _NEXT_KEY = re.compile(r",(?=[a-z_-]+(?:\.[\w.]+)?=)(?![^{]*\})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
@@ -65,7 +65,7 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
         key = short.get(key, key)
         if not equals or "." not in key:
             raise UserError(
-                f"--variant {text}: {pair!r} is no KEY=VALUE; write NAME:KEY=VALUE,KEY=VALUE with keys such "
+                f"--variant {text}: {pair!r} is not KEY=VALUE; write NAME:KEY=VALUE,KEY=VALUE with keys such "
                 "as recipe.wgrad.x or optimizer.lr"
             )
         if key in keys:
@@ -75,7 +75,8 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
 
 
 def parse_seeds(text: str, first: int) -> tuple[int, ...]:
-    """Parse `--seeds`: a list of seeds if the text has a comma, else a number of seeds counted from `first`.
+    """Parse `--seeds`: a list of seeds if the text has a comma, else the number of seeds, counted from
+    `first`.
 
     >>> parse_seeds("3", 5), parse_seeds("1,7", 0), parse_seeds("4,", 0)
     ((5, 6, 7), (1, 7), (4,))
@@ -110,7 +111,7 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
         if not isinstance(choices, list) or not choices:
             raise UserError(
                 f"[sweep] {key} = {choices!r}: a sweep has a list of values for each key; a value that is a "
-                'table stands in a list, too, as in recipe.fprop.x = [{cast = "fp4-row"}, "bf16"]'
+                'table is written in a list as well, as in recipe.fprop.x = [{cast = "fp4-row"}, "bf16"]'
             )
         if not key.partition(".")[2]:
             raise UserError(
@@ -123,7 +124,7 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
 def parse_sweeps(texts: Sequence[str], short: Mapping[str, str]) -> dict[str, list[Any]]:
     """Parse every `--sweep KEY=A,B,...` into {"section.key": [values]}, the values as text.
 
-    A table in braces is one value, and a list in brackets is one that is read as TOML.
+    A table in braces is one value, and so is a list in brackets, which is read as TOML.
 
     >>> parse_sweeps(["lr=1e-3,2e-3"], {"lr": "optimizer.lr"})
     {'optimizer.lr': ['1e-3', '2e-3']}
@@ -147,7 +148,7 @@ def parse_sweeps(texts: Sequence[str], short: Mapping[str, str]) -> dict[str, li
 
 
 def _split(text: str) -> list[str]:
-    """Values between commas; those in braces or brackets, or in quotes, separate nothing."""
+    """The values between commas, except commas in braces, brackets or quotes."""
     values, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -163,7 +164,7 @@ def _split(text: str) -> list[str]:
 
 
 def _listed(text: str) -> Any:
-    """A value in brackets as a list; any other as it is."""
+    """A value in brackets as a list; any other value unchanged."""
     if not text.startswith("["):
         return text
     try:
@@ -175,7 +176,7 @@ def _listed(text: str) -> Any:
 def make_points(
     values: Values, variants: Sequence[Variant], grid: Mapping[str, list[Any]], seeds: str
 ) -> list[Point]:
-    """List every run of a comparison: all variants and grid points at the first seed, then at the next.
+    """List every run of a comparison: all variants and grid points with the first seed, then with the next.
 
     Args:
         values: the shared values.
@@ -184,7 +185,7 @@ def make_points(
         seeds: the text of `--seeds`; "" for the seed of the configuration alone.
 
     Returns:
-        The points in the order in which they run.
+        The points in the order of execution.
 
     Raises:
         UserError: a configuration is invalid, two runs have one name, or there are fewer than two runs.
@@ -193,7 +194,7 @@ def make_points(
     base_seed = base.training.seed
     if SEED in grid and seeds:
         raise UserError(f"--seeds {seeds} and [sweep] {SEED} both say which seeds; leave one of them out")
-    # The seeds of a sweep are parsed as those of --seeds, because the text "0" is not the seed 0.
+    # The seeds of a sweep are parsed like those of --seeds, because the text "0" is not the seed 0.
     text = seeds or "".join(f"{seed}," for seed in grid.get(SEED, [base_seed]))
     chosen = parse_seeds(text, base_seed)
     axes = {key: choices for key, choices in grid.items() if key != SEED}
@@ -234,7 +235,7 @@ def _require_distinct(points: Sequence[Point]) -> None:
         )
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(
-            f"two runs would be called {min(twice)!r}, and each has a directory of its own; name a recipe or "
+            f"two runs would be called {min(twice)!r}, and each needs a separate directory; name a recipe or "
             "a value once, or give the runs names by --variant"
         )
 

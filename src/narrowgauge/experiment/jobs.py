@@ -1,10 +1,10 @@
-"""The commands that a chain still needs, found from what lies on the disk, and what becomes of them.
+"""The remaining commands of a chain, derived from the files on disk, and their results.
 
     train       the trunk; each branch, made from the trunk's checkpoint by `--branch`
-    eval        of a measured experiment: two losses on the held-out tokens, `eval --forward`
+    eval        for a measured experiment: two losses on the held-out tokens, `eval --forward`
 
-A run that has diverged is a result. Nothing else is remembered: the next command follows from the run
-directories, so an experiment goes on after any kill.
+A run that has diverged is a result. There is no other memory: the next command follows from the run
+directories, so an experiment continues after any kill.
 """
 
 import json
@@ -25,12 +25,12 @@ from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
 
 FORWARD = "bf16"  # the recipe of the second loss
-_DIVERGED = ("Diverged", "PoisonedError")  # how the reason of such a run begins
+_DIVERGED = ("Diverged", "PoisonedError")  # prefixes of the reason of such a run
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command, the run directory that it works in, and the tokens that it trains on (0: it evaluates)."""
+    """A command, the run directory that it works in, and the tokens that it trains on (0 to evaluate)."""
 
     name: str
     command: tuple[str, ...]
@@ -39,7 +39,7 @@ class Job:
 
 
 def state_of(directory: Path) -> str:
-    """The state of a run: "done", "diverged", or "open" where it has to be continued or begun."""
+    """The state of a run: "done", "diverged", or "open" if it has to be continued or started."""
     status, reason = read_status(directory / "status.json")
     if status == "done":
         return "done"
@@ -47,10 +47,10 @@ def state_of(directory: Path) -> str:
 
 
 def require_same(run: RungRun, out: Path) -> None:
-    """Check that the run that is there already, if any, began with the same values: `train`'s own rule.
+    """Check that an existing run, if any, started with the same values, by `train`'s rule.
 
     Raises:
-        UserError: it began with other values.
+        UserError: it started with other values.
     """
     directory = RunDirectory(out / run.name)
     if not (directory.path / "config.toml").is_file():
@@ -64,7 +64,7 @@ def require_same(run: RungRun, out: Path) -> None:
 
 
 def is_complete(chain: Chain, out: Path) -> bool:
-    """Whether nothing of a chain of a measured experiment is left to do."""
+    """Whether a chain of a measured experiment is complete."""
     return all(_is_measured(run, out / run.name) for run in chain.runs)
 
 
@@ -76,7 +76,7 @@ def _is_measured(run: RungRun, directory: Path) -> bool:
 def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
     """Both losses of a run, from its evaluation.json; None if there are none.
 
-    Losses that were measured otherwise by hand, on other text or another number of batches, do not count.
+    Losses that a user measured differently, on other text or another number of batches, do not count.
     """
     config = run.config
     wanted = {"data": None, "batches": config.validation.batches}
@@ -93,7 +93,7 @@ def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
 
 
 def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
-    """The rows of the runs that are finished, by arm, seed and rung."""
+    """The rows of the finished runs, by arm, seed and rung."""
     rows = []
     for chain in experiment.chains:
         for run in chain.runs:
@@ -115,16 +115,16 @@ def _losses(directory: Path, run: RungRun) -> tuple[float, float] | None:
 
 
 def jobs_of(chain: Chain, out: Path, files: Path, is_measured: bool) -> Iterator[Job]:
-    """The commands that are left, each found when it is asked for.
+    """The remaining commands, each determined when it is requested.
 
-    A branch whose checkpoint the trunk no longer has, or never reached, is trained from its beginning: that
-    gives the same digits. At the end of a measured chain only the last checkpoint of each run is kept.
+    A branch whose checkpoint the trunk no longer has, or never reached, is trained from the beginning, with
+    the same digits. At the end of a measured chain only the last checkpoint of each run is kept.
 
     Args:
-        chain: One arm of one seed.
+        chain: One arm with one seed.
         out: The directory of the runs.
-        files: Where the configurations of the runs are written: `out`, or another on ranks but the first.
-        is_measured: Whether each run is evaluated after its end.
+        files: Where the configurations of the runs are written: `out`, or elsewhere on ranks other than 0.
+        is_measured: Whether each run is evaluated at its end.
     """
     for run in (chain.trunk, *chain.branches):
         directory = out / run.name
@@ -137,7 +137,7 @@ def jobs_of(chain: Chain, out: Path, files: Path, is_measured: bool) -> Iterator
 
 
 def _train(run: RungRun, chain: Chain, out: Path, files: Path) -> Iterator[str]:
-    """The words of the command that trains a run or goes on with it."""
+    """The arguments of the command that starts or continues a run."""
     file = files / f"{run.name}.toml"
     write_whole(file, to_toml(run.config))
     yield from (sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(out / run.name))
@@ -153,7 +153,7 @@ def _evaluate(run: RungRun, directory: Path) -> Iterator[str]:
 
 
 def _remove_checkpoints(directory: Path, last: int) -> None:
-    """Remove all checkpoints of a finished run but the last."""
+    """Remove all checkpoints of a finished run except the last."""
     for step in steps(directory / "checkpoints"):
         if step != last and state_of(directory) == "done":
             shutil.rmtree(directory / "checkpoints" / f"step-{step}")

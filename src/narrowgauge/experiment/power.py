@@ -1,16 +1,17 @@
-"""The gap that a comparison will be able to see: the power of the `rule` that judges it.
+"""The gap that a comparison will be able to detect: the power of the `rule` that judges it.
 
-Gaps of n seeds that deviate by sigma have a mean whose error is sigma / sqrt(n). The rule estimates sigma as
-s = u sigma, where u is spread like a root of chi-squared and raised by what is known, and calls a gap proven
-beyond c s / sqrt(n). So it finds a true gap g with the probability
+Gaps of n seeds with deviation sigma have a mean whose error is sigma / sqrt(n). The rule estimates sigma as
+s = u sigma, where u is distributed like a root of chi-squared and raised by the known deviation, and calls a
+gap proven beyond c s / sqrt(n). So it detects a true gap g with probability
 
     E_u [Phi(g sqrt(n) / sigma - c u) + Phi(-g sqrt(n) / sigma - c u)]
 
 and finds two equal recipes equal within a margin m with E_u [2 Phi(m sqrt(n) / sigma - t u) - 1]. Both
-factors, c and t, grow with the number of arms, and fall with the number of gaps from which s is pooled.
+factors, c and t, increase with the number of arms and decrease with the number of gaps over which s is
+pooled.
 
-Before the runs, sigma is taken from pairs of runs that were trained: with few tokens for each parameter the
-curves are still steep, and the luck of the warm-up is most of the gap.
+Before the runs, sigma is taken from pairs of earlier runs: with few tokens per parameter the curves are still
+steep, and the luck of the warm-up dominates the gap.
 """
 
 import math
@@ -37,11 +38,11 @@ _POWER = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan: the number of arms beside the reference, and of seeds of each.
+    """A plan: the number of arms without the reference, and of seeds of each.
 
     Attributes:
         deviation: The standard deviation of a gap in percent that the plan assumes.
-        known: The one that the rule will know of; 0 if nothing is known.
+        known: The known deviation that the rule will use; 0 if unknown.
     """
 
     seeds: int
@@ -55,24 +56,24 @@ class Plan:
         return (self.seeds - 1) * self.arms
 
     def chance(self, of: Callable[[FloatArray], FloatArray]) -> float:
-        """Mean of a probability over the deviations that the rule may come to use, as shares of the true."""
+        """The mean of a probability over the deviations that the rule may estimate, relative to the true."""
         nodes, weights = spread_nodes(self.degrees)
         spreads = [Spread(u * self.deviation, self.degrees, self.known).deviation for u in nodes]
         return float(weights @ of(np.array(spreads) / self.deviation))
 
     def chance_to_see(self, gap: float) -> float:
-        """The probability that the rule calls an arm of such a true gap different."""
+        """The probability that the rule calls an arm with this true gap different."""
         at, c = gap * math.sqrt(self.seeds) / self.deviation, critical_value(self.arms, self.degrees)
         return self.chance(lambda u: normal_cdf(at - c * u) + normal_cdf(-at - c * u))
 
     def chance_to_equal(self, margin: float = MARGIN) -> float:
-        """The probability that the rule calls an arm equal to the reference that is so."""
+        """The probability that the rule calls an arm equal that is equal to the reference."""
         at, t = margin * math.sqrt(self.seeds) / self.deviation, equality_factor(self.arms, self.degrees)
         return self.chance(lambda u: np.maximum(2 * normal_cdf(at - t * u) - 1, 0.0))
 
 
 def smallest_gap(plan: Plan) -> float:
-    """The gap in percent that a plan finds in 8 of 10 experiments; infinite for one seed.
+    """The gap in percent that a plan detects in 8 of 10 experiments; infinite for one seed.
 
     >>> round(smallest_gap(Plan(5, 0.4)), 2), round(smallest_gap(Plan(5, 0.4, arms=7)), 2)
     (0.67, 0.65)
@@ -89,7 +90,8 @@ def smallest_gap(plan: Plan) -> float:
 
 
 def seeds_for_equality(plan: Plan) -> int | None:
-    """The least number of seeds with which a plan finds equal recipes equal in 8 of 10; None if over 200.
+    """The smallest number of seeds with which a plan finds equal recipes equal in 8 of 10 cases; None above
+    200.
 
     >>> seeds_for_equality(Plan(2, 0.1)), seeds_for_equality(Plan(2, 0.4))
     (4, 24)
@@ -100,14 +102,14 @@ def seeds_for_equality(plan: Plan) -> int | None:
 
 
 def power_text(seeds: int, arms: int, tokens: int, parameters: int, gaps: Gaps[Arm]) -> str:
-    """What a plan will be able to see, in words.
+    """The detectable gap of a plan, in words.
 
     Args:
         seeds: The number of seeds of each variant.
-        arms: The number of variants beside the reference and the controls.
+        arms: The number of variants without the reference and the controls.
         tokens: Tokens of a run.
         parameters: Parameters of the model in linear layers, without the head.
-        gaps: The gaps in percent of each variant, by seed, of runs that exist already.
+        gaps: The gaps in percent of each variant, by seed, from existing runs.
     """
     ratio, arms = tokens / parameters, max(arms, 1)
     deviation = known = known_deviation(ratio)

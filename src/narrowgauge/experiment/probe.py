@@ -1,7 +1,7 @@
-"""The probe beside the gaps: what each arm's recipe does to the reference's model, without training.
+"""The probe of an experiment: the effect of each arm's recipe on the reference's model, without training.
 
 It is measured once all runs are done, on the reference's run of the first seed at the highest rung, and kept
-in OUT/probe.json. So a reader sees which figure of a minute foretells the gap of hours.
+in OUT/probe.json. So a reader sees which figure of a minute predicts the gap of hours.
 """
 
 import json
@@ -21,7 +21,7 @@ _BATCHES, _DRAWS = 4, 4
 
 
 def read_probe(out: Path) -> Mapping[str, Any] | None:
-    """The probe that is kept beside the runs; None if there is none yet."""
+    """The stored probe of an experiment; None if there is none yet."""
     try:
         found = json.loads((out / PROBE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -30,7 +30,7 @@ def read_probe(out: Path) -> Mapping[str, Any] | None:
 
 
 def probe_arms(experiment: Experiment, out: Path) -> None:
-    """Probe the recipe of each arm whose runs are done and that is not in OUT/probe.json yet."""
+    """Probe the recipe of each arm whose runs are done and that is not yet in OUT/probe.json."""
     trunk = experiment.chains[0].trunk
     known = dict((read_probe(out) or {}).get("recipes", {}))
     recipes = {
@@ -41,7 +41,7 @@ def probe_arms(experiment: Experiment, out: Path) -> None:
         return
     try:
         subject = open_probed(out / trunk.name, trunk.config.training.device, batches=_BATCHES).subject
-    except UserError:  # its checkpoint was removed by hand: the gaps stand without it
+    except UserError:  # its checkpoint was removed by hand: the gaps are reported without it
         return
     found = probe_json(probe(subject, new, _DRAWS), run=trunk.name, draws=_DRAWS)
     by_arm = {**known, **found["recipes"]}

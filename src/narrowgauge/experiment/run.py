@@ -1,7 +1,7 @@
-"""Trains the runs of an experiment, or goes on with them, and reports what they show.
+"""Trains the runs of an experiment, or continues them, and reports the results.
 
-A run that is done or has diverged is a result and is not trained again; any other is begun or goes on, so the
-same line continues an experiment after any stop.
+A run that is done or has diverged is a result and is not trained again; any other is started or continued, so
+the same command line continues an experiment after any stop.
 """
 
 import math
@@ -45,14 +45,14 @@ def run_experiment(
     gate: Gate | None = None,
     command: str = "",
 ) -> int:
-    """Print which gap the experiment will show, train what is left, and report the results.
+    """Print which gap the experiment will detect, train the remaining runs, and report the results.
 
     Args:
         experiment: The design.
         out: The directory of its runs.
-        console: Where it is shown.
-        rank: The rank of this process under its launcher; rank 0 alone writes into `out`.
-        gate: The largest gap that is accepted; of several rungs, at the highest.
+        console: Receives the progress and the results.
+        rank: The rank of this process under its launcher; only rank 0 writes into `out`.
+        gate: The largest acceptable gap; with several rungs, at the highest.
         command: The command line, for the page.
 
     Returns:
@@ -60,7 +60,7 @@ def run_experiment(
 
     Raises:
         UserError: the directory cannot be written, or holds other runs.
-        ComparisonFailed: a run was killed or stopped, or could not begin; the same line continues.
+        ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
     """
     for sentence in _sight(experiment, out):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -68,7 +68,7 @@ def run_experiment(
     runs = read_runs(_at_highest_rung(experiment, out))
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
-    if rank:  # the first of several processes reports for all
+    if rank:  # rank 0 reports for all
         return code
     if experiment.is_measured:
         probe_arms(experiment, out)
@@ -87,7 +87,7 @@ def run_experiment(
 
 
 def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
-    """Print which gap the experiment will show and which runs, tokens and hours are left; train nothing."""
+    """Print which gap the experiment will detect and which runs, tokens and hours remain; do not train."""
     experiment = with_equal_threads(experiment, out)
     for run in experiment.runs:
         require_same(run, out)
@@ -101,13 +101,13 @@ def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
 def train_runs(
     experiment: Experiment, out: Path, console: Console, rank: int = 0, command: str = ""
 ) -> list[str]:
-    """Train what is left of an experiment; returns the names of the runs that failed.
+    """Train the remaining runs of an experiment; returns the names of the failed runs.
 
-    A run of a measured experiment that diverged has not failed: it is a row of the results.
+    A diverged run of a measured experiment has not failed: it is a row of the results.
 
     Raises:
         UserError: the directory cannot be written, or holds other runs.
-        ComparisonFailed: a run was killed or stopped, or could not begin; the same line continues.
+        ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
     """
     experiment = with_equal_threads(experiment, out)
     for run in experiment.runs:
@@ -131,7 +131,7 @@ def train_runs(
 
 
 def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console) -> list[str]:
-    """Train one run after the other, which shows its steps."""
+    """Train one run after the other, each showing its steps."""
 
     def announced(number: int, chain: Chain) -> Iterator[Job]:
         name = chain.trunk.name
@@ -178,12 +178,12 @@ def _side_by_side(experiment: Experiment, out: Path, console: Console, command: 
 
 
 def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
-    """The experiment with `training.threads`, the same in all runs on a CPU that do not have it.
+    """The experiment with the same `training.threads` in all runs on a CPU that do not set it.
 
-    The last digits of losses follow from it. It is the number of threads of the runs that exist, or of the
-    cores that are free now. A run that has begun keeps its number. On a GPU digits do not depend on it.
+    The last digits of losses depend on it. It is the number of threads of the existing runs, or of the
+    currently free cores. A started run keeps its number. On a GPU digits do not depend on it.
     """
-    if experiment.threads:  # each process is given them
+    if experiment.threads:  # each process receives them
         return experiment
     found = {run.name: RunDirectory(out / run.name) for run in experiment.runs}
     begun = {name: run for name, run in found.items() if (run.path / "config.toml").is_file()}
@@ -207,7 +207,7 @@ def write_rows(experiment: Experiment, out: Path) -> None:
 
 
 def write_page(experiment: Experiment, out: Path, command: str) -> None:
-    """Write OUT/report.html of the runs at the highest rung, once that of the reference has begun."""
+    """Write OUT/report.html of the runs at the highest rung, once the reference's run there has started."""
     paths = _at_highest_rung(experiment, out)
     begun = [path for path in paths if (path / "config.toml").is_file()]
     if begun[:1] == paths[:1]:
@@ -215,7 +215,7 @@ def write_page(experiment: Experiment, out: Path, command: str) -> None:
 
 
 def _rungs_section(experiment: Experiment, out: Path) -> str:
-    """The part of the page on all rungs; "" where nothing is measured, or no run of the reference yet."""
+    """The part of the page on all rungs; "" if nothing is measured, or the reference has no run yet."""
     rows = collect_rows(experiment, out) if experiment.is_measured else []
     if not rows or rows[0].arm != experiment.arms[0]:
         return ""
@@ -227,7 +227,7 @@ def _at_highest_rung(experiment: Experiment, out: Path) -> list[Path]:
 
 
 def _results(experiment: Experiment, out: Path) -> list[ArmResult]:
-    """The results of the runs that are finished."""
+    """The results of the finished runs."""
     rows = collect_rows(experiment, out)
     return arm_results(rows, experiment.arms[0], experiment.family, _parameters(experiment))
 
@@ -237,7 +237,7 @@ def _parameters(experiment: Experiment) -> int:
 
 
 def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
-    """Which gap each rung will be able to show."""
+    """The gap that each rung will be able to detect."""
     sentences = []
     for number, run in enumerate(experiment.chains[0].runs, start=1):
         text = power_text(
@@ -252,7 +252,7 @@ def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
 
 
 def _gaps_so_far(experiment: Experiment, out: Path, rung: int) -> dict[str, dict[int, float]]:
-    """The gaps in percent of each arm at a rung, by seed, of the runs that are done."""
+    """The gaps in percent of each arm at a rung, by seed, from the finished runs."""
     if experiment.is_measured:
         return {one.arm: dict(one.gaps) for one in _results(experiment, out) if one.rung == rung}
     done = [out / run.name for run in experiment.runs if state_of(out / run.name) == "done"]
@@ -260,7 +260,7 @@ def _gaps_so_far(experiment: Experiment, out: Path, rung: int) -> dict[str, dict
 
 
 def _failure_text(failed: Sequence[str], runs: int, out: Path) -> str:
-    """How many runs failed, and which of them the same line tries again."""
+    """How many runs failed, and which of them the same command line retries."""
     again = [name for name in failed if state_of(out / name) == "open"]
     text = f"{len(failed)} of {runs} runs failed: {', '.join(failed)}"
     if not again:
@@ -269,7 +269,7 @@ def _failure_text(failed: Sequence[str], runs: int, out: Path) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """The last line that a run wrote to its log: why it ended."""
+    """The last line of a run's log: why it ended."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:

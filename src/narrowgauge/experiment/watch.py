@@ -1,4 +1,4 @@
-"""The table that is shown while runs are trained side by side: runs at work, runs done, the time left."""
+"""The table shown while runs train side by side: running jobs, finished runs, the time left."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from narrowgauge.experiment.jobs import Job
 from narrowgauge.report.read.listing import list_runs
 from narrowgauge.units import human_count
 
-_EVERY_S, _LINE_EVERY_S = 2.0, 30.0  # on a terminal; the longest silence elsewhere
+_EVERY_S, _LINE_EVERY_S = 2.0, 30.0  # refresh on a terminal; longest silence elsewhere
 
 
 class Watch:
-    """Shows jobs at work on a terminal; elsewhere prints a line for each that has ended, and each 30 s."""
+    """Shows running jobs on a terminal; elsewhere prints a line for each finished job, and every 30 s."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Watch:
         done: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Show an experiment: `done` of `runs` runs are finished, and `left_tokens` are left to train."""
+        """Show an experiment: `done` of `runs` runs are finished, and `left_tokens` remain to be trained."""
         self.console, self.left, self.runs, self.done = console, left_tokens, runs, done
         self.trained = 0  # tokens of finished runs since the start
         self.clock = clock
@@ -44,7 +44,7 @@ class Watch:
         self._live.stop()
 
     def show(self, jobs: Sequence[Job], ended: Job | None) -> None:
-        """Show the jobs at work; `ended` has just ended well."""
+        """Show the running jobs; `ended` has just succeeded."""
         if ended is not None:
             self.trained += ended.tokens
             if not ended.tokens:
@@ -83,7 +83,7 @@ class Watch:
 
 
 def _facts(job: Job) -> tuple[str, str, str, str]:
-    """Name, step, loss and state of a job at work."""
+    """Name, step, loss and state of a running job."""
     at = next(iter(list_runs(job.directory)), None) if job.directory.is_dir() else None
     if at is None:
         return job.name, "", "", "starts"
@@ -91,6 +91,6 @@ def _facts(job: Job) -> tuple[str, str, str, str]:
 
 
 def _share(job: Job) -> float:
-    """The share of a job that is done; a branch counts from its beginning."""
+    """The completed share of a job; a branch counts from its beginning."""
     at = next(iter(list_runs(job.directory)), None) if job.directory.is_dir() else None
     return at.step / at.steps if at is not None and at.steps else 0.0

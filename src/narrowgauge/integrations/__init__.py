@@ -1,5 +1,5 @@
-"""How does a recipe get into the trainers of others? One file each; none is imported before it is asked for.
+"""Recipes in other trainers: one file each, imported only on request.
 
-Each file imports the package that it is named after where it needs that package's classes, and nothing of
-this package imports any of them. `torchao` needs no other package: it stands in for one.
+Each file imports the package that it is named after where it needs that package's classes; the rest of this
+package imports none of them. `torchao` does not need the other package: it replaces it.
 """

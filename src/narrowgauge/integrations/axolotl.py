@@ -1,4 +1,4 @@
-"""A plug-in for axolotl, named in its YAML file.
+"""A plugin for axolotl, named in its YAML file.
 
     plugins:
       - narrowgauge.integrations.axolotl.NarrowgaugePlugin
@@ -6,9 +6,9 @@
       recipe: nvfp4
       keep: [lm_head]
 
-The model is converted before adapters are put on. The optimizer is `narrowgauge.AdamW` with axolotl's own
-`learning_rate`, `adam_beta1`, `adam_beta2`, `adam_epsilon` and `weight_decay`; `optimizer:` is not read.
-Everything else is `narrowgauge.integrations.transformers`, since axolotl trains with that trainer.
+The model is converted before adapters are added. The optimizer is `narrowgauge.AdamW` with axolotl's
+`learning_rate`, `adam_beta1`, `adam_beta2`, `adam_epsilon` and `weight_decay`; `optimizer:` is ignored.
+Everything else is `narrowgauge.integrations.transformers`, since axolotl uses that trainer.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ class NarrowgaugeBlock(BaseModel):
         recipe: The name of a recipe, or the path of its TOML file.
         keep: Layers that stay in the recipe's `compute` format.
         seed: The seed of random bits.
-        gauges_every: Read the gauges in each n-th step; 0 for never.
-        decay_step: The first step whose learning rate is below the peak, for rules that hold from then on.
+        gauges_every: Read the gauges every n-th step; 0 for never.
+        decay_step: The first step whose learning rate is below the peak, for rules that start there.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,23 +42,23 @@ class NarrowgaugeBlock(BaseModel):
 
 
 class NarrowgaugeArgs(BaseModel):
-    """What the plug-in adds to axolotl's configuration."""
+    """The plugin's addition to axolotl's configuration."""
 
     narrowgauge: NarrowgaugeBlock | None = None
 
 
 class NarrowgaugePlugin(BasePlugin):  # type: ignore[misc, unused-ignore]
-    """Puts a training of axolotl's under a recipe."""
+    """Runs an axolotl training under a recipe."""
 
     def get_input_args(self) -> str:
-        """The class of the configuration, by its name."""
+        """The import path of the configuration class."""
         return "narrowgauge.integrations.axolotl.NarrowgaugeArgs"
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Convert the model in place, before adapters are put on.
+        """Convert the model in place, before adapters are added.
 
         Raises:
-            UserError: The configuration shards the model, or `narrowgauge.convert` refuses.
+            UserError: The configuration shards the model, or `narrowgauge.convert` refuses it.
         """
         block = _block(cfg)
         for key in ("deepspeed", "fsdp", "fsdp_config", "fp8"):
@@ -70,7 +70,7 @@ class NarrowgaugePlugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         convert(model, block.recipe, block.keep)
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
-        """Give the trainer its optimizer, and the callback."""
+        """Give the trainer its optimizer and the callback."""
         block, args = _block(cfg), trainer.args
         arguments = {
             "recipe": block.recipe,
@@ -90,7 +90,7 @@ class NarrowgaugePlugin(BasePlugin):  # type: ignore[misc, unused-ignore]
 
 
 def _block(cfg: Any) -> NarrowgaugeBlock:
-    """The block of a configuration, which axolotl hands over as nested dicts."""
+    """The `narrowgauge:` block of a configuration, which axolotl passes as nested dicts."""
     given = cfg.get("narrowgauge")
     if not given:
         raise UserError(

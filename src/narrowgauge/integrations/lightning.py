@@ -1,11 +1,11 @@
-"""A precision plug-in for Lightning's `Trainer` and for Fabric.
+"""A precision plugin for Lightning's `Trainer` and for Fabric.
 
     Trainer(plugins=[NarrowPrecision("nvfp4")])          Fabric(plugins=[NarrowPrecision("nvfp4")])
 
-It converts the model when Lightning sets it up, before the optimizer is made, and says before each forward
-pass that records gradients which step and which sequences it is. `narrowgauge.AdamW` in
-`configure_optimizers` keeps the optimizer's state as the recipe says. Lightning's checkpoints hold the state
-of the plug-in; with Fabric, put it into the state that is saved:
+It converts the model when Lightning sets it up, before the optimizer is made. Before each forward pass that
+records gradients it sets the step and the sequences. `narrowgauge.AdamW` in `configure_optimizers` keeps the
+optimizer's state in the recipe's formats. Lightning's checkpoints include the state of the plugin; with
+Fabric, add it to the state to be saved:
 
     fabric.save(path, {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision})
 """
@@ -31,11 +31,11 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
     """Computes the linear layers of a model under a recipe.
 
     Attributes:
-        step: The step that is being computed, from 1.
-        first_sample: The sequences of this step that all processes have computed before this forward pass.
+        step: The current step, from 1.
+        first_sample: Sequences of this step computed before this forward pass, on all processes.
     """
 
-    precision = "32-true"  # of what the recipe leaves alone; Lightning asks for one of its own words
+    precision = "32-true"  # of everything outside the recipe; Lightning requires one of its words
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
             recipe: A recipe, its name, or the path of its TOML file.
             keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
             seed: The seed of random bits.
-            steps: The steps of the full run, for rules that hold after a share of it.
+            steps: The steps of the full run, for rules that apply after a share of it.
             decay_step: The first step whose learning rate is below the peak, for rules that wait for it.
         """
         self.recipe, self.keep, self.seed = recipe, keep, seed
@@ -62,10 +62,10 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
         self.model: torch.nn.Module | None = None
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Convert the linear layers of a model in place, and let DDP sum narrow gradients.
+        """Convert the linear layers of a model in place, and let DDP sum low-precision gradients.
 
         Raises:
-            UserError: `narrowgauge.convert` refuses the model, or a plug-in has one already.
+            UserError: `narrowgauge.convert` refuses the model, or a plugin already has a model.
         """
         if self.model is not None and self.model is not module:
             raise UserError(
@@ -78,14 +78,14 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
         return self.model
 
     def convert_input(self, data: Any) -> Any:
-        """Count the sequences of a batch, which is left as it is."""
+        """Count the sequences of a batch, which is returned unchanged."""
         batches = [tensor.shape[0] for tensor in tensors_in(data) if tensor.ndim]
         self.samples = batches[0] if batches else 1
         return data
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Say which step and which sequences a pass is of, if it records gradients."""
+        """Set the step and the sequences of a forward pass that records gradients."""
         if torch.is_grad_enabled() and self.model is not None:
             rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             first_sample = self.first_sample + rank * self.samples
@@ -111,31 +111,31 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
         return result
 
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, through the hook of a LightningModule where the model is one."""
+        """Compute gradients, through the hook of a LightningModule if the model is one."""
         if isinstance(model, LightningModule):
             super().backward(tensor, model, *args, **kwargs)
         else:
             tensor.backward(*args, **kwargs)
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
-        """Call Lightning's hooks, which Fabric's models do not have."""
+        """Call Lightning's hooks, which models of Fabric lack."""
         return super().pre_backward(tensor, module) if isinstance(module, LightningModule) else tensor
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> Any:
-        """Call Lightning's hooks, which Fabric's models do not have."""
+        """Call Lightning's hooks, which models of Fabric lack."""
         is_lightning = isinstance(module, LightningModule)
         return super().post_backward(tensor, module) if is_lightning else tensor.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and what the recipe keeps in the model; read between two steps."""
+        """The step and the recipe's state in the model, as between two steps."""
         recipe = {} if self.model is None else recipe_state(self.model)
         return {"step": self.step, **recipe}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a `state_dict`, after the model's own weights have been loaded.
+        """Restore a `state_dict`, after the model's weights have been loaded.
 
         Raises:
-            UserError: The model is not set up yet, or the state is of another model or recipe.
+            UserError: The model is not set up yet, or the state belongs to another model or recipe.
         """
         if self.model is None:
             raise UserError(

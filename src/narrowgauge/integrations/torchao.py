@@ -1,16 +1,16 @@
-"""torchao's two names for float8 training, for any recipe: a script changes one import.
+"""torchao's two functions for float8 training, for any recipe: a script changes one import.
 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training                    before
     from narrowgauge.integrations.torchao import Float8LinearConfig, convert_to_float8_training  after
 
-Signatures are torchao's (0.18), and it need not be installed. Its names of recipes mean its recipes: all
-layers that the filter lets pass are converted, the others stay the modules they were.
+Signatures are those of torchao 0.18, which need not be installed. Its recipe names select the equivalent
+recipes: all layers that pass the filter are converted, the others are unchanged.
 
     tensorwise            fp8
     rowwise               fp8-row
     rowwise_with_gw_hp    fp8-row-hp
 
-Under a name of ours (`nvfp4`), or the path of a recipe file, the recipe's own `keep` holds as well.
+For one of narrowgauge's names (`nvfp4`) or the path of a recipe file, the recipe's `keep` applies as well.
 """
 
 import enum
@@ -27,7 +27,7 @@ from narrowgauge.recipes import recipe as recipe_named
 
 
 class Float8LinearRecipeName(enum.Enum):
-    """torchao's names of recipes."""
+    """torchao's recipe names."""
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
@@ -42,10 +42,10 @@ class Float8LinearConfig:
     """The recipe of a conversion, and torchao's switches.
 
     Attributes:
-        recipe: A name of torchao's or of ours, or the path of a recipe file.
-        enable_fsdp_float8_all_gather: Not possible here; see `__post_init__`.
-        pad_inner_dim: Accepted; sizes that a product has to have are padded to anyway.
-        emulate: Whether to compute in emulation, also where the hardware has the formats.
+        recipe: A name of torchao's or narrowgauge's, or the path of a recipe file.
+        enable_fsdp_float8_all_gather: Not supported; see `__post_init__`.
+        pad_inner_dim: Accepted; inner dimensions of GEMMs are padded where necessary in any case.
+        emulate: Whether to compute in emulation even if the hardware has the formats.
     """
 
     recipe: str = "tensorwise"
@@ -54,10 +54,10 @@ class Float8LinearConfig:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what the recipe cannot do.
+        """Check the options.
 
         Raises:
-            UserError: The recipe is unknown, or weights were to be gathered by torchao's means.
+            UserError: The recipe is unknown, or torchao's float8 all-gather is requested.
         """
         recipe_named(OURS.get(self.recipe, self.recipe))
         if self.enable_fsdp_float8_all_gather:
@@ -72,17 +72,17 @@ class Float8LinearConfig:
         """The configuration of a recipe.
 
         Args:
-            recipe_name: A name of torchao's (a string, its enum or ours), a name of ours, or a path.
+            recipe_name: A name of torchao's (a string, its enum or ours) or narrowgauge's, or a path.
 
         Raises:
-            UserError: There is no such recipe.
+            UserError: The recipe is unknown.
         """
         value = recipe_name.value if isinstance(recipe_name, enum.Enum) else recipe_name
         return Float8LinearConfig(recipe=str(value))
 
 
 class Float8NarrowLinear(Linear):
-    """A `narrowgauge.nn.Linear` whose name has Float8 in it, by which scripts find converted layers."""
+    """A `narrowgauge.nn.Linear` with Float8 in its name, by which scripts recognize converted layers."""
 
 
 def convert_to_float8_training(
@@ -91,25 +91,26 @@ def convert_to_float8_training(
     config: Float8LinearConfig | None = None,
     module_filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> torch.nn.Module:
-    """Make the `torch.nn.Linear`s of a module compute under a recipe.
+    """Convert the `torch.nn.Linear`s of a module to a recipe.
 
     Args:
         module: Any module; changed in place.
         config: The recipe; None for torchao's default, "tensorwise".
-        module_filter_fn: Called with each Linear and its full name; where it says False, the module stays as
-            it is. None converts all.
+        module_filter_fn: Called with each Linear and its full name; returns False to leave the module
+            unchanged. None converts all.
 
     Returns:
         The module (a new one only if it is itself a Linear).
 
     Raises:
-        UserError: `config` is torchao's own, the filter leaves no layer, or `narrowgauge.convert` refuses.
+        UserError: `config` is torchao's class, the filter excludes every layer, or `narrowgauge.convert`
+            refuses.
     """
     config = Float8LinearConfig() if config is None else config
     if not hasattr(config, "recipe"):  # a class of the same name
         raise UserError(
-            f"the config is a {type(config).__module__}.{type(config).__name__}, which says less than a "
-            "recipe: import Float8LinearConfig from narrowgauge.integrations.torchao, too"
+            f"the config is a {type(config).__module__}.{type(config).__name__}, which does not name a "
+            "recipe: import Float8LinearConfig from narrowgauge.integrations.torchao as well"
         )
     places = dict(module.named_modules(remove_duplicate=False))
     linears = {name: m for name, m in places.items() if isinstance(m, torch.nn.Linear)}
@@ -128,7 +129,7 @@ def convert_to_float8_training(
 
 
 def _recipe(name: str) -> Recipe:
-    """A recipe; one of torchao's keeps no layer wide, which is the filter's matter there."""
+    """A recipe; those of torchao keep no layer wide, since the filter decides that."""
     recipe = recipe_named(OURS.get(name, name))
     if name not in OURS:
         return recipe

@@ -4,15 +4,15 @@
         --override.imports 'narrowgauge.integrations.torchtitan.narrow_linear={"recipe": "nvfp4"}' \\
                            narrowgauge.integrations.torchtitan.narrow_optimizer
 
-`narrow_linear` takes the configuration of the whole model, since the rules of a recipe ask for names and for
-the number of a block. It builds the model once on the meta device, converts it by `narrowgauge.convert`, and
-writes what each layer got into the configuration of that layer. So torchtitan builds the layers itself, in
-its own order: meta device, sharding, checkpointing, compiler, FSDP2, then numbers.
+`narrow_linear` takes the configuration of the whole model, since a recipe's rules refer to names and block
+numbers. It builds the model once on the meta device, converts it by `narrowgauge.convert`, and writes each
+layer's result into the configuration of that layer. So torchtitan still builds the layers, in its usual
+order: meta device, sharding, checkpointing, compiler, FSDP2, then initialization.
 
-`narrow_optimizer` puts `NarrowOptimizers` in place of torchtitan's, which say the step. The model's part of a
-checkpoint has the names and the fp32 weights that torchtitan writes without a recipe.
+`narrow_optimizer` replaces torchtitan's optimizers by `NarrowOptimizers`, which set the step. The model's
+part of a checkpoint has the names and the fp32 weights that torchtitan writes without a recipe.
 
-Versions: torchtitan 0.3. Weights, masters, gradients and moments are torchtitan's own, in fp32.
+Versions: torchtitan 0.3. Weights, masters, gradients and moments are torchtitan's, in fp32.
 """
 
 from dataclasses import dataclass, field
@@ -38,12 +38,12 @@ OPTIMIZER = "narrowgauge.integrations.torchtitan.narrow_optimizer"
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """What `narrowgauge.convert` gave a layer.
+    """The result of `narrowgauge.convert` for a layer.
 
     Attributes:
-        recipe: The recipe of the layer.
-        model_recipe: The recipe of the model.
-        index: The number of the layer, from which its random streams are named.
+        recipe: The layer's recipe.
+        model_recipe: The model's recipe.
+        index: The layer's number, which selects its random streams.
     """
 
     recipe: Recipe
@@ -51,7 +51,7 @@ class LayerRecipe:
     index: int
 
     def to_dict(self) -> dict[str, Any]:
-        """What torchtitan writes where it shows its configuration."""
+        """The entry in torchtitan's printed configuration."""
         return {"recipe": self.recipe.name, "is_narrow": self.recipe.is_narrow, "index": self.index}
 
 
@@ -60,7 +60,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanLinear.Config):  # type: ignore[misc, unused-ignore]
-        """Torchtitan's configuration of a linear layer, and what the recipe says of it."""
+        """Torchtitan's configuration of a linear layer, with the layer's recipe."""
 
         narrow: LayerRecipe
 
@@ -70,17 +70,17 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         super().__init__(plain, narrow.recipe, narrow.index, model_recipe=narrow.model_recipe)
         for history in self.histories.values():
             history.__class__ = _HISTORIES[type(history)]
-        self.keys = self.first_sample = None  # made with numbers; torchtitan asks how each buffer is sharded
+        self.keys = self.first_sample = None  # set at initialization; torchtitan asks how buffers are sharded
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
-        """Make the random keys, after the weight has numbers."""
+        """Make the random keys, after the weight is initialized."""
         self._set_keys(0, 0, 0)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Let torchtitan distribute the layer over data-parallel processes.
 
         Raises:
-            UserError: Blocks of numbers would be laid on parts of a tensor.
+            UserError: Another kind of parallelism would apply blocks to parts of a tensor.
         """
         for degree, name in ((parallel_dims.tp, "tensor"), (parallel_dims.cp, "context")):
             if degree > 1:
@@ -95,7 +95,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         """Begin a forward pass.
 
         Raises:
-            UserError: The recipe asks for the step, and nothing says it.
+            UserError: The recipe requires the step, and nothing sets it.
         """
         if (self.is_random or self.histories) and not self.step_is_set and torch.is_grad_enabled():
             raise UserError(
@@ -106,15 +106,15 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
 
 
 class _AmaxHistory(AmaxHistory, Module):  # type: ignore[misc, unused-ignore]
-    """A history that torchtitan takes for a module of its own."""
+    """An amax history that torchtitan treats as a module."""
 
 
 class _HeldAmax(HeldAmax, Module):  # type: ignore[misc, unused-ignore]
-    """A held magnitude that torchtitan takes for a module of its own."""
+    """A held amax that torchtitan treats as a module."""
 
 
 class _ChannelChoice(ChannelChoice, Module):  # type: ignore[misc, unused-ignore]
-    """A choice of channels that torchtitan takes for a module of its own."""
+    """A channel choice that torchtitan treats as a module."""
 
 
 _HISTORIES: dict[type[History], type[History]] = {
@@ -125,13 +125,13 @@ _HISTORIES: dict[type[History], type[History]] = {
 
 
 @override(  # type: ignore[untyped-decorator, unused-ignore]
-    target=BaseModel.Config, description="Linear layers compute under a recipe of narrowgauge's."
+    target=BaseModel.Config, description="Linear layers compute under a recipe of narrowgauge."
 )
 def narrow_linear(cfg: Any, *, recipe: str | Recipe, keep: list[str] | None = None) -> Any:
-    """The configuration of a model whose linear layers are under a recipe.
+    """Put the linear layers of a model's configuration under a recipe.
 
     Args:
-        cfg: The configuration of a model of torchtitan's; its linear layers are replaced in place.
+        cfg: A model configuration of torchtitan; its linear layers are replaced in place.
         recipe: A recipe, its name, or the path of its TOML file.
         keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
 
@@ -139,8 +139,8 @@ def narrow_linear(cfg: Any, *, recipe: str | Recipe, keep: list[str] | None = No
         `cfg`.
 
     Raises:
-        UserError: The recipe keeps weights or gradients in narrow numbers, a layer has a forward pass of its
-            own, or `narrowgauge.convert` refuses.
+        UserError: The recipe keeps weights or gradients in low precision, a layer has a custom forward pass,
+            or `narrowgauge.convert` refuses.
     """
     with torch.device("meta"):
         model = convert(cfg.build(), recipe, keep or ())
@@ -151,7 +151,7 @@ def narrow_linear(cfg: Any, *, recipe: str | Recipe, keep: list[str] | None = No
         _require_plain(layer)
         if layer.recipe.is_narrow and not is_stock[name]:
             raise UserError(
-                f"layer {name!r} has a forward pass of its own in torchtitan, which a recipe cannot take "
+                f"layer {name!r} has a custom forward pass in torchtitan, which a recipe cannot take "
                 f'over: keep it wide with "keep": [{name!r}], or leave out what put it there'
             )
     for name in (name for name in layers if is_stock[name]):
@@ -167,17 +167,17 @@ def narrow_linear(cfg: Any, *, recipe: str | Recipe, keep: list[str] | None = No
 
 
 def _require_plain(layer: Linear) -> None:
-    """Refuse what torchtitan's FSDP and optimizers would leave behind."""
+    """Refuse state that torchtitan's FSDP and optimizers would ignore."""
     if layer.state_at_rest is not None:
         raise UserError(
-            f"recipe {layer.model_recipe.name!r} keeps weights or gradients in narrow numbers, which "
-            "torchtitan's FSDP and optimizers would leave behind: take a recipe whose weights and gradients "
-            "are fp32 (fp8, mxfp8, nvfp4, coat and others), or narrowgauge.fully_shard in a loop of your own"
+            f"recipe {layer.model_recipe.name!r} keeps weights or gradients in low precision, which "
+            "torchtitan's FSDP and optimizers do not support: take a recipe whose weights and gradients "
+            "are fp32 (fp8, mxfp8, nvfp4, coat and others), or narrowgauge.fully_shard in a custom loop"
         )
 
 
 class NarrowConverter(QuantizationConverter):  # type: ignore[misc, unused-ignore]
-    """`narrow_linear` for the `converters` of a configuration function, before a converter of LoRA's."""
+    """`narrow_linear` for the `converters` of a configuration function, placed before a LoRA converter."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):  # type: ignore[misc, unused-ignore]
@@ -190,31 +190,31 @@ class NarrowConverter(QuantizationConverter):  # type: ignore[misc, unused-ignor
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """The configuration of a model whose linear layers are under the recipe."""
+        """Put the linear layers of a model's configuration under the recipe."""
         return narrow_linear(model_config, recipe=self.config.recipe, keep=self.config.keep)
 
 
 @override(  # type: ignore[untyped-decorator, unused-ignore]
-    target=OptimizersContainer.Config, description="Optimizers that tell a recipe of narrowgauge's its step."
+    target=OptimizersContainer.Config, description="Optimizers that set the step for a recipe of narrowgauge."
 )
 def narrow_optimizer(
     cfg: Any, *, seed: int = 0, total_steps: int | None = None, decay_step: int | None = None
 ) -> Any:
-    """The configuration of optimizers that know the step.
+    """Replace the configured optimizers by ones that set the step.
 
     Args:
         cfg: torchtitan's configuration of optimizers.
         seed: The seed of random bits.
-        total_steps: The steps of the run, for rules that hold after a share of it.
-        decay_step: The first step whose learning rate is below the peak, for rules that hold from then on.
+        total_steps: The steps of the run, for rules that apply after a share of it.
+        decay_step: The first step whose learning rate is below the peak, for rules that start there.
 
     Raises:
-        UserError: The optimizers are already of another class than torchtitan's own.
+        UserError: The optimizers are not of torchtitan's standard class.
     """
     if type(cfg) is not OptimizersContainer.Config:
         raise UserError(
-            f"the configuration's optimizers are {type(cfg).__qualname__}, which narrow_optimizer would put "
-            "aside: take torchtitan's OptimizersContainer, or leave narrow_optimizer out under a recipe "
+            f"the configuration's optimizers are {type(cfg).__qualname__}, which narrow_optimizer would "
+            "replace: take torchtitan's OptimizersContainer, or leave narrow_optimizer out under a recipe "
             "without random bits and delayed scales, such as fp8 or mxfp8"
         )
     arguments = {"seed": seed, "total_steps": total_steps, "decay_step": decay_step}

@@ -1,9 +1,9 @@
 """torchtitan's optimizers, for a model whose linear layers are under a recipe.
 
-torchtitan builds its optimizers last, around the parts of the model that this process trains, and calls no
-code of others in a step. So these optimizers say which step and which sequences each forward pass is of:
-random bits, delayed scales and rules that wait follow from it. Their part of a checkpoint holds the number of
-steps and the histories of delayed scales, beside torchtitan's own keys.
+torchtitan builds its optimizers last, around the parts of the model that this process trains, and has no hook
+for other code in a step. So these optimizers set the step and the sequences of each forward pass, on which
+random bits, delayed scales and waiting rules depend. Their part of a checkpoint holds the number of steps and
+the histories of delayed scales, along with torchtitan's keys.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ PREFIX = "narrowgauge."  # of keys in the optimizer's part of a checkpoint
 
 
 class NarrowOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
-    """torchtitan's optimizers, which know the step and tell it to the layers of a recipe.
+    """torchtitan's optimizers, which count the steps and pass the step to the recipe's layers.
 
     Attributes:
         steps_taken: The optimizer steps that the model has taken.
-        samples: The sequences of this step that each part of the model has computed, on all processes.
+        samples: Sequences of this step that each part of the model has computed, on all processes.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """Torchtitan's configuration of optimizers, and what a recipe may ask for."""
+        """Torchtitan's configuration of optimizers, with the options of a recipe."""
 
         seed: int = 0
         total_steps: int | None = None
@@ -47,7 +47,7 @@ class NarrowOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore
             part.register_forward_pre_hook(self._begin_pass)
 
     def _begin_pass(self, part: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Say which step and which sequences a forward pass is of, if it records gradients."""
+        """Set the step and the sequences of a forward pass that records gradients."""
         if not (torch.is_grad_enabled() and part.training):
             return
         layers = [module for module in part.modules() if isinstance(module, Linear)]
@@ -60,7 +60,7 @@ class NarrowOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore
         self.samples[part] = done + world * count
 
     def step(self, closure: None = None) -> None:
-        """Take a step; histories are those of all processes."""
+        """Take a step, and merge the histories of all processes."""
         for part in self.model_parts:
             for group in _groups(part):
                 reduce_histories(part.modules(), group)
@@ -73,7 +73,7 @@ class NarrowOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore
         return {**super().state_dict(), **self._own_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a `state_dict`."""
+        """Restore a `state_dict`."""
         own = self._own_state()
         for key, tensor in own.items():
             tensor.copy_(state_dict[key])
@@ -89,7 +89,7 @@ class NarrowOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore
 
 
 def _refuse_graphs() -> None:
-    """Refuse to be recorded in a CUDA graph, which would replay one step's bits and scales for ever."""
+    """Refuse capture in a CUDA graph, which would replay one step's random bits and scales forever."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UserError(
             "a CUDA graph would replay the random bits, scales and rules of one step in all others: set "
@@ -98,13 +98,13 @@ def _refuse_graphs() -> None:
 
 
 def _mesh(layers: list[Linear]) -> DeviceMesh | None:
-    """The processes that share out the batch, as FSDP2 has them; None before it has sharded a weight."""
+    """The processes that divide the batch, as in FSDP2; None before FSDP2 has sharded a weight."""
     weights = (layer.weight for layer in layers)
     return next((weight.device_mesh for weight in weights if isinstance(weight, DTensor)), None)
 
 
 def _rank_and_world(layers: list[Linear]) -> tuple[int, int]:
-    """The index of this process among those that share out the batch, and their number."""
+    """The index of this process among those that divide the batch, and their number."""
     if (mesh := _mesh(layers)) is None:
         return 0, 1
     return mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size()

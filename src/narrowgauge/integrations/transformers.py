@@ -2,14 +2,14 @@
 
     trainer = Trainer(args=..., train_dataset=..., **trainer_kwargs(model, "nvfp4", lr=3e-4))
 
-The three arguments that `trainer_kwargs` gives:
+The arguments that `trainer_kwargs` returns:
 
     model                       converted in place; saved as a plain Hugging Face folder
-    optimizer_cls_and_kwargs    `TrainerAdamW`, which the trainer makes with its own groups of parameters.
-                                What the recipe keeps goes into `optimizer.pt` of the trainer's checkpoints
-    callbacks                   `NarrowTrainerCallback`: it says which step it is, skips steps whose gradients
-                                are not finite, and adds entries that begin with `narrowgauge/` to the log,
-                                before any reporter reads it
+    optimizer_cls_and_kwargs    `TrainerAdamW`, which the trainer constructs with its parameter groups. The
+                                recipe's state goes into `optimizer.pt` of the trainer's checkpoints
+    callbacks                   `NarrowTrainerCallback`: sets the step, skips steps whose gradients are not
+                                finite, and adds entries that begin with `narrowgauge/` to the log, before any
+                                reporter reads it
 """
 
 import inspect
@@ -30,7 +30,7 @@ from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.recipes import Recipe
 
 STATE = "narrowgauge"  # the key in the optimizer's state
-WEIGHTS = "weights"  # in it, the sums of `_bit_sums`
+WEIGHTS = "weights"  # the key in it for the sums of `_bit_sums`
 PREFIX = "narrowgauge/"  # of entries in the log
 
 
@@ -47,15 +47,15 @@ def trainer_kwargs(
     """The arguments of `Trainer` and `SFTTrainer` that put a training under a recipe.
 
     Args:
-        model: A model whose linear layers are converted in place; adapters (PEFT) are put on afterwards.
+        model: A model whose linear layers are converted in place; adapters (PEFT) are added afterwards.
         recipe: A recipe, its name, or the path of its TOML file.
         keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
         seed: The seed of random bits.
-        gauges_every: Read the gauges in each n-th step; 0 for never.
-        decay_step: The first step whose learning rate is below the peak, for rules that hold from then on.
-        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps. What is not given is that of
-            `TrainingArguments`. So is `weight_decay` always, which the trainer writes into the groups of
-            parameters that it makes.
+        gauges_every: Read the gauges every n-th step; 0 for never.
+        decay_step: The first step whose learning rate is below the peak, for rules that start there.
+        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps. The defaults are those of
+            `TrainingArguments`. `weight_decay` always comes from there, since the trainer writes it into the
+            parameter groups that it makes.
 
     Returns:
         `model`, `optimizer_cls_and_kwargs` and `callbacks`.
@@ -73,10 +73,10 @@ def trainer_kwargs(
 
 
 class TrainerAdamW(AdamW):
-    """`narrowgauge.AdamW` whose state dict holds what the recipe keeps in the model, too.
+    """`narrowgauge.AdamW` whose state dict includes the recipe's state in the model.
 
-    A trainer saves and loads the state of its optimizer in any version and under any name, after the model's
-    weights. So what moves the trajectory is in one file and needs no other.
+    A trainer saves and loads the state of its optimizer in every version and under every name, after the
+    model's weights. So one file holds everything that affects the trajectory.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class TrainerAdamW(AdamW):
         return {**super().state_dict(), STATE: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a `state_dict`, in optimizer and model.
+        """Restore a `state_dict` in optimizer and model.
 
         Raises:
-            UserError: It is the state of another optimizer, model or recipe, or the trainer has not given the
-                model the weights that belong to it.
+            UserError: The state belongs to another optimizer, model or recipe, or the trainer has not loaded
+                the weights that belong to it.
         """
         if STATE not in state_dict:
             raise UserError(
@@ -112,11 +112,11 @@ class TrainerAdamW(AdamW):
 
 
 class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Tells a converted model its step, guards the update, and logs what narrow numbers did.
+    """Sets a converted model's step, guards the update, and logs quantization figures.
 
     Attributes:
         guard: Skips steps whose gradients are not finite.
-        entries: Entries that wait for the trainer's next log.
+        entries: Entries for the trainer's next log.
     """
 
     def __init__(
@@ -126,26 +126,26 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         optimizer: dict[str, Any] | None = None,
         decay_step: int | None = None,
     ) -> None:
-        """Take the seed of random bits, and read gauges in each n-th step (0: never).
+        """Set the seed of random bits, and read gauges every n-th step (0: never).
 
-        `optimizer` are the arguments of `TrainerAdamW`, which the trainer's own complete in place;
+        `optimizer` holds the arguments of `TrainerAdamW`, which are completed in place from the trainer's;
         `decay_step` is that of `trainer_kwargs`.
         """
         self.seed, self.gauges_every = seed, gauges_every
         self.optimizer, self.decay_step = optimizer, decay_step
         self.guard = Guard(GuardRules(spike="off"))
         self.entries: dict[str, Any] = {}
-        self.micro_batch = 0  # of the step
+        self.micro_batch = 0  # index within the step
         self.gauges: Gauges | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse what would train wrongly, and let DDP sum narrow gradients.
+        """Refuse setups that would train wrongly, and let DDP sum low-precision gradients.
 
         Raises:
-            UserError: The trainer would flatten, shard or replicate the model behind the recipe's back, or
-                pass over an argument of the optimizer.
+            UserError: The trainer would flatten, shard or replicate the model without the recipe's state, or
+                ignore an argument of the optimizer.
         """
         _require_whole_model(args)
         if self.optimizer is not None:
@@ -156,13 +156,13 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Hear of logs before the reporters, which the trainer calls first."""
+        """Register for logs before the reporters, which the trainer calls first."""
         _call_first(_LogEntries(self))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say which step it is, before its first micro-batch."""
+        """Set the step, before its first micro-batch."""
         self.micro_batch = 0
         if self.gauges_every and (state.global_step + 1) % self.gauges_every == 0:
             model, optimizer = kwargs["model"], _own(kwargs["optimizer"])
@@ -172,7 +172,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Go on to the next micro-batch of a step."""
+        """Advance to the next micro-batch of a step."""
         self.micro_batch += 1
         self._begin_micro_batch(args, state, kwargs["model"])
 
@@ -182,7 +182,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         """Judge the gradients, which may have been clipped; without gradients the update changes nothing.
 
         Raises:
-            Diverged: More steps in a row were skipped than the guard has patience for.
+            Diverged: More consecutive steps were skipped than the guard allows.
         """
         optimizer = _own(kwargs["optimizer"])
         if self.gauges is not None:
@@ -200,7 +200,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Read what the update has written."""
+        """Read the gauges of the update's results."""
         if self.gauges is not None:
             self.gauges.after_step()
             self.entries |= _means(self.gauges.lines(state.global_step + 1))
@@ -209,10 +209,10 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add what was seen since the last log to the trainer's entry."""
+        """Add the figures since the last log to the trainer's entry."""
         logs = kwargs.get("logs") or {}
         if {"loss", "train_loss"}.isdisjoint(logs):
-            return  # of an evaluation
+            return  # the entry of an evaluation
         entries = self.entries | {f"{PREFIX}skips": self.guard.skips}
         self.entries = {}
         logs.update(entries)
@@ -230,7 +230,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
 
 
 class _LogEntries(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Stands first in the trainer's list of callbacks, and adds the entries of a `NarrowTrainerCallback`."""
+    """Adds the entries of a `NarrowTrainerCallback`; placed first in the trainer's list of callbacks."""
 
     def __init__(self, owner: NarrowTrainerCallback) -> None:
         self.owner = owner
@@ -243,8 +243,8 @@ class _LogEntries(TrainerCallback):  # type: ignore[misc, unused-ignore]
 def _call_first(callback: _LogEntries) -> None:
     """Put a callback before all others of the trainer whose event is being handled.
 
-    The trainer hands its callbacks neither itself nor their list, so the list is found through the caller. It
-    is replaced, because the caller iterates over it.
+    The trainer passes its callbacks neither itself nor their list, so the list is found through the caller's
+    frame. It is replaced, because the caller is iterating over it.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -257,20 +257,20 @@ def _call_first(callback: _LogEntries) -> None:
 
 
 def _bit_sums(model: torch.nn.Module) -> dict[str, int]:
-    """The sum of the bits of each parameter, read as integers: other weights have another one."""
+    """The sum of the bits of each parameter, read as integers; it detects changed weights."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = {name: p.detach().view(integers[p.element_size()]).sum() for name, p in model.named_parameters()}
     return {name: int(total) for name, total in sums.items()}
 
 
 def _require_weights(model: torch.nn.Module, saved: Mapping[str, int]) -> None:
-    """Refuse to go on with weights that a trainer has not read back.
+    """Refuse to continue with weights that the trainer did not load.
 
-    transformers 5 writes the experts of Mixtral under the names of older releases, and its `Trainer` passes
-    over them when it resumes, with a warning only.
+    transformers 5 writes the experts of Mixtral under the names of older releases; when its `Trainer` resumes
+    it skips them with only a warning.
 
     Raises:
-        UserError: A parameter is not the one that was saved.
+        UserError: A parameter differs from the saved one.
     """
     found = _bit_sums(model)
     if others := [name for name, total in saved.items() if found.get(name, total) != total]:
@@ -282,7 +282,7 @@ def _require_weights(model: torch.nn.Module, saved: Mapping[str, int]) -> None:
 
 
 def _own(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """The optimizer inside of accelerate's."""
+    """The optimizer inside accelerate's wrapper."""
     own = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(own, Optimizer):
         raise UserError(
@@ -293,12 +293,12 @@ def _own(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 def _require_whole_model(args: TrainingArguments) -> None:
-    """Refuse strategies that leave behind, or flatten, what a recipe keeps for a weight."""
+    """Refuse strategies that drop or flatten the recipe's state for a weight."""
     how = "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else ""
     if how:
         raise UserError(
             f"{how} takes the parameters apart, past the state that narrowgauge keeps for them: train with "
-            "DDP (torchrun) under any recipe, or in a loop of your own with narrowgauge.fully_shard"
+            "DDP (torchrun) under any recipe, or in a custom loop with narrowgauge.fully_shard"
         )
     if args.n_gpu > 1:
         raise UserError(
@@ -308,10 +308,10 @@ def _require_whole_model(args: TrainingArguments) -> None:
 
 
 def _complete(optimizer: dict[str, Any], args: TrainingArguments) -> None:
-    """Take the arguments that were not given from the trainer's.
+    """Complete missing arguments from the trainer's.
 
     Raises:
-        UserError: A weight decay was given which is not that of the trainer.
+        UserError: The given weight decay differs from the trainer's.
     """
     optimizer.setdefault("lr", args.learning_rate)
     optimizer.setdefault("betas", (args.adam_beta1, args.adam_beta2))
@@ -324,7 +324,7 @@ def _complete(optimizer: dict[str, Any], args: TrainingArguments) -> None:
 
 
 def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean over layers of each place's figures, by the name of the entry."""
+    """The mean of each place's figures over layers, by the name of the entry."""
     values: dict[str, list[float]] = {}
     for line in lines:
         for figure in ("underflow", "clipped", "sqnr_db", "cosine"):

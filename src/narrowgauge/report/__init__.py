@@ -1,4 +1,4 @@
-"""What happened? Reads run directories, compares runs as tables, and draws them on one HTML page."""
+"""Reads run directories, compares runs in tables, and draws them on one HTML page."""
 
 from typing import TYPE_CHECKING
 

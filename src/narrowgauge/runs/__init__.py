@@ -1,4 +1,4 @@
-"""How does a run go? The loop, the run directory, validation, and what is done with a finished run."""
+"""The run: the loop, the run directory, validation, and what can be done with a finished run."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""The words and defaults of a run's options on the command line; the module imports nothing."""
+"""The choices and defaults of a run's command-line options; the module imports nothing."""
 
-#: The steps that `train --profile` records.
+#: The number of steps that `train --profile` records.
 PROFILED = 3
 #: The formats of `export --to`.
 EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors")

@@ -1,20 +1,20 @@
 """A run directory: its files, and the rules for resuming in it.
 
     config.toml      the resolved configuration
-    recipe.toml      the recipe's text when the run began, and below a mark what the guard has raised since
+    recipe.toml      the recipe's text when the run began; below a mark, what the guard has raised since
     tokenizer.json   the tokenizer of the run's tokens
-    special_tokens.json   what an imported model says of the tokens that begin and end a text
-    metrics.jsonl    one object a step, and events
-    gauges.jsonl     one object a layer and place, for the steps at which gauges were read
-    probe.json, sensitivity.json   what `narrowgauge probe` and `narrowgauge sensitivity` found last
-    evaluation.json  two losses, under the own forward pass and another (`narrowgauge eval --forward`)
+    special_tokens.json   an imported model's tokens that begin and end a text
+    metrics.jsonl    one object per step, and events
+    gauges.jsonl     one object per layer and place, for the steps at which gauges were read
+    probe.json, sensitivity.json   the last results of `narrowgauge probe` and `narrowgauge sensitivity`
+    evaluation.json  two losses, with the run's forward pass and another (`narrowgauge eval --forward`)
     checkpoints/     published atomically
     report.html      one page
     status.json      {"status": ..., "reason": ...}
-    identity.json    {"run_id": ...}, if the configuration was changed on purpose (`config.diff`)
+    identity.json    {"run_id": ...}, if the configuration was deliberately changed (`config.diff`)
 
-A directory belongs to one configuration. Resuming with another one is refused, except for keys that do not
-change the trajectory (`config.diff`), and for keys that are allowed by name.
+A directory belongs to one configuration. Resuming with another is refused, except for keys that do not change
+the trajectory (`config.diff`) and keys that are explicitly allowed.
 """
 
 import hashlib
@@ -74,16 +74,16 @@ class RunDirectory:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer that turns the run's tokens into text."""
+        """The tokenizer of the run's tokens."""
         return self.path / "tokenizer.json"
 
     def special_tokens(self) -> dict[str, Any]:
-        """What an imported model's files said of its special tokens; {} for another run."""
+        """The special tokens of an imported model's files; {} for any other run."""
         file = self.path / SPECIAL_TOKENS
         return read_json(file) if file.is_file() else {}
 
     def keep_special_tokens(self, tokens: Mapping[str, Any]) -> None:
-        """Write them, if there are any."""
+        """Write the special tokens, if there are any."""
         if tokens:
             write_whole(self.path / SPECIAL_TOKENS, json.dumps(tokens, indent=2) + "\n")
 
@@ -105,7 +105,7 @@ class RunDirectory:
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
         """Drop the lines of steps after `step`, which will be repeated.
 
-        `rollbacks` is the number of rollback events to keep; None: all of the kept steps.
+        `rollbacks` is the number of rollback events to keep; None for all those of the kept steps.
         """
         if lines := self.lines():
             lines = [line for line in lines if is_settled(line, step, rollbacks)]
@@ -119,13 +119,13 @@ class RunDirectory:
         return file.read_text(encoding="utf-8").partition(RAISED)[0] if file.exists() else ""
 
     def record_rules(self, rules: Sequence[str]) -> None:
-        """Write rules, each as TOML, under the recipe's text."""
+        """Write rules, each as TOML, below the recipe's text."""
         file, text = self.path / "recipe.toml", self.recipe_text()
         if rules:
             added = "\n".join(rules)
             try:
                 tomllib.loads(text + added)
-            except tomllib.TOMLDecodeError:  # its own rules are an array in one line
+            except tomllib.TOMLDecodeError:  # the recipe's rules are an array in one line
                 added = "".join(f"# {line}\n" for line in added.splitlines())
             text += f"{RAISED}\n{added}"
         if file.exists() and file.read_text(encoding="utf-8") != text:
@@ -136,7 +136,7 @@ class RunDirectory:
         write_whole(self.path / "status.json", json.dumps({"status": status, "reason": reason}) + "\n")
 
     def status(self) -> str:
-        """The last status that was set, or "" in a new directory."""
+        """The last status that was set; "" in a new directory."""
         try:
             return str(json.loads((self.path / "status.json").read_text())["status"])
         except (OSError, ValueError, KeyError):
@@ -145,7 +145,7 @@ class RunDirectory:
     def config(self, own_recipe: bool = False) -> Config:
         """Read the configuration of the run.
 
-        `own_recipe` takes the run's copy of a user's recipe file, which may have changed since.
+        `own_recipe` uses the run's copy of a user's recipe file, since the file may have changed.
 
         Raises:
             UserError: this is not a run directory, or its configuration is damaged.
@@ -159,7 +159,7 @@ class RunDirectory:
             return make_config(values)
         except FileNotFoundError:
             raise UserError(
-                f"{self.path} is no run directory: it has no config.toml; name a directory that "
+                f"{self.path} is not a run directory: it has no config.toml; name a directory that "
                 "'narrowgauge train --out' made"
             ) from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -172,22 +172,22 @@ class RunDirectory:
         return next((int(line["threads"]) for line in reversed(self.lines()) if "threads" in line), 0)
 
     def micro_batch_size(self) -> int:
-        """Sequences that the run computes at once; 0 where no run has begun.
+        """The number of sequences that the run computes at once; 0 if no run has begun.
 
         Raises:
             UserError: the configuration is damaged.
         """
         try:
             is_begun = (self.path / "config.toml").exists()
-        except OSError:  # `claim` says that it cannot be written
+        except OSError:  # `claim` reports that it cannot be written
             return 0
         return self.config().training.micro_batch_size if is_begun else 0
 
     def claim(self, config: Config, allowed: Sequence[str] = ()) -> ConfigDiff:
-        """Initialize the directory for a configuration, or check that it belongs to it.
+        """Initialize the directory for a configuration, or check that it belongs to that configuration.
 
         Returns:
-            The differences, only in keys of `allowed`. Nothing is changed yet; see `adopt`.
+            The differences, all in keys of `allowed`. Nothing is changed yet; see `adopt`.
 
         Raises:
             UserError: the directory holds another run or other files, or cannot be written.
@@ -199,7 +199,7 @@ class RunDirectory:
                 foreign = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
                 if foreign and foreign != ["recipe.toml"]:
                     raise UserError(
-                        f"{self.path} holds {foreign[0]!r} and no config.toml, so it is no run directory; "
+                        f"{self.path} holds {foreign[0]!r} and no config.toml, so it is not a run directory; "
                         "name a new directory with --out"
                     )
                 write_whole(self.path / "recipe.toml", recipe_text)
@@ -208,22 +208,22 @@ class RunDirectory:
         except OSError as error:
             raise UserError(
                 f"the run directory {self.path} cannot be written: {error.strerror}; "
-                "name another with --out, or mend its permissions"
+                "name another with --out, or fix its permissions"
             ) from None
         changes = self.changes(config)
         require_allowed(self.path, changes, allowed)
         return changes
 
     def changes(self, config: Config) -> ConfigDiff:
-        """Every key by which a configuration differs from that of the run that began here.
+        """Every key in which a configuration differs from that of the run that began here.
 
         Raises:
-            UserError: the directory holds no run, or its configuration is damaged.
+            UserError: the directory does not hold a run, or its configuration is damaged.
         """
         changes = config_diff(self.config(), config)
         if self.recipe_text() != config.spec.recipe.text:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
-        if config.training.fit_micro_batch:  # it was chosen, and is recorded in `adopt`
+        if config.training.fit_micro_batch:  # chosen, not set; recorded in `adopt`
             changes.pop(_MICRO_BATCH, None)
         versions = [str(line["torch"]) for line in self.lines() if "torch" in line]
         if versions and versions[-1] != torch.__version__:
@@ -233,8 +233,8 @@ class RunDirectory:
     def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int, run_id: str) -> None:
         """Record and apply the changes that `claim` and `check_corpus` allowed, from `step` on.
 
-        `run_id` is that of the checkpoints, and stays so: also where the text was changed before the first of
-        them, and the line with the digest of the old one has been dropped.
+        `run_id` is the id in the checkpoints and does not change, even if the text was changed before the
+        first checkpoint and the line with the digest of the old text has been dropped.
         """
         recorded = self.corpus_digest()
         changes = {**changes, **({"corpus": (recorded, digest)} if recorded not in ("", digest) else {})}
@@ -250,7 +250,7 @@ class RunDirectory:
         write_whole(self.path / "config.toml", to_toml(config))
 
     def run_id(self, digest: str) -> str:
-        """The id of the run in its checkpoints; made of the corpus digest if the run has not recorded it.
+        """The run's id in its checkpoints; derived from the corpus digest if the run has not recorded one.
 
         Raises:
             UserError: identity.json cannot be read.
@@ -263,7 +263,7 @@ class RunDirectory:
             raise UserError(f"{self.path / 'identity.json'} cannot be read: {error}; restore it") from None
 
     def check_corpus(self, digest: str, allowed: Sequence[str] = ()) -> None:
-        """Check that the corpus is the one with which the run began, unless `allowed` has a key of it.
+        """Check that the corpus is the one with which the run began, unless `allowed` has one of its keys.
 
         Raises:
             UserError: the text or the tokenizer has changed.
@@ -289,20 +289,20 @@ class RunDirectory:
 def claim_together(
     path: Path, config: Config, digest: str, coordinator: Coordinator, allowed: Sequence[str] = ()
 ) -> ConfigDiff | None:
-    """Make a directory this run's. Collective: rank 0 claims it for all.
+    """Claim a directory for this run. Collective: rank 0 claims it for all.
 
     Args:
         path: The run directory.
-        config: The configuration of the run.
-        digest: That of its corpus.
-        coordinator: Of the ranks.
+        config: The run's configuration.
+        digest: The digest of its corpus.
+        coordinator: Coordinates the ranks.
         allowed: The keys that may differ from those with which the run began (`--allow-change`).
 
     Returns:
         The differences, on rank 0; None on all ranks if the run is done.
 
     Raises:
-        UserError: The directory or the corpus is another run's.
+        UserError: The directory or the corpus belongs to another run.
     """
     changes: ConfigDiff = {}
     is_done = False
@@ -322,7 +322,7 @@ def run_id_of(config: Config, corpus_digest: str) -> str:
 
 
 def is_settled(line: Mapping[str, Any], step: int, rollbacks: int | None = None) -> bool:
-    """Whether a line stays valid when the run continues after `step`; a `done` event never does."""
+    """Whether a line remains valid when the run continues after `step`; a `done` event never does."""
     if line.get("event") == "rollback" and rollbacks is not None and line["rollbacks"] > rollbacks:
         return False
     return line.get("step", 0) <= step and line.get("event") != "done"

@@ -1,4 +1,4 @@
-"""What does a step cost, without running it? Memory, traffic, launches, FLOPs, seconds, on meta tensors."""
+"""The cost of a step without running it: memory, traffic, launches, FLOPs and seconds, on meta tensors."""
 
 from narrowgauge.simulate.advice import cheaper, fitting
 from narrowgauge.simulate.count import StepCount, StepTotals, Total, count_step

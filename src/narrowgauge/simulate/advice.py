@@ -1,4 +1,4 @@
-"""Which changes of a configuration lower the memory of its step, and the least change with which it fits."""
+"""Configuration changes that lower the memory of a step, and the smallest change with which it fits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from narrowgauge.training.config.config import Config, make_config
 
 @dataclass
 class _Change:
-    options: str  # of the command line
+    options: str  # on the command line
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     parallel_dims: ParallelDims | None = None
 
@@ -30,7 +30,7 @@ def cheaper(
         wider: also try other meshes and recipes.
 
     Returns:
-        Pairs of command line options and the memory that is expected with them.
+        Pairs of command-line options and the expected memory with them.
     """
     changes = _settings(config, has_host)
     if len(changes) > 1:
@@ -55,10 +55,10 @@ def fitting(
     has_host: bool = True,
     parallel_dims: ParallelDims = ALONE,
 ) -> tuple[str, Memory] | None:
-    """The least change with which a step fits: settings before recipes, those that cost less time first.
+    """The smallest change with which a step fits: settings before recipes, the cheapest in time first.
 
-    Settings are added until it fits, and those that it then fits without are left out. Only where all of them
-    together do not suffice, the recipe is another one, of narrower state.
+    Settings are added until the step fits, and those that turn out to be unnecessary are dropped. Only if all
+    of them together do not suffice, a recipe of narrower state is chosen.
 
     Args:
         config: the configuration to change.
@@ -67,7 +67,7 @@ def fitting(
         parallel_dims: the mesh of the run.
 
     Returns:
-        Command line options and the memory that is expected with them; None if nothing makes it fit.
+        Command-line options and the expected memory with them; None if nothing makes it fit.
     """
 
     def tried(changes: Sequence[_Change]) -> tuple[str, Memory]:
@@ -83,7 +83,7 @@ def fitting(
         if not fits(tried([*settings, *recipe])[1]):
             continue
         needed = list(settings)
-        for change in reversed(settings):  # the dearest first
+        for change in reversed(settings):  # the most expensive first
             fewer = [c for c in needed if c is not change]
             if fits(tried([*fewer, *recipe])[1]):
                 needed = fewer
@@ -92,7 +92,7 @@ def fitting(
 
 
 def _settings(config: Config, has_host: bool) -> list[_Change]:
-    """The settings that lower the peak, the one that costs least time first."""
+    """The settings that lower the peak, the cheapest in time first."""
     changes = []
     if not config.training.chunked_loss:
         changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
@@ -107,7 +107,7 @@ def _settings(config: Config, has_host: bool) -> list[_Change]:
 
 
 def _narrower_recipes(config: Config) -> list[_Change]:
-    """Recipes of narrower state, the widest first; none where the user changed places of the recipe."""
+    """Recipes of narrower state, the widest first; none if the user changed places of the recipe."""
     own = config.spec.recipe.state
     if own["m"] is None or config.recipe.places:
         return []

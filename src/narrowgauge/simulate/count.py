@@ -220,14 +220,14 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
         The count. State that is kept in the host's memory is not moved in it.
 
     Raises:
-        UserError: it is no GPU, the recipe asks for native products that
+        UserError: it is not a GPU, the recipe requires native GEMMs that
             it does not have, or the step is compiled.
     """
     if not facts.is_gpu:
         raise UserError(f"a step is counted for a GPU, not for {facts}; name one, such as h200")
     if config.training.compile:
         raise UserError(
-            "a compiled step is not counted, because torch's compiler makes kernels of its own; leave "
+            "a compiled step is not counted, because torch's compiler generates its kernels; leave "
             "training.compile out"
         )
     backend = choose_backend(config.spec.recipe, facts, config.spec.backend)

@@ -2,13 +2,13 @@
 
 A sharded module allocates and frees memory as under FSDP2:
 
-    before its forward pass     the shards of all its weights are gathered into one buffer, and copied out
-    after it                    with ZeRO 3 the full weights are freed, but for the root's
+    before its forward pass     the shards of all its weights are gathered into one buffer and copied out
+    after it                    with ZeRO 3 the full weights are freed, except the root's
     before its backward pass    they are gathered again
-    after it                    full gradients are put into one buffer and summed; the shards are kept
+    after it                    full gradients are copied into one buffer and summed; the shards are kept
 
-A buffer stays until that of the next module has arrived, because FSDP gathers ahead while it computes. The
-collectives run on simulated processes (`fake_mesh.py`), so that the same code counts the bytes as in a run.
+A buffer lives until that of the next module has arrived, because FSDP gathers ahead while it computes. The
+collectives run on simulated processes (`fake_mesh.py`), so the same code counts the bytes as in a run.
 """
 
 from collections.abc import Sequence
@@ -40,19 +40,19 @@ from narrowgauge.torch_compat import is_in_backward, tensors_in
 
 
 class Buffers:
-    """The live communication buffers: the last gathered weights, the last gradients to be summed."""
+    """The live communication buffers: the last gathered weights and the last gradients to be summed."""
 
     gathered: torch.Tensor | None = None
     summed: torch.Tensor | None = None
 
 
 class FakeParam:
-    """A parameter of a module: a full one while products use it, else a shard.
+    """A parameter of a module: full while GEMMs use it, else a shard.
 
     Attributes:
         owners: the modules that have the parameter, each with its attribute's name.
         shape: shape of the full parameter.
-        rows: rows of the longest shard, which all ranks send.
+        rows: rows of the longest shard, which every rank sends.
         shard: the local shard.
         full: the full parameter; its memory is freed between passes.
     """
@@ -60,7 +60,7 @@ class FakeParam:
     def __init__(
         self, full: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Mesh, axis: str
     ) -> None:
-        """Replace the full parameter by its shard, of the ranks of an axis."""
+        """Replace the full parameter by this rank's shard along an axis."""
         self.owners, self.layer, self.shape = owners, owners[0][0], full.shape
         unsharded = state_of(full).shard or TensorShard(tuple(full_axis(n) for n in full.shape))
         local_shard = fsdp_shard(unsharded, mesh, axis)
@@ -94,7 +94,7 @@ class FakeParam:
         return GatheredWeight(self.memory, scale, cast, narrow is None)
 
     def make_full(self) -> nn.Parameter:
-        """Make the full parameter, in the first forward pass."""
+        """Make the full parameter in the first forward pass."""
         self.full = nn.Parameter(self._gathered(), self.shard.requires_grad)
         return self.full
 
@@ -110,7 +110,7 @@ class FakeParam:
 
     @property
     def sent_numel(self) -> int:
-        """Number of elements that each rank sends: its shard, padded."""
+        """The number of elements that each rank sends: its padded shard."""
         return self.rows * self.shape[1:].numel()
 
 
@@ -129,7 +129,7 @@ class FakeFSDPUnit:
     def __init__(
         self, module: nn.Module, mesh: Mesh, reshard_after_forward: bool, buffers: Buffers, axis: str
     ) -> None:
-        """Shard the module's parameters over the ranks of an axis, but for those of units inside it."""
+        """Shard the module's parameters over the ranks of an axis, except those of nested units."""
         self.mesh, self.reshard_after_forward, self.buffers = mesh, reshard_after_forward, buffers
         self.axis = axis
         self.is_gathered, self.gradients, self.passes = False, 0, 0
@@ -141,14 +141,14 @@ class FakeFSDPUnit:
 
     @torch.no_grad()
     def gather(self, *_: Any) -> None:
-        """Gather the full parameters, if they are not gathered."""
+        """Gather the full parameters unless they are already gathered."""
         if self.is_gathered or not self.params:
             return
         self.is_gathered = True
         for param in self.params:
             if param.full is None:
                 param.make_full().register_post_accumulate_grad_hook(self._after_gradient)
-        if self.mesh.size(self.axis) > 1:  # a process alone copies its shards, which are whole
+        if self.mesh.size(self.axis) > 1:  # a single process copies its shards, which are whole
             with comm_tag("gather"):
                 nbytes = sum(p.sent_numel * p.memory.element_size() for p in self.params)
                 sent = torch.empty(nbytes, dtype=torch.uint8, device="meta")
@@ -173,7 +173,7 @@ class FakeFSDPUnit:
             param.assign(param.shard)
 
     def _after_gradient(self, _: torch.Tensor) -> None:
-        """Count a full gradient; sum them once all are computed."""
+        """Count a full gradient; sum the gradients once all are computed."""
         self.gradients += 1
         if self.gradients < len(self.params):
             return
@@ -229,7 +229,7 @@ def _unit_parameters(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Modu
 
 
 def full_weights(model: nn.Module, mesh: Mesh) -> int:
-    """Bytes of the weights that stay gathered after a forward pass: with ZeRO 3, all but the blocks'."""
+    """Bytes of the weights that stay gathered after a forward pass: with ZeRO 3, all except the blocks'."""
     if not mesh.parallel_dims.is_sharded:
         return 0
     layers = {m.weight: m for m in model.modules() if isinstance(m, Linear)}

@@ -3,9 +3,9 @@
     with fake_mesh(parallel_dims, rank) as mesh:
         Trainer.begin(config.plan, torch.device("meta"), mesh)
 
-Collectives of a fake group return at once and compute nothing; meta tensors have no values that could be
-wrong. So the code of a run on thousands of processes runs on one, with the shapes, the memory and the
-collectives (`byte_counter.py`) of one rank. FSDP does not take meta tensors; `fake_fsdp.py` simulates it.
+Collectives of a fake group return at once and compute nothing; meta tensors have no values to corrupt. So the
+code of a run on thousands of processes runs on one, with the shapes, the memory and the collectives
+(`byte_counter.py`) of one rank. FSDP does not accept meta tensors; `fake_fsdp.py` simulates it.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class FakeMesh(Mesh):
     """The device mesh of a simulated rank."""
 
     def __init__(self, parallel_dims: ParallelDims, rank: int, device: torch.device) -> None:
-        """Make the groups of this rank, and no others."""
+        """Make only the groups of this rank."""
         super().__init__(ParallelDims(), device)
         self.parallel_dims, self.rank, self.stand_ins = parallel_dims, rank, self
         self._buffers = Buffers()
@@ -52,15 +52,15 @@ class FakeMesh(Mesh):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is only this process."""
+        """Whether this is the only process."""
         return self.parallel_dims.size == 1
 
     def index(self, axis: str) -> int:
-        """Rank of this process on an axis, or on a combined one."""
+        """Rank of this process along an axis or a combined axis."""
         return self._ranks[axis].index(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The processes whose coordinates differ from this one's on that axis only."""
+        """The processes whose coordinates differ from this one's only along that axis."""
         if axis not in self._groups:
             self._groups[axis] = dist.new_group(self._ranks[axis])
         return self._groups[axis]
@@ -79,7 +79,7 @@ def fake_mesh(parallel_dims: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of rank `rank` of a simulated run; for one process an ordinary mesh.
 
     Raises:
-        UserError: this process is in a process group already, which it would have to leave.
+        UserError: this process is already in a process group.
     """
     device = torch.device("meta")
     if parallel_dims.size == 1:

@@ -1,7 +1,7 @@
 """Simulates one rank of a pipeline on meta tensors: 1F1B and interleaved 1F1B.
 
-Torch's schedules receive tensors from other ranks and read them, which is impossible on the meta device. The
-order is the same: forward passes until the first gradient could have come back, then one backward and one
+Torch's schedules read the tensors that they receive from other ranks, which is impossible on the meta device.
+The order is the same: forward passes until the first gradient could have returned, then one backward and one
 forward pass in turn, then the remaining backward passes (arXiv 2104.04473). So a rank holds the same tensors
 at the same time as in a real run.
 """
@@ -18,10 +18,10 @@ from narrowgauge.models import Transformer
 
 
 class FakePipeline:
-    """The stages of this process, and their order."""
+    """The stages of this process and their order."""
 
     def __init__(self, model: Transformer, modules: list[Any], mesh: Mesh) -> None:
-        """Make a pipeline of this process's stages, `modules`, in their order."""
+        """Make a pipeline of this process's stages, `modules`, in order."""
         self.model, self.modules, self.mesh = model, modules, mesh
         self.live: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

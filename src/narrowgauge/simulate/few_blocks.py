@@ -1,8 +1,8 @@
-"""A model of many blocks by models of few: what a step takes is linear in the blocks of each kind.
+"""Replaces a model of many blocks by models of few: the cost of a step is linear in the blocks of each kind.
 
 A group is `recompute_every` blocks, of which the first is recomputed; without recomputation it is one block.
-Two groups are of one kind if the recipe's rules select the same layers of both, and of the groups before
-them, too: a block hands its last sum to the next one.
+Two groups are of the same kind if the recipe's rules select the same layers of both, and of the groups before
+them as well, since a block passes its last sum to the next one.
 """
 
 from collections import Counter
@@ -29,11 +29,11 @@ def has_equal_blocks(config: Config) -> bool:
 
 
 def few_blocks(config: Config) -> list[tuple[int, float]]:
-    """Numbers of blocks, and how often a model of so many counts: in sum, the groups of each kind.
+    """Numbers of blocks, and the weight of each such model; the sum has the groups of each kind.
 
-    They are two groups, three, and, for each further kind, the least number that has one more of it; and the
-    blocks of the last group besides, if it is not full. The model itself, once, is the answer where the
-    others together have more blocks, or no model of fewer has a kind.
+    The models have two groups, three, and, for each further kind, the smallest number that adds one of it;
+    plus the blocks of the last group if it is not full. The result is the model itself, with weight 1, if the
+    others together have more blocks or a kind occurs in no smaller model.
     """
     layers, unit, named = config.spec.model.layers, _unit(config), _named(config)
     whole = _groups(config, layers, named)
@@ -48,7 +48,7 @@ def few_blocks(config: Config) -> list[tuple[int, float]]:
             continue  # a kind that the model does not have
         column = [groups[kind] for kind in whole]
         weights, _, rank, _ = np.linalg.lstsq(np.array([*columns, column]).T, wanted)
-        if rank > len(chosen):  # it says something new
+        if rank > len(chosen):  # it adds information
             chosen.append(n)
             columns.append(column)
             if np.allclose(np.array(columns).T @ weights, wanted):
@@ -57,20 +57,20 @@ def few_blocks(config: Config) -> list[tuple[int, float]]:
 
 
 def _groups(config: Config, layers: int, named: list[Hashable]) -> Counter[Hashable]:
-    """The number of groups of each kind in a model of so many blocks."""
+    """The number of groups of each kind in a model of `layers` blocks."""
     blocks, unit = _blocks(config, layers, named), _unit(config)
     groups = [tuple(blocks[begin : begin + unit]) for begin in range(0, layers, unit)]
     return Counter(pairwise([None, *groups]))
 
 
 def _blocks(config: Config, layers: int, named: list[Hashable]) -> list[Hashable]:
-    """What rules select of each block in a model of so many: layers by name, and the block by its place."""
+    """What rules select of each block in a model of `layers` blocks: layers by name, blocks by position."""
     rules = config.spec.recipe.rules
     return [(named[b], tuple(rule.selects("", b, layers) for rule in rules)) for b in range(layers)]
 
 
 def _named(config: Config) -> list[Hashable]:
-    """For each block the layers that rules select by name: (number of the rule, name within the block)."""
+    """For each block, the layers that rules select by name: (index of the rule, name within the block)."""
     with torch.device("meta"):
         one = Transformer(with_layers(config, 1).spec.model).get_submodule("blocks.0")
     names = [name for name, _ in one.named_modules()]

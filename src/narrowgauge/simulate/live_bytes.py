@@ -1,7 +1,7 @@
 """Bytes alive: from the operation that makes a tensor until the tensor's storage is freed.
 
-FSDP resizes the storage of gathered weights in place. Such storages are measured again at every collective,
-and when the tensor is next used.
+FSDP resizes the storage of gathered weights in place. Such storages are measured again at every collective
+and at the tensor's next use.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from narrowgauge.torch_compat import local_tensor, storage_key
 
 
 class _Storage:
-    """A storage that is alive: its bytes since `LiveBytes.begin`, its bytes from before, and its maker."""
+    """A live storage: its bytes since `LiveBytes.begin`, its bytes from before, and its maker."""
 
     __slots__ = ("before", "maker", "new", "reference")
 
@@ -29,21 +29,21 @@ class LiveBytes:
     """Counts the bytes of tensors on one type of device.
 
     Attributes:
-        alive: the bytes now, of storages allocated since `begin`.
-        peak: the most bytes that were alive since `begin`, or `begin_peak`.
-        held: the bytes by maker, where makers are named.
+        alive: the bytes alive now, in storages allocated since `begin`.
+        peak: the most bytes that were alive since `begin` or `begin_peak`.
+        held: the bytes by maker, if makers are named.
     """
 
     def __init__(self, device: str, allocation: int = 1) -> None:
-        """Count storages of a type of device, each in whole multiples of `allocation` bytes."""
+        """Count storages on a type of device, in whole multiples of `allocation` bytes."""
         self.device, self.allocation = device, allocation
         self.alive = self.peak = 0
         self.held: Counter[Hashable] = Counter()
-        self._held_at_peak: Counter[Hashable] | None = None  # None: memory has only grown since
+        self._held_at_peak: Counter[Hashable] | None = None  # None: memory has only grown since the peak
         self._storages: dict[int, _Storage] = {}
 
     def begin(self) -> None:
-        """Count from here on: storages that are alive now are from before."""
+        """Count from here on; storages alive now belong to the time before."""
         for known in self._storages.values():
             known.before, known.new = known.before + known.new, 0
         self.alive = 0
@@ -51,7 +51,7 @@ class LiveBytes:
         self.begin_peak()
 
     def begin_peak(self) -> None:
-        """Look for the peak from here on."""
+        """Record the peak from here on."""
         self.peak, self._held_at_peak = self.alive, None
 
     def see(self, tree: Any, is_new: bool, maker: Callable[[], Hashable] | None = None) -> None:
@@ -84,7 +84,7 @@ class LiveBytes:
             self._grow(size, made_by)
 
     def _resize(self, known: _Storage, size: int) -> None:
-        """Count a storage of another size than before: all of it was allocated since."""
+        """Count a storage whose size changed; all of it was allocated since."""
         grown, known.new, known.before = size - known.new, size, 0
         self._grow(grown, known.maker)
 
@@ -107,7 +107,7 @@ class LiveBytes:
             self._held_at_peak = self.held.copy()
 
     def update_all(self) -> None:
-        """Count the changes of all storages' sizes."""
+        """Update the sizes of all storages."""
         for known in list(self._storages.values()):
             storage = known.reference()
             if storage is not None:
@@ -121,7 +121,7 @@ class LiveBytes:
 
 
 def _with_memory(x: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that holds the storage of an operation's argument or result; None without one."""
+    """The tensor that owns the storage of an operation's argument or result; None if there is none."""
     if type(x) is torch.Tensor:
         return x
     if isinstance(x, DTensor):

@@ -4,12 +4,12 @@
     other                                amax histories of recipes, step counts, buffers
     saved activations                    tensors that a forward pass creates and keeps,
     logits                               except the head's output (none with a chunked loss, whose gradient of
-                                         the head is among the gradients from the forward pass on)
+                                         the head counts as a gradient from the forward pass on)
     whole weights                        and except sharded weights that FSDP has gathered
     workspace                            the rest of the peak of a complete optimizer step
 
 A `MemoryTracker` measures a real step, `memory_estimate` simulates one; both end in `measured`, so a plan and
-a run always have the same classes. Each of several processes is measured separately.
+a run always have the same classes. Each process is measured separately.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
 
 STATE = ("weights", "master", "gradients", "m", "v", "other")
-_CLASS_OF = {"weight": "weights", "grad": "gradients"}  # other places of state have their class's name
+_CLASS_OF = {"weight": "weights", "grad": "gradients"}  # other kinds of state have the name of their class
 CLASSES = (*STATE, "saved activations", "logits", "whole weights", "workspace")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by class: on the device, and of the state in the host's memory."""
+    """Bytes by class: on the device, and for state in the host's memory."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -65,7 +65,7 @@ class Memory:
 class MemoryTracker:
     """Context manager around one optimizer step on a device; call `after_forward` within it.
 
-    On a GPU the caching allocator knows the allocated bytes. A CPU's allocator has no such counter, so a
+    On a GPU the caching allocator reports the allocated bytes. A CPU's allocator has no such counter, so a
     `Recorder` counts every new tensor until it is freed.
     """
 
@@ -97,7 +97,7 @@ class MemoryTracker:
 
     @property
     def alive(self) -> int:
-        """The bytes that the step has allocated and not freed."""
+        """The bytes that the step has allocated but not freed."""
         if self._recorder is None:
             return torch.cuda.memory_allocated(self.device) - self._start
         self._recorder.live.update_all()
@@ -114,7 +114,7 @@ def measured(trainer: Trainer, forward: int, peak: int) -> Memory:
     Args:
         trainer: the state after the step.
         forward: bytes that the first forward pass allocated and kept.
-        peak: the most bytes of the step that were alive at once.
+        peak: the most bytes of the step alive at once.
     """
     device, host = _state_bytes(trainer)
     grads = [local_tensor(g) for p in trainer.optimizer.parameters() if (g := plain_gradient(p)) is not None]
@@ -153,7 +153,7 @@ def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _logits(trainer: Trainer) -> int:
-    """Bytes of the head's output for a micro-batch; 0 without a head on this rank or with a chunked loss."""
+    """Bytes of the head's output for a micro-batch; 0 if this rank has no head or the loss is chunked."""
     if trainer.model.head is None or trainer.model.chunks_loss:
         return 0
     plan, count = trainer.plan, trainer.model.share[1]

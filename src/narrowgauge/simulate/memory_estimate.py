@@ -1,4 +1,4 @@
-"""Estimates memory and traffic of a step from simulated steps of few blocks and few micro-batches."""
+"""Estimates the memory and traffic of a step from simulated steps of few blocks and few micro-batches."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ class StepEstimate:
 
 
 def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:
-    """The expected memory of a step on the process that needs most."""
+    """The expected memory of a step on the process that needs the most."""
     return estimate_step(config, parallel_dims).memory
 
 
 def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEstimate:
-    """The expected step of the process that needs most: in a pipeline the first or the last, else any.
+    """The expected step of the process that needs the most: in a pipeline the first or last, else any.
 
-    A model of many blocks is estimated by models of few, and extrapolated linearly.
+    A model of many blocks is estimated by linear extrapolation from models of few.
     """
     parts = _parts(config, parallel_dims)
     if len(parts) == 1:
@@ -43,9 +43,10 @@ def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEs
 
 
 def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float]]:
-    """Numbers of blocks, and how often a model of so many counts.
+    """Numbers of blocks, and the weight of each such model.
 
-    Blocks that the recipe does not treat alike lie on some stages of a pipeline and not on others: all count.
+    Blocks that the recipe treats differently lie on some stages of a pipeline but not on others, so all
+    count.
     """
     layers, t = config.spec.model.layers, config.training
     unit = parallel_dims.stages * (t.recompute_every if t.recompute else 1)
@@ -63,7 +64,7 @@ def _heaviest(config: Config, parallel_dims: ParallelDims) -> StepEstimate:
 
 
 def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
-    """A rank of the first stage and one of the last; without a pipeline all ranks are alike."""
+    """A rank of the first stage and one of the last; without a pipeline all ranks are equal."""
     return (
         [0]
         if parallel_dims.pipeline == 1
@@ -72,7 +73,7 @@ def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
 
 
 def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEstimate:
-    """The sum of steps, each as often as its weight says, of what the last one has."""
+    """The weighted sum of steps, restricted to the entries of the last one."""
 
     def summed(tables: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
         weighted = [(table, weight) for table, (_, weight) in zip(tables, parts, strict=True)]
@@ -85,7 +86,7 @@ def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEs
 
 
 def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimate:
-    """A step of one rank with only as many micro-batches as the extrapolation to all of them needs."""
+    """A step of one rank, with no more micro-batches than the extrapolation to all of them needs."""
     count = config.training.batch_size // (parallel_dims.data * config.training.micro_batch_size)
     simulated = min(count, 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 2)
     step = simulate_step(config, simulated, parallel_dims, rank)
@@ -98,7 +99,7 @@ def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimat
 
 
 def _sent_per_micro_batch(total: Sent, after_first: Sent, parallel_dims: ParallelDims) -> Sent:
-    """Bytes of one more micro-batch: those of the second one, or in a pipeline an equal share."""
+    """Bytes of one more micro-batch: those of the second, or in a pipeline an equal share."""
     reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1 and parallel_dims.pipeline == 1
     repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
     is_pipeline = parallel_dims.pipeline > 1

@@ -1,9 +1,8 @@
-"""Results of operations on meta tensors, remembered by the shapes that they follow from.
+"""Caches the results of operations on meta tensors by the shapes that determine them.
 
-Torch works out the result of many operations in Python, in 50 to 200 us. A step repeats itself block by
-block, so most of its operations have been worked out before. The layout of a result that shares no memory
-with an argument is a function of the arguments' layouts and values; the result is then a new tensor of that
-layout.
+Torch computes the result of many operations in Python, in 50 to 200 us. A step repeats itself block by block,
+so most of its operations have occurred before. The layout of a result that shares no memory with an argument
+is a function of the arguments' layouts and values; the cached result is a new tensor of that layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +14,18 @@ from narrowgauge.torch_compat import is_in_place, is_view_operation, storage_key
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_MOST = 20_000  # results of a process
+_MOST = 20_000  # results cached in a process
 
 
 class _NoKey(Exception):
-    """An argument is of a kind that makes no key."""
+    """An argument is of a kind that cannot be part of a key."""
 
 
 _known: dict[Any, _Layout | None] = {}  # None: the result shares memory, or is of another kind
 
 
 def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation; a fresh tensor of the layout that it had before, where that is known."""
+    """The result of an operation: a new tensor of the cached layout, if there is one."""
     if is_in_place(func) or func.namespace == "c10d" or is_view_operation(func):
         return func(*args, **kwargs)
     tensors: list[torch.Tensor] = []
@@ -43,7 +42,7 @@ def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _key(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """What a result follows from; 1, 1.0 and True differ in it. `tensors` collects the tensors among them."""
+    """The key of a result, which distinguishes 1, 1.0 and True. `tensors` collects the tensors in it."""
     parts: list[Any] = []
     for value in values:
         kind = type(value)
@@ -62,7 +61,7 @@ def _key(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _layout(out: Any, tensors: Sequence[torch.Tensor]) -> _Layout | None:
-    """The layout of a result that is one meta tensor in memory of its own, which it fills."""
+    """The layout of a result that is a single meta tensor filling its storage."""
     if type(out) is not torch.Tensor or not out.is_meta or out.requires_grad:
         return None
     storage = out.untyped_storage()

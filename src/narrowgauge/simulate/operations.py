@@ -1,8 +1,8 @@
-"""What a GPU does for one of torch's operations: kernels, bytes, FLOPs. Rules, by the operation's name.
+"""The work of a GPU for one of torch's operations: kernels, bytes, FLOPs; by the operation's name.
 
-An operation is taken to read each of its tensors and to write each of its results once, in one kernel. Views
-do nothing. The rules below name what differs from that. Bytes of a tensor are those that it shows of its
-storage, so an expanded one is read once.
+By default an operation reads each of its tensors and writes each of its results once, in one kernel. Views do
+nothing. The rules below list the exceptions. The bytes of a tensor are those of its storage that it shows, so
+an expanded tensor is read once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,22 +13,22 @@ import torch
 
 from narrowgauge.torch_compat import is_view_operation, operation_name, tree_iter
 
-#: Operations that launch nothing: they allocate, or look at memory in another way.
+#: Operations that launch nothing: they allocate memory, or view it differently.
 _FREE = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
     | {"lift_fresh_copy", "_unsafe_view", "set_", "resize_", "record_stream", "is_same_size"}
     | {"_local_scalar_dense"}
 )
-#: Collectives: the network's work, not the device's.
+#: Collectives: work of the network, not of the device.
 _COLLECTIVES = frozenset(
     {"_allgather_base_", "allgather_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "barrier"}
 )
-#: Operations that write without reading anything but numbers of the host.
+#: Operations that write but read only scalars from the host.
 _FILLS = frozenset(
     {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros"}
     | {"new_ones", "new_full", "arange", "rand", "randn", "scalar_tensor"}
 )
-#: Kernels of an operation where it is not one: torch's own implementations for CUDA, 2.13.
+#: The number of kernels of an operation if it is not one: torch's CUDA implementations, 2.13.
 _KERNELS = {
     "embedding_dense_backward": 9,
     "kthvalue": 12,
@@ -47,7 +47,7 @@ _UPDATED_ELEMENTS = 320 * 65536
 class Cost:
     """The cost of an operation on a GPU.
 
-    `kind` is the format that the matrix units multiply, `lanes` the instructions of a kernel that has many.
+    `kind` is the format that the matrix units multiply, `lanes` the instructions of a kernel limited by them.
     """
 
     bytes: int
@@ -58,7 +58,7 @@ class Cost:
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Cost | None:
-    """The cost of an operation with its result; None if the GPU has nothing to do."""
+    """The cost of an operation with its result; None if the GPU does nothing."""
     name = operation_name(func)
     results = _on_gpu(out)
     inputs = _on_gpu((args, {k: v for k, v in kwargs.items() if k != "out"}))
@@ -85,9 +85,9 @@ def _moved(
         return sum(map(shown_bytes, results))
     if name == "copy_":
         return shown_bytes(inputs[-1]) + shown_bytes(results[0])
-    if name == "all_gather_copy_in":  # FSDP2: shards into the buffer that is sent
+    if name == "all_gather_copy_in":  # FSDP2: copies shards into the send buffer
         return 2 * sum(map(shown_bytes, _on_gpu(args[0])))
-    if name in ("split_with_sizes_copy", "chunk_cat"):  # FSDP2: out of what was gathered, into what is summed
+    if name in ("split_with_sizes_copy", "chunk_cat"):  # FSDP2: from the gathered buffer, to the summed one
         return sum(map(shown_bytes, _on_gpu((args[0], kwargs["out"]))))
     if name == "embedding":
         return 2 * shown_bytes(results[0])
@@ -108,7 +108,7 @@ def _product(
         kind = "fp8" if scales[0].numel() == 1 else "fp8-row"
         if scales[0].numel() > 1 and scales[0].numel() != a.shape[0]:
             kind = "fp8-block"
-        if a.dtype == torch.float4_e2m1fn_x2:  # two numbers a byte, by the unit for FP4
+        if a.dtype == torch.float4_e2m1fn_x2:  # two values per byte, for the FP4 unit
             flops, kind = 2 * flops, "fp4"
         elif scales[0].dtype == torch.float8_e8m0fnu:
             kind = "mxfp8"
@@ -116,7 +116,7 @@ def _product(
 
 
 def shown_bytes(x: torch.Tensor) -> int:
-    """The bytes that a tensor shows of its storage."""
+    """The bytes of its storage that a tensor shows."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 

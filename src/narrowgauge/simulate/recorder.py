@@ -1,9 +1,9 @@
-"""Records a step: the bytes that are alive, what is sent to other processes, and every operation of a GPU.
+"""Records a step: the bytes alive, the bytes sent to other processes, and every operation of a GPU.
 
-The step runs on meta tensors, or on a CPU whose memory is measured. Kernels that are not operations of torch
-are recorded where they would be launched (`devices.tell`). The host waits where a value leaves the device, or
-where memory that is not pinned goes to it. A step on meta tensors then goes on with ones and zeros: its
-course does not depend on them.
+The step runs on meta tensors, or on a CPU whose memory is measured. Kernels that are not torch operations are
+recorded where they would be launched (`devices.tell`). The host waits where a value is read from the device
+or where unpinned memory is copied to it. On meta tensors such a read returns ones or zeros: the course of the
+step does not depend on them.
 """
 
 import inspect
@@ -31,9 +31,9 @@ from narrowgauge.torch_compat import (
 )
 
 _ROOT = str(Path(narrowgauge.__file__).parent)
-#: Files that only pass an operation on: the caller is named.
+#: Files that only forward an operation; the caller is recorded instead.
 _DOORS = ("simulate/", "devices.py", "torch_compat.py", "kernels/triton/launch.py", "kernels/dispatch.py")
-#: Files that make operands, and scale the results of products of what they made.
+#: Files that make operands, and scale the results of their matmuls.
 _CASTS = (
     *("quantization/", "formats/", "kernels/cast.py", "kernels/product.py"),
     *(f"kernels/triton/{name}.py" for name in ("cast_launch", "product", "remedies", "rounding")),
@@ -43,7 +43,7 @@ _ENGINE = "distributed/parallel/engine.py"  # which starts the backward pass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One operation: its name, the place in the program, the part of the step, what it costs."""
+    """One operation: its name, its place in the program, the phase of the step and its cost."""
 
     name: str
     site: str
@@ -52,15 +52,15 @@ class Event:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it makes operands of a product, or scales the result of an emulated one."""
+        """Whether it makes operands of a matmul, or scales the result of an emulated one."""
         return not self.cost.flops and self.site.startswith(_CASTS)
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that records live bytes and traffic, and in a phase events and waits.
+    """A dispatch mode that records live bytes and traffic, and during a phase events and waits.
 
     Attributes:
-        phase: the part of the step that runs, set from outside; events of no phase are not kept.
+        phase: the current phase of the step, set from outside; events outside a phase are dropped.
         live: the bytes alive.
         traffic: the bytes that this process sends.
         events: the operations of a GPU.
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
 
         Args:
             device: the type of device.
-            allocation: the bytes whose whole multiples the device allocates.
+            allocation: the device allocates whole multiples of this many bytes.
             names_makers: whether `live` counts by the (place, operation) that made a tensor.
         """
         super().__init__()
@@ -104,11 +104,11 @@ class Recorder(TorchDispatchMode):
         return out
 
     def told(self, work: GpuWork) -> None:
-        """Record a kernel that is no operation of torch."""
+        """Record a kernel that is not a torch operation."""
         moved = sum(shown_bytes(t) for t in (*work.reads, *work.writes))
         kind = work.name if work.kind == "attention" else work.kind
         if work.kind == "attention" and work.reads[0].dtype == torch.float32:
-            kind = "fp32"  # the matrix units' rate is that of 16 bits
+            kind = "fp32"  # priced at the matrix units' 16-bit rate
         self._add(work.name, Cost(moved, work.flops, kind, work.launches, work.lanes))
 
     def wait(self) -> None:
@@ -162,7 +162,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Lists(TorchFunctionMode):
-    """Sees tensors that are made from numbers of the host on the device: a copy that waits."""
+    """Detects tensors made on the device from host values: a copy that waits."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -177,10 +177,10 @@ class _Lists(TorchFunctionMode):
 
 
 def _subclasses(base: type) -> list[type]:
-    """The autograd functions of this package that are defined by now."""
+    """The autograd functions of this package defined so far."""
     defined: list[type] = base.__subclasses__()
     own = (c for c in defined if c.__module__.startswith(narrowgauge.__name__))
-    found = [c for c in own if not c.__name__.startswith("_Meta")]  # which stand for one of torch, in C++
+    found = [c for c in own if not c.__name__.startswith("_Meta")]  # those stand for C++ functions of torch
     return found + [c for each in found for c in _subclasses(each)]
 
 
@@ -207,14 +207,14 @@ def _counted(function: type, call: Callable[[], None]) -> Iterator[None]:
 
 
 def _site() -> str:
-    """The function of the package that asks, or the node of autograd that computes its gradient."""
+    """The function of the package that calls, or the autograd node that computes its gradient."""
     node, frame = autograd_node(), inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_ROOT):
             place = path[len(_ROOT) + 1 :]
             if node is not None and place == _ENGINE:
-                break  # no function of ours stands between the engine and the operation
+                break  # no function of this package is between the engine and the operation
             if not place.startswith(_DOORS):
                 return f"{place}:{frame.f_code.co_name}"
         frame = cast(Any, frame.f_back)

@@ -1,14 +1,14 @@
-"""From counted work to seconds: the speeds of a GPU.
+"""Converts counted work to seconds: the speeds of a GPU.
 
-    kernel    max(FLOPs / rate of their format, bytes / memory bandwidth, 3 us for each launch), and in a plan
-              instructions / rate of the fp32 lanes, where the kernel says that it has many
-    host      6 us a launch, 20 us a call of a Python autograd function (assumed: an eager step)
+    kernel    max(FLOPs / rate of their format, bytes / memory bandwidth, 3 us per launch), and in a plan
+              instructions / rate of the fp32 lanes, for kernels that record many
+    host      6 us per launch, 20 us per call of a Python autograd function (assumed: an eager step)
     step      for each micro-batch the longer of the two, as the host runs ahead where nothing waits
 
-The rates of an H200 were measured (torch 2.11, 2026-11-20): products of a large shape, a copy, cuDNN's
-attention at 4096 tokens. Whole steps reach less. *Calibrated* rates are those at which the same count of a
-plain bf16 step comes within 20 % of what was measured of it: products at 0.888, memory at 0.85. They are no
-measurement of this program.
+The rates of an H200 were measured (torch 2.11, 2026-11-20): matmuls of a large shape, a copy, cuDNN's
+attention at 4096 tokens. Whole steps reach less. *Calibrated* rates are those at which the count of a plain
+bf16 step comes within 20 % of its measured time: matmuls at 0.888, memory at 0.85. They are not a measurement
+of this program.
 """
 
 import math
@@ -25,13 +25,13 @@ CALIBRATED_PRODUCTS, CALIBRATED_BYTES = 0.888, 0.85
 
 @dataclass(frozen=True)
 class Speeds:
-    """The rates of a GPU, and where they come from, as words.
+    """The rates of a GPU, and their origin in words.
 
     Attributes:
-        words: where they come from.
-        bytes_per_s: the memory's.
-        flops_per_s: the matrix units', by format.
-        lanes_per_s: instructions of all fp32 lanes; infinite where instructions are not priced.
+        words: the origin.
+        bytes_per_s: memory bandwidth.
+        flops_per_s: of the matrix units, by format.
+        lanes_per_s: instructions of all fp32 lanes; infinite if instructions are not priced.
         kernel_s: the shortest time of a kernel.
     """
 
@@ -48,7 +48,7 @@ class Speeds:
         return max(products, of_memory, of_lanes, cost.launches * self.kernel_s)
 
     def calibrated(self) -> "Speeds":
-        """The rates that whole steps reach, by what was measured of others."""
+        """The rates that whole steps reach, according to measured steps of plain torch."""
         rates = {
             kind: rate * (1.0 if kind.startswith("attention") else CALIBRATED_PRODUCTS)
             for kind, rate in self.flops_per_s.items()
@@ -68,19 +68,19 @@ class Speeds:
         )
 
     def scaled(self, words: str, memory: float, products: Mapping[str, float]) -> "Speeds":
-        """Another GPU's rates, if it reaches the same share of its data sheet.
+        """The rates of another GPU, assuming that it reaches the same share of its data sheet.
 
         Args:
-            words: where the figures come from.
+            words: the origin of the figures.
             memory: its memory bandwidth over this one's, by data sheet.
-            products: the same of its products, by format; attention goes with "bf16".
+            `products`: the same for its matmuls, by format; attention scales with "bf16".
         """
         by_kind = {k: products.get(k.partition("-")[0], products["bf16"]) for k in self.flops_per_s}
         rates = {kind: rate * by_kind[kind] for kind, rate in self.flops_per_s.items()}
         return replace(self, words=words, bytes_per_s=self.bytes_per_s * memory, flops_per_s=rates)
 
 
-#: Attention's backward alone: what is left of 503 TFLOP/s for forward and backward, and 620 for forward.
+#: Attention's backward alone: derived from 503 TFLOP/s for forward and backward, and 620 for forward.
 _ATTENTION_BACKWARD = 2.5 / (3.5 / 503e12 - 1 / 620e12)
 
 H200 = Speeds(
@@ -91,7 +91,7 @@ H200 = Speeds(
         "fp8": 1453e12,
         "fp8-row": 1472e12,
         "fp8-block": 1130e12,
-        "mxfp8": 1453e12,  # an H200 has neither: as FP8
+        "mxfp8": 1453e12,  # an H200 has neither MXFP8 nor FP4: as FP8
         "fp4": 1453e12,
         "fp32": 55e12,
         "attention forward": 620e12,

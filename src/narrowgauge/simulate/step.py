@@ -103,7 +103,7 @@ def simulate_step(
 
 
 class _Observer:
-    """Tells the recorder which part of the step begins; it stands where gauges would read the step."""
+    """Informs the recorder which phase of the step begins; it takes the place of gauges."""
 
     def __init__(self, step: SimulatedStep, trainer: Trainer, is_counted: bool) -> None:
         self.step, self.trainer, self.is_counted, self.saved = step, trainer, is_counted, 0

@@ -1,7 +1,7 @@
 """The count of a step of many blocks, from steps of few: a count is linear in the blocks of each kind.
 
-Blocks differ where the recipe says so, for the last 15 % of them, say (`few_blocks`). What is not linear in
-them, the number of launches of a fused update, is off by less than one.
+Blocks differ where the recipe treats them differently, such as the last 15 % (`few_blocks`). The only
+figure that is not linear, the number of launches of a fused update, is off by less than one.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ class WholeCount:
         expected: the step at calibrated speeds.
         best: the same step at the ceilings.
         words: where the speeds come from.
-        flops: operations of the products of a micro-batch, by kind.
+        flops: FLOPs of the matmuls of a micro-batch, by kind.
         peak_bytes: the most bytes that are alive.
         state_bytes: bytes on the device between steps.
     """
@@ -91,7 +91,7 @@ def _sum(parts: Sequence[tuple[StepTotals, float]]) -> StepTotals:
 
 
 def _sum_of(parts: Sequence[tuple[Total, float]]) -> Total:
-    """The sum of totals, each as often as its weight says; counts stay whole numbers."""
+    """The weighted sum of totals; counts stay whole numbers."""
     values: dict[str, Any] = {}
     for field in fields(Total):
         value = sum(weight * getattr(total, field.name) for total, weight in parts)

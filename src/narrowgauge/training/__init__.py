@@ -1,4 +1,4 @@
-"""What is one training step? The configuration and the step itself."""
+"""The configuration of a run, and one training step."""
 
 from typing import TYPE_CHECKING
 

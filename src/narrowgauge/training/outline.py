@@ -1,4 +1,4 @@
-"""The outline of a configuration's model, made of one of its blocks: all are built alike."""
+"""The outline of a configuration's model, derived from one of its blocks, since all are built alike."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ _FIRST = "blocks.0"
 
 @lru_cache(maxsize=8)
 def outline_of_model(model: ModelConfig) -> Outline:
-    """The outline of the full model, whatever part of it a process holds."""
+    """The outline of the full model, whichever part of it a process holds."""
     import torch  # here: the keys of a configuration are listed without torch
 
     from narrowgauge.models import Transformer
@@ -34,18 +34,18 @@ def outline_of_model(model: ModelConfig) -> Outline:
 def require_layers(recipe: Recipe, model: ModelConfig) -> None:
     """Refuse a recipe with a rule that matches no layer of a model (`recipes.require_matches`).
 
-    Every model of a configuration has a head and blocks, so most recipes need no list of its layers, which is
-    long in a model of very many blocks.
+    Every model of a configuration has a head and blocks, so most recipes can be checked without the list of
+    its layers, which is long for a model of very many blocks.
 
     Raises:
-        UserError: There is such a rule.
+        UserError: A rule matches no layer.
     """
     if any(rule.modules and HEAD not in rule.modules for rule in recipe.rules):
         require_matches(recipe, outline_of_model(model))
 
 
 def _all(names: Names, layers: int) -> Names:
-    """The modules of all blocks from those of one."""
+    """The modules of all blocks, from those of one."""
     return {
         name: [(_in_block(n, number), None if block is None else number) for n, block in each]
         for first, each in names.items()
@@ -54,7 +54,7 @@ def _all(names: Names, layers: int) -> Names:
 
 
 def _names(first: str, layers: int) -> Iterator[str]:
-    """The name of a module in every block, in their order; its name alone outside of blocks."""
+    """The name of a module in every block, in order; unchanged outside blocks."""
     is_inside = f"{first}.".startswith(f"{_FIRST}.")
     return (_in_block(first, number) for number in range(layers if is_inside else 1))
 
@@ -65,6 +65,6 @@ def _in_block(name: str, number: int) -> str:
 
 
 def placement(model: ModelConfig, recipe: Recipe, tokens: int) -> list[str]:
-    """A sentence for each layer that stays wide and each block that is cut; `tokens` of a micro-batch."""
+    """A sentence for each layer that stays wide and each block that is cut, for `tokens` in a micro-batch."""
     plan = resolve(recipe, outline_of_model(model))
     return [line for line in (kept_text(plan), *cut_blocks(plan, tokens)) if line]

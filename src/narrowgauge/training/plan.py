@@ -1,4 +1,4 @@
-"""The parts of a configuration that the steps of a run are made from, as plain records."""
+"""The parts of a configuration that determine the steps of a run, as plain records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,16 +37,16 @@ class SchedulePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What a `Trainer` takes.
+    """The input of a `Trainer`.
 
     Attributes:
         spec: Model, recipe, seed and batch size.
         steps: Optimizer steps of the run.
         micro_batch_size: Sequences that a process computes at once.
-        sequence_length: Tokens of a sequence.
-        separate_documents: Whether documents in one sequence do not see each other.
+        sequence_length: Tokens in a sequence.
+        separate_documents: Whether attention is masked between documents in one sequence.
         compiles: Whether the model runs through torch.compile.
-        keep: The number of valid checkpoints that are kept.
+        keep: The number of valid checkpoints to keep.
         guard: The rules of the guard.
         optimizer: The optimizer.
         schedule: The learning rate over time.
@@ -65,7 +65,7 @@ class TrainingPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens in a step."""
         return self.spec.batch_size * self.sequence_length
 
     def learning_rate(self, step: int) -> float:
@@ -74,7 +74,7 @@ class TrainingPlan:
 
     @property
     def decay_start(self) -> int | None:
-        """The first step whose learning rate is below the peak; None if the schedule has none."""
+        """The first step whose learning rate is below the peak; None if there is none."""
         s = self.schedule
         return decay_start(
             steps=self.steps,
@@ -85,7 +85,7 @@ class TrainingPlan:
         )
 
     def in_force(self, raises: Sequence[Raise], step: int) -> "TrainingPlan":
-        """The plan with the recipe that is in force after `step` steps."""
+        """The plan with the recipe in effect after `step` steps."""
         recipe = self.spec.recipe.with_rules([r.rule(self.spec.recipe) for r in raises])
         at_rest = recipe.at_rest(step + 1, self.steps, self.decay_start)
         return replace(self, spec=replace(self.spec, recipe=at_rest))

@@ -65,7 +65,7 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
         ("devices_per_node = 8\n[slurm]\noptions = ['x']", ("'x'", "--name=value")),
         ("devices_per_node = 8\n[slurm]\noptions = ['--a b']", ("slurm.options", "may hold")),
         ("devices_per_node = 8\n[slurm]\naccount = 'a\"b'", ("slurm.account", "may hold")),
-        ("devices_per_node = 8\n[environment]\nA = '1'", ("environment.A is no table", "value =")),
+        ("devices_per_node = 8\n[environment]\nA = '1'", ("environment.A is not a table", "value =")),
         ("devices_per_node = 8\n[environment.A]\nwhy = 'x'", ("environment.A has no value",)),
         ("devices_per_node = 8\n[environment.'A B']\nvalue = '1'", ("'A B' cannot be the name",)),
         ('devices_per_node = 8\n[environment.A]\nvalue = "1"\nwhy = "a\\nrm"', ("one line",)),

@@ -290,11 +290,11 @@ def test_the_command(narrowgauge):
     assert 1 < told["fewest_devices"] < 512
     small = ["--data.sequence_length", "128", "--model.layers", "1", "--tokens", "5B"]
     shown = narrowgauge("plan", "--model", "llama3-1b", "--recipe", "mxfp4", "--cluster", "h100", *small)
-    assert "products (bf16, emulated)" in shown.out, shown.err
+    assert "matmuls (bf16, emulated)" in shown.out, shown.err
     assert "recipe mxfp4 is emulated on this device: fprop multiplies mxfp4" in shown.out
     assert re.search(r"a step of \S+ tokens +at best +expect", shown.out)
     assert "5,000,000,000 tokens" in shown.out
-    assert "cost: at 3.50 USD a device-hour (the cluster's file; --price says yours)" in shown.out
+    assert "cost: at 3.50 USD a device-hour (the cluster's file; --price overrides it)" in shown.out
     assert narrowgauge("plan", "--tokens", "1T").code == 2
     assert narrowgauge("plan", "--devices", "0").code == 2
 

@@ -70,7 +70,10 @@ def test_of_many_layers_the_noisiest_are_shown(with_lines):
     ("config", "words"),
     [
         ("[gauges]\nevery = 0\n", "gauges.every = 0 switched them off; --gauges.every 100 reads every 100th"),
-        ("[gauges]\nevery = 500\n", "gauges.every = 500, and step 200 was the last; beside every 500th step"),
+        (
+            "[gauges]\nevery = 500\n",
+            "gauges.every = 500, and step 200 was the last; besides every 500th step",
+        ),
         ("[gauges]\nevery = 100\n", "gauges.jsonl is missing or empty"),
         ("", "gauges.jsonl is missing or empty"),
     ],

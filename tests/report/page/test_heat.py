@@ -72,7 +72,7 @@ def test_memory_is_drawn_to_scale(make_run):
     make_run.append(path, json.dumps(event) + "\n")
     html = memory([read_run(path)])
     assert 'style="width:37.500%"' in html
-    assert 'data-says="fp8, weights: 3.0 MiB, 12.00 bytes a parameter"' in html
+    assert 'data-text="fp8, weights: 3.0 MiB, 12.00 bytes a parameter"' in html
     assert 'class="mark" style="left:100.000%"' in html
 
 

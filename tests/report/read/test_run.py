@@ -104,7 +104,11 @@ def test_a_run_that_has_only_a_configuration_is_young_not_broken(make_run):
 def test_what_is_no_run_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    for name, found in [("empty", "holds neither"), ("file", "no directory"), ("absent", "no directory")]:
+    for name, found in [
+        ("empty", "holds neither"),
+        ("file", "not a directory"),
+        ("absent", "not a directory"),
+    ]:
         with pytest.raises(
             UserError, match=rf"{name}' is not a run: .*config.toml.*{found}.*give the directory"
         ):

@@ -108,7 +108,7 @@ OTHERS = {
     "sensitivity, search": (
         sensitivity,
         {},
-        "model.experts = 4: sensitivity and search weigh a layer by products with all tokens, and an expert "
+        "model.experts = 4: sensitivity and search weigh a layer by GEMMs with all tokens, and an expert "
         "has some; compare recipes of this model with probe",
     ),
     "llm.c": (

@@ -137,7 +137,7 @@ PIPELINES = {
     "chunks that do not take turns": (
         2,
         {"parallel.pipeline": 2, "parallel.chunks": 2, "model.layers": 4, "training.batch_size": 3},
-        "3 micro-batches a step are no multiple of parallel.pipeline = 2; set --training.batch_size 4, or "
+        "3 micro-batches a step are not a multiple of parallel.pipeline = 2; set --training.batch_size 4, or "
         "set --parallel.chunks 1",
     ),
 }
@@ -227,7 +227,7 @@ def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
         "micro-batches of 4 (training.micro_batch_size), which was chosen: each process has 4 of the 8 "
         "sequences of a step; they were of 8",
     )
-    assert go_on(1) == (4, "micro-batches of 4 (training.micro_batch_size), as this run has had them")
+    assert go_on(1) == (4, "micro-batches of 4 (training.micro_batch_size), as before in this run")
     assert go_on(1, micro_batch_size=4) == (4, "")
     assert [line["changes"] for line in directory.lines()] == [{"training.micro_batch_size": [8, 4]}]
     assert directory.run_id("digest") == before, "its checkpoints are still its own"

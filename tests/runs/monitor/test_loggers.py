@@ -117,7 +117,7 @@ def test_a_sink_that_hangs_costs_a_step_nothing_and_the_end_little():
     start = time.monotonic()
     feed.close(start + 0.2)
     assert 0.2 <= time.monotonic() - start < 2.0
-    assert said[1].startswith("book: not done in time")
+    assert said[1].startswith("book: not finished in time")
     leave.set()
 
 

@@ -62,7 +62,7 @@ def test_the_configuration_pins_the_number(cores):
 def test_the_line_about_fewer_threads_says_what_follows(cores):
     cores(2, others=1.0)
     assert threads_of([])[1] == (
-        "threads: 1 of 2, since other programs use 1.0 cores; the last digits of losses follow from the "
+        "threads: 1 of 2, since other programs use 1.0 cores; the last digits of losses depend on the "
         "number, and --training.threads N pins it"
     )
 

@@ -79,7 +79,7 @@ def test_only_an_empty_directory_is_filled(train, tmp_path):
         UserError, match="is there already, and nothing is ever overwritten; name another with --out"
     ):
         convert_run(before, "bf16", before)
-    with pytest.raises(UserError, match="is no run directory"):
+    with pytest.raises(UserError, match="is not a run directory"):
         convert_run(tmp_path / "nothing", "bf16", tmp_path / "new")
     with pytest.raises(UserError, match="unknown recipe 'bf17'"):
         convert_run(before, "bf17", tmp_path / "new")

@@ -132,7 +132,7 @@ def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path,
 def test_a_start_from_another_model_or_tokenizer_is_refused(train, tiny, tmp_path):
     base = train("base", {"recipe.name": "fp32"})
     for changes, words in [
-        ({"model.weights": str(tmp_path / "nowhere")}, "is no run directory"),
+        ({"model.weights": str(tmp_path / "nowhere")}, "is not a run directory"),
         ({"model.weights": str(base), "data.tokenizer": "bpe-257"}, "is not the tokenizer"),
         ({"model.weights": str(base), "model.ffn_dim": 96}, "is another model: blocks.0"),
     ]:

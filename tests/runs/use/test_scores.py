@@ -132,7 +132,7 @@ def test_an_ending_without_a_token_is_named(there, tmp_path):
     ids_tokenizer(257, 256).save(tmp_path / "tokenizer.json")
     run = type(there)(there.path, there.config, there.model, 0, tmp_path / "tokenizer.json")
     path = as_lines(tmp_path / "task", [{"ctx": "12 13", "endings": ["14", " "], "label": 0}])
-    with pytest.raises(UserError, match=r"task:1 is no example.*an ending adds no token to its context"):
+    with pytest.raises(UserError, match=r"task:1 is not an example.*an ending adds no token to its context"):
         evaluate(run, path)
 
 
@@ -156,11 +156,11 @@ def test_tokens_of_another_tokenizer_are_refused(there, tmp_path):
     ("change", "words"),
     [
         (lambda data: data[:-1], "cut"),
-        (lambda data: data[:-2], "cut|not as long"),
+        (lambda data: data[:-2], "cut|stated length"),
         (lambda data: data[:900], "header is cut"),
         (lambda data: data[:1024] + b"\0\0" + data[1026:], "does not begin with 65535"),
         (lambda data: data + b"\0\0", "follow after"),
-        (lambda data: data[:1030] + b"\x09\0" + data[1032:], "label is no ending's"),
+        (lambda data: data[:1030] + b"\x09\0" + data[1032:], "label is not an ending's"),
     ],
 )
 def test_a_damaged_file_is_refused(there, tmp_path, change, words):
@@ -175,12 +175,12 @@ def test_a_damaged_file_is_refused(there, tmp_path, change, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"ctx": "a", "endings": ["b"', ":2 is no example"),
+        ('{"ctx": "a", "endings": ["b"', ":2 is not an example"),
         ('{"ctx": "a", "endings": ["b"]}', "'label'"),
         ('{"ctx": 3, "endings": ["b"], "label": 0}', "of another kind"),
         ('{"ctx": "a", "endings": "bc", "label": 0}', "of another kind"),
         ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', "label 2"),
-        ("[1]", ":2 is no example"),
+        ("[1]", ":2 is not an example"),
     ],
 )
 def test_a_wrong_line_is_named(there, tmp_path, line, words):

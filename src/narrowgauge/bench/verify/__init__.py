@@ -1,4 +1,4 @@
-"""Does this machine compute what it should? Native products, kernels, layers and losses against the CPU's."""
+"""Verifies a machine: its native GEMMs, kernels, layers and losses against the CPU's."""
 
 from narrowgauge.bench.verify.verify import Verdict, verify
 

@@ -1,8 +1,8 @@
-"""Every kernel against its reference: the same operation with kernels, and with plain torch.
+"""Compares every kernel with its reference: the same operation with kernels and with plain torch.
 
-At a small shape the reference runs on the CPU, whose digits the tests of this project prove. At real shapes
-it runs on the device itself. On a CPU kernels run in Triton's interpreter, at the small shape only: that
-shows their numbers, and nothing of a GPU's compiler.
+At a small shape the reference runs on the CPU, whose digits this project's tests verify. At real shapes it
+runs on the device itself. On a CPU kernels run in Triton's interpreter, only at the small shape: that
+verifies their values, but not a GPU's compiler.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ _STATES = ("msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr")
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation that has a kernel; `run` computes it on a device at a shape."""
+    """An operation with a kernel; `run` computes it on a device at a shape."""
 
     name: str
     run: Callable[[torch.device, Shape], Tensors]
@@ -57,7 +57,7 @@ class _Operation:
 
 
 def kernel_checks(device: torch.device, lacks: str) -> list[Check]:
-    """The checks of all kernels; `lacks` says why this machine runs none, or is empty."""
+    """The checks of all kernels; `lacks` is the reason why this machine runs none, or empty."""
     return [
         Check("kernels", o.name, partial(_compare, o), o.do, "" if o.do == ATTENTION else lacks)
         for o in _operations()
@@ -80,7 +80,7 @@ def _operations() -> list[_Operation]:
         _Operation(f"{name} along axis {axis}", run, same, (72, 200), ((4096, 4608),))
         for name, axis, run in _casts()
     ]
-    thrice = partial(near, roundings=3)  # the sigmoid's, its product's, the result's
+    thrice = partial(near, roundings=3)  # of the sigmoid, its GEMM and the result
     nearly = partial(close, share=0.01)  # logits are rounded to bf16, by another product on another device
     close_to_fp32 = partial(close, share=0.02)  # probabilities are rounded to bf16
     rows, wide = (24, 100), ((16384, 1536), (4096, 4096))
@@ -129,7 +129,7 @@ def _operations() -> list[_Operation]:
 
 
 def _casts() -> list[tuple[str, int, Callable[[torch.device, Shape], dict[str, Tensor | None]]]]:
-    """(name, axis, operation) of every named cast with a scale, and of what casts can have besides."""
+    """(name, axis, operation) of every named cast with a scale, and of the optional parts of casts."""
     random = {"rounding": "stochastic"}
     found: dict[str, Cast] = {name: cast(name) for name in cast_names() if cast(name).is_scaled}
     found |= {

@@ -1,4 +1,4 @@
-"""Products and layers: each native product against float64, each recipe's layer against the CPU's."""
+"""Checks native GEMMs against float64, and each recipe's layer against the CPU's."""
 
 from functools import partial
 
@@ -25,9 +25,9 @@ _ALLOWED, _OF_TRANSFORMS = 0.01, 0.02
 
 
 def product_checks(device: torch.device) -> list[Check]:
-    """A check of each scheme of scaled products, for all operands that a shipped recipe gives it."""
+    """A check of each scheme of scaled GEMMs, for all operands that shipped recipes give it."""
     facts, checks = device_facts(device), []
-    if device.type == "cpu":  # asks what an NVIDIA GPU would have to be, since that says more
+    if device.type == "cpu":  # gives the requirements for an NVIDIA GPU, which is more informative
         facts = Device(maker="nvidia")
     for scheme in SCHEMES:
         lacks = scheme.needs(facts) and f"it takes {scheme.needs(facts)}"
@@ -52,14 +52,14 @@ def _products(scheme: Scheme, device: torch.device) -> str:
 
 
 def _pairs_of(scheme: Scheme) -> list[tuple[Cast, Cast]]:
-    """The operands of all products of the shipped recipes that are of a scheme, once each."""
+    """The operands of all GEMMs of the shipped recipes that use a scheme, once each."""
     cpu = device_facts(torch.device("cpu"))
     products = [product for name in recipe_names() for product in products_on(recipe(name), cpu)]
     return list(dict.fromkeys(p.operands for p in products if scheme.is_of(*p.operands)))
 
 
 def layer_checks(lacks: str) -> list[Check]:
-    """A check of a linear layer under each narrow recipe; `lacks` says why there is nothing to show here."""
+    """A check of a linear layer under each low-precision recipe; `lacks` is why this machine has none."""
     narrow = [
         name for name in recipe_names() if recipe(name).is_narrow and not recipe(name).narrows_attention
     ]

@@ -1,7 +1,7 @@
 """The operations that have kernels, each computed once on a device at a shape, forward and backward.
 
-Numbers are drawn on the CPU from a fixed seed, so every device computes with the same. Whether kernels run is
-decided where it always is (`kernels.dispatch.use_kernels`).
+Inputs are drawn on the CPU from a fixed seed, so every device computes with the same values. As elsewhere,
+`kernels.dispatch.use_kernels` decides whether kernels run.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +34,13 @@ _OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 def drawn(
     shape: Sequence[int], seed: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Normal numbers."""
+    """Normally distributed values."""
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
     return x.to(dtype).to(device)
 
 
 def _passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Found:
-    """The result of a forward pass, and the gradients of its inputs by a drawn gradient of the result."""
+    """The result of a forward pass, and the gradients of its inputs for a random gradient of the result."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = forward(*leaves)
     dy = torch.ones_like(y) if y.ndim == 0 else drawn(y.shape, 9, y.device, y.dtype)
@@ -50,8 +50,8 @@ def _passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Foun
 
 
 def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Found:
-    """Codes, scales and emulated numbers of a matrix, whose columns have many sizes."""
-    if cast.hadamard.size:  # of whole numbers, whose sums are exact in any order
+    """Codes, scales and emulated values of a matrix whose columns have different magnitudes."""
+    if cast.hadamard.size:  # integers, whose sums are exact in any order
         x = (2 * drawn(shape, 0, device, torch.float32)).round().clamp(-8, 8).bfloat16()
     else:
         x = drawn(shape, 0, device) * torch.exp2(torch.arange(shape[1], device=device) % 23 - 11).bfloat16()
@@ -64,14 +64,14 @@ def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Fo
 
 
 def clamped_cast(device: torch.device, shape: Shape) -> Found:
-    """Emulated numbers of a matrix that is clamped to its quantiles, which a kernel finds."""
+    """Emulated values of a matrix that is clamped to its quantiles, which a kernel finds."""
     cast = make_cast({"cast": "fp4-row", "outliers": 0.99})
     numbers, factor = emulate(drawn(shape, 0, device), cast, -1, torch.bfloat16)
     return {"numbers": numbers, "their factor": factor}
 
 
 def product_with_outliers_apart(device: torch.device, shape: Shape) -> Found:
-    """FP4's forward product, and the gradient of its weight through the slope of rounding."""
+    """FP4's forward matmul, and the gradient of its weight through the slope of rounding."""
     x, w = drawn(shape, 0, device), drawn((96, shape[1]), 1, device)
     casts = make_cast({"cast": "fp4-row", "outliers": 0.99, "compensate": True}), make_cast("fp4-row")
 
@@ -131,12 +131,12 @@ def losses(chunked: bool, device: torch.device, shape: Shape) -> Found:
 
 
 def attention(device: torch.device, shape: Shape) -> Found:
-    """Causal attention, as a model asks torch for it."""
+    """Causal attention, called as in a model."""
     return _passes(attend, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
 
 
 def attention_in_fp32(device: torch.device, shape: Shape) -> Found:
-    """The same numbers, every product of them in fp32."""
+    """The same attention with every matmul in fp32."""
 
     def forward(*q_k_v: Tensor) -> Tensor:
         q_BNTH, k_BNTH, v_BNTH = (x.float() for x in q_k_v)
@@ -148,7 +148,7 @@ def attention_in_fp32(device: torch.device, shape: Shape) -> Found:
 
 
 def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
-    """Two updates of a parameter's narrow state; without kernels by the reference, then written."""
+    """Two updates of a parameter's low-precision state; without kernels by the reference, then written."""
     casts = recipe.state
     drawn_w, drawn_g, drawn_m, drawn_v = (drawn(shape, seed, device, torch.float32) for seed in range(4))
     master = casts.get("master")
@@ -176,7 +176,7 @@ def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
 
 
 def gradient_sums(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
-    """The gradients of two micro-batches, added to narrow state."""
+    """The gradients of two micro-batches, accumulated in low-precision state."""
     cast = recipe.state["grad"]
     assert cast is not None
     state = GradientState(torch.Size(shape), cast, device)

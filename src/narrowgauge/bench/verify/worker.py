@@ -1,8 +1,8 @@
-"""A process in which checks run, so that one that kills it, or never ends, takes no other with it.
+"""A process for checks, so that a check that crashes or never ends does not affect the others.
 
-A kernel that reads a wrong address breaks the process for good: torch can use that GPU only from a new one.
-So after an error of the device the process ends, and the next check begins in another. On a CPU, kernels run
-in Triton's interpreter, which Triton asks for when it is imported: the process starts under that variable.
+A kernel that reads a wrong address breaks its process permanently: torch can use that GPU only from a new
+one. So after a device error the process ends, and the next check starts in another. On a CPU, kernels run in
+Triton's interpreter, which Triton selects when it is imported: the process starts with that variable set.
 """
 
 import os
@@ -19,10 +19,10 @@ from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Dis
 from narrowgauge.processes import Answering, Ended, Late
 from narrowgauge.runs.monitor.hardware import use_device
 
-MOST_S = 300.0  # of one check
-_START_S = 300.0  # of a process, which imports torch and opens the device
+MOST_S = 300.0  # for one check
+_START_S = 300.0  # for a process to import torch and open the device
 _INTERPRETER = "TRITON_INTERPRET"
-Checks = Callable[[torch.device], Sequence[Check]]  # of the top level of a module, so that a process finds it
+Checks = Callable[[torch.device], Sequence[Check]]  # at the top level, so that a process can import it
 
 
 def run_all(
@@ -31,10 +31,10 @@ def run_all(
     """Run all checks of a device, one after the other.
 
     Args:
-        checks_of: gives the checks, here and in the process.
-        device: where they compute.
-        say: is told of each check that begins, and of each finding.
-        most_s: the seconds of a check, after which it counts as failed.
+        checks_of: returns the checks, here and in the process.
+        device: the device that they run on.
+        say: called with each check that begins, and with each finding.
+        most_s: the time limit of a check, in seconds.
     """
     found: list[Finding] = []
     runner = _Runner(checks_of, device)
@@ -59,14 +59,14 @@ def _finding(check: Check, runner: "_Runner", number: int, most_s: float) -> Fin
 
 
 class _Runner:
-    """The parent's side of the process; a new one starts where the last has ended."""
+    """The parent's side of the process; starts a new process if the last one ended."""
 
     def __init__(self, checks_of: Checks, device: torch.device) -> None:
         self._checks_of, self._device = checks_of, device
         self._process: Answering | None = None
 
     def finding(self, number: int, most_s: float) -> Finding | str:
-        """What came of a check; a clause if its process ended, or had to be ended."""
+        """The finding of a check; a clause if its process ended or had to be killed."""
         if self._process is None:
             with interpreted(self._device):
                 self._process = Answering(_checking, self._checks_of, self._device, torch.get_num_threads())
@@ -109,7 +109,7 @@ def interpreted(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _checking(checks_of: Checks, device: torch.device, threads: int) -> Iterator[Callable[[int], object]]:
-    """Open the device in the process; gives the function from the number of a check to its finding."""
+    """Open the device in the process; yields a function from the index of a check to its finding."""
     torch.set_num_threads(threads)
     use_device(device)
     checks = checks_of(device)
@@ -118,12 +118,12 @@ def _checking(checks_of: Checks, device: torch.device, threads: int) -> Iterator
 
 
 def _run(check: Check, device: torch.device) -> tuple[Finding, bool]:
-    """What came of a check, and whether the device has to be opened anew."""
+    """The finding of a check, and whether the device must be reopened."""
     try:
         return Finding(check.group, check.name, AGREES, check.run(device)), False
     except Disagreement as error:
         return Finding(check.group, check.name, DIFFERS, str(error), check.do), False
-    except Exception as error:  # whatever a compiler, a driver or torch raises
+    except Exception as error:  # anything that a compiler, a driver or torch raises
         words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         finding = Finding(check.group, check.name, DIFFERS, words, check.do, traceback=format_exc())
         return finding, device.type != "cpu"

@@ -1,1 +1,1 @@
-"""How is a command line read? Parsers, options that verbs share, help, completion."""
+"""Parsing of command lines: parsers, shared options, help, completion."""

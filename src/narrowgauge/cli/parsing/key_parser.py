@@ -1,4 +1,4 @@
-"""A parser of lines that name keys of the configuration, each by several names, and its help.
+"""A parser of command lines with keys of the configuration, each known by several names, and its help.
 
 The help of a verb fits on one screen; `--help all` and `--help SECTION` list the keys.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from narrowgauge import training  # each name is imported when it is used, and this one takes pydantic
+from narrowgauge import training  # each name is imported on first use, and this one needs pydantic
 from narrowgauge.cli.parsing.parser import Parser
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.training.config.synonyms import key_of, other_names, plain, unknown_key
@@ -19,7 +19,7 @@ from narrowgauge.training.config.synonyms import key_of, other_names, plain, unk
 ALL = "all"
 COLUMN = 34  # where the second column begins
 
-#: Lines that a reader may try; a test reads each as the command does.
+#: Example command lines; a test parses each of them as the command does.
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "train": (
         "narrowgauge train my.toml --steps 2000 --lr 1e-3 --out runs/mine",
@@ -38,19 +38,19 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "bench": ("narrowgauge bench --model gpt2-debug --recipe fp8 --peers none",),
     "scaling": ("narrowgauge scaling --procs 1,2 --device cpu --seconds 5",),
 }
-LIST = "A,B"  # in the metavar of an option whose values, between commas, are names
+LIST = "A,B"  # in the metavar of an option that takes names separated by commas
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)[\w.+-]*\Z")  # also -1e-3, which argparse takes for an option
 _LONG_WITH_ONE_DASH = re.compile(r"-[a-z][\w-]+")
 
 
 class HelpAction(argparse.Action):
-    """Print the help of a verb and end; with a topic, the keys of one section or of all."""
+    """Print the help of a verb and exit; with a topic, the keys of one section or of all."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def take_topic(self) -> None:
-        """Let the option take a topic."""
+        """Allow the option to take a topic."""
         self.nargs, self.metavar = "?", "all|SECTION"
         self.help = "show this and end; all: every key; SECTION: the keys of one"
 
@@ -61,13 +61,13 @@ class HelpAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Print what was asked for."""
+        """Print the requested help."""
         print(keys_text(values) if isinstance(values, str) else parser.format_help(), end="")
         parser.exit()
 
 
 def sections_text(verb: str) -> str:
-    """The sections with the names of their keys, and lines to try: the end of a verb's help."""
+    """The sections with the names of their keys, and examples: the end of a verb's help."""
     width = _width()
     lines = [
         "",
@@ -81,7 +81,7 @@ def sections_text(verb: str) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Names with commas between; those with one beginning as it: `fprop.{x,w}`."""
+    """Names separated by commas, with common prefixes factored out: `fprop.{x,w}`."""
     endings: dict[str, list[str]] = {}
     for name in names:
         place, _, operand = name.rpartition(".")
@@ -90,7 +90,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def keys_text(topic: str) -> str:
-    """Each key of a section, or of all sections: what it takes, what it means, its default.
+    """Each key of a section, or of all sections: its values, meaning and default.
 
     Raises:
         UserError: There is no such section.
@@ -118,7 +118,7 @@ def _width() -> int:
 
 
 def _row(left: str, right: str, column: int, width: int) -> list[str]:
-    """Two columns; the second begins on a line of its own where the first is too long."""
+    """Two columns; the second moves to the next line if the first is too long."""
     indent = " " * column
     text = textwrap.wrap(right, max(width, column + 20), initial_indent=indent, subsequent_indent=indent)
     if len(left) > column - 2:
@@ -127,7 +127,7 @@ def _row(left: str, right: str, column: int, width: int) -> list[str]:
 
 
 class KeyParser(Parser):
-    """A parser that finds the keys of the configuration by their other names, too.
+    """A parser that also finds the keys of the configuration by their other names.
 
     Attributes:
         names: The keys that options may mean by another name (`synonyms`); empty for a verb without keys.
@@ -141,19 +141,19 @@ class KeyParser(Parser):
         self._add_action(self.help_option)
 
     def take_keys(self) -> None:
-        """Find options by the other names of the configuration's keys, and show the keys by `--help all`."""
+        """Find options by the other names of the configuration's keys; list the keys with `--help all`."""
         self.names = (*training.config_keys(), "out")
         self.usage = "%(prog)s [CONFIG.toml] [OPTION VALUE ...]"
         self.formatter_class = partial(argparse.HelpFormatter, max_help_position=COLUMN)
         self.help_option.take_topic()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words, each option under the name that it has here."""
+        """Parse the words, with each option under its canonical name."""
         words = [self._named(word) for word in args] if self.names else args
         return super().parse_known_args(self._whole_lists(words or ()), namespace)
 
     def _whole_lists(self, words: Sequence[str]) -> list[str]:
-        """The words, in which a list that the shell has cut behind its commas is one: `bf16, fp8`."""
+        """The words, with a list that the shell split after its commas joined again: `bf16, fp8`."""
         whole: list[str] = []
         for word in words:
             before = whole[-1] if whole else ""
@@ -169,8 +169,8 @@ class KeyParser(Parser):
         return whole
 
     def _named(self, word: str) -> str:
-        """The word; an option by another name gets its own."""
-        if _LONG_WITH_ONE_DASH.fullmatch(word):  # argparse would read -help as -h with elp
+        """The word, with another name of an option replaced by its canonical name."""
+        if _LONG_WITH_ONE_DASH.fullmatch(word):  # argparse would parse -help as -h with elp
             raise self.unknown_argument(word)
         name, equals, value = word.partition("=")
         options = self._option_string_actions
@@ -187,7 +187,7 @@ class KeyParser(Parser):
         return text + sections_text(self.prog.split()[-1]) if self.names else text
 
     def unknown_argument(self, argument: str) -> UserError:
-        """The error for an argument that no option takes; it names the nearest option."""
+        """The error for an argument that no option takes; it suggests the nearest option."""
         if argument.endswith(("}", ",")) or argument.startswith("{"):
             return UserError(
                 f"{argument!r} is a piece of a table that the shell has cut at its blanks; put the table in "
@@ -198,5 +198,5 @@ class KeyParser(Parser):
             return super().unknown_argument(argument)
         if "." in name and self.names:
             return unknown_key(name.lstrip("-"), self.names, "--")
-        others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # --dy is near to much
+        others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # not --dy
         return self.unknown_option(name, [*self._option_string_actions, *others])

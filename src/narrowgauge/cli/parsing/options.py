@@ -1,4 +1,4 @@
-"""Options that verbs share: a configuration file and its keys."""
+"""Options shared by verbs: a configuration file and its keys."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.recipes import GROUPS
 from narrowgauge.training.config.synonyms import other_names, plain
 
-# Short options for the keys that are used most.
+# Short options for the most common keys.
 SHORT = {
     "model": "model.name",
     "data": "data.source",
@@ -24,7 +24,7 @@ SHORT = {
 
 
 def add_config_options(p: KeyParser) -> None:
-    """Add CONFIG.toml, --out, the short options and one option for each key of the configuration."""
+    """Add CONFIG.toml, --out, the short options, and one option for each key of the configuration."""
     keys = training.config_keys()
     p.take_keys()
     p.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="a configuration file")
@@ -53,20 +53,20 @@ def positive_integer(text: str) -> int:
 
 
 def key_names() -> dict[str, str]:
-    """The key of each name that means one: the short options, endings of keys, synonyms."""
+    """The key of each unambiguous name: the short options, endings of keys, synonyms."""
     names = {name: keys[0] for name, keys in other_names(training.config_keys()).items() if len(keys) == 1}
     return names | {name.replace("-", "_"): key for name, key in names.items()} | SHORT
 
 
 def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Nested values of the TOML file; values of the command line replace them."""
+    """Nested values of the TOML file, overridden by those of the command line."""
     if options.config and plain(str(options.config).partition("=")[0]) in other_names(training.config_keys()):
         raise UserError(
             f"{str(options.config)!r} is no configuration file; options begin with --, as in --steps 100"
         )
     values: dict[str, dict[str, Any]] = training.load_values(options.config) if options.config else {}
     given = {key: value for key, value in vars(options).items() if "." in key and value is not None}
-    for group, places in GROUPS.items():  # a group of the line replaces its places in the file
+    for group, places in GROUPS.items():  # a group on the command line replaces its places in the file
         if f"recipe.{group}" in given:
             for place in places:
                 values.get("recipe", {}).pop(place, None)

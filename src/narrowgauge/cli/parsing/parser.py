@@ -1,4 +1,4 @@
-"""A parser of command lines whose errors are one sentence, and the parser of the whole command."""
+"""A command-line parser whose errors are one sentence, and the parser of the whole command."""
 
 import argparse
 import sys
@@ -21,15 +21,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings)
         self._words: Sequence[str] = ()
         for kind, read in ((int, _integer), (float, _number), (Path, _path)):
-            self.register("type", kind, read)  # the same types, whose errors are sentences
+            self.register("type", kind, read)  # the same types, with sentences as errors
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words, and keep them: an option that seems to be missing may be one of them, misspelt."""
+        """Parse the words, and keep them: an option that seems to be missing may be misspelt among them."""
         self._words = args or ()
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the mistake as a `UserError`."""
+        """Raise the usage error as a `UserError`."""
         if "required" in message:
             words = takewhile(lambda word: word != "--", self._words)
             options = (word for word in words if word.startswith("--"))
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see '{self.prog} --help'")
 
     def unknown_argument(self, argument: str) -> UserError:
-        """The error for an argument that no option takes; it names the nearest option."""
+        """The error for an argument that no option takes; it suggests the nearest option."""
         if argument.startswith("-"):
             return self.unknown_option(argument.split("=")[0], self._option_string_actions)
         takes = [str(action.metavar) for action in self._actions if not action.option_strings]
@@ -50,13 +50,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def unknown_option(self, name: str, known: Iterable[str]) -> UserError:
-        """The error for an option that does not exist: the nearest one, or where all of them are."""
+        """The error for an unknown option: the nearest option, or where all of them are listed."""
         error = unknown("option", name, known)
         return error if nearest(name, known) else UserError(f"{error}; see '{self.prog} --help'")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Flush the output, then end as argparse does."""
-        sys.stdout.flush()  # here a closed pipe under --help can still be caught
+        """Flush the output, then exit as argparse does."""
+        sys.stdout.flush()  # a closed pipe under --help can still be caught here
         super().exit(status, message)
 
 
@@ -75,7 +75,7 @@ def _number(text: str) -> float:
 
 
 def _path(text: str) -> Path:
-    """A path; an empty one would be the current directory, and is most often a variable that is not set."""
+    """A path; an empty one would be the current directory, and usually comes from an unset variable."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty; name a file or directory")
     return Path(text)
@@ -85,7 +85,7 @@ P = TypeVar("P", bound=Parser)
 
 
 def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Mapping[str, P]]:
-    """The parser of the command, and the parsers of its verbs by name, which have no options yet."""
+    """The parser of the command, and the parsers of its verbs by name, still without options."""
     parser = Parser(
         prog="narrowgauge",
         description="Pre-train language models in narrow numbers, and see what the numbers did.",
@@ -109,16 +109,16 @@ def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Mapping[str, P]]:
 
 
 def described(verb: str) -> str:
-    """The line that explains a verb, as a sentence."""
+    """The help line of a verb, as a sentence."""
     line = VERBS[verb].line
     return f"{line[0].upper()}{line[1:]}."
 
 
 def check_verb(words: list[str]) -> None:
-    """Refuse a line whose first word is no verb.
+    """Refuse a command line whose first word is not a verb.
 
     Raises:
-        UserError: with the nearest verb, or with what other programs' verb is here.
+        UserError: with the nearest verb, or the equivalent of another program's verb.
     """
     if not words or words[0] in VERBS or words[0] in _OF_THE_COMMAND:
         return

@@ -1,4 +1,4 @@
-"""The verbs of the command: the line that explains each, the function that does it, and what that needs."""
+"""The verbs of the command: the help line, function and requirements of each."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ class Verb:
     """A verb of the command.
 
     Attributes:
-        line: The line of the help that explains it.
-        action: The function that does it, as `module:name` below `narrowgauge.cli.verbs`.
-        has_torch: Whether every line of the verb computes with torch; `recipes` does where it asks about this
-            machine.
+        line: Its help line.
+        action: Its function, as `module:name` below `narrowgauge.cli.verbs`.
+        has_torch: Whether every use of the verb computes with torch; `recipes` does only for questions about
+            this machine.
         has_posix: Whether it needs the file locks and signals of POSIX.
     """
 
@@ -26,7 +26,7 @@ class Verb:
     has_posix: bool = True
 
     def load(self) -> Action:
-        """Import the function that does it."""
+        """Import the function of the verb."""
         module, _, name = self.action.partition(":")
         action: Action = getattr(import_module(f"narrowgauge.cli.verbs.{module}"), name)
         return action

@@ -1,1 +1,1 @@
-"""What does each verb do with its options? A verb a module, or verbs that are alike."""
+"""The implementation of the verbs: a module for each verb, or for similar verbs."""

@@ -1,4 +1,4 @@
-"""`probe` and `sensitivity`: what narrow numbers do to a model, measured without training."""
+"""`probe` and `sensitivity`: the effect of quantization on a model, measured without training."""
 
 import argparse
 import json
@@ -42,11 +42,11 @@ _COLUMNS = {
     "averaging_slope": ("slope", ".2f", ""),
     "noise_ratio": ("g/noise", ".1f", "no noise"),
 }
-_WORST = 3  # parameters that are named under the table, for each recipe
+_WORST = 3  # parameters listed below the table for each recipe
 
 
 def run_probe(options: argparse.Namespace) -> None:
-    """Probe, print the table or JSON, and keep it in the run directory for the report."""
+    """Probe, print the table or JSON, and store it in the run directory for the report."""
     named = [recipe(name.strip()) for name in (options.recipes or "").split(",") if name.strip()]
     with progress(Console(stderr=options.json), "probe") as show:
         probed = open_subject(options)
@@ -60,7 +60,7 @@ def run_probe(options: argparse.Namespace) -> None:
 
 
 def run_sensitivity(options: argparse.Namespace) -> None:
-    """Find the cost of each layer and place, print the map or JSON, and keep it."""
+    """Find the cost of each layer and place, print the map or JSON, and store it."""
     cast = operand_cast(options.to)
     with progress(Console(stderr=options.json), "sensitivity") as show:
         probed = open_subject(options)
@@ -89,17 +89,17 @@ def run_sensitivity(options: argparse.Namespace) -> None:
 
 
 def operand_cast(name: str) -> Cast:
-    """The cast of this name, for an operand of a product.
+    """The cast with this name, for an operand of a matmul.
 
     Raises:
         UserError: there is no such cast, or it is for state.
     """
-    make_cast(name)  # its error names no place
+    make_cast(name)  # without a place in its error message
     return recipe("fp32").with_places({"fprop.x": name}).casts["fprop.x"]
 
 
 def open_subject(options: argparse.Namespace) -> Probed:
-    """Open what the options of `add_subject` name."""
+    """Open the model and text that the options of `add_subject` specify."""
     return open_probed(
         options.run,
         options.device,
@@ -121,13 +121,13 @@ def _facts(probed: Probed) -> dict[str, int]:
 
 
 def heading(run: Path, probed: Probed) -> str:
-    """The first line of a result: the model, and what it was measured on."""
+    """The heading of a result: the model, and the text it was measured on."""
     facts = _facts(probed)
     return f"{run} after step {facts['step']}, {facts['tokens']:,} tokens in {facts['batches']} batches"
 
 
 def _keep(run: Path, name: str, found: dict[str, Any]) -> None:
-    """Keep what was found in a run directory, for the report; models of other programs stay as they are."""
+    """Store a result in a run directory, for the report; models of other programs are left unchanged."""
     if (run / "config.toml").is_file():
         write_whole(run / name, json.dumps(found, indent=1) + "\n")
 
@@ -172,7 +172,7 @@ _NOTES = (
 
 
 def _findings(probes: list[RecipeProbe]) -> Iterator[str]:
-    """Sentences on what the figures mean: useless noise, and the parameters that are hurt most."""
+    """Sentences on the meaning of the figures: useless gradients, and the largest errors."""
     for p in probes:
         if (high := p.figures["noise_ratio"].high) < USEFUL:
             yield (
@@ -186,7 +186,7 @@ def _findings(probes: list[RecipeProbe]) -> Iterator[str]:
 
 
 def _cell(value: Interval, digits: str, exact: str) -> str:
-    """A mean and half its interval; `exact` is the word for infinity."""
+    """A mean and half its interval; `exact` replaces infinity."""
     if not math.isfinite(value.mean):
         return (exact if value.mean > 0 else "") or "not finite"
     half = "" if math.isnan(value.low) else f"±{value.high - value.mean:{digits.removeprefix('+')}}"
@@ -195,7 +195,7 @@ def _cell(value: Interval, digits: str, exact: str) -> str:
 
 @contextmanager
 def progress(console: Console, name: str) -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere a line when a recipe begins."""
+    """A progress bar on a terminal; elsewhere a line when a recipe begins."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn(compact=True))
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks = {}

@@ -1,4 +1,4 @@
-"""`compare`: recipes, variants, a grid and seeds in; verdicts and a page out."""
+"""`compare`: trains recipes, variants, a grid and seeds, and reports verdicts and a page."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from narrowgauge.training import make_config
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train each run that is not done yet; print the verdicts and write the page.
+    """Train each unfinished run; print the verdicts and write the page.
 
     Returns:
         The exit code: 1 if a run failed, or if there is a gate and a variant does not pass it.
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     gate = parse_gate(options.gate) if options.gate is not None else None
     experiment = read_plan(options)
     world = world_from(os.environ, 0)
-    for run in experiment.runs:  # before the first of them is started
+    for run in experiment.runs:  # before the first one starts
         check_vocabulary(run.config)
     if experiment.is_measured and world.size > 1:
         raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_plan(options: argparse.Namespace) -> Experiment:
-    """The experiment that the options and the file describe.
+    """The experiment that the options and the file specify.
 
     Raises:
         UserError: something in them is wrong.
@@ -54,7 +54,7 @@ def read_plan(options: argparse.Namespace) -> Experiment:
     values, table = take_experiment(values)
     require_order(table, arms)
     swept = [arm for arm in choose_arms(arms, options.arms) if not arm.keys.keys() & grid.keys()]
-    variants = recipe_variants(options.recipes) + swept  # an arm that sets a swept key has no place in it
+    variants = recipe_variants(options.recipes) + swept  # an arm that sets a swept key is impossible
     variants += [parse_variant(text, names) for text in options.variant]
     seeds = options.seeds or "".join(f"{seed}," for seed in table.get("seeds", []))
     if not (options.rungs or table or options.jobs):

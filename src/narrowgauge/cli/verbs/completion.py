@@ -1,4 +1,4 @@
-"""`completion`: a script that lets bash, zsh or fish complete verbs, options and the values that are words.
+"""`completion`: a script that completes verbs, options and words as values in bash, zsh or fish.
 
 The script holds all words, so that the Tab key starts no Python. It is made from the parsers of the verbs.
 """
@@ -18,7 +18,7 @@ from narrowgauge.models import model_names
 from narrowgauge.quantization import cast_names, state_cast_names
 from narrowgauge.recipes import ATTENTION_PLACES, GEMM_PLACES, GROUPS, recipe_names
 
-_WORDS = re.compile(r"[a-z][a-z0-9-]*(\|[a-z][a-z0-9-]*)+")  # one of some words
+_WORDS = re.compile(r"[a-z][a-z0-9-]*(\|[a-z][a-z0-9-]*)+")  # alternatives
 _BASH = """\
 # Completion of narrowgauge in bash, by: source <(narrowgauge completion bash)
 _narrowgauge() {{
@@ -104,7 +104,7 @@ def _options(parser: KeyParser) -> list[argparse.Action]:
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """The words that an option takes; none where it takes numbers, files or free text."""
+    """The words that an option takes; none if it takes numbers, files or free text."""
     name = action.option_strings[-1].removeprefix("--")
     key = SHORT.get(name, name)
     if key == "model.name":

@@ -1,4 +1,4 @@
-"""`doctor`: what is wrong with this machine? It imports no torch, because that is what may be wrong."""
+"""`doctor`: checks this machine. It does not import torch, which may be what is broken."""
 
 import argparse
 

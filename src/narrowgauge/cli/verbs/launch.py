@@ -1,4 +1,4 @@
-"""`launch`: a script that starts a run on a cluster."""
+"""`launch`: writes a script that starts a run on a cluster."""
 
 import argparse
 import re
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _grid(job: Job, layout: Layout) -> str:
-    """A line about the processes that the script starts, and the work of each."""
+    """A line about the processes that the script starts, and the share of work of each."""
     dims, t = layout.parallel_dims, layout.config.training
     axes = f" ({dims.text})" if dims.text else ""
     share = t.batch_size // dims.data
@@ -51,7 +51,7 @@ def _check_slurm(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace, words: list[str], site: Site) -> tuple[Job, Layout]:
-    """The job that the script starts, and its layout over the processes; every option is checked."""
+    """The job that the script starts, and its layout over the processes; checks every option."""
     line = read_line(words)
     config, out = make_config(config_values(line)), line.out
     per_node = site.devices_per_node if options.gpus_per_node is None else options.gpus_per_node
@@ -81,7 +81,7 @@ def _job(options: argparse.Namespace, words: list[str], site: Site) -> tuple[Job
 
 
 def _words(options: argparse.Namespace) -> list[str]:
-    """The words of `train`; the likeliest mistakes are refused here, before argparse sees them."""
+    """The arguments of `train`; the most likely mistakes are refused here, before argparse sees them."""
     words: list[str] = options.words
     if words[:1] != ["--"] and words and words[0].startswith("-"):
         raise unknown("option", words[0].split("=")[0], options.parser._option_string_actions)

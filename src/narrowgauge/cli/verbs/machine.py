@@ -1,4 +1,4 @@
-"""`plan` (what will a run take?) and `scaling` (are more processes faster?)."""
+"""`plan` estimates what a run needs, and `scaling` measures whether more processes are faster."""
 
 import argparse
 import json
@@ -51,7 +51,7 @@ def _number(option: str, text: str, kind: type[int] | type[float]) -> float:
 
 
 def run_scaling(options: argparse.Namespace) -> None:
-    """Measure and print; a process that `scaling` itself started measures its own steps."""
+    """Measure and print; a process started by `scaling` measures its steps."""
     if not 0 < options.seconds < math.inf:
         raise UserError(f"--seconds {options.seconds:g}: it must be a number above 0, as in --seconds 5")
     if options.rank_of is not None:

@@ -1,4 +1,4 @@
-"""`sample`, `eval`, `export`, `import`: what can be done with a trained model."""
+"""`sample`, `eval`, `export`, `import`: uses of a trained model."""
 
 import argparse
 from pathlib import Path
@@ -25,7 +25,7 @@ def _print(text: str) -> None:
 
 
 def sample(options: argparse.Namespace) -> None:
-    """Print a prompt and the text that a model writes after it."""
+    """Print a prompt and a model's continuation."""
     trained = open_run(options.run, options.device, options.tokenizer)
     tokenizer, ids = trained.tokenizer, trained.prompt_ids(options.prompt)
     new = generate(

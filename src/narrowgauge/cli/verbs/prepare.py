@@ -1,4 +1,4 @@
-"""`prepare`: documents in, token files out."""
+"""`prepare`: converts documents to token files."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`recipes`, `formats` and `models`: tables of what exists, or the facts of one."""
+"""`recipes`, `formats` and `models`: tables of what exists, or the facts of one entry."""
 
 import argparse
 from dataclasses import asdict
@@ -68,7 +68,7 @@ def _recipe(name: str) -> Recipe:
 
 
 def _print_beside(chosen: Recipe | None, options: argparse.Namespace) -> None:
-    """Print a recipe beside another one, or as another tool wants it."""
+    """Print a recipe compared with another one, or in the form of another tool."""
     if chosen is None:
         option = "to" if options.diff is None else "diff"
         raise UserError(f"--{option} is about one recipe, and none is named; write its name before it")
@@ -79,7 +79,7 @@ def _print_beside(chosen: Recipe | None, options: argparse.Namespace) -> None:
 
 
 def _print_differences(console: Console, a: Recipe, b: Recipe) -> None:
-    """Print the keys in which two recipes differ, with what each says."""
+    """Print the keys in which two recipes differ, with both values."""
     rows = differences(a, b)
     if not rows:
         _say(console, f"{a.name} and {b.name} say the same of every place")
@@ -108,7 +108,7 @@ def _print_recipes(console: Console, device: Device, where: str) -> None:
 
 
 def _print_places(console: Console, chosen: Recipe, device: Device) -> None:
-    """Print what a device does with each GEMM of a recipe, with each cast, and with the recipe as a whole."""
+    """Print how a device computes each GEMM of a recipe, each cast, and the recipe as a whole."""
     table = Table("places", "casts", "there", "why", box=None, header_style="bold")
     gemms: list[str] = []
     made: dict[tuple[str, Implementation], list[str]] = {}

@@ -16,7 +16,7 @@ from narrowgauge.report import RunSummary, list_runs, print_comparison, read_run
 
 
 def run_runs(options: argparse.Namespace) -> None:
-    """Print a line for each run, and below the table why some of them did not end well."""
+    """Print a line for each run, and below the table why some of them failed or stopped."""
     folder = options.folder
     if not folder.is_dir() and (folder.exists() or folder != FOLDER):
         state = "is no directory" if folder.exists() else "does not exist"

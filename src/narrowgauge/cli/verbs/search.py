@@ -1,4 +1,4 @@
-"""`search`: the recipe of least predicted cost under a budget."""
+"""`search`: finds the recipe with the smallest predicted cost under a budget."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ WIDE = "bf16"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Search, write the recipe, and train it beside its baselines if asked."""
+    """Search, write the recipe, and with --check train it along with its baselines."""
     casts = _casts(options.formats)
     require_solver()
     budget = _budget(options, casts)
@@ -98,12 +98,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _figures(choices: Choices, assignment: Assignment, budget: Budget) -> dict[str, float]:
-    """What an assignment uses of the budget, and its predicted cost."""
+    """An assignment's use of the budget, and its predicted cost."""
     return {"amount": choices.amount(assignment, budget), "predicted_cost": choices.cost(assignment)}
 
 
 def _words(answer: Mapping[str, Any]) -> str:
-    """The answer and its baselines in a line."""
+    """The result or a baseline, in a line."""
     compared = [
         f"{name} {other['predicted_cost']:.3g} at {other['amount']:.3f}"
         for name, other in answer["baselines"].items()
@@ -118,7 +118,7 @@ def _require_name(options: argparse.Namespace) -> None:
     """Check --out, before anything is measured.
 
     Raises:
-        UserError: It is no recipe's file, or has the name of a recipe that --check trains beside it.
+        UserError: It is not a recipe file, or has the name of a recipe that --check trains as well.
     """
     if options.out.suffix != ".toml":
         raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
@@ -163,7 +163,7 @@ def _kept(text: str, layers: Sequence[str]) -> list[str]:
 
 
 def _budget(options: argparse.Namespace, casts: Mapping[str, Cast]) -> Budget:
-    """The budget that was asked for.
+    """The requested budget.
 
     Raises:
         UserError: It is out of reach, or time was asked for without a cluster.
@@ -231,6 +231,6 @@ def _weights(probed: Probed) -> dict[str, int]:
 
 
 def _blocks(weights: Mapping[str, int]) -> dict[str, int | None]:
-    """The number of each layer's block; None for the head."""
+    """The index of each layer's block; None for the head."""
     words = {name: name.split(".") for name in weights}
     return {name: int(w[1]) if w[0] == "blocks" else None for name, w in words.items()}

@@ -1,4 +1,4 @@
-"""`train`, and `convert`, which writes a run for it to continue."""
+"""`train`, and `convert`, which writes a run for `train` to continue."""
 
 import argparse
 import os
@@ -30,10 +30,10 @@ def run_train(options: argparse.Namespace) -> None:
         options.out = options.out or default_out(config, allowed)
         if not (options.out / "config.toml").exists():
             branch_run(trunk, at, config, options.out)
-    is_first = not world_from(os.environ, 0).rank  # the first of several processes reports for all
+    is_first = not world_from(os.environ, 0).rank  # rank 0 reports for all
     try:
         path = run(config, options.out, console, allowed, options.profile)
-    except Diverged:  # a result, too: its page says how it came to that
+    except Diverged:  # this is a result as well: the page shows how it happened
         if is_first:
             _report(options.out or default_out(config, allowed), console)
         raise
@@ -54,14 +54,14 @@ def _trunk(text: str) -> tuple[Path, int]:
 
 
 def _report(path: Path, console: Console) -> None:
-    """Write the page of a run, and print where it is, unless `compare` shows the run."""
+    """Write the page of a run, and print its path, unless `compare` shows the run."""
     report = write_report([path], path / "report.html")
     if not is_compared():
         console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Write a new run directory with the state under another recipe."""
+    """Write a new run directory with the state converted to another recipe."""
     step = convert_run(options.run, options.recipe, options.out)
     print(f"{options.out}: the state of {options.run} after step {step}, under recipe {options.recipe}")
     if left := left_out(RunDirectory(options.run).config(own_recipe=True)):

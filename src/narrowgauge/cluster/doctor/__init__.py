@@ -1,1 +1,1 @@
-"""What is wrong with this machine, and what mends it?"""
+"""Finds what is wrong with this machine and how to fix it."""

@@ -1,7 +1,7 @@
-"""The verb `doctor`: it collects the facts of this machine, judges them and prints each fix.
+"""The verb `doctor`: collects the facts of this machine, judges them and prints each fix.
 
-It asks, writes one temporary file to each disk, and changes nothing. Each item has a file that reads its
-facts off the machine (`collect_*`) and judges them (`check_*`).
+It only reads, apart from one temporary file on each disk. Each topic has a file that reads its facts off the
+machine (`collect_*`) and judges them (`check_*`).
 """
 
 import json
@@ -26,7 +26,7 @@ _STYLES = {"OK": "green", "WARN": "yellow", "MISS": "bold red"}
 
 
 def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
-    """The facts of this machine, and of the data and the tokenizer of these names."""
+    """The facts of this machine, and of the given data and tokenizer."""
     torch = ask_torch()
     software = collect_software(torch)
     return Facts(
@@ -44,7 +44,7 @@ def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
 
 
 def _given(what: str, name: str | None, torch_works: bool) -> Given | None:
-    """What is known of data or a tokenizer; it takes the code that `train` has, and so torch."""
+    """The facts of data or a tokenizer, found by the code that `train` uses, which needs torch."""
     if name is None:
         return None
     if not torch_works:
@@ -55,13 +55,13 @@ def _given(what: str, name: str | None, torch_works: bool) -> Given | None:
 
 
 def check(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts on a machine, by item; they follow from the facts alone."""
+    """The verdicts on a machine by item, derived from the facts alone."""
     judges = (check_software, check_gpus, check_launch, check_host, check_network)
     return {item: verdict for judge_some in judges for item, verdict in judge_some(facts).items()}
 
 
 def examine(data: str | None = None, tokenizer: str | None = None) -> dict[str, Verdict]:
-    """The verdicts on this machine by item, and on the data and the tokenizer of these names."""
+    """The verdicts by item on this machine and on the given data and tokenizer."""
     return check(collect(data, tokenizer))
 
 

@@ -1,4 +1,4 @@
-"""Looks at the data and the tokenizer that the user named; imported where torch imports, which both need."""
+"""Examines the given data and tokenizer. Imported only if torch can be imported, since both need it."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from narrowgauge.errors import UserError
 
 
 def collect_data(source: str) -> Given:
-    """The kinds of the sources, none of which is prepared."""
+    """The kinds of the sources; nothing is prepared."""
     try:
         found = [_one_source(name) for name in split_sources(source)]
     except (UserError, OSError) as error:

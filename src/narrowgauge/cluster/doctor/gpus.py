@@ -1,6 +1,6 @@
-"""The GPUs: which the kernel, the driver and torch see, which recipes run on them, and who else uses them.
+"""The GPUs that the kernel, the driver and torch see, their native recipes and their other users.
 
-Machine code for sm_XY runs on a GPU of capability X.Z with Z >= Y; PTX, called compute_XY, on every later one
+Machine code for sm_XY runs on a GPU of capability X.Z with Z >= Y; PTX, called compute_XY, on every later GPU
 ("CUDA C++ Programming Guide", binary and PTX compatibility).
 """
 
@@ -42,7 +42,7 @@ _USE = "--query-gpu=uuid,memory.used,utilization.gpu"
 
 
 def collect_hardware(torch: TorchReport) -> Hardware:
-    """The GPUs of this machine, with those of torch's report."""
+    """The GPUs of this machine, joined with torch's report."""
     makers = ("nvidia",) * _nvidia_gpus() + ("amd",) * _amd_gpus()
     newest, is_nvidia = _driver_cuda(), "nvidia" in makers
     driver = _nvidia_driver() if is_nvidia else _text("/sys/module/amdgpu/version") if makers else ""
@@ -59,13 +59,13 @@ def collect_hardware(torch: TorchReport) -> Hardware:
         capabilities=parse_capabilities(_smi("--query-gpu=compute_cap")) if is_nvidia else (),
         gpus=gpus,
         error=torch.gpu_error,
-        links=links if len(gpus) == len(makers) else (),  # those between others that torch does not see
+        links=links if len(gpus) == len(makers) else (),  # others may belong to GPUs that torch does not see
         fabric=any(Path("/sys/class/infiniband").glob("*")),
     )
 
 
 def _nvidia_gpus() -> int:
-    """NVIDIA GPUs with a device file; Windows' subsystem for Linux has one file for all of them."""
+    """The number of NVIDIA GPUs with a device file; WSL has one file for all of them."""
     files = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if files or not Path("/dev/dxg").exists():
         return files
@@ -73,7 +73,7 @@ def _nvidia_gpus() -> int:
 
 
 def _nvidia_driver() -> str:
-    """Version of NVIDIA's driver, from the kernel or else from its tool."""
+    """The version of NVIDIA's driver, from the kernel or else from nvidia-smi."""
     kernel = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text("/proc/driver/nvidia/version"))
     return kernel[1] if kernel else _smi("--query-gpu=driver_version").partition("\n")[0].strip()
 
@@ -89,7 +89,7 @@ def _on_bus() -> tuple[str, ...]:
 
 
 def _amd_gpus() -> int:
-    """AMD GPUs with memory of their own that ROCm's driver knows."""
+    """The number of AMD GPUs with dedicated memory that ROCm's driver knows."""
     if not Path("/dev/kfd").exists():
         return 0
     count = 0
@@ -102,7 +102,7 @@ def _amd_gpus() -> int:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the NVIDIA driver knows, from the driver's own library."""
+    """The newest CUDA that the NVIDIA driver supports, from the driver's library."""
     try:
         library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         if library.cuDriverGetVersion(ctypes.byref(version)):
@@ -113,7 +113,7 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 
 def _smi(query: str) -> str:
-    """The answer of nvidia-smi as comma-separated values."""
+    """The output of nvidia-smi as comma-separated values."""
     return output_of(["nvidia-smi", query, "--format=csv,noheader,nounits"], _TOOL_SECONDS).out
 
 
@@ -137,12 +137,12 @@ def parse_processes(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def parse_capabilities(text: str) -> tuple[Version, ...]:
-    """The compute capabilities in nvidia-smi's lines `8.9`; drivers before 510 do not know the question."""
+    """The compute capabilities in nvidia-smi's lines `8.9`; drivers before 510 do not support the query."""
     return tuple(release(line) for line in text.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip()))
 
 
 def parse_links(text: str) -> tuple[str, ...]:
-    """The kinds of connection between two GPUs, from the matrix that `nvidia-smi topo -m` prints."""
+    """The kinds of connection between GPUs, from the matrix that `nvidia-smi topo -m` prints."""
     kinds: set[str] = set()
     for line in text.splitlines():
         words = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
@@ -154,7 +154,7 @@ def parse_links(text: str) -> tuple[str, ...]:
 def joined(
     gpus: Sequence[Mapping[str, Any]], use: Use, processes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Gpu, ...]:
-    """The GPUs that torch described (`ask_torch`), with the driver's figures."""
+    """The GPUs that torch described (`ask_torch`), completed with the driver's figures."""
     found = []
     for described in gpus:
         facts = dict(described)
@@ -176,8 +176,8 @@ def _text(path: str | Path) -> str:
 def check_gpus(facts: Facts) -> dict[str, Verdict]:
     """The verdicts by item.
 
-    Those on pairs of GPUs, and on others' work on GPUs, are only where there are any; those on recipes and
-    NCCL only where torch imports.
+    The items on pairs of GPUs and on other users appear only where there are any; those on recipes and
+    NCCL only if torch can be imported.
     """
     verdicts = {"gpus": _gpus(facts)}
     if facts.software.works:
@@ -219,7 +219,7 @@ def _gpus(facts: Facts) -> Verdict:
 
 
 def _kind(gpu: Gpu) -> str:
-    """What decides which code a GPU runs, in words."""
+    """The property that determines which code a GPU runs, in words."""
     return f"compute capability {dotted(gpu.capability)}" if gpu.maker == "nvidia" else gpu.architecture
 
 
@@ -253,7 +253,7 @@ def _no_gpu(facts: Facts) -> Verdict:
 
 
 def _has_code(architectures: Sequence[str], gpu: Gpu) -> bool:
-    """Whether a build of torch for these architectures can run on the GPU at all."""
+    """Whether a build of torch for these architectures has code that the GPU can run."""
     if not architectures:
         return True
     if gpu.maker == "amd":
@@ -325,12 +325,12 @@ def _jobs(facts: Facts) -> Verdict:
             "wait for them, stop them if they are yours, or choose other GPUs with CUDA_VISIBLE_DEVICES",
         )
     if all(gpu.used is None for gpu in gpus):
-        return ok("not known: the driver does not tell")
+        return ok("unknown: the driver does not report it")
     return ok("no other work on the GPUs")
 
 
 def _recipes(facts: Facts) -> Verdict:
-    """Which recipes run natively on all GPUs, and which would under a newer CUDA."""
+    """The recipes that are native on all GPUs, and those that a newer CUDA would make native."""
     kinds = dict.fromkeys(_device(gpu, facts.software.library) for gpu in facts.hardware.gpus)
     devices = list(kinds) or [Device(maker="cpu")]
     native = [name for name in recipe_names() if all(_is_native(name, device) for device in devices)]
@@ -347,7 +347,7 @@ def _recipes(facts: Facts) -> Verdict:
 
 
 def _device(gpu: Gpu, library: tuple[int, int]) -> Device:
-    """A GPU as recipes see it, with the library that drives it."""
+    """A GPU as the recipes see it, with the library that drives it."""
     return Device(maker=gpu.maker, capability=gpu.capability, architecture=gpu.architecture, library=library)
 
 

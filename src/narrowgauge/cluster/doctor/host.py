@@ -1,6 +1,6 @@
-"""The machine around the GPUs: limits, shared memory, clock, disks, compiler and given files.
+"""The machine around the GPUs: limits, shared memory, clock, disks, compilers and the given files.
 
-The bounds are judgements; `limits.toml` has each with its reason.
+The bounds are judgements; `limits.toml` gives the reason of each.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from narrowgauge.triton_version import triton_version
 from narrowgauge.units import human_bytes
 
 _SHARED = Path("/dev/shm")
-_PIECE, _WRITING = 1 << 22, 2.0  # bytes of a piece of a test file, seconds that all may take
+_PIECE, _WRITING = 1 << 22, 2.0  # bytes of a piece of a test file; seconds allowed for writing all pieces
 _DISK_SECONDS, _COMPILER_SECONDS = 15.0, 60.0
 _NOT_SYNCHRONIZED = 5  # TIME_ERROR of <sys/timex.h>
 _PROGRAM = (
@@ -46,7 +46,7 @@ _PROGRAM = (
 
 
 def collect_system() -> System:
-    """Limits of this process and of the machine."""
+    """The limits of this process and of the machine."""
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()
     return System(
         cores=_cores(),
@@ -66,7 +66,7 @@ def collect_system() -> System:
 
 
 def _cores() -> int:
-    """Cores that this process may use, by its affinity and by the quota of its group."""
+    """The number of cores available to this process, by its affinity and its cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -75,7 +75,7 @@ def _cores() -> int:
 
 
 def _glibc() -> Version:
-    """The version of glibc; () where there is another C library."""
+    """The version of glibc; () for another C library."""
     try:
         text = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
     except (AttributeError, OSError, ValueError):
@@ -94,20 +94,20 @@ def _instruction_sets() -> frozenset[str]:
 
 
 def _synchronized() -> bool | None:
-    """Whether the kernel's clock follows another; None where it does not say."""
+    """Whether the kernel's clock is synchronized; None if the kernel does not report it."""
     try:
-        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # modes 0: only ask
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # modes 0: query only
     except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library of the process itself
         return None
     return None if state < 0 else bool(state != _NOT_SYNCHRONIZED)
 
 
 def collect_disk(folder: Path, pieces: int = 16) -> Disk:
-    """Space, clock and speed of the file system that a folder is on, or would be.
+    """Space, clock and speed of the file system that a folder is on, or would be on.
 
     Args:
-        folder: need not exist.
-        pieces: of 4 MiB, written at most to measure the speed; 0: it is not measured.
+        folder: It need not exist.
+        pieces: The most pieces of 4 MiB to write when measuring the speed; 0 skips the measurement.
     """
     place = folder.absolute()
     late = Disk(path=str(place), error=f"no answer in {_DISK_SECONDS:.0f} s; a file server may be away")
@@ -115,7 +115,7 @@ def collect_disk(folder: Path, pieces: int = 16) -> Disk:
 
 
 def _facts_of_disk(place: Path, pieces: int) -> Disk:
-    """The facts of `collect_disk`, however long they take."""
+    """The facts of `collect_disk`, without a time limit."""
     while not place.exists() and place != place.parent:
         place = place.parent
     disk = Disk(path=str(place), kind=_kind(place))
@@ -131,8 +131,8 @@ def _facts_of_disk(place: Path, pieces: int) -> Disk:
 
 
 def _write(place: Path, pieces: int) -> tuple[float | None, float]:
-    """(bytes a second of a file written and flushed, seconds its clock is ahead); the file is gone after."""
-    block = os.urandom(_PIECE)  # a file system that compresses gains nothing
+    """(bytes/s of writing and flushing a file, seconds by which its clock is ahead). The file is deleted."""
+    block = os.urandom(_PIECE)  # random, so that file systems cannot compress it
     with tempfile.TemporaryFile(dir=place, prefix=".narrowgauge-doctor-") as file:
         before = time.time()
         start, written = time.perf_counter(), 0
@@ -150,7 +150,7 @@ def _write(place: Path, pieces: int) -> tuple[float | None, float]:
 
 
 def _kind(place: Path) -> str:
-    """The kind of file system, by the longest mount point above the folder."""
+    """The kind of the file system, from the longest mount point above the folder."""
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
         real = place.resolve()
@@ -161,7 +161,7 @@ def _kind(place: Path) -> str:
 
 
 def collect_compiler() -> Compiler:
-    """The compilers of C and, tried on a small program, of the C++ that torch.compile writes; and Triton."""
+    """The C compiler, the C++ compiler that torch.compile uses (tried on a small program), and Triton."""
     cc = next(filter(None, map(shutil.which, [_c_named(), "gcc", "clang", "cc"])), "")
     triton = triton_version()
     named = os.environ.get("CXX")
@@ -175,12 +175,12 @@ def collect_compiler() -> Compiler:
 
 
 def _c_named() -> str:
-    """The program in $CC, which may have options behind it; "" if there is none."""
+    """The program in $CC, without the options that may follow it; "" if unset."""
     return (os.environ.get("CC", "").split() or [""])[0]
 
 
 def _compile(cxx: str) -> str:
-    """Why the compiler cannot make a library of a small program; "" if it can."""
+    """Why the compiler cannot build a library from a small program; "" if it can."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "program.cpp")
         source.write_text(_PROGRAM)
@@ -194,7 +194,7 @@ def _compile(cxx: str) -> str:
 
 
 def check_host(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item; those on data and a tokenizer only where they are given."""
+    """The verdicts by item; data and tokenizer only if given."""
     given = {"data": facts.data, "tokenizer": facts.tokenizer}
     return {
         "open-files": _open_files(facts),
@@ -252,7 +252,7 @@ def _shared_memory(facts: Facts) -> Verdict:
 
 def _clock(facts: Facts) -> Verdict:
     system = facts.system
-    if system.now < system.installed - 86400:  # a day: wheels carry local times
+    if system.now < system.installed - 86400:  # a day of slack: wheels carry local times
         return miss(
             "before the day this package was installed",
             f"set the clock ({_set_clock(system.name)}): certificates and 'newest' depend on it",
@@ -282,7 +282,7 @@ def _set_clock(system: str) -> str:
 
 
 def _off(ahead: float) -> str:
-    """The error of this clock, if another one is so many seconds ahead."""
+    """The error of this clock, given by how many seconds the other clock is ahead."""
     return f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'}"
 
 

@@ -1,11 +1,11 @@
 """The verdicts on the launcher, ranks and cores: whether the processes of a run know of each other.
 
-A program that is started eight times, and is not told so, trains the same model eight times on one GPU: the
-*world of one*. Whether that would happen here is asked of the code that `train` asks, `distributed.world`, so
-that the doctor refuses what `train` refuses, in the same sentence, and nothing else.
+If a program is started eight times without the launcher's variables, each process trains the whole model, all
+on one GPU: the *world of one*. The doctor detects this with the code that `train` uses, `distributed.world`,
+so it refuses exactly what `train` refuses, in the same words.
 
-The shell of a Slurm batch script is only a warning. `train` is refused there, but it is where the doctor is
-mostly started, and nothing is wrong with the job.
+In the shell of a Slurm batch script the doctor only warns. `train` is refused there, but it is where the
+doctor is usually started, and nothing is wrong with the job.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ _OTHERWISE = "start the processes with torchrun, srun or mpirun, and leave the v
 
 
 def check_launch(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item; there is none on the ranks of processes that form no world."""
+    """The verdicts by item; ranks are left out if the processes do not form a world."""
     launcher, world = _launcher(facts.environment)
     ranks = {"ranks": _ranks(facts, world)} if world else {}
     return {"launcher": launcher, **ranks, "cores": _cores(facts, world.local_size if world else 1)}
 
 
 def _launcher(env: Mapping[str, str]) -> tuple[Verdict, World | None]:
-    """The verdict on the world that the variables tell of, and that world; None: `train` refuses it."""
+    """The verdict on the world that the variables describe, and that world; None if `train` refuses it."""
     try:
         world = world_from(env, gpus=0)
     except UserError as error:
@@ -35,7 +35,7 @@ def _launcher(env: Mapping[str, str]) -> tuple[Verdict, World | None]:
 
 
 def _in_words(env: Mapping[str, str], world: World) -> str:
-    """The place of this process in its world, and where all meet."""
+    """The place of this process in its world, and the rendezvous address."""
     process = f"process {world.rank} of {world.size}" if world.size > 1 else "one process"
     told = "started by itself" if world.launcher == "none" else f"by {world.launcher}'s variables"
     job, tasks = env.get("SLURM_JOB_ID"), env.get("SLURM_NTASKS", "1")
@@ -54,7 +54,7 @@ def _ranks(facts: Facts, world: World) -> Verdict:
     if not gpus:
         return ok(f"{local} on this node, on the CPU")
     if local > gpus:
-        return ok(f"{local} on this node; this one was given one GPU of its own")
+        return ok(f"{local} on this node; this one was given a GPU to itself")
     if 1 < local < gpus:
         return warn(f"{local} on this node, {gpus} GPUs", f"start {gpus} to use every GPU")
     if local < gpus:

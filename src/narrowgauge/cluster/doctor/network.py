@@ -1,15 +1,14 @@
-"""Whether data can be reached: proxies, offline mode and the Hugging Face hub.
+"""Whether data can be downloaded: proxies, offline mode and the Hugging Face hub.
 
-The question is a HEAD of the hub's front page, and any answer proves that the way is open. It has three
-stages: to the proxy, to the hub, to the answer. `Hub` has a word for every way in which one can fail. The
-system resolves names without a time limit, so the request runs in a thread that may be left behind.
-
+The request is a HEAD of the hub's front page; any response proves that the connection works. It has three
+stages: reach the proxy, reach the hub, get the response. `Hub` has a word for each way in which they fail.
+The system resolves names without a time limit, so the request runs in a thread that may be abandoned.
 Behind a proxy, very different causes look like the same broken download. A proxy that answers the request for
-a tunnel with 503 works, and reports that *it* cannot reach the hub. A proxy that does not answer is a wrong
-address. A name that cannot be resolved without a proxy mostly means that there must be one.
+a tunnel with 503 is working, and reports that *it* cannot reach the hub. A proxy that does not answer has a
+wrong address. A name that does not resolve and no proxy set usually means that a proxy is required.
 
-Only `hf:` sources need the hub. Without one, a hub that cannot be reached is only a warning. A proxy's user
-and password are used and never kept: `Hub.proxy` is built from scheme, host and port alone.
+Only `hf:` sources need the hub; without one, an unreachable hub is only a warning. A proxy's user and
+password are used but never stored: `Hub.proxy` is built from scheme, host and port alone.
 """
 
 import base64
@@ -36,7 +35,7 @@ _STAY_OFFLINE = "where none is wanted, set HF_HUB_OFFLINE=1"
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """The hub, or a proxy, as the environment names it; `headers` are those that a proxy asks for."""
+    """The hub or a proxy from the environment; `headers` are those that a proxy requires."""
 
     scheme: str
     host: str
@@ -45,12 +44,12 @@ class _Server:
 
     @property
     def place(self) -> str:
-        """The host and the port, as an address has them."""
+        """The host and the port, as in an address."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def ask_hub(seconds: float = 4.0) -> Hub:
-    """The outcome of a request to the hub; each stage may take so many seconds."""
+    """The outcome of a request to the hub, with a time limit for each stage."""
     server = _server(os.environ.get("HF_ENDPOINT") or _HUB, "https")
     hub = Hub(host=server.host if server else "", outcome="no address")
     if any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _OFFLINE):
@@ -72,13 +71,13 @@ def ask_hub(seconds: float = 4.0) -> Hub:
 
 
 def proxy_for(scheme: str, host: str) -> str:
-    """The proxy that the environment names for a host, "" for none."""
+    """The proxy that the environment sets for a host; "" for none."""
     proxies = urllib.request.getproxies_environment()
     return "" if urllib.request.proxy_bypass(host) else proxies.get(scheme) or proxies.get("all", "")
 
 
 def _server(address: str, scheme: str) -> _Server | None:
-    """Take an address apart, whose password may hold any character, "/" and "@" too; None: it is none."""
+    """Parse an address, whose password may contain any character, even "/" and "@"; None if it is invalid."""
     scheme, rest = address.strip().split("://", 1) if "://" in address else (scheme, address)
     credentials, _, place = rest.rpartition("@")
     try:
@@ -93,7 +92,7 @@ def _server(address: str, scheme: str) -> _Server | None:
 
 
 def _ask(server: _Server, proxy: _Server | None, hub: Hub, seconds: float) -> Hub:
-    """Reach the proxy if there is one, then the hub; say at which stage it ended."""
+    """Reach the proxy, if any, then the hub; report the stage at which it ended."""
     try:
         if proxy:
             socket.create_connection((proxy.host, proxy.port), timeout=seconds).close()
@@ -109,7 +108,7 @@ def _ask(server: _Server, proxy: _Server | None, hub: Hub, seconds: float) -> Hu
         if tunnel := re.match(r"Tunnel connection failed: (\d+)", str(error)):
             return replace(hub, outcome="proxy refused", status=int(tunnel[1]))
         return replace(hub, outcome="no network", detail=words_of(error).lower())
-    if status >= 500 or status == 407:  # without a tunnel, an error may be the proxy's as well as the hub's
+    if status >= 500 or status == 407:  # without a tunnel, the error may be the proxy's or the hub's
         refused = "proxy refused" if proxy and server.scheme == "http" else "refused"
         return replace(hub, outcome=refused, status=status)
     try:
@@ -120,13 +119,13 @@ def _ask(server: _Server, proxy: _Server | None, hub: Hub, seconds: float) -> Hu
 
 
 def _head(server: _Server, proxy: _Server | None, seconds: float) -> tuple[int, http.client.HTTPMessage]:
-    """(status, headers) of the hub's front page, wherever it may send one."""
+    """(status, headers) of the hub's front page; redirects are not followed."""
     request = urllib.request.Request(f"{server.scheme}://{server.place}/", method="HEAD")
     request.add_header("User-Agent", "narrowgauge-doctor")
     if proxy:
         request.set_proxy(proxy.place, "http")  # for https:// it asks for a tunnel
         request.headers.update(proxy.headers)
-    opener = urllib.request.OpenerDirector()  # one that follows nothing, and takes no status for an error
+    opener = urllib.request.OpenerDirector()  # does not follow redirects, and does not raise for a status
     opener.add_handler(urllib.request.HTTPHandler())
     opener.add_handler(urllib.request.HTTPSHandler())
     try:
@@ -137,7 +136,7 @@ def _head(server: _Server, proxy: _Server | None, seconds: float) -> tuple[int, 
 
 
 def check_network(facts: Facts) -> dict[str, Verdict]:
-    """The verdict on the network; a hub that is not reached is MISS if a source needs it, else WARN."""
+    """The verdict on the network; an unreachable hub is MISS if a source needs it, else WARN."""
     hub, sources = facts.hub, facts.data.name.split(",") if facts.data else []
     wanted = any(name.strip().startswith("hf:") for name in sources)
     through = f" through the proxy {hub.proxy}" if hub.proxy else ""
@@ -154,7 +153,7 @@ def check_network(facts: Facts) -> dict[str, Verdict]:
 
 
 def _verdict(hub: Hub) -> tuple[str, str]:
-    """(what was found, the fix) where the hub was not reached."""
+    """(what was found, the fix) for a hub that was not reached."""
     through = f" through the proxy {hub.proxy}" if hub.proxy else " and no proxy is set"
     match hub.outcome:
         case "proxy refused":
@@ -165,7 +164,7 @@ def _verdict(hub: Hub) -> tuple[str, str]:
             )
             fix = "correct HTTPS_PROXY, or unset it if this network needs no proxy"
         case "no address":
-            found, fix = "HF_ENDPOINT is no address", "write https://HOST, or unset it to use huggingface.co"
+            found, fix = "HF_ENDPOINT is invalid", "write https://HOST, or unset it to use huggingface.co"
         case "no name":
             found = f"the name {hub.host} is not found ({hub.detail}), and no proxy is set"
             fix = f"set HTTPS_PROXY if this network has a proxy; {_STAY_OFFLINE}"
@@ -183,7 +182,7 @@ def _verdict(hub: Hub) -> tuple[str, str]:
 
 
 def _refused(hub: Hub) -> tuple[str, str]:
-    """(what was found, the fix) where a proxy was reached, and the hub was not."""
+    """(what was found, the fix) where the proxy was reached but the hub was not."""
     found = f"the proxy {hub.proxy} is reached, and refuses the way to {hub.host} with HTTP {hub.status}"
     match hub.status:
         case 407:

@@ -1,9 +1,9 @@
 """The system, Python, torch, the driver and other packages: whether the software fits this machine.
 
-Packages are looked at without importing them.
+Packages are examined without importing them.
 
-CUDA's rules of compatibility: a program built with CUDA M.n runs with any driver of major version M or later,
-and with one older than n it may lack what came in between ("CUDA Compatibility" of NVIDIA's documentation).
+CUDA's compatibility rules: a program built with CUDA M.n runs with any driver of major version M or later;
+with a driver older than n it may lack features added in between (NVIDIA, "CUDA Compatibility").
 """
 
 import re
@@ -39,7 +39,7 @@ _WHERE = "(pytorch.org, 'Get Started', has the line)"
 
 
 def collect_software(torch: TorchReport) -> Software:
-    """Python, torch by its own report, or by its files where it does not import, and the other packages."""
+    """Python, torch (from its own report, or its files if it cannot be imported), and the other packages."""
     folder = folder_of("torch")
     none = {"version": "", "cuda": "", "hip": ""}
     known: Mapping[str, Any] = torch.software or (_written(folder) if folder else none)
@@ -59,17 +59,17 @@ def collect_software(torch: TorchReport) -> Software:
 
 
 def folder_of(name: str) -> Path | None:
-    """The folder of a package that would be imported; None: there is none."""
+    """The folder from which a package would be imported; None if absent."""
     try:
         spec = find_spec(name)
-    except (ImportError, ValueError):  # something refuses the name
+    except (ImportError, ValueError):  # an import hook may refuse the name
         return None
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
 
 def _written(folder: Path) -> dict[str, str]:
-    """The versions of torch, CUDA and ROCm in the file `version.py` of torch's build; "" if absent."""
+    """The versions of torch, CUDA and ROCm in `version.py` of torch's build; "" if absent."""
     try:
         text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -82,7 +82,7 @@ def _written(folder: Path) -> dict[str, str]:
 
 
 def _glibc_of(folder: Path) -> Version:
-    """The glibc that the wheel of the torch in this folder was built for: its tag `manylinux_2_28`."""
+    """The glibc that the torch wheel in this folder was built for: its tag `manylinux_2_28`."""
     try:
         wheel = distribution("torch")
         if Path(str(wheel.locate_file("torch"))).resolve() != folder.resolve():
@@ -94,7 +94,7 @@ def _glibc_of(folder: Path) -> Version:
 
 
 def _version(name: str) -> str:
-    """The version of a package that can be imported, "" if it is missing."""
+    """The version of an importable package; "" if it is missing."""
     if folder_of(name) is None:
         return ""
     try:
@@ -104,7 +104,7 @@ def _version(name: str) -> str:
 
 
 def check_software(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item, in the order in which they are to be fixed."""
+    """The verdicts by item, in the order in which to fix them."""
     return {
         "system": _system(facts),
         "python": _python(facts),
@@ -131,7 +131,7 @@ def _system(facts: Facts) -> Verdict:
 
 
 def _linux(facts: Facts) -> Verdict:
-    """The verdict on a Linux. What torch's wheels need is judged only where torch does not import."""
+    """The verdict on a Linux. The requirements of torch's wheels matter only if torch cannot be imported."""
     system, software = facts.system, facts.software
     needed = software.glibc or _OLDEST["glibc"]
     library = f"glibc {dotted(system.glibc)}" if system.glibc else "a C library other than glibc"
@@ -157,7 +157,7 @@ def _linux(facts: Facts) -> Verdict:
 
 
 def _packages(facts: Facts) -> Verdict:
-    """The verdict on the packages beside torch."""
+    """The verdict on the packages other than torch."""
     there = facts.software.packages
     missing = [name for name, version in there.items() if not version]
     if missing:
@@ -201,7 +201,7 @@ def _torch(facts: Facts) -> Verdict:
 
 
 def _absent(facts: Facts) -> tuple[str, str]:
-    """(what there is, the fix) where no torch is installed."""
+    """(what was found, the fix) if torch is not installed."""
     error, makers = facts.software.error, facts.hardware.makers
     if not is_absent(error):
         return f"it does not import: {error}", fix_of(error)
@@ -214,7 +214,7 @@ def _absent(facts: Facts) -> tuple[str, str]:
 
 
 def _right_build(facts: Facts, maker: str) -> str:
-    """The build of torch that a GPU of this maker takes; "" for a machine without one."""
+    """The build of torch for a GPU of this maker; "" for a machine without one."""
     if maker == "amd":
         return f"torch {dotted(_OLDEST['torch'])} or later, built for ROCm"
     build = right_build(facts.hardware) if maker else None

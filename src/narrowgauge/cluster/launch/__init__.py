@@ -1,1 +1,1 @@
-"""Which script starts a run on a cluster?"""
+"""Scripts that start a run on a cluster."""

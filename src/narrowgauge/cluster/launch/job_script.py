@@ -1,9 +1,9 @@
 """The common parts of launch scripts, which start a run on a cluster and requeue it at the time limit.
 
-A time limit is not a failure. Slurm signals the script a few minutes before, the script signals the run, the
-run saves after its step and exits with 75, and the job is requeued, where the same script continues the same
+A time limit is not a failure. A few minutes before it, Slurm signals the script, the script signals the run,
+and the run saves after its step and exits with 75. The job is requeued, and the same script continues the
 run. A pitfall: a signal ends bash's `wait`, not the process, so a script with a single `wait` would abandon
-its run during the save. It has to wait again until the run has ended.
+its run during the save. It must wait again until the run has ended.
 """
 
 import shlex
@@ -15,7 +15,7 @@ from pathlib import Path
 from narrowgauge.cluster.launch.site import Site
 
 MARK = "# written by narrowgauge launch"
-GRACE_SECONDS = 120  # from the end of the first process to that of the last
+GRACE_SECONDS = 120  # from the end of the first process to the end of the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ _SETTINGS = [
     "set -euo pipefail",
 ]
 
-# A signal to the script goes to the process in `child`, as the signal in `forwarded`.
+# A signal to the script is forwarded to the process in `child` as the signal in `forwarded`.
 _FORWARD = [
     "asked='' sent='' child=''",
     "forward() {",
     "  woken=1 asked=$1",
-    "  if [[ $child && ! $sent ]]; then # once: to be told twice is to stop at once",
+    "  if [[ $child && ! $sent ]]; then # once: a second signal stops the run at once",
     "    sent=1",
     '    kill -s "$forwarded" "$child" 2>/dev/null || true',
     "  fi",
@@ -53,11 +53,11 @@ _FORWARD = [
     "trap 'forward TERM' TERM",
 ]
 
-# After a command and `&`: its exit code comes into `status`, whatever signals arrive meanwhile.
+# Placed after a command and `&`: stores its exit code in `status`, whatever signals arrive meanwhile.
 _WAIT = [
     "child=$!",
     '[[ -z $asked ]] || forward "$asked" # asked while it was being started',
-    "# A signal ends `wait`, not the run: wait again. 127 says that the status has been told already.",
+    "# A signal ends `wait`, not the run: wait again. 127 means that the status was already reported.",
     "status=127",
     "while",
     "  woken='' code=0",
@@ -69,20 +69,20 @@ _WAIT = [
 
 
 def script(header: Sequence[str], *parts: Sequence[str]) -> str:
-    """A script of a header, the shell's settings, and other parts, with empty lines between."""
+    """A script of a header, the shell's settings and other parts, separated by empty lines."""
     return "\n\n".join("\n".join(part) for part in (header, _SETTINGS, *parts) if part) + "\n"
 
 
 def supervised(start: Sequence[str], forwarded: str) -> list[str]:
-    """Lines that `start` a process in the background, and wait for its exit code in `status`.
+    """Lines that `start` a process in the background and wait for its exit code in `status`.
 
-    Meanwhile the signals USR1 and TERM to the script go to the process, as the signal `forwarded`.
+    Meanwhile USR1 and TERM are forwarded to the process as the signal `forwarded`.
     """
     return [f"forwarded={forwarded}", *_FORWARD, *start, *_WAIT]
 
 
 def title(site: Site, what: str) -> list[str]:
-    """The title of the script, and the sources of its values."""
+    """The title of the script and the sources of its values."""
     lines = [
         MARK,
         f"# {what}",
@@ -100,7 +100,7 @@ _CACHES = (
 
 
 def setup(job: Job, site: Site) -> list[str]:
-    """Setup lines: the site's lines and variables, the Python, the folder."""
+    """Setup lines: the site's lines and variables, the Python interpreter, the working directory."""
     lines = []
     if site.setup:
         lines += ["# the site's own lines", *site.setup]

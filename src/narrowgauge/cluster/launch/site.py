@@ -6,12 +6,12 @@
     devices_per_node = 4
 
     [slurm]
-    partition = "gpu"                   # --partition and --account of the command line come first
+    partition = "gpu"                   # --partition and --account on the command line take precedence
     account = "abc123"
     cpus_per_task = 16
-    gpu_per_task = false                # true: Slurm shows each process a GPU of its own
-    signal_seconds = 300                # this long before the time limit the run is told to save
-    options = ["--constraint=ib"]       # further lines of #SBATCH
+    gpu_per_task = false                # true: Slurm shows each process only its GPU
+    signal_seconds = 300                # signal the run to save this long before the time limit
+    options = ["--constraint=ib"]       # further #SBATCH lines
     srun = ["--cpu-bind=cores"]         # further options of srun
 
     [environment.NCCL_SOCKET_IFNAME]
@@ -19,10 +19,10 @@
     why = "the interface of the fast network"
 
     [setup]
-    lines = ["module load cuda"]        # lines of shell, before anything else
+    lines = ["module load cuda"]        # shell lines to run first
 
-Only `devices_per_node` is required. An unknown key is an error: a misspelt variable would make a cluster slow
-without a message.
+Only `devices_per_node` is required. An unknown key is an error: a misspelt variable would silently make a
+cluster slow.
 """
 
 import re
@@ -41,7 +41,7 @@ _SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:@+=/%-]+")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of the environment, and its reason."""
+    """An environment variable and the reason for it."""
 
     name: str
     value: str
@@ -73,7 +73,7 @@ def site_names() -> list[str]:
 
 
 def load_site(name: str) -> Site:
-    """Load a shipped site by name, or another one by the path of its `.toml` file.
+    """Load a shipped site by name, or another by the path of its `.toml` file.
 
     Raises:
         UserError: the name is unknown, or the file does not have the form above.
@@ -91,7 +91,7 @@ def load_site(name: str) -> Site:
 
 
 def slurm_word(key: str, text: str) -> str:
-    """Check that a text is safe in a line of #SBATCH, which has no quoting, and return it.
+    """Return a text after checking that it is safe in an #SBATCH line, which cannot be quoted.
 
     Raises:
         UserError: the text has a space, a quote or another shell character.
@@ -128,7 +128,7 @@ def _variables(table: Mapping[str, Any], file: str) -> tuple[Variable, ...]:
             raise UserError(f"{file}: {name!r} cannot be the name of a variable; letters, digits and _ only")
         if not isinstance(entry, dict):
             form = '{value = "...", why = "..."}'
-            raise UserError(f"{file}: environment.{name} is no table; write {name} = {form}")
+            raise UserError(f"{file}: environment.{name} is not a table; write {name} = {form}")
         words = _checked(entry, file, f"environment.{name}.", {"value": _text, "why": _text})
         if "value" not in words:
             raise UserError(f"{file}: environment.{name} has no value; leave the variable out or give it one")

@@ -1,14 +1,13 @@
-"""The launch script for Slurm: one for `sbatch`, one process a device by `srun`.
+"""The launch script for Slurm: submitted by `sbatch`, with one process per device started by `srun`.
 
-`--signal=B:USR1@300` sends USR1 to the shell of the script alone, 300 seconds before the time limit. Two
-traps:
+`--signal=B:USR1@300` sends USR1 to the script's shell alone, 300 seconds before the time limit. Two pitfalls:
 
 - exit code 75 alone must not requeue a job: it may have been cancelled on purpose;
 - srun must not kill the others when the first process ends (`--kill-on-bad-exit=0`): rank 0 may still be
-  saving. But if one died, the others would wait for it for ever: they get two minutes (`--wait=120`).
+  saving. But if one crashed, the others would wait for it forever: they get two minutes (`--wait=120`).
 
 Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html ("Signals and Escape
-Sequences": what srun hands on; `--cpus-per-task`: not inherited from sbatch since Slurm 22.05).
+Sequences": what srun forwards; `--cpus-per-task`: not inherited from sbatch since Slurm 22.05).
 """
 
 import shlex
@@ -37,11 +36,11 @@ def slurm_script(job: Job, site: Site) -> str:
         ],
         setup(job, site),
         [
-            "# srun hands USR1 on to every process.",
+            "# srun forwards USR1 to every process.",
             *supervised(_srun(job, site), "USR1"),
         ],
         [
-            "# Saved because the time was up, not because somebody cancelled the job: back into the queue.",
+            "# Saved because the time was up, not because the job was cancelled: requeue it.",
             "if [[ $asked == USR1 && $status == 75 ]]; then",
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
@@ -51,7 +50,7 @@ def slurm_script(job: Job, site: Site) -> str:
 
 
 def _sbatch(job: Job, site: Site) -> list[str]:
-    """The lines that sbatch reads; it takes them as they stand, without a shell."""
+    """The lines that sbatch reads; sbatch takes them literally, without a shell."""
     account = slurm_word("--account", job.account) if job.account else site.account
     partition = slurm_word("--partition", job.partition) if job.partition else site.partition
     signal = site.signal_seconds
@@ -70,10 +69,10 @@ def _sbatch(job: Job, site: Site) -> list[str]:
     ]
     return [
         *(f"#SBATCH {option}" for option in options if option),
-        "# a node that fails brings the job back into the queue; its log goes on in the same file",
+        "# a failing node requeues the job; its log continues in the same file",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
-        f"# {signal} s before the time limit: USR1 to this script (B), which hands it on",
+        f"# {signal} s before the time limit: USR1 to this script (B), which forwards it",
         f"#SBATCH --signal=B:USR1@{signal}",
     ]
 
@@ -90,20 +89,20 @@ def _srun(job: Job, site: Site) -> list[str]:
         *(site.srun if job.gpus else ()),
     ]
     lines = [
-        "# Ranks fill one node after the other. The first that ends does not take the others with it, which",
-        f"# may be saving; but {GRACE_SECONDS} s later it does.",
+        "# Ranks fill one node after the other. The first to end does not take the others with it: they may",
+        f"# still be saving; {GRACE_SECONDS} s later it does.",
         *(f"  {shlex.quote(option)} \\" for option in options if option),
         f'  "$PYTHON" -u -m {command(job)} &',
     ]
     lines.insert(2, "srun \\")
     if site.gpu_per_task and job.gpus:
-        why = "# Slurm shows each process one GPU; the processes read here that it is their own."
+        why = "# Slurm shows each process one GPU; this variable declares that the GPU is its alone."
         lines = [why, "export SLURM_GPUS_PER_TASK=1", *lines]
     return lines
 
 
 def seconds_of(time: str) -> int:
-    """The seconds of Slurm's [DAYS-]HH:MM:SS, which must have been checked.
+    """Convert Slurm's [DAYS-]HH:MM:SS, already validated, to seconds.
 
     >>> seconds_of("1-02:00:30")
     93630

@@ -1,8 +1,8 @@
-"""The launch script for torchrun: the same on each node, which MASTER_ADDR, NNODES and NODE_RANK tell apart.
+"""The launch script for torchrun: the same on each node, distinguished by MASTER_ADDR, NNODES and NODE_RANK.
 
-On one node torchrun finds a free port itself. It returns 1 after any signal, whatever its processes returned,
-and kills them 30 seconds after it: the script gives them longer, and reads from the run's `status.json`
-whether they saved.
+On a single node torchrun finds a free port itself. It returns 1 after any signal, whatever its processes
+returned, and kills them after 30 seconds: the script gives them longer, and reads from the run's
+`status.json` whether they saved.
 
 Source: torch/distributed/run.py and torch/distributed/launcher/api.py of PyTorch 2.13.
 """
@@ -21,7 +21,7 @@ from narrowgauge.cluster.launch.site import Site
 
 
 def torchrun_script(job: Job, site: Site) -> str:
-    """The script for each node, without a scheduler."""
+    """The script to run on each node, without a scheduler."""
     if job.nodes == 1:
         how = "on one node: bash this-script"
         meet = ["where=(--standalone) # a free port of this machine"]
@@ -52,17 +52,17 @@ def torchrun_script(job: Job, site: Site) -> str:
         ],
         setup(job, site),
         [
-            *(several if job.per_node > 1 else ()),  # a process alone on its node takes all cores
-            "# How long processes that were told to stop may take to save; torchrun's default is 30 s.",
+            *(several if job.per_node > 1 else ()),  # a single process on its node takes all cores
+            "# How long signalled processes may take to save; torchrun's default is 30 s.",
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_SECONDS}",
         ],
         meet,
         [
-            "# USR1 would kill torchrun; TERM it hands on. A Ctrl-C reaches it by itself.",
+            "# USR1 would kill torchrun, so the script forwards TERM. A Ctrl-C reaches torchrun by itself.",
             *supervised(start, "TERM"),
         ],
         [
-            "# torchrun returns 1 after a signal; whether the run has saved is in its status.",
+            "# torchrun returns 1 after a signal; the run's status records whether it saved.",
             f'if [[ $asked && $status != 0 ]] && grep -qs \'"status": "preempted"\' {status_file(job)}; then',
             "  status=75",
             "fi",

@@ -1,1 +1,1 @@
-"""What will a run need, and how fast will it be?"""
+"""Plans what a run needs and how fast it will be."""

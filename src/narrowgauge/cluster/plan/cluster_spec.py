@@ -1,34 +1,34 @@
-"""Specification of a cluster: a TOML file of figures, each with its source in a comment.
+"""The specification of a cluster: a TOML file of figures, each with its source in a comment.
 
     title = "Our cluster"
     device = "NVIDIA H100 SXM"
-    gpu = "sm_90"               # or gfx942, or cpu: which formats it multiplies (`recipes --device`)
+    gpu = "sm_90"               # or gfx942, or cpu: the formats with native matmuls (`recipes --device`)
     devices_per_node = 8
     memory = "80GB"             # per device
     memory_bandwidth = 3.35e12  # bytes/s
-    inside = 450e9              # bytes/s that a device sends to others of its node, while it receives as many
-    between = 50e9              # bytes/s to other nodes, for each device
+    inside = 450e9              # bytes/s that a device sends to others of its node while it receives
+    between = 50e9              # bytes/s to other nodes, per device
     host = 55e9                 # bytes/s to and from the host's memory
-    price = "3.50 USD"          # of a device-hour; may be left out
-    vector = 67e12              # FLOP/s of fp32 outside of the matrix units; if left out, peak.fp32
+    price = "3.50 USD"          # per device-hour; optional
+    vector = 67e12              # fp32 FLOP/s outside the matrix units; default: peak.fp32
 
-    [peak]                      # FLOP/s of matrix products without sparsity: what MFU refers to
+    [peak]                      # dense FLOP/s of matmuls: the reference of MFU
     bf16 = 989e12
 
-    [attainable]                # FLOP/s that somebody measured of large products; else the share of bf16
+    [attainable]                # measured FLOP/s of large matmuls; default: the share measured for bf16
     bf16 = 794.5e12
 
-    [[measured]]                # a run of this cluster, or several: what `plan` expects beside what is best
+    [[measured]]                # a measured run, repeatable: the basis of the column "expect" of `plan`
     run = "torchtitan, Llama-3 8B, bf16, compiled"
     devices = 8
     parameters = 8.03e9
-    format = "bf16"             # of its products
-    tokens_per_s = 6667         # of one device
-    at_best = 9000              # what `plan` says of the same settings
+    format = "bf16"             # of its matmuls
+    tokens_per_s = 6667         # per device
+    at_best = 9000              # `plan`'s "at best" for the same settings
     source = "github.com/pytorch/torchtitan"
 
-A recipe is native where `gpu` multiplies its formats (`recipes.choose_backend`), and is emulated elsewhere. A
-file without `gpu` says nothing of that, so narrow recipes are priced as emulated.
+A recipe is native where `gpu` multiplies its formats (`recipes.choose_backend`), and emulated elsewhere.
+Without `gpu`, low-precision recipes are priced as emulated.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
 
 
 class MeasuredRun(BaseModel):
-    """A run that somebody measured on a cluster: how much of the best it reached."""
+    """A measured run on a cluster, and the speed at best for its settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -63,12 +63,12 @@ class MeasuredRun(BaseModel):
 
     @property
     def share(self) -> float:
-        """Measured speed over the speed at best."""
+        """Measured speed divided by the speed at best."""
         return self.tokens_per_s / self.at_best
 
 
 class Cluster(BaseModel):
-    """A cluster of equal devices; units are bytes, bytes/s and FLOP/s."""
+    """A cluster of identical devices; units are bytes, bytes/s and FLOP/s."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -117,7 +117,7 @@ class Cluster(BaseModel):
 
     @property
     def facts(self) -> Device:
-        """What decides which products the device has; a file that names no `gpu` has none that is narrow."""
+        """The facts that decide which matmuls are native; without `gpu`, no low-precision ones are."""
         return named_device(self.gpu) if self.gpu else Device(maker="unknown")
 
     @property
@@ -127,22 +127,22 @@ class Cluster(BaseModel):
 
     @property
     def lane_rate(self) -> float:
-        """Instructions/s of all fp32 lanes; one that multiplies and adds is two operations."""
+        """Instructions/s of all fp32 lanes; a fused multiply-add counts as two operations."""
         return (self.vector or self.peak.get("fp32", min(self.peak.values()))) / 2
 
     def format_for(self, compute: str) -> str:
-        """The format of products in `compute`: that, or fp32 where the device does not have it.
+        """The format of matmuls in `compute`: `compute` itself, or fp32 if the device lacks it.
 
         A file without fp32 has bf16.
         """
         return compute if compute in self.peak else "fp32" if "fp32" in self.peak else "bf16"
 
     def narrow_format(self, bits: int) -> str:
-        """The narrowest format of products that takes elements of so many bits; empty if there is none."""
+        """The narrowest matmul format for elements of this many bits; "" if there is none."""
         return next((f for f, width in _NARROW if width >= bits and f in self.peak), "")
 
     def speed(self, name: str) -> float:
-        """FLOP/s of large products: measured, or the format's peak times the measured share of bf16."""
+        """FLOP/s of large matmuls: measured, or the format's peak times the share measured for bf16."""
         if name in self.attainable:
             return self.attainable[name]
         base = next((n for n in ("bf16", "fp16", "fp32") if n in self.attainable and n in self.peak), None)
@@ -158,7 +158,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Load a shipped cluster by name, or another one by the path of its `.toml` file.
+    """Load a shipped cluster by name, or another by the path of its `.toml` file.
 
     Raises:
         UserError: the name is unknown, or the file does not have the form above.

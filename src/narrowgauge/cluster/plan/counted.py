@@ -4,7 +4,7 @@ The count is of one process that has all of the model, and a cluster's devices s
 the code that runs on the device: of kernels where Triton compiles for it, of torch's operations elsewhere. It
 does not depend on whether this machine has Triton.
 
-    at best     each operation at the ceilings of the cluster's file: products at the speed of large ones,
+    at best     each operation at the ceilings of the cluster's file: matmuls at the speed of large ones,
                 bytes at the memory's bandwidth, instructions at the rate of the fp32 lanes
     expected    the same operations at the speeds that whole steps of plain torch reached on an H200; those of
                 another GPU are in the proportion of the two data sheets
@@ -21,7 +21,7 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.simulate import H200, Speeds, WholeCount, count_whole
 from narrowgauge.training import Config
 
-#: The format of an H200 for each kind of product.
+#: The H200 format that stands for each kind of matmul.
 _KINDS = {"bf16": "bf16", "fp32": "fp32", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp8"}
 _PLAIN = Device(maker="nvidia", capability=(7, 0))  # stands for CPUs and unknown devices: no kernels
 
@@ -41,7 +41,7 @@ def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) 
 
 
 def format_of(kind: str, cluster: Cluster, compute: str) -> str:
-    """The format of the cluster that multiplies products of a kind of `simulate.operations`."""
+    """The cluster's format that computes a kind of matmul of `simulate.operations`."""
     wide = cluster.format_for(compute)
     if kind.startswith("attention") or kind == "bf16":  # 16 bits
         return wide

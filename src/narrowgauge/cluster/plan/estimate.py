@@ -1,7 +1,7 @@
 """Estimates the time of a step on a cluster at best, from a count of the step (`counted.py`).
 
-    products    operations of each format / what large products of it attain; attention's among them
-    casts       operands made for the products, native or emulated, by the path that this recipe takes on this
+    matmuls     operations of each format / attainable speed of large matmuls; includes attention
+    casts       operands made for the matmuls, native or emulated, by the path that this recipe takes on this
                 device: bytes or instructions of its kernels, bytes of torch's operations where it has none
     passes      bytes of everything else that is computed / memory bandwidth
     update      bytes of clipping and the update / memory bandwidth; of several devices, for a device's state
@@ -51,7 +51,7 @@ class Estimate:
     """The estimate of a step on a cluster: seconds by cause, traffic and MFU.
 
     Attributes:
-        products: seconds of products, attention among them.
+        `products`: seconds of matmuls, including attention.
         casts: seconds of making their operands, and of scaling emulated results.
         passes: seconds of everything else that is computed.
         update: seconds of the optimizer.
@@ -60,8 +60,8 @@ class Estimate:
         bubble: seconds of waiting in a pipeline.
         volumes: what a device sends.
         tokens: tokens of a step.
-        mfu: model FLOPs utilisation, of the peak of the formats that the products have.
-        formats: the formats of the linear layers' products, that of most of them first.
+        mfu: model FLOPs utilisation, relative to the peak of the matmuls' formats.
+        formats: the formats of the linear layers' matmuls, the most frequent first.
         attention: for a narrow attention, the casts of both operands of each product, in words.
         backend: whether the recipe is native on the device, and why.
         count: the step of one process that the rest follows from.
@@ -84,7 +84,7 @@ class Estimate:
 
     @property
     def format(self) -> str:
-        """The format of most products."""
+        """The format of most matmuls."""
         return self.formats[0]
 
     @property
@@ -99,7 +99,7 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     """Estimate the time of a step from its memory and traffic.
 
     Raises:
-        UserError: the configuration asks for native products that the device does not have.
+        UserError: the configuration requires native matmuls that the device does not have.
     """
     t, recipe = config.training, config.spec.recipe
     tokens = t.batch_size * config.data.sequence_length
@@ -139,16 +139,16 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
 
 
 def _computation(count: WholeCount) -> tuple[float, float, float]:
-    """Seconds of the products, the casts and the passes of all micro-batches at best."""
+    """Seconds of the matmuls, the casts and the passes of all micro-batches at best."""
     of = count.best.of_micro_batches
     products, casts = of("product_seconds") + of("attention_seconds"), of("cast_seconds")
     return products, casts, of("seconds") - products - casts
 
 
 def _formats(count: WholeCount, cluster: Cluster, compute: str) -> tuple[tuple[str, ...], float]:
-    """The formats of the linear layers' products, most first, and the peak of all products as they are mixed.
+    """The formats of the linear layers' matmuls, most first, and the mean peak of all matmuls.
 
-    An emulated product is one of `compute`, and has its peak: a detour by fp32 is no use of fp32.
+    An emulated matmul counts as one in `compute`, with its peak, even if it takes a detour through fp32.
     """
     wide = cluster.peak[cluster.format_for(compute)]
     of_format: dict[str, float] = {}

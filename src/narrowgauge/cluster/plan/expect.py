@@ -1,17 +1,17 @@
-"""What a run is expected to reach of the best speed: a count of this program, or what measured runs reached.
+"""The share of the best speed that a run is expected to reach, from a count or from measured runs.
 
-The best leaves out what no count of work shows: products of small or odd shapes, kernels that are slower than
-their bytes and instructions, the host, waiting for other processes, links under load. Their sum was measured
-by others, as the speed of whole runs. Where a step can be counted for the device (`counted.py`), the count is
-what is expected, at speeds that whole steps of plain torch reached. Measured runs then stand beside it.
+The best leaves out costs that a count of work does not show: matmuls of small or odd shapes, kernels slower
+than their bytes and instructions, the host, waiting for other processes, links under load. Measured speeds of
+whole runs include all of them. Where a step can be counted for the device (`counted.py`), the expectation is
+the count at speeds that whole steps of plain torch reached, printed with the measured runs.
 
-Each machine's file holds such runs with their sources ([[measured]]), and beside each the speed that `plan`
-calls the best for the same settings. The quotient is the share.
+Each machine's file lists such runs with their sources ([[measured]]), each with the speed that `plan` calls
+the best for its settings. The quotient is the share.
 
-Elsewhere a plan takes the share of the run that is nearest to it. The distance is that of the numbers of
-devices and of parameters, in factors of two, and one more if the products had another format. Where several
-are equally near, it is their geometric mean, and their least and most are told. Those programs are not this
-one, which nobody has measured on a GPU: the share says what is usual on the machine.
+Without a count, a plan takes the share of the nearest run. The distance is the difference in devices and in
+parameters, in factors of two, plus one if the matmuls had another format. Among equally near runs it takes
+the geometric mean, and reports the least and the most. Those runs are of other programs: the share shows what
+is usual on the machine.
 """
 
 import math
@@ -24,7 +24,7 @@ from narrowgauge.simulate import WholeCount
 
 @dataclass(frozen=True)
 class Expectation:
-    """The share of the best speed that is expected.
+    """The expected share of the best speed.
 
     Attributes:
         share: the share.
@@ -44,13 +44,13 @@ class Expectation:
 def expectation(
     measured: Sequence[MeasuredRun], devices: int, parameters: int, format: str
 ) -> Expectation | None:
-    """The share that is expected of a plan; None if no run was measured.
+    """The expected share for a plan; None if no run was measured.
 
     Args:
         measured: the runs of the cluster.
         devices: devices of the plan.
         parameters: parameters of its model.
-        format: the format of most of its products.
+        format: the format of most of its matmuls.
     """
     if not measured:
         return None
@@ -61,20 +61,20 @@ def expectation(
 
     least_apart = min(distance(run) for run in measured)
     nearest = tuple(run for run in measured if distance(run) == least_apart)
-    shares = [min(1.0, run.share) for run in nearest]  # nothing is expected to be faster than the best
+    shares = [min(1.0, run.share) for run in nearest]  # nothing is expected to exceed the best
     return Expectation(math.prod(shares) ** (1 / len(shares)), min(shares), max(shares), nearest)
 
 
 def counted_expectation(
     counted: WholeCount | None, at_best: float, measured: Expectation | None, copies: float = 0.0
 ) -> Expectation | None:
-    """The share that a count gives, beside the measured runs; these alone if nothing is counted.
+    """The share by a count, along with the measured runs; these alone if there is no count.
 
     Args:
         counted: the count of a step.
         at_best: the seconds of the same step at best, by the same count.
-        measured: what measured runs reached.
-        copies: the seconds of copies between the host's memory and the device's, which no count has.
+        measured: the expectation from measured runs.
+        copies: the seconds of copies between the host's memory and the device's, which a count leaves out.
     """
     if counted is None:
         return measured

@@ -1,4 +1,4 @@
-"""The smallest number of devices on which a run fits, its state sharded over them."""
+"""The smallest number of devices on which a run fits, with its state sharded over them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from narrowgauge.training import Config
 
 @dataclass(frozen=True)
 class Fewest:
-    """The smallest mesh that fits, and the micro-batch that it leaves."""
+    """The smallest mesh that fits, and its micro-batch and memory."""
 
     parallel_dims: ParallelDims
     micro_batch_size: int
@@ -24,23 +24,23 @@ def fewest_devices(
     limit: int,
     fits: Callable[[Memory, ParallelDims], bool],
 ) -> Fewest | None:
-    """Search the smallest number of devices that a step fits on; None if its batch goes to no such number.
+    """Find the smallest number of devices that a step fits on; None if no number that divides the batch fits.
 
-    The other axes and the batch stay as they are; replicas become shards. A process has at least one
-    sequence, so a batch of B sequences goes to B shards at most, in smaller micro-batches where need be.
+    The other axes and the batch stay the same; replicas become shards. A process has at least one sequence,
+    so a batch of B sequences can be divided over at most B shards, in smaller micro-batches if necessary.
 
     Args:
         config: the configuration.
         parallel_dims: its mesh.
-        memory: what a step takes on this mesh.
-        limit: bytes that a device has.
+        memory: the memory of a step on this mesh.
+        limit: bytes of memory of a device.
         fits: whether a step's memory on a mesh fits.
     """
     batch, micro = config.training.batch_size, config.training.micro_batch_size
-    # Fewer shards cannot hold the state; a tenth is left for the padding of shards.
+    # With fewer shards the state cannot fit; the factor 0.9 allows for the padding of shards.
     least = 0.9 * memory.state * parallel_dims.shard / limit if parallel_dims.zero == 3 else 1
     shards = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n >= parallel_dims.pipeline]
-    # No estimate is possible of replicated weights (DDP) in the stages of a pipeline.
+    # Replicated weights (DDP) in the stages of a pipeline cannot be estimated.
     has_replicas = parallel_dims.pipeline > 1 and parallel_dims.context > 1
     shards = [n for n in shards if n >= max(least, 1 + has_replicas) and n % parallel_dims.expert == 0]
 
@@ -52,11 +52,11 @@ def fewest_devices(
         memory = estimate_memory(config.model_copy(update={"training": training}), mesh)
         return Fewest(mesh, size, memory)
 
-    if parallel_dims.replicate == 1 and fits(memory, parallel_dims):  # then no more devices are of interest
+    if parallel_dims.replicate == 1 and fits(memory, parallel_dims):  # then only fewer devices matter
         shards, found = [n for n in shards if n <= parallel_dims.shard], Fewest(parallel_dims, micro, memory)
     elif not shards or not fits((found := of(shards[-1])).memory, found.parallel_dims):
         return None
-    low, high = 0, len(shards) - 1  # those before `low` do not fit, and `high` does
+    low, high = 0, len(shards) - 1  # those before `low` do not fit, `high` does
     while low < high:
         middle = (low + high) // 2
         tried = of(shards[middle])

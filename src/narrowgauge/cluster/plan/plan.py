@@ -1,8 +1,8 @@
 """Plans a run before it starts: memory by class, traffic, time and cost.
 
-The memory estimate is the one of `train` (`simulate/memory_estimate.py`), so a plan and the run have
-the same classes. The time at best (`estimate.py`), and what is expected of it (`expect.py`), are of a cluster
-that a file describes (`cluster_spec.py`). `plan_text.py` prints a plan.
+The memory estimate is that of `train` (`simulate/memory_estimate.py`), so a plan and the run have the same
+classes. The time at best (`estimate.py`) and the expected share of it (`expect.py`) refer to a cluster
+described by a file (`cluster_spec.py`). `plan_text.py` prints a plan.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from narrowgauge.units import parse_bytes
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that a step has.
+    """The memory available to a step.
 
     Attributes:
         limit: bytes per device.
@@ -43,16 +43,16 @@ class Room:
     copies_saves: bool
 
     def copy(self, memory: Memory, parallel_dims: ParallelDims) -> int:
-        """Bytes in the host's memory of the state that an asynchronous save copies."""
+        """Bytes of host memory for the copy of the state that an asynchronous save makes."""
         return copy_of_save(memory, parallel_dims) if self.copies_saves else 0
 
     def needed(self, memory: Memory, parallel_dims: ParallelDims) -> int:
-        """Bytes that a step needs of the limit; without a separate host, its state is among them."""
+        """Bytes of the limit that a step needs, including host memory unless that is separate."""
         host = sum(memory.host.values()) + self.copy(memory, parallel_dims)
         return memory.peak + (0 if self.has_host else host)
 
     def fits(self, memory: Memory, parallel_dims: ParallelDims) -> bool:
-        """Whether a step of a process of this mesh fits."""
+        """Whether a step of one process of this mesh fits."""
         return self.needed(memory, parallel_dims) <= self.limit
 
 
@@ -61,15 +61,15 @@ class Plan:
     """The facts of a run that are known before it starts.
 
     Attributes:
-        room: the memory that a step has.
+        room: the memory available to a step.
         fewest: the smallest number of devices that a step fits on; None if there is none.
-        fitting: where it does not fit, the options of the least change with which it does on these devices,
-            and the memory with them; None if there is none.
-        backend: whether the recipe is native on the device; None if the device is not known.
-        gpu: the facts of the device, by which memory is counted; None if it is not known.
+        fitting: if it does not fit, the smallest change of options with which it fits on these devices, and
+            the memory with them; None if there is none.
+        backend: whether the recipe is native on the device; None if the device is unknown.
+        gpu: the facts of the device for which memory is counted; None if it is unknown.
         time: the time at best; None without a cluster.
-        expected: what is expected of it; None without a count and without measured runs.
-        chosen: sentences about values that were chosen where the user gave none.
+        expected: the expected share of it; None without a count and without measured runs.
+        chosen: sentences about values that were chosen because the user set none.
     """
 
     config: Config
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def copy(self) -> int:
-        """Bytes in the host's memory of the state that an asynchronous save copies."""
+        """Bytes of host memory for the copy of the state that an asynchronous save makes."""
         return self.room.copy(self.step.memory, self.parallel_dims)
 
     @property
@@ -102,11 +102,11 @@ class Plan:
 
 
 def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) -> Plan:
-    """Plan a configuration on a number of devices of a cluster, or of this machine.
+    """Plan a configuration for a number of devices of a cluster, or of this machine.
 
     Raises:
-        UserError: `[parallel]` does not fit the number of devices, or the devices lack a native product that
-            the configuration asks for.
+        UserError: `[parallel]` does not fit the number of devices, or the configuration requires a native
+            matmul that the devices lack.
     """
     config, batch_choice = _with_batch_size(config, devices)
     layout = lay_out(config, devices)
@@ -144,21 +144,22 @@ def _room(config: Config, cluster: Cluster | None) -> Room:
     else:
         device = choose_device(config.training.device)
         size, source = total_memory(device), device_name(device)
-        has_host = device.type != "cpu" or bool(limit)  # a limit stands for a GPU of another machine
+        has_host = device.type != "cpu" or bool(limit)  # a limit represents a GPU of another machine
     if limit:
         size, source = parse_bytes(limit), f"training.memory_limit {limit}"
     return Room(size, source, has_host, copies_saves)
 
 
 def _device_here(config: Config) -> Device | None:
-    """The facts of this machine's device; None where a memory limit stands for another one."""
+    """The facts of this machine's device; None where a memory limit represents another one."""
     return None if config.training.memory_limit else device_facts(choose_device(config.training.device))
 
 
 def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
-    """The configuration with a batch that the devices can share, where the user gave none; and a sentence.
+    """The configuration, with a batch that the devices can share if the user set none; and a sentence about
+    it.
 
-    A plan asks what a number of devices would do. `train` refuses such a batch: it is part of the training.
+    A plan explores numbers of devices. `train` refuses such a batch, since the batch is part of the training.
     """
     t = config.training
     dims = resolve_dims(ParallelDims(**config.parallel.model_dump()), devices)
@@ -174,7 +175,7 @@ def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
 
 
 def copy_of_save(memory: Memory, parallel_dims: ParallelDims) -> int:
-    """Bytes that a process copies for an asynchronous save; replicas divide the state among them."""
+    """Bytes that a process copies for an asynchronous save; replicas share the state among them."""
     kept = sum(memory.device[name] for name in ("weights", "master", "m", "v"))
     kept += sum(size for name, size in memory.host.items() if name != "gradients")
     copies = 1 if parallel_dims.is_sharded else parallel_dims.shard * parallel_dims.context
@@ -199,12 +200,12 @@ def tokens_of(text: str) -> int:
 
 
 def price_of(plan: Plan, asked: Price | None) -> Price | None:
-    """The price of a device-hour: the one that was asked for, else the cluster's."""
+    """The price of a device-hour: the requested one, else the cluster's."""
     return asked or (plan.cluster.device_hour if plan.cluster else None)
 
 
 def cost_of(plan: Plan, tokens: int, price: Price | None, share: float = 1.0) -> dict[str, float]:
-    """Days, device-hours and price of a budget of tokens, at a share of the best speed."""
+    """Days, device-hours and price of a token budget, at a share of the best speed."""
     assert plan.time is not None
     days = tokens / plan.time.tokens * plan.time.seconds / share / 86400
     hours = days * 24 * plan.parallel_dims.size

@@ -150,7 +150,7 @@ def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, co
         table.add_column(column, justify="right")
     mark = ", emulated" if time.backend.name == "emulated" else ""
     for name, seconds in {
-        f"products ({', '.join(time.formats)}{mark})": time.products,
+        f"matmuls ({', '.join(time.formats)}{mark})": time.products,
         f"casts{mark}": time.casts,
         "passes over memory": time.passes,
         "update": time.update,
@@ -187,7 +187,7 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
         _say(
             console,
             f"recipe {plan.config.recipe.name} is emulated on this device: {why}. Losses are real; the "
-            f"time is that of {' and '.join(time.formats)} products and of casts, which are "
+            f"time is that of {' and '.join(time.formats)} matmuls and of casts, which are "
             f"{100 * time.casts / time.seconds:.0f} % of it. Waits of the host are not priced",
         )
     if time.attention:
@@ -201,7 +201,7 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
     else:
         _say(console, _sources(plan.expected, time))
     if (price := price_of(plan, asked)) is not None:
-        source = "--price" if asked else "the cluster's file; --price says yours"
+        source = "--price" if asked else "the cluster's file; --price overrides it"
         currency = "" if price.currency else ", in a currency that --price does not name"
         _say(console, f"cost: at {price} a device-hour ({source}){currency}")
 
@@ -215,7 +215,7 @@ def _sources(e: Expectation, time: Estimate) -> str:
             f"expect: {_figure(time.seconds / e.share)} s a step, {100 * e.share:.0f} % of the best: counted "
             f"for this GPU{', and the copies from and to the host' if time.copies else ''} "
             f"({micro.launches:,} launches and {micro.bytes / 1e9:,.0f} GB a micro-batch; "
-            f"speeds: {c.words}){beside if e.runs else ''}; nothing of it was measured of this program"
+            f"speeds: {c.words}){beside if e.runs else ''}; not measured with this program"
         )
     runs = ", ".join(f"{run.run} {100 * run.share:.0f} %" for run in e.runs)
     sources = "; ".join(dict.fromkeys(run.source for run in e.runs))

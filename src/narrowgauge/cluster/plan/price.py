@@ -1,4 +1,4 @@
-"""Prices of a device-hour: a number and a currency, as they are written."""
+"""Prices of a device-hour: an amount and a currency, as written by the user."""
 
 import re
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from narrowgauge.errors import UserError
 
 @dataclass(frozen=True)
 class Price:
-    """An amount of a currency; "" is a currency that nobody named."""
+    """An amount of a currency, which is "" if unspecified."""
 
     amount: float
     currency: str
 
     def times(self, count: float) -> "Price":
-        """The price of so many."""
+        """The price times a count."""
         return Price(self.amount * count, self.currency)
 
     def __str__(self) -> str:
@@ -25,10 +25,10 @@ class Price:
 
 
 def parse_price(where: str, text: str) -> Price:
-    """Parse a price such as 2.50USD, "2.50 EUR" or 2.50 (which says no currency).
+    """Parse a price such as 2.50USD, "2.50 EUR" or 2.50 (without a currency).
 
     Args:
-        where: the option or key, for the error.
+        where: the option or key, for the error message.
         text: the price.
 
     Raises:

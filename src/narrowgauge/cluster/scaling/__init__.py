@@ -1,1 +1,1 @@
-"""Are more processes faster?"""
+"""Measures whether more processes are faster."""

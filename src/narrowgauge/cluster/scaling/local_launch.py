@@ -1,8 +1,8 @@
 """Launches several worker processes on this machine, with the environment of torchrun.
 
-This process hosts the rendezvous store, so their port is certainly free. The workers end with this process:
-on Linux the kernel kills them whenever it ends. They have separate process groups, so Ctrl-C reaches only
-this process, which kills them, since a measurement has nothing to save.
+This process hosts the rendezvous store, so their port is known to be free. The workers end with this process:
+on Linux the kernel kills them when it ends. They run in separate process groups, so Ctrl-C reaches only this
+process, which kills them, since a measurement has nothing to save.
 """
 
 import os
@@ -16,7 +16,7 @@ from narrowgauge.distributed.launch.launcher_env import launch_info
 from narrowgauge.errors import ProcessFailed, UserError
 from narrowgauge.processes import Programs
 
-# Variables of launchers, which the workers must not inherit.
+# Launcher variables that the workers must not inherit.
 _OF_LAUNCHERS = (
     "OMPI_",
     "PMI_",
@@ -29,7 +29,7 @@ _OF_LAUNCHERS = (
     "MASTER_",
 )
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "NODE_RANK", "NNODES")
-_GRACE_S = 3.0  # for workers that end because of another worker's error
+_GRACE_S = 3.0  # for workers that end because another worker failed
 
 
 class WorldFailed(ProcessFailed):
@@ -40,7 +40,7 @@ class WorldFailed(ProcessFailed):
 
 
 def refuse_several(environ: Mapping[str, str]) -> None:
-    """Check that no launcher started several processes; a batch script of Slurm is a single one.
+    """Check that no launcher started several processes; the shell of a Slurm batch script counts as one.
 
     Raises:
         UserError: this is one of several processes.

@@ -1,10 +1,10 @@
-"""Are more processes faster? The same training on 1..N processes of this machine, for some seconds each.
+"""Measures scaling: the same training on 1..N processes of this machine, for some seconds each.
 
-For each number of processes, `local_launch` starts real processes. Each takes timed steps of the ordinary
-training (`worker`), once with the configuration's batch in total (strong) and once with it for each process
-(weak). `statistics` computes the figures.
+For each number of processes, `local_launch` starts real processes. Each takes timed steps of ordinary
+training (`worker`), once with the configuration's batch as the total (strong scaling) and once with that
+batch per process (weak scaling). `statistics` computes the figures.
 
-The mesh is that of [parallel], except for its size: `replicate` grows if it is more than 1, else `shard`.
+The mesh is that of [parallel], except for its size: `replicate` grows if it exceeds 1, else `shard`.
 """
 
 import json
@@ -50,7 +50,7 @@ FILE = "scaling.json"
 
 @dataclass(frozen=True)
 class Scaling:
-    """The result of a measurement; `facts` describe the model and the machine."""
+    """The result of a measurement; `facts` describes the model and the machine."""
 
     facts: dict[str, Any]
     rows: Sequence[Row]
@@ -79,7 +79,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
         sizes: numbers of processes, ascending.
         seconds: measured time for each number and mode, without start and warm-up.
         out: the directory of the result, created if needed.
-        console: prints a line for each number of processes.
+        console: receives a progress line for each number of processes.
 
     Raises:
         UserError: a size is invalid or does not fit the configuration, or `out` cannot be written.
@@ -160,13 +160,13 @@ def read_sizes(text: str) -> list[int]:
 def _check_gpus(sizes: Sequence[int], device: torch.device) -> None:
     if device.type == "cuda" and sizes[-1] > torch.cuda.device_count():
         raise UserError(
-            f"--procs asks for {sizes[-1]} processes, each with a GPU of its own, and torch sees "
+            f"--procs asks for {sizes[-1]} processes with a GPU each, and torch sees "
             f"{torch.cuda.device_count()} GPU(s) here; ask for fewer, or measure with --device cpu"
         )
 
 
 def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
-    """The configurations of a number of processes by mode; a single first process needs only one."""
+    """The configurations for a number of processes, by mode; a single first process needs only one."""
     plans = {"strong": _sized(config, size, config.training.batch_size)}
     if size > 1 or not is_first:
         plans["weak"] = _sized(config, size, config.training.batch_size * size)
@@ -194,27 +194,27 @@ def _sized(config: Config, size: int, batch: int) -> Config:
 
 
 def _dims(config: Config, size: int) -> ParallelDims:
-    """The dimensions of [parallel], with `replicate` or `shard` grown to make `size` processes."""
+    """The dimensions of [parallel], with `replicate` or `shard` grown to a total of `size` processes."""
     p = config.parallel
     parallel_dims = ParallelDims(**p.model_dump() | {"shard": max(1, p.shard)})
     axis = "replicate" if parallel_dims.replicate > 1 else "shard"
     parallel_dims = replace(parallel_dims, **{axis: 1})
     if size % parallel_dims.size:
         raise UserError(
-            f"--procs {size} is no multiple of the {parallel_dims.size} processes that [parallel] asks for "
-            f"beside {axis}; name multiples of {parallel_dims.size}"
+            f"--procs {size} is not a multiple of the {parallel_dims.size} processes that [parallel] sets "
+            f"without {axis}; name multiples of {parallel_dims.size}"
         )
     return replace(parallel_dims, **{axis: size // parallel_dims.size})
 
 
 def _threads(size: int) -> int:
-    """Threads of each process: OMP_NUM_THREADS if set, else an equal share of the cores."""
+    """Threads per process: OMP_NUM_THREADS if set, else an equal share of the cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() and int(setting) else max(1, usable_cores() // size)
 
 
 def _measured(modes: dict[str, Config], size: int, threads: int, seconds: float, out: Path) -> dict[str, Any]:
-    """Run the workers, and read their results by mode."""
+    """Run the workers and read their results by mode."""
     with TemporaryDirectory(dir=out, prefix=".measuring-") as directory:
         for name, config in modes.items():
             write_whole(Path(directory) / f"{name}.toml", to_toml(config))

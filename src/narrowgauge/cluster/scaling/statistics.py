@@ -1,14 +1,14 @@
 """Computes the scaling figures from the measured steps of 1..N processes.
 
-strong          the same tokens a step in all: does the same work end sooner?
-weak            the same tokens a step for each process: does more work end in the same time?
-speed-up S      tokens a second, over those of the fewest processes that were measured
+strong          the same total tokens a step: does the same work finish sooner?
+weak            the same tokens a step for each process: does more work finish in the same time?
+speed-up S      tokens/s, relative to the fewest processes measured
 efficiency      S / (N / N of the fewest)
-communication   the share of a step in which a process waits for others (`worker`), mean of all
-break-even      tokens a process has in a step, at which N processes become faster than the fewest. An
-                estimate: it takes computing to grow with the tokens, c seconds each, and communication to
-                be the same f seconds in each step; then T tokens take c0 T + f0 = c T + f
-bandwidth       algorithm: bytes / time; bus: that times 2 (N - 1) / N, which a ring moves over each link
+communication   the share of a step in which a process waits for others (`worker`), averaged over processes
+break-even      tokens per process and step at which N processes become faster than the fewest. An estimate
+                that takes computation as proportional to the tokens, c seconds each, and communication as
+                constant, f seconds a step; then T tokens take c0 T + f0 = c T + f
+bandwidth       algorithm: bytes / time; bus: that times 2 (N - 1) / N, the traffic of a ring on each link
 """
 
 import statistics
@@ -24,7 +24,7 @@ class Row:
 
     mode: str  # strong or weak
     processes: int
-    threads: int  # of each process
+    threads: int  # per process
     batch_size: int  # sequences a step, of all processes
     micro_batch_size: int
     tokens_a_step: int
@@ -32,18 +32,18 @@ class Row:
     step_ms: float  # the median
     step_ms_quartiles: tuple[float, float]
     step_ms_best: float  # the step least disturbed by other programs
-    on_core_ms: float  # of a step, in which the training thread had a core; other programs hardly change it
+    on_core_ms: float  # time of a step on a core, for the training thread; other programs hardly affect it
     communication: float
-    starved: float  # the share of a step in which a process was ready, and other work had its core
-    sent_bytes: Mapping[str, int]  # by the first process in a step, by purpose
+    starved: float  # the share of a step in which a process was ready but other work had its core
+    sent_bytes: Mapping[str, int]  # per step by the first process, by purpose
     collectives: Mapping[str, int]
     speed_up: float = 1.0
     efficiency: float = 1.0
-    break_even_tokens: float | None = None  # None: at no batch, or nothing to compare with
+    break_even_tokens: float | None = None  # None: never, or nothing to compare with
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all processes together."""
+        """Tokens/s of all processes together."""
         return 1000 * self.tokens_a_step / self.step_ms
 
     @property
@@ -58,7 +58,7 @@ class Row:
 
 
 def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
-    """The measured fields of a row, from the timings of each rank."""
+    """The measured fields of a row, from each rank's timings."""
     slowest = max(ranks, key=lambda rank: statistics.median(rank["seconds"]))
     seconds = slowest["seconds"]
     low, middle, high = statistics.quantiles(seconds, n=4)
@@ -79,19 +79,19 @@ def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, An
 
 
 def break_even(fewest: Row, row: Row) -> float | None:
-    """Break-even in tokens a process and step; 0: at any number, None: at none."""
+    """Break-even in tokens per process and step; 0: at any number; None: never."""
     gain = _computing(fewest) - _computing(row)
     extra = row.waiting_ms - fewest.waiting_ms
     return max(extra, 0.0) / gain / row.processes if gain > 0 else None
 
 
 def _computing(row: Row) -> float:
-    """Milliseconds a token, all processes at once."""
+    """Milliseconds of computation per token, over all processes at once."""
     return (row.step_ms - row.waiting_ms) / row.tokens_a_step
 
 
 def bandwidth(all_reduce: Mapping[str, float], processes: int) -> dict[str, float]:
-    """Bytes, milliseconds, and bytes a second of an all-reduce."""
+    """The bytes, milliseconds and bytes/s of an all-reduce."""
     size, seconds = all_reduce["bytes"], all_reduce["seconds"]
     bus = 2 * (processes - 1) / processes * size / seconds
     return {
@@ -104,7 +104,7 @@ def bandwidth(all_reduce: Mapping[str, float], processes: int) -> dict[str, floa
 
 
 def warnings(rows: Sequence[Row], cores: int, on_cpu: bool) -> list[str]:
-    """Warnings: more processes are slower than fewer, or threads outnumber the cores."""
+    """Warnings: more processes are slower than fewer, or there are more threads than cores."""
     messages = []
     for mode in ("strong", "weak"):
         for fewer, more in pairwise(row for row in rows if row.mode == mode):
@@ -126,14 +126,14 @@ def warnings(rows: Sequence[Row], cores: int, on_cpu: bool) -> list[str]:
 
 
 def compared(rows: Sequence[Row], cores: int, on_cpu: bool) -> str:
-    """A sentence on what the speed-up compares: more hardware, or the same cores divided further."""
+    """A sentence on what the speed-up compares: more hardware, or the same cores divided more finely."""
     strong = [row for row in rows if row.mode == "strong"]
     threads = ", ".join(f"{row.processes}: {row.threads}" for row in strong)
     threads_text = (
         f"threads of each process, by their number: {threads}; this process may use {cores} core(s)"
     )
     if not on_cpu:
-        return f"each process has a GPU of its own; {threads_text}"
+        return f"each process has a GPU to itself; {threads_text}"
     if have_same_cores(rows, cores):
         return (
             f"{threads_text}: all use the same cores, so more processes are the same machine in more pieces"
@@ -147,7 +147,7 @@ def have_same_cores(rows: Sequence[Row], cores: int) -> bool:
 
 
 def verdict(rows: Sequence[Row], same_cores: bool) -> str:
-    """One sentence that compares the most processes with the fewest."""
+    """A sentence that compares the most processes with the fewest."""
     strong = [row for row in rows if row.mode == "strong"]
     fewest, most = strong[0], strong[-1]
     if most is fewest:

@@ -72,11 +72,11 @@ def _ms(milliseconds: float) -> str:
 def _notes(result: Scaling) -> list[str]:
     notes = [
         "batch: micro-batches of all processes x sequences of each; communication: the share of a step in "
-        "which a process waits for the others, not what goes on beside computation",
+        "which a process waits for the others, excluding what overlaps with computation",
         result.compared,
     ]
     if result.facts["backend"] == "emulated":
-        notes.append("* emulated arithmetic: speed says nothing about the format's own in hardware")
+        notes.append("* emulated arithmetic: not the speed of the format in hardware")
     for one in result.all_reduce:
         notes.append(
             f"all-reduce of {human_bytes(one['bytes'])} over {one['processes']:.0f} processes: "

@@ -1,12 +1,11 @@
 """A worker of the scaling measurement: takes steps of the ordinary `Trainer` and times them.
 
-A step is timed as `train` times `step_ms` of the metrics. Communication is the time in which a process waits
-for others: communication that overlaps with computation is not counted. A wait for a slower process is
-counted.
+A step is timed like `step_ms` in the metrics of `train`. Communication is the time in which a process waits
+for others, including slower ones; communication that overlaps with computation does not count.
 
     CPU    the time in which this thread slept: elapsed time, less the time on a core, less the time in which
-           it could have run and had no core (/proc/thread-self/schedstat); gloo works in threads of its own
-    GPU    the time in which a kernel of NCCL ran and no other, in a few more steps under torch's profiler
+           it was runnable without a core (/proc/thread-self/schedstat); gloo works in its own threads
+    GPU    the time in which only kernels of NCCL ran, measured in a few more steps under torch's profiler
 
 Sources: https://docs.kernel.org/scheduler/sched-stats.html ("/proc/<pid>/schedstat"), and for the bandwidths
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
@@ -39,17 +38,17 @@ from narrowgauge.training import Config, load_values, make_config
 from narrowgauge.training.step.trainer import Trainer
 
 WARMUP_STEPS = 3  # not measured: allocation, DDP's buckets
-LEAST_STEPS = 5  # measured, however few seconds were asked for
+LEAST_STEPS = 5  # measured even if they exceed the requested seconds
 PROFILED_STEPS = 3
 LARGEST = 2**28  # bytes of the all-reduce whose bandwidth is measured
 
-Span = tuple[float, float]  # from, to
+Span = tuple[float, float]  # start, end
 
 
 def measure(directory: Path, seconds: float) -> None:
     """Join the process group of the environment, and measure each DIRECTORY/*.toml.
 
-    Rank 0 writes DIRECTORY/result.json: for each file, measured for so many seconds, the result of `_timed`
+    Rank 0 writes DIRECTORY/result.json: for each file, measured for the given seconds, the result of `_timed`
     on each rank; and the result of `_all_reduce`.
 
     Raises:
@@ -85,7 +84,7 @@ def measure(directory: Path, seconds: float) -> None:
 def _timed(
     trainer: Trainer, dataset: Dataset, coordinator: Coordinator, seconds: float
 ) -> list[dict[str, Any]]:
-    """Timings per rank: seconds of its steps, shares spent waiting for others or a core, and bytes sent."""
+    """Timings per rank: seconds of its steps, shares spent waiting for others or for a core, bytes sent."""
     times, on_core, waiting, starved = [], [], [], []
     with trainer.batches(dataset.train) as loader:
         batches = _Batches(loader)
@@ -108,7 +107,7 @@ def _timed(
         if trainer.device.type == "cuda" and coordinator.size > 1:
             waiting = [_share_on_gpu(trainer, batches)]
         traffic = CommCounter()
-        # One process sends nothing, and its steps may be compiled: they run without the counter.
+        # A single process sends nothing, and its steps may be compiled, so it runs without the counter.
         with traffic if coordinator.size > 1 else nullcontext():
             trainer.train_step(batches)
     local = {"seconds": times, "on_core": on_core, "waiting": waiting, "starved": starved}
@@ -129,10 +128,10 @@ class _Batches(Iterator[Batch]):
 
 
 class Idle(NamedTuple):
-    """Cumulative seconds in which a thread did not compute, from an arbitrary origin."""
+    """Cumulative seconds in which a thread did not compute, with an arbitrary origin."""
 
-    asleep: float  # it waited for something
-    starved: float  # it was ready, and something else had the core
+    asleep: float  # waiting for something
+    starved: float  # ready, while something else had the core
 
 
 def idle() -> Idle:
@@ -145,7 +144,7 @@ def idle() -> Idle:
 
 
 def _share_on_gpu(trainer: Trainer, batches: Iterator[Batch]) -> float:
-    """Share of a few steps in which the GPU only communicated."""
+    """The share of a few steps in which the GPU only communicated."""
     synchronize(trainer.device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         start = time.perf_counter()
@@ -163,12 +162,12 @@ def _share_on_gpu(trainer: Trainer, batches: Iterator[Batch]) -> float:
 
 
 def alone(spans: list[Span], others: list[Span]) -> float:
-    """Length of the time covered by `spans` and not by `others`."""
+    """The length of the time covered by `spans` but not by `others`."""
     return covered([*spans, *others]) - covered(others)
 
 
 def _all_reduce(config: Config, device: torch.device, coordinator: Coordinator) -> dict[str, float]:
-    """Bytes and median seconds of an all-reduce of the size of the model's gradients, over all processes."""
+    """Bytes and median seconds of an all-reduce as large as the model's gradients, over all processes."""
     size = min(4 * count_parameters(config.spec.model), LARGEST)
     tensor = torch.zeros(size // 4, device=device)
     times = []

@@ -1,1 +1,1 @@
-"""What does the HTML page show?"""
+"""The HTML page."""

@@ -1,4 +1,4 @@
-"""What `probe` and `sensitivity` found in runs, as tables of the page; a large cost has a strong colour."""
+"""The results of `probe` and `sensitivity` as tables of the page; a large cost has a strong colour."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from narrowgauge.report.read.analysis import Costs, Probe
 from narrowgauge.report.read.run import Run
 
 _Figure = tuple[float | None, float | None, float | None]
-_FIGURES = {  # title, form, and the word for an infinite one
+_FIGURES = {  # title, format, and the word for an infinite value
     "loss_increase": ("loss increase, nats", ".5f", ""),
     "gradient_cosine": ("gradient cosine", ".5f", ""),
     "gradient_bias": ("gradient bias", "+.5f", ""),
@@ -52,7 +52,7 @@ def _probe(probe: Probe) -> str:
 
 
 def _figure(values: _Figure | None, digits: str, infinite: str) -> str:
-    """A mean and half its interval; `infinite` is said of a mean that is not finite, if that is no fault."""
+    """A mean and half its interval; `infinite` replaces a mean that may legitimately be infinite."""
     if values is None:
         return "-"
     mean, _, high = values
@@ -91,7 +91,7 @@ def _costs(found: Costs) -> str:
 
 
 def _range(found: Costs, unit: str) -> tuple[float, float]:
-    """The logarithms of the smallest and the largest cost above 0 of a unit."""
+    """The logarithms of the smallest and the largest positive cost in a unit."""
     costs = (cost for (_, place), cost in found.costs.items() if found.units[place] == unit)
     positive = [math.log(cost) for cost in costs if cost > 0]
     return (min(positive), max(positive)) if positive else (0.0, 0.0)

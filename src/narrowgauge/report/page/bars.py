@@ -1,7 +1,7 @@
-"""Stacked bars as plain HTML: they need no script; each part shows its value on hover or focus.
+"""Stacked bars as plain HTML, without a script; each part shows its value on hover or focus.
 
-A part is marked by its colour, its hatching and, if there is room, its name. A key follows the bars, and the
-caller adds a table with the numbers.
+A part is distinguished by its colour, its hatching and, if there is room, its name. A key follows the bars,
+and the caller adds a table of the values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class Bar:
 
 
 def bars(rows: Sequence[Bar], texts: Mapping[str, Sequence[str]], label: str) -> str:
-    """HTML of bars under each other on one scale, with their key.
+    """HTML of bars below each other on one scale, with their key.
 
     `texts` has, for each class in the order of the key, its size in each bar; `label` is the accessible name.
     """
@@ -37,7 +37,7 @@ def bars(rows: Sequence[Bar], texts: Mapping[str, Sequence[str]], label: str) ->
 
 
 def numbers(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], label: str) -> str:
-    """The table of the numbers: a column for each bar, a row (class, cells) for each class."""
+    """The table of the values: a column for each bar, a row (class, cells) for each class."""
     head = "".join(f'<th scope="col" class="number">{escape(name)}</th>' for name in names)
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
@@ -63,7 +63,7 @@ def _bar(
         inside = f"<b>{escape(name)}</b>" if share > _ROOM * len(name) else ""
         parts.append(
             f'<span class="part hatch{number[name]}" style="width:{share:.3f}%" tabindex="0" role="img" '
-            f'aria-label="{text}" data-says="{text}">{inside}</span>'
+            f'aria-label="{text}" data-text="{text}">{inside}</span>'
         )
     mark = "" if row.mark is None else f'<i class="mark" style="left:{100 * row.mark / longest:.3f}%"></i>'
     return (

@@ -1,13 +1,13 @@
 """The curves of the page, reduced to the resolution of a screen.
 
-A run of 100,000 steps has more points than a screen has columns. Its steps are grouped into buckets of equal
-numbers of tokens; each keeps the mean, the least and the greatest value, so the line on the page is a mean
-and the band around it hides no spike. The mean lies in the middle of its bucket, and all runs of a page have
-the same buckets: a gap between means of unequal spans would show how steep the loss is, and not how the runs
-differ. Where every run is short, every step is kept and there is no band.
+A run of 100,000 steps has more points than a screen has columns. Its steps are grouped into buckets of an
+equal number of tokens; each keeps the mean, the least and the greatest value, so the line on the page is a
+mean, and the band around it hides no spike. The mean is placed in the middle of its bucket, and all runs of a
+page share the buckets: a gap between means of unequal spans would reflect the slope of the loss instead of
+the difference of the runs. If every run is short, every step is kept and there is no band.
 
-Non-finite values never reach the page: a bucket counts only its finite values, and one without any is
-`null`, a gap in the curve. An event marks the steps whose loss was not finite.
+Non-finite values never reach the page: a bucket counts only its finite values, and one without any is `null`,
+a gap in the curve. An event marks the steps whose loss was not finite.
 """
 
 import math
@@ -69,22 +69,22 @@ def _run_data(run: Run, width: int, points: int, events: int) -> dict[str, Any]:
 
 
 def _width(steps: Sequence[Step], points: int) -> int:
-    """The tokens of a bucket, of which a run has at most `points`; 0 if it can keep every step."""
+    """The number of tokens in a bucket, so that a run has at most `points` buckets; 0 to keep every step."""
     if len(steps) <= points:
         return 0
-    size = math.ceil(len(steps) / (points - 1))  # a run that began in the middle has a part of a bucket more
+    size = math.ceil(len(steps) / (points - 1))  # a run that starts midway has one more partial bucket
     return size * max(1, round(_place(steps[-1]) / max(1, steps[-1].step)))
 
 
 def _buckets(steps: Sequence[Step], width: int) -> list[Sequence[Step]]:
-    """The steps in buckets of `width` tokens, which begin at multiples of it; one step each for 0."""
+    """The steps in buckets of `width` tokens, which begin at multiples of it; one step each if it is 0."""
     if not width:
         return [steps[i : i + 1] for i in range(len(steps))]
     return [list(bucket) for _, bucket in groupby(steps, lambda step: -(-_place(step) // width))]
 
 
 def _place(step: Step) -> int:
-    """The tokens of a step; its number where no tokens were recorded."""
+    """The tokens up to a step; its number if no tokens were recorded."""
     return step.tokens or step.step
 
 
@@ -103,7 +103,7 @@ def _middle(first: int, last: int) -> float:
 
 
 def _curve(buckets: Sequence[Sequence[Step]], name: str) -> Curve:
-    """Mean of each bucket; also least and greatest if buckets hold more than one step."""
+    """The mean of each bucket; also least and greatest if buckets hold more than one step."""
     finite = [[v for step in bucket if math.isfinite(v := getattr(step, name))] for bucket in buckets]
     curve: Curve = {"mean": [round_digits(math.fsum(v) / len(v)) if v else None for v in finite]}
     if name != "lr" and any(len(bucket) > 1 for bucket in buckets):
@@ -143,7 +143,7 @@ def thin(items: Sequence[T], limit: int) -> list[T]:
 
 
 class _Clock:
-    """Tokens and seconds at any step number, also at unrecorded ones."""
+    """Tokens and seconds at any step number, recorded or not."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
@@ -156,5 +156,5 @@ class _Clock:
 
 
 def round_digits(value: float, digits: int = 6) -> float | None:
-    """A value rounded to significant digits, as many as a screen shows; None if it is not finite."""
+    """A value rounded to the significant digits that a screen shows; None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None

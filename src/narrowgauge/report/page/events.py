@@ -1,7 +1,7 @@
-"""The events of a run: their names and reasons for people, and a table.
+"""The events of a run: their readable names and reasons, and a table.
 
 On the time line an event is a mark; the table shows the same without a pointer. A change of settings that
-touches the recipe is named a precision change; what the guard widened and lowered is a raise and a lower.
+affects the recipe is called a precision change; the guard's changes are a raise and a lower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Event = Mapping[str, Any]
 
 
 def event_name(event: Event) -> str:
-    """The name of an event for people."""
+    """The readable name of an event."""
     name = str(event["event"])
     if name == "convert" or (name == "change" and any(key.startswith("recipe") for key in _changes(event))):
         return PRECISION

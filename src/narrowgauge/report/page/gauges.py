@@ -1,4 +1,5 @@
-"""The gauges of each layer and place: a heat map that the page's script fills, and a table without it.
+"""The gauges of each layer and place: a heat map that the page's script fills, and a table that needs no
+script.
 
 Each line of `gauges.jsonl` (one layer and place) becomes one value for each gauge, in a readable unit:
 
@@ -10,7 +11,7 @@ Each line of `gauges.jsonl` (one layer and place) becomes one value for each gau
     bias         mean error, percent of the root mean square
     unlike       1 - cosine of a matmul and the same matmul in float32
 
-The size of a page is limited. If a run has too many layers, those with the most noise are shown; if it has
+The size of a page is limited. If a run has too many layers, the ones with the most noise are shown; if it has
 too many steps, every n-th and the last. Histograms are larger, so fewer steps keep theirs.
 """
 
@@ -37,7 +38,7 @@ HISTOGRAMS_PER_PAGE = 4000  # about 300 bytes each
 
 Line = Mapping[str, Any]
 Reading = dict[tuple[str, str], Line]  # lines of one step by (layer, place)
-NAMES = 4  # of runs without readings, that are listed
+NAMES = 4  # listed runs without readings
 
 
 def heat_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def heat_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def readings(run: Run) -> dict[int, Reading]:
-    """The readings by step, ascending; a layer and place that was read twice keeps the last line."""
+    """The readings by step, ascending; for a layer and place read twice, the last line counts."""
     by_step: dict[int, Reading] = {}
     for line in run.gauges:
         by_step.setdefault(line["step"], {})[line["layer"], line["place"]] = line
@@ -57,7 +58,7 @@ def readings(run: Run) -> dict[int, Reading]:
 
 
 def noisiest(reading: Reading, most: int) -> list[str]:
-    """The at most `most` layers with the most noise, in the order of the reading."""
+    """The `most` layers with the most noise, in the order of the reading."""
     worst: dict[str, float] = {}
     for (layer, _), line in reading.items():
         decibels = as_float(line.get("sqnr_db"))
@@ -103,7 +104,7 @@ def _by_place(
 
 
 def _figures(line: Line) -> dict[str, float | None]:
-    """The numbers of one line by gauge; None if the line does not have it."""
+    """The values of one line by gauge; None if the line lacks one."""
     amax, scales = _floats(line.get("amax"), 3), _floats(line.get("scales"), 2)
     figures = {"sqnr": as_float(line.get("sqnr_db"))}
     figures |= {share: 100 * as_float(line.get(share)) for share in SHARES}
@@ -174,7 +175,7 @@ def _octaves(low: float, high: float) -> float:
 def gauges(runs: Sequence[Run], host: str = "") -> str:
     """A section with the map's host element and a table for each run with readings.
 
-    A run without readings is named with the reason.
+    Runs without readings are listed with the reason.
     """
     measured = [run for run in runs if run.gauges]
     missing = "".join(f"<p>{escape(sentence)}</p>" for sentence in _missing(runs))
@@ -185,10 +186,10 @@ def gauges(runs: Sequence[Run], host: str = "") -> str:
         f'<section class="gauges"><h2>Gauges</h2>{missing}{host}'
         "<details><summary>The last readings as a table</summary>"
         f"{''.join(_run_table(run, most) for run in measured)}"
-        "<p>For each place: the signal to quantization noise in decibels, and the share of numbers that "
-        "became zero (underflow); at 20 dB the noise is a tenth of the numbers. For products (y, dx, dw): "
-        "the cosine of the angle to the same product in float32. Places without loss are left out; a tensor "
-        "shared by two products is reported under the place that quantized it. All other figures: "
+        "<p>For each place: the signal to quantization noise in decibels, and the share of values that "
+        "became zero (underflow); at 20 dB the noise is a tenth of the values. For matmuls (y, dx, dw): "
+        "the cosine of the angle to the same matmul in float32. Places without loss are left out; a tensor "
+        "shared by two matmuls is reported under the place that quantized it. All other figures: "
         "gauges.jsonl.</p></details></section>"
     )
 
@@ -211,7 +212,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _why_none(run: Run) -> str:
-    """Why a run has no readings, as the rest of a sentence."""
+    """Why a run has no readings, to complete a sentence."""
     training, section = (run.config.get(name) for name in ("training", "gauges"))
     every = section.get("every") if isinstance(section, Mapping) else None
     if isinstance(training, Mapping) and training.get("compile") is True:
@@ -222,10 +223,10 @@ def _why_none(run: Run) -> str:
         return "no step has been recorded yet"
     if isinstance(every, int) and run.steps[-1].step < every:
         return (
-            f"gauges.every = {every:,}, and step {run.steps[-1].step:,} was the last; beside every "
-            f"{every:,}th step only the last of a run that comes to its end is read"
+            f"gauges.every = {every:,}, and step {run.steps[-1].step:,} was the last; besides every "
+            f"{every:,}th step only the last step of a completed run is read"
         )
-    return "gauges.jsonl is missing or empty; it lies beside metrics.jsonl in the run directory"
+    return "gauges.jsonl is missing or empty; it belongs next to metrics.jsonl in the run directory"
 
 
 def _run_table(run: Run, most: int) -> str:

@@ -1,4 +1,4 @@
-"""The memory of runs by class of tensor: stacked bars, and the table of their numbers."""
+"""The memory of runs by class of tensor: stacked bars, and a table of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""The origin of the runs of a page: when, how long, where, with which version, by which command line.
+"""The origin of the runs of a page: when, how long, where, with which version and command line.
 
-A run records these in its start and resume events. What an older run did not record is left out.
+Start and resume events record these. Facts that an older run did not record are left out.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from html import escape
 from narrowgauge.report.read.run import Run
 from narrowgauge.units import human_duration
 
-MOST = 3  # hosts, devices or versions that are listed
+MOST = 3  # listed hosts, devices or versions
 
 
 def origin(runs: Sequence[Run], command: str = "") -> str:
-    """A list of facts as HTML; `command` is the line that made the page, of a comparison."""
+    """A list of facts as HTML; `command` is the command line of a comparison that made the page."""
     command = command or (str(runs[0].facts.get("command") or "") if len(runs) == 1 else "")
     facts = {
         "date": _dates(runs),
@@ -30,7 +30,7 @@ def origin(runs: Sequence[Run], command: str = "") -> str:
 
 
 def _dates(runs: Sequence[Run]) -> str:
-    """When the first run began, and when the last one ended."""
+    """When the first run began and the last one ended."""
     begun = [time for run in runs if (time := _time(run, "start", first=True))]
     ended = [time for run in runs if (time := _time(run, "done", "stop"))]
     if not begun:
@@ -43,7 +43,7 @@ def _dates(runs: Sequence[Run]) -> str:
 
 
 def _duration(runs: Sequence[Run]) -> str:
-    """Time in steps, and from begin to end for one run that was not interrupted."""
+    """The time in steps, and from begin to end for a single uninterrupted run."""
     in_steps = sum(run.seconds for run in runs)
     if not in_steps:
         return ""
@@ -74,7 +74,7 @@ def _time(run: Run, *names: str, first: bool = False) -> datetime | None:
 
 
 def _listed(runs: Sequence[Run], keys: Sequence[str], before: Sequence[str] = ("", "")) -> str:
-    """The values of some facts over all runs, each once; `before` is a word before each value."""
+    """The values of some facts over all runs, each once; `before` is a prefix for each value."""
     found = {
         ", ".join(
             f"{word}{run.facts[key]}" for key, word in zip(keys, before, strict=True) if run.facts.get(key)

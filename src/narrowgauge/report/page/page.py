@@ -3,7 +3,7 @@
 The page needs no network and no server. `sections` writes its text as HTML; `curves` writes the curves as
 JSON, which the page's script draws. The templates are in `web/`. Run names, settings and samples are
 untrusted, so there are three protections: text is escaped, the JSON cannot close its script element, and a
-content security policy admits only our script, by its hash.
+content security policy admits only the page's script, by its hash.
 """
 
 import base64
@@ -41,11 +41,11 @@ SCRIPTS = (
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "", more: str = "") -> Path:
-    """Read the run directories and write their page atomically to the file `out`, which is returned.
+    """Read the run directories, write their page atomically to the file `out`, and return its path.
 
     Missing parent directories are created. The first run's variant is the reference of every gap. `command`
-    is the command line of a comparison; the page of one run shows the run's own. `more` is HTML that
-    follows the charts: sections of an experiment.
+    is the command line of a comparison; the page of a single run shows the run's. `more` is HTML that follows
+    the charts: sections of an experiment.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.
@@ -63,7 +63,7 @@ def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "",
 
 
 def render_report(runs: Sequence[Run], command: str = "", more: str = "") -> str:
-    """The page as a string of ASCII HTML, under 5 MB whatever the length of the runs."""
+    """The page as a string of ASCII HTML, under 5 MB for runs of any length."""
     script = "\n".join(_template(name) for name in SCRIPTS)
     page = Template(_template("page.html")).substitute(
         title=escape(sections.title(runs)),
@@ -92,7 +92,7 @@ _NO_CURVES = '<p class="empty">There are no curves yet: no step has been recorde
 
 
 def _json_in_html(value: object) -> str:
-    """JSON that stays inert inside a script element: it has no `<`, so it can neither close nor open one."""
+    """JSON that is inert inside a script element: without `<` it can neither close nor open one."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

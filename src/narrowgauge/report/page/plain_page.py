@@ -1,4 +1,4 @@
-"""A page of tables alone, in one HTML file: no script, nothing from a network; every text is escaped."""
+"""A page of tables only, in one HTML file: no script and no network access; every text is escaped."""
 
 from collections.abc import Sequence
 from html import escape
@@ -21,7 +21,7 @@ def plain_page(title: str, parts: Sequence[str]) -> str:
 
 
 def html_table(head: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[str] | None = None) -> str:
-    """A table of texts; where the columns of `text` are named, the others have the class "number"."""
+    """A table of texts; columns not listed in `text` have the class "number"."""
     of = ["" if text is None or column in text else ' class="number"' for column in head]
     rows = ["".join(f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(of, head, strict=True))]
     rows += [

@@ -1,6 +1,6 @@
 """The sections of an experiment at several lengths: gaps over tokens, a forest plot, tables, the probe.
 
-The same rows give the same bytes. A gap beyond 6 % is a number with an arrow, so that others stay visible.
+The same rows give the same bytes. A gap beyond 6 % is printed with an arrow, so that the others stay visible.
 """
 
 import math
@@ -19,7 +19,7 @@ from narrowgauge.report.verdict.rungs import DIVERGED, ArmResult, Row
 _COLORS = ("#0b6e99", "#c4511d", "#2e7d32", "#7b3fa0", "#b8860b", "#a02050", "#4a5a6a", "#008080")
 _LEFT, _TOP, _ROW = 64.0, 56.0, 22.0
 _WIDTH, _CURVES, _GAP, _NAMES = 1080.0, 380.0, 56.0, 190.0
-_LARGEST = 6.0  # percent; what lies beyond is an arrow
+_LARGEST = 6.0  # percent; larger gaps are drawn as arrows
 Table = tuple[Sequence[str], list[list[str]]]  # head, lines
 _PROBED = {
     "loss_increase": ("loss increase", ".4f"),
@@ -40,12 +40,12 @@ class Axis:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The position of a value; of one beyond an end, that end."""
+        """The position of a value; a value beyond an end is placed at that end."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int = 9) -> list[float]:
-        """Round values between the ends, at most `most` where a step of 2 allows it."""
+        """Round values between the ends, at most `most` if a step of 2 allows it."""
         width = self.high - self.low
         step = next(s for s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if width / s <= most or s == 2)
         first = math.ceil(self.low / step - 1e-9)
@@ -53,7 +53,7 @@ class Axis:
 
 
 def rungs_svg(results: Sequence[ArmResult], parameters: int, reference: str) -> str:
-    """Both plots side by side; `parameters` are those that tokens are counted for."""
+    """Both plots in one drawing; `parameters` is the count to which tokens are related."""
     last = max(result.rung for result in results)
     top = [result for result in results if result.rung == last]
     top.sort(key=lambda r: math.inf if math.isnan(r.gap.mean) else r.gap.mean)
@@ -123,13 +123,13 @@ def _forest(
     bounds: tuple[float, float],
     height: float,
 ) -> list[str]:
-    """The gap of each arm at the highest rung, with its interval, the verdict beside it."""
+    """The gap of each arm at the highest rung, with its interval and the verdict."""
     begin = _LEFT + _CURVES + _GAP + _NAMES
     x = Axis(*bounds, begin, _WIDTH - 130)
     bottom = height - 54
     parts = [_text(begin - _NAMES, 24, f"Gap at the highest rung (grey: within {MARGIN} %)", weight="bold")]
     parts.append(_band(x(-MARGIN), _TOP - 8, x(MARGIN) - x(-MARGIN), bottom - _TOP + 8))
-    for tick in x.ticks(most=6):  # beside each other, labels take more room
+    for tick in x.ticks(most=6):  # horizontal labels take more room
         parts.append(_line(x(tick), _TOP - 8, x(tick), bottom, "#777" if tick == 0 else "#e4e4e4"))
         parts.append(_text(x(tick), bottom + 18, f"{tick:+.1f}" if tick else reference, anchor="middle"))
     parts.append(_text((x.start + x.end) / 2, bottom + 38, "gap, %", anchor="middle"))
@@ -178,8 +178,8 @@ def rung_table(results: Sequence[ArmResult]) -> Table:
 def probe_table(probe: Mapping[str, Any], results: Sequence[ArmResult] = ()) -> Table:
     """The figures of the probe for each arm's recipe, from its JSON, and their agreement with the gaps.
 
-    Below the arms stands, for each rung, Spearman's rank correlation of each column with the mean gaps, if
-    three arms or more have both. A good figure is near 1, or near -1 where less is worse.
+    Below the arms there is, for each rung, Spearman's rank correlation of each column with the mean gaps, if
+    three or more arms have both. A good figure is near 1, or near -1 if less is worse.
     """
     lines = []
     for arm, figures in probe["recipes"].items():
@@ -206,7 +206,7 @@ def _agreement(probe: Mapping[str, Any], results: Sequence[ArmResult], rung: int
 
 
 def facts(rows: Sequence[Row]) -> list[str]:
-    """Sentences on the runs: their number, the seeds of each arm, and which diverged."""
+    """Sentences on the runs: their number, the seeds of each arm, and those that diverged."""
     arms = list(dict.fromkeys(row.arm for row in rows))
     seeds = {arm: {row.seed for row in rows if row.arm == arm} for arm in arms}
     most = max(len(found) for found in seeds.values())
@@ -221,12 +221,12 @@ def facts(rows: Sequence[Row]) -> list[str]:
 def rungs_section(
     rows: Sequence[Row], results: Sequence[ArmResult], parameters: int, probe: Mapping[str, Any] | None
 ) -> str:
-    """The sections of a page that a measured experiment adds: gaps over its rungs, and the probe.
+    """The sections that a measured experiment adds to a page: gaps over its rungs, and the probe.
 
     Args:
-        rows: The results of runs, those of the reference among them.
+        rows: The results of runs, including those of the reference.
         results: The results of the arms.
-        parameters: Parameters in linear layers, for which tokens are counted.
+        parameters: Parameters in linear layers, to which tokens are related.
         probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.
     """
     text = escape(" ".join(facts(rows)))

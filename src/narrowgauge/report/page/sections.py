@@ -1,7 +1,7 @@
 """The sections of the page that need no script: result, table, configuration, samples.
 
-They are plain HTML, so that the page can be read, searched and printed without JavaScript. Every text that
-comes from a run passes through `html.escape`.
+They are plain HTML, so the page can be read, searched and printed without JavaScript. Every text that comes
+from a run passes through `html.escape`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from narrowgauge.report.table.sentence import MOST, summary
 from narrowgauge.report.table.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.verdict.groups import groups
 
-FEW_ROWS = 16  # up to these the rows of single seeds are shown from the start
+FEW_ROWS = 16  # up to this many, the rows of single seeds are shown initially
 
 
 def title(runs: Sequence[Run]) -> str:
@@ -31,7 +31,7 @@ def title(runs: Sequence[Run]) -> str:
 
 
 def lead(runs: Sequence[Run]) -> str:
-    """The result in sentences; what failed stands out."""
+    """The result in sentences, with failures highlighted."""
     failed = min(MOST, sum(run.status == "failed" for run in runs))
     sentences = [escape(sentence).replace(" %", "&#160;%") for sentence in summary(runs)]
     marks = [' class="failed"' if number < failed else "" for number in range(len(sentences))]
@@ -39,7 +39,7 @@ def lead(runs: Sequence[Run]) -> str:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The table of all runs and its notes, with a switch for the rows of single seeds where there are any."""
+    """The table of all runs and its notes, with a switch for the rows of single seeds if there are any."""
     rows = table_rows(runs)
     columns = list(rows[0].cells)
     align = {column: "" if column in TEXT_COLUMNS else ' class="number"' for column in columns}
@@ -76,7 +76,7 @@ def configuration(runs: Sequence[Run]) -> str:
 
 
 def samples(runs: Sequence[Run]) -> str:
-    """The samples that the trained models wrote; empty if no run has one."""
+    """The samples that the trained models wrote; empty without any."""
     figures = [
         f"<figure><figcaption>{escape(run.name)}{_prompt(prompt)}</figcaption><pre>\n{escape(text)}</pre></figure>"
         for run in runs
@@ -86,7 +86,7 @@ def samples(runs: Sequence[Run]) -> str:
 
 
 def _settings(run: Run) -> str:
-    """The configuration and the recorded facts, one small table for each section."""
+    """The configuration and the recorded facts, one small table per section."""
     loose = {key: value for key, value in run.config.items() if not isinstance(value, Mapping)}
     sections = {key: value for key, value in run.config.items() if isinstance(value, Mapping)}
     named = [("", loose), *sections.items(), ("as it ran", _facts(run))]
@@ -96,7 +96,7 @@ def _settings(run: Run) -> str:
 
 
 def _recipe(run: Run) -> str:
-    """The text of the recipe, and what the configuration sets over it; empty if the run has kept none."""
+    """The text of the recipe, and the keys that the configuration sets over it; empty if there is none."""
     if not run.recipe_text:
         return ""
     section = run.config.get("recipe")

@@ -1,1 +1,1 @@
-"""What does a run directory say?"""
+"""Reads run directories."""

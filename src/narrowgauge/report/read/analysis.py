@@ -1,4 +1,4 @@
-"""Reads what `probe` and `sensitivity` left in a run directory; files of another form are read as nothing."""
+"""Reads the results of `probe` and `sensitivity` in a run directory; files of another form are ignored."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The figures of each recipe, as (mean, low, high); None for what is not finite."""
+    """The figures of each recipe, as (mean, low, high); None for values that are not finite."""
 
     step: int
     figures: Mapping[str, Mapping[str, tuple[float | None, float | None, float | None]]]
@@ -18,7 +18,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The cost of each (layer, place) in a cast, the unit of each place, and the names of the worst."""
+    """The cost of each (layer, place) in a cast, the unit of each place, and the worst places."""
 
     step: int
     cast: str

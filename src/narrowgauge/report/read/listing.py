@@ -1,6 +1,6 @@
-"""The run directories below a folder, each in one line: state, step, loss. Nothing in them makes it fail.
+"""Lists the run directories below a folder, each in one line: state, step, loss. No content makes it fail.
 
-Only the end of `metrics.jsonl` is read, so that a folder of long runs is listed at once.
+Only the end of `metrics.jsonl` is read, so a folder of long runs is listed quickly.
 """
 
 import math
@@ -25,13 +25,13 @@ class RunSummary:
 
     Attributes:
         path: The directory.
-        state: done, preempted, failed or running; killed if it says running and no process holds it; unknown
-            without a status; broken if its files cannot be read.
-        reason: Why, where the run or its files say it.
+        state: done, preempted, failed or running; killed if the status is running but no process holds the
+            directory; unknown without a status; broken if its files cannot be read.
+        reason: Why, if the run or its files record it.
         recipe: The recipe's name, "" if unknown.
         step: The last step recorded, 0 for none.
         steps: The number of steps of the whole run, 0 if unknown.
-        loss: The training loss of the last step in nats a token; NaN for none.
+        loss: The training loss of the last step in nats per token; NaN for none.
         val_loss: The last validation loss, NaN for none.
     """
 
@@ -46,7 +46,7 @@ class RunSummary:
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """Summarize every run directory in a folder, in the folders in it, and so on; sorted by path."""
+    """Summarize every run directory in a folder and its subfolders; sorted by path."""
     return [_summary(path) for path in sorted(_directories(folder, DEEPEST))]
 
 
@@ -68,7 +68,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _summary(path: Path) -> RunSummary:
-    """The line of a directory that looks like a run."""
+    """The summary of a directory that looks like a run."""
     try:
         config = read_config(path / CONFIG)
         records = last_records(path / METRICS)
@@ -97,7 +97,7 @@ def _summary(path: Path) -> RunSummary:
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:
-    """The records of steps at the end of a metrics file; lines that are torn are left out."""
+    """The records of steps at the end of a metrics file; torn lines are left out."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """Readers of the files of a run directory: settings, status, lines of metrics.jsonl and gauges.jsonl.
 
-`kill -9` can tear the line that is being written, and a resumed run repeats the steps after its last
-checkpoint. So a line that is not a complete JSON object is left out (and counted), and of several records of
-a step the last one wins.
+`kill -9` can tear the line being written, and a resumed run repeats the steps after its last checkpoint. So a
+line that is not a complete JSON object is skipped (and counted), and of several records of a step the last
+one counts.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from narrowgauge.errors import UserError
 
-MOST_READINGS = 20_000  # lines of gauges.jsonl that are kept; a page shows fewer
+MOST_READINGS = 20_000  # lines of gauges.jsonl to keep; a page shows fewer
 MOST_TEXT = 16_000  # characters of a recipe that a page shows
 _STEP = re.compile(rb'\{"step": (\d+),')  # the start of every line that a run writes
 
@@ -31,13 +31,11 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{str(path)!r} is not valid TOML ({error}); mend that place and try again"
-        ) from error
+        raise UserError(f"{str(path)!r} is not valid TOML ({error}); fix that place and try again") from error
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, of a long one its beginning; "" if it is missing or no text."""
+    """The text of a file, cut if it is long; "" if it is missing or not text."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -74,9 +72,10 @@ def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, 
 
 
 def read_gauges(path: Path) -> list[dict[str, Any]]:
-    """The lines of gauges.jsonl; of a very long file only evenly spaced steps, including the last.
+    """The lines of gauges.jsonl; for a very long file only evenly spaced steps, including the last.
 
-    Lines that are torn or have no layer or place are left out. The file is read twice and never held whole.
+    Torn lines and lines without layer or place are left out. The file is read twice and never held
+    completely.
     """
     if not path.is_file():
         return []
@@ -126,7 +125,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as {"section.key": value}, in their order."""
+    """Nested settings as {"section.key": value}, in order."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -8,7 +8,7 @@ A run writes five files, and each of them may be incomplete, torn or missing:
     RUN/gauges.jsonl     one JSON object a layer and place, for the steps at which gauges were read
     RUN/status.json      running, done, preempted or failed, and why
 
-`records` reads the files, `steps` gives the numbers of the steps their names; this module holds the run.
+`records` reads the files, `steps` makes steps of the records, and this module holds the run.
 """
 
 import math
@@ -26,7 +26,7 @@ from narrowgauge.report.read.steps import Step, Validation, training_steps, vali
 CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
 RECIPE = "recipe.toml"
 PROBE, SENSITIVITY = "probe.json", "sensitivity.json"
-FINAL_STEPS = 10  # the final train loss is a mean over this many steps: one batch is mostly luck
+FINAL_STEPS = 10  # the final train loss is a mean over this many steps: a single batch is mostly luck
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
 
 
@@ -35,7 +35,7 @@ class Run:
     """The contents of one run directory.
 
     `steps` and `validation` are in the order of their step numbers, `events` in the order of the file.
-    Losses are in nats a token, memory in bytes, `mfu` is a fraction.
+    Losses are in nats per token, memory in bytes, `mfu` is a fraction.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def recipe(self) -> str:
-        """Name of the recipe; "" if unknown."""
+        """The name of the recipe; "" if unknown."""
         section = self.config.get("recipe", {})
         configured = section.get("name", "") if isinstance(section, Mapping) else section
         return str(self.facts.get("recipe") or configured)
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def final_train_loss(self) -> float | None:
-        """Mean loss over the last 10 steps; NaN if any of them was not finite, None before the first step."""
+        """Mean loss over the last 10 steps; NaN if one of them was not finite, None before the first step."""
         losses = [step.loss for step in self.steps[-FINAL_STEPS:]]
         return sum(losses) / len(losses) if losses else None
 
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def final_val_loss(self) -> float | None:
-        """The loss of the last validation of trained weights; None without any."""
+        """The loss of the last validation of trained weights; None if there is none."""
         return None if self.final_validation is None else self.final_validation.val_loss
 
     @property
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def planned_steps(self) -> int | None:
-        """The steps that the run was to take; None if its config.toml is missing."""
+        """The number of steps planned for the run; None if its config.toml is missing."""
         section = self.config.get("training", {})
         steps = section.get("steps") if isinstance(section, Mapping) else None
         return steps if isinstance(steps, int) else None
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median speed after the first steps, all ranks together."""
+        """Median speed after the first steps, over all ranks together."""
         return _median(self.steps, lambda step: step.tokens_per_s)
 
     @property
@@ -140,7 +140,7 @@ class Run:
         return [(str(event.get("prompt") or ""), str(event["sample"])) for event in samples]
 
     def count(self, event_type: str) -> int:
-        """Number of recorded events of a type ("save", "skip", "resume", ...)."""
+        """The number of recorded events of a type ("save", "skip", "resume", ...)."""
         return sum(event["event"] == event_type for event in self.events)
 
 
@@ -152,7 +152,7 @@ def read_run(path: Path | str) -> Run:
     """
     path = Path(path)
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
-        problem = "holds neither of them" if path.is_dir() else "is no directory"
+        problem = "holds neither of them" if path.is_dir() else "is not a directory"
         raise UserError(
             f"{str(path)!r} is not a run: a run directory holds {CONFIG} and {METRICS}, and this {problem}; "
             f"give the directory that `narrowgauge train --out` wrote"
@@ -178,7 +178,7 @@ def read_run(path: Path | str) -> Run:
 
 
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:
-    """Read several run directories; equal names get as many parent directories as make them distinct.
+    """Read several run directories; equal names get enough parent directories to make them distinct.
 
     Raises:
         UserError: there is no path, or `read_run` refuses one.

@@ -1,7 +1,7 @@
 """The steps and validations in the records of a run.
 
-A missing or non-finite number becomes NaN, never zero: a loss that overflowed has to stay visible in every
-mean that includes it.
+A missing or non-finite value becomes NaN, never zero: a loss that overflowed must stay visible in every mean
+that includes it.
 """
 
 import math
@@ -36,7 +36,7 @@ class Validation(NamedTuple):
 
 
 def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
-    """The training steps. A line that covers several steps counts its `step_ms` for each of them."""
+    """The training steps. A line that covers several steps applies its `step_ms` to each of them."""
     steps: list[Step] = []
     seconds, previous = 0.0, 0
     for number, record in records.items():
@@ -62,7 +62,7 @@ def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
 
 
 def validations(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:
-    """The validation losses; a record without tokens takes those of the step before it."""
+    """The validation losses; a record without tokens takes those of the preceding step."""
     found: list[Validation] = []
     passed = 0
     for number, record in records.items():

@@ -1,4 +1,4 @@
-"""Notes below the table of runs, one sentence each, and the table in a terminal."""
+"""Notes below the table of runs, one sentence each, and the table for a terminal."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ from narrowgauge.units import human_count
 
 
 def table_notes(runs: Sequence[Run]) -> list[str]:
-    """Notes that a reader of the rows needs."""
+    """The notes needed to read the rows."""
     notes = _gap_notes(runs) if len(groups(runs)) > 1 else []
     if any(run.steps for run in runs):
         notes.append(f"Train loss: mean over the last {FINAL_STEPS} steps; speed, MFU: medians over the run.")
     if any(run.backend == "emulated" for run in runs):
-        notes.append("* Emulated arithmetic: its speed says nothing about the format's own in hardware.")
+        notes.append("* Emulated arithmetic: not the speed of the format in hardware.")
     if len(runs) > 1 and any(str(run.facts.get("device") or "").startswith("CPU") for run in runs):
         notes.append("Speeds of several runs on one CPU compare roughly; narrowgauge bench measures better.")
     notes += _mfu_note([run for run in runs if run.mfu is not None and run.backend != "emulated"])
@@ -68,7 +68,7 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
 
 
 def _interval_note(judged: Sequence[Judgement]) -> str:
-    """What the intervals hold for, and of which deviation they are made."""
+    """What the intervals cover, and the deviation that they are based on."""
     family = max(one.family for one in judged)
     at_once = f", for {family} variants at once" if family > 1 else ""
     deviations = sorted({one.spread.deviation for one in judged if one.spread is not None and one.half_width})
@@ -82,7 +82,7 @@ def _interval_note(judged: Sequence[Judgement]) -> str:
 
 
 def _unequal_note(runs: Sequence[Run]) -> str:
-    """A note on what can be compared between runs that saw different numbers of tokens."""
+    """A note on what can be compared between runs that processed different numbers of tokens."""
     note = "The runs saw different numbers of tokens: their final losses do not compare, "
     planned = sorted({run.planned_steps for run in runs if run.planned_steps is not None})
     if len(planned) < 2:
@@ -95,7 +95,7 @@ def _unequal_note(runs: Sequence[Run]) -> str:
 
 
 def _other_text_note(runs: Sequence[Run]) -> list[str]:
-    """A note if the runs have recorded different corpora: the digest is that of text and tokenizer."""
+    """A note if the runs recorded different corpora: the digest is that of text and tokenizer."""
     if len({str(run.facts["corpus"]) for run in runs if run.facts.get("corpus")}) < 2:
         return []
     return [
@@ -104,7 +104,7 @@ def _other_text_note(runs: Sequence[Run]) -> list[str]:
 
 
 def _unpaired_note(v: Verdict, reference: Verdict) -> str:
-    """The seeds of a variant that have no partner; "" if all have one, or a run failed."""
+    """The seeds of a variant without a partner; "" if all have one, or a run failed."""
     unpaired = sorted(set(v.seeds) - set(v.paired))
     if not unpaired or v.has_failed or reference.has_failed:
         return ""
@@ -116,7 +116,7 @@ def _unpaired_note(v: Verdict, reference: Verdict) -> str:
 
 
 def _mfu_note(runs: Sequence[Run]) -> list[str]:
-    """What MFU is a share of, in one note; with the names of the runs if the peaks differ."""
+    """The peak that MFU refers to, in one note; with the names of the runs if the peaks differ."""
     names_by_peak: dict[str, list[str]] = {}
     for run in runs:
         names_by_peak.setdefault(run.peak_source or "a peak the run did not name", []).append(run.name)
@@ -127,7 +127,7 @@ def _mfu_note(runs: Sequence[Run]) -> list[str]:
 
 
 def print_comparison(runs: Sequence[Run], console: Console) -> None:
-    """Print the table with notes beneath, and for several runs the verdict in words.
+    """Print the table with notes below, and for several runs the verdict in words.
 
     A variant with several seeds is one row; the page also has a row for each seed.
     """
@@ -140,7 +140,7 @@ def print_comparison(runs: Sequence[Run], console: Console) -> None:
 
 
 def print_table(rows: Sequence[dict[str, str]], console: Console) -> None:
-    """Print rows of equal keys; a narrow terminal gets the transposed table."""
+    """Print rows with the same keys; a narrow terminal gets the transposed table."""
     is_number = [column not in TEXT_COLUMNS for column in rows[0]]
     table = _table([list(rows[0])] + [list(row.values()) for row in rows], is_number)
     unbounded = console.options.update(max_width=10_000)

@@ -1,7 +1,7 @@
-"""The result of some runs in a few sentences, with what they rest on.
+"""The result of some runs in a few sentences, with its basis.
 
-Failures come first, then what the seeds show, then what they leave open. Nothing is called lower or
-better without an interval that leaves out zero: the order of losses of single seeds is mostly luck.
+Failures come first, then what the seeds show, then what they leave open. Nothing is called lower or better
+unless its interval excludes zero: the order of losses of single seeds is mostly luck.
 """
 
 import math
@@ -28,12 +28,12 @@ def summary(runs: Sequence[Run]) -> list[str]:
 
 
 def reason_of_end(run: Run) -> str:
-    """Why a run failed or was stopped, without the name of the error's class; "" if it is unknown."""
+    """Why a run failed or was stopped, without the name of the error's class; "" if unknown."""
     return _CLASS.sub("", run.reason)
 
 
 def _failures(runs: Sequence[Run]) -> list[str]:
-    """What failed and why, in a sentence for each of the first few."""
+    """What failed and why, in a sentence for each of the first few failures."""
     failed = [run for run in runs if run.status == "failed"]
     sentences = []
     for run in failed[:MOST]:
@@ -46,7 +46,7 @@ def _failures(runs: Sequence[Run]) -> list[str]:
 
 
 def _reached(run: Run) -> str:
-    """How far a run came: "step 12 of 40"."""
+    """How far a run got: "step 12 of 40"."""
     step = run.steps[-1].step if run.steps else 0
     return f"step {step:,}" + (f" of {run.planned_steps:,}" if run.planned_steps else "")
 
@@ -79,7 +79,7 @@ def _loss_of(run: Run) -> tuple[str, float | None, str]:
 
 
 def _last_loss(run: Run) -> str:
-    """The last losses of a failed run that are worth a number."""
+    """The last losses of a failed run that are worth reporting."""
     finite = [step for step in run.steps if math.isfinite(step.loss)]
     found = []
     if finite:
@@ -159,7 +159,7 @@ def _interval(v: Verdict) -> str:
 
 
 def _names(found: Sequence[Verdict], what: Callable[[Verdict], str]) -> str:
-    """Names, each with a remark; of many, those with the widest gaps."""
+    """Names, each with a remark; if there are many, those with the widest gaps."""
     shown = sorted(found, key=lambda v: -abs(v.gap or 0.0))[:MOST] if len(found) > MOST else list(found)
     texts = [f"{v.name} ({words})" if (words := what(v)) else v.name for v in shown]
     if len(found) > MOST:

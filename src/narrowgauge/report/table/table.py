@@ -1,8 +1,7 @@
 """One table of several runs: the same rows for the terminal and for the page.
 
-A variant is a row: its loss, beside it the gap to the reference, the interval of the gap and the verdict,
-then what it took. Below a variant with several seeds stands each of its runs. A column without any value is
-left out.
+A variant is a row: its loss, the gap to the reference, the interval of the gap, the verdict, and its cost.
+The runs of a variant with several seeds follow it. Columns without any value are left out.
 """
 
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def _dull_columns(runs: Sequence[Run], rows: Sequence[Row]) -> set[str]:
-    """Columns that would repeat other columns or the sentences."""
+    """The columns that would repeat other columns or the sentences."""
     dull = set() if any(row.is_seed for row in rows) else {"seeds"}
     if len(runs) == 1:
         return dull
@@ -76,7 +75,7 @@ def _columns(by_validation: bool) -> list[str]:
 
 
 def _run_cells(run: Run, partner: Run | None, by_validation: bool) -> dict[str, str]:
-    """The cells of one run; `partner` is the reference's run of its seed."""
+    """The cells of one run; `partner` is the reference's run with its seed."""
     at, mfu = run.final_validation, run.mfu
     is_last = at is None or not run.steps or at.step == run.steps[-1].step
     validation = format_loss(run.final_val_loss) + ("" if is_last or at is None else f" at step {at.step:,}")
@@ -136,7 +135,7 @@ def _variant_cells(
 
 
 def verdict_text(v: Verdict) -> str:
-    """The verdict for people, marked where it may still change."""
+    """The readable verdict, marked if it may still change."""
     return v.conclusion + ("" if v.is_done or v.has_failed or v.is_reference else " (unfinished)")
 
 

@@ -1,1 +1,1 @@
-"""Which run is better, and by how much?"""
+"""Which run is better, and by how much."""

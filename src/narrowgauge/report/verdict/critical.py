@@ -1,13 +1,13 @@
-"""Critical values for several means that are compared with one reference at once (Dunnett 1955).
+"""Critical values for comparing several means with one reference at once (Dunnett 1955).
 
-Let k arms and a reference have n seeds each, and normal errors of one variance that is estimated with d
-degrees of freedom. The statistics T_a = (z_a - z_0) / (sqrt(2) u) share the reference z_0 and the estimate
+Let k arms and a reference have n seeds each, and normal errors with one variance, estimated with d degrees of
+freedom. The statistics T_a = (z_a - z_0) / (sqrt(2) u) share the reference z_0 and the estimate
 u = sqrt(chi2_d / d), so
 
     P(all |T_a| <= c) = E_u E_z [Phi(z + sqrt(2) c u) - Phi(z - sqrt(2) c u)]^k
 
 and the critical value c is the one for which this is 95 %. For k = 1 it is Student's quantile. Both
-expectations are sums over Gauss's nodes.
+expectations are sums over Gauss nodes.
 """
 
 import math
@@ -30,7 +30,7 @@ def normal_cdf(x: FloatArray) -> FloatArray:
 
 @cache
 def spread_nodes(degrees: int) -> tuple[FloatArray, FloatArray]:
-    """Nodes and weights of u = sqrt(chi2 / degrees), an estimated deviation over the true one.
+    """Nodes and weights of u = sqrt(chi2 / degrees), the ratio of an estimated deviation to the true one.
 
     >>> nodes, weights = spread_nodes(4)
     >>> round(float(weights.sum()), 6), round(float((weights * nodes**2).sum()), 6)

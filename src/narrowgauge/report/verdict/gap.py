@@ -1,8 +1,8 @@
 """The gap of a run to another: the excess of its loss, in percent, at equal tokens.
 
 Losses fall with every token, so they are compared at the last number of tokens at which both runs were
-measured. A gap means something only between runs of one seed: they begin with the same weights and see the
-same tokens in the same order (`groups.references`).
+measured. A gap is meaningful only between runs with the same seed: they start from the same weights and
+process the same tokens in the same order (`groups.references`).
 """
 
 import math
@@ -45,7 +45,7 @@ def gap_to(run: Run, first: Run, by_validation: bool) -> Gap | None:
 
 
 def _val_by_tokens(run: Run) -> dict[int, float]:
-    """Validation loss by tokens seen, without the one before training, which all runs share."""
+    """Validation loss by tokens, without the one before training, which all runs share."""
     return {at.tokens: at.val_loss for at in run.validation if at.tokens > 0}
 
 
@@ -61,7 +61,7 @@ def format_loss(loss: float | None) -> str:
 
 
 def format_gap(gap: Gap | None) -> str:
-    """A signed percentage, with the tokens of the comparison if a run went further; "-" for None."""
+    """A signed percentage, with the tokens of the comparison if a run continued; "-" for None."""
     if gap is None:
         return NOTHING
     percent = signed_percent(gap.percent)

@@ -1,8 +1,8 @@
-"""Which runs belong together, and which is compared with which.
+"""Groups runs into variants, and pairs each run with its reference.
 
-Runs that differ in nothing but `training.seed`, or the threads that they pin, are one variant; the first
-run's variant is the reference. A seed decides the weights a run starts from and the order of its tokens, so a
-run is compared with the reference's run of the same seed, and with no other.
+Runs that differ only in `training.seed`, or in the threads that they pin, are one variant; the first run's
+variant is the reference. A seed determines a run's initial weights and the order of its tokens, so a run is
+compared only with the reference's run of the same seed.
 """
 
 import json
@@ -18,10 +18,10 @@ _AGAIN = " again"
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one variant by seed, in the order in which they were given.
+    """The runs of one variant by seed, in the given order.
 
     Attributes:
-        name: The name of the variant, that of its runs without their seeds.
+        name: The name of the variant: that of its runs, without their seeds.
         runs: Its runs by seed.
         is_control: Whether it repeats the reference's configuration, or has the name of a control.
     """
@@ -43,7 +43,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
         config = {section: dict(table) for section, table in run.config.items() if isinstance(table, dict)}
         for key in ("seed", "threads"):  # runs that began alone do not pin threads, those of a comparison do
             config.get("training", {}).pop(key, None)
-        config.pop("log", None)  # decides only what is shown
+        config.pop("log", None)  # affects only the display
         key = json.dumps(config, sort_keys=True, default=str) if config else run.name
         while key in by_variant and run.seed in by_variant[key]:
             key += _AGAIN
@@ -61,8 +61,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 def references(all_groups: Sequence[Group]) -> dict[int, Run]:
     """The run that each run is compared with, by `id` of the run.
 
-    It is the first group's run of the same seed. The runs of the first group, and runs of seeds that it does
-    not have, are compared with none and left out.
+    It is the first group's run with the same seed. Runs of the first group, and runs with seeds that it
+    lacks, have no reference and are left out.
     """
     reference = all_groups[0].runs
     return {

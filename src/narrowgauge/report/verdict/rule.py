@@ -1,28 +1,28 @@
 """The rule of every verdict: those of tables and pages, of the gate, and of the plan.
 
 The gap of an arm to the reference is taken for each seed, in percent. Arms of a seed share its luck, so seeds
-and arms are a two-way table in which the reference is a column of zeros:
+and arms form a two-way table in which the reference is a column of zeros:
 
     gap_ia = arm_a + seed_i + error_ia        i = 1 .. n, a = 0 .. k, gap_i0 = 0
 
-The errors have one variance: a training that is repeated with sums in another order ends as far from the
-first as one in another format does (docs/evidence.md). So the variance is pooled, with (n - 1) k degrees of
-freedom, and s^2 = 2 x mean square is that of a gap. For one arm it is the variance of its gaps.
+The errors have one variance: repeating a training with sums in another order moves its end as far as another
+format does (docs/evidence.md). So the variance is pooled, with (n - 1) k degrees of freedom, and
+s^2 = 2 x mean square is that of a gap. For a single arm it is the variance of its gaps.
 
     interval    mean +- c s / sqrt(n), with Dunnett's c for the arms of the family (`critical`)
-    different   the interval leaves out zero. Over all arms, 1 experiment in 20 does so wrongly
-    equal       |mean| + t s / sqrt(n) < margin: two one-sided tests at 5 %, shared out over the family
+    different   the interval excludes zero. Over all arms, 1 experiment in 20 does so wrongly
+    equal       |mean| + t s / sqrt(n) < margin: two one-sided tests at 5 %, divided over the family
 
-**Few seeds.** Two differences that are nearly equal by luck have a tiny variance. The deviation that runs of
-such a length are known to have (`known_deviation`) is therefore averaged in like one more degree of
-freedom: designs differ tenfold, so it is worth no more. It only ever raises s, and c stays that of d degrees,
-so the 5 % holds whatever the true variance is.
+**Few seeds.** Two differences that are nearly equal by luck have a tiny variance. The known deviation of
+runs of that length (`known_deviation`) is therefore averaged in as one more degree of freedom; designs
+differ tenfold, so it is worth no more. It can only raise s, and c stays that of d degrees, so the 5 %
+holds whatever the true variance is.
 
-**The family** is fixed by the plan: all arms but the reference and the controls (`is_control`). Controls
-count for the variance, and each is judged by itself.
+**The family** is fixed by the plan: all arms except the reference and the controls (`is_control`).
+Controls contribute to the variance, and each is judged separately.
 
-**Outliers.** An arm whose gaps deviate more than three times as far as those of all others,
-such as one about to diverge, is left out of the pool and judged by its own gaps alone.
+**Outliers.** An arm whose gaps deviate more than three times as much as all others, such as one about to
+diverge, is excluded from the pool and judged by its gaps alone.
 """
 
 import math
@@ -37,11 +37,11 @@ from narrowgauge.report.verdict.critical import critical_value
 from narrowgauge.t_interval import CONFIDENCE, t_quantile
 
 MARGIN = 0.25  # percent; the equality that reports of FP8 training claim (DeepSeek-V3, arXiv 2412.19437)
-KNOWN_DEGREES = 1  # that the known deviation counts for
+KNOWN_DEGREES = 1  # weight of the known deviation
 UNDECIDED = "no difference seen"
 _OWN_KIND = 3.0
 
-#: Paired standard deviation of the gap in percent, by the tokens for each parameter up to which it holds.
+#: Paired standard deviation of the gap in percent, by the most tokens per parameter for which it applies.
 KNOWN = (
     (0.5, 0.5, "docs/lab-log-archive.md: 5 M parameters, 0.2 tokens each"),
     (3.0, 0.9, "docs/evidence.md, seven arms: 0.89 and 0.97 % at 0.85 M parameters, 1.0 and 1.9 tokens each"),
@@ -62,7 +62,7 @@ class Spread:
 
     @property
     def deviation(self) -> float:
-        """The deviation that intervals are made of.
+        """The deviation on which intervals are based.
 
         >>> round(Spread(0.0, 1, known=0.5).deviation, 3), Spread(0.5, 4, known=0.1).deviation
         (0.354, 0.5)
@@ -73,7 +73,7 @@ class Spread:
 
     @property
     def is_raised(self) -> bool:
-        """Whether what is known makes the intervals wider than what is measured."""
+        """Whether the known deviation makes the intervals wider than the measured one."""
         return self.deviation > self.measured
 
 
@@ -82,10 +82,10 @@ class Judgement:
     """One arm against the reference, by the rule.
 
     Attributes:
-        seeds: How many gaps there are.
+        seeds: The number of gaps.
         mean: Their mean in percent.
-        family: How many arms share the 5 %.
-        spread: The deviation of a gap; None where no arm has two seeds.
+        family: The number of arms that share the 5 %.
+        spread: The deviation of a gap; None if no arm has two seeds.
     """
 
     seeds: int
@@ -95,16 +95,16 @@ class Judgement:
 
     @property
     def half_width(self) -> float | None:
-        """Half the interval of `mean`; None for one seed, 0 for gaps that are all zero."""
+        """Half the interval of `mean`; None for one seed, 0 if all gaps are zero."""
         return self.half_width_of(self.seeds) if self.seeds > 1 and self.spread is not None else None
 
     @property
     def degrees(self) -> int:
-        """Degrees of freedom of the deviation; 0 where there is none."""
+        """Degrees of freedom of the deviation; 0 if there is none."""
         return 0 if self.spread is None else self.spread.degrees
 
     def half_width_of(self, seeds: int) -> float:
-        """Half the interval that `seeds` seeds of the same spread would have."""
+        """Half the interval that `seeds` seeds with the same spread would have."""
         assert self.spread is not None
         degrees = round(self.degrees * (seeds - 1) / (self.seeds - 1))
         spread = replace(self.spread, degrees=degrees)
@@ -112,7 +112,7 @@ class Judgement:
 
     @property
     def is_different(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval excludes zero."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
     @property
@@ -138,12 +138,12 @@ class Judgement:
 
 
 def equality_factor(family: int, degrees: int) -> float:
-    """Student's one-sided quantile at 5 % over the number of arms."""
+    """Student's one-sided quantile at 5 % divided by the number of arms."""
     return t_quantile(degrees, 1 - 2 * (1 - CONFIDENCE) / family)
 
 
 def known_deviation(tokens_per_parameter: float) -> float:
-    """The paired standard deviation in percent that earlier runs of such a length had.
+    """The paired standard deviation in percent of earlier runs of that length.
 
     >>> known_deviation(0.2), known_deviation(12)
     (0.5, 0.5)
@@ -152,7 +152,7 @@ def known_deviation(tokens_per_parameter: float) -> float:
 
 
 def is_control(name: str, reference: str) -> bool:
-    """Whether an arm checks the experiment itself: the reference once more, or a null arm.
+    """Whether an arm checks the experiment itself: a repeat of the reference, or a null arm.
 
     >>> is_control("bf16-again", "bf16"), is_control("null-dither", "bf16"), is_control("fp8", "bf16")
     (True, True, False)
@@ -165,8 +165,8 @@ def judge(gaps: Gaps[Arm], family: Collection[Arm], known: float = 0.0) -> dict[
 
     Args:
         gaps: The gaps in percent of each arm, by seed.
-        family: The arms of which the plan asks, whether they have gaps yet or not; the others are controls.
-        known: The deviation of gaps that runs of such a length are known to have; 0: nothing is known.
+        family: The arms that the plan compares, whether or not they have gaps yet; the others are controls.
+        known: The known deviation of gaps of runs of that length; 0 if unknown.
     """
     spreads = _spreads(gaps, known)
     return {
@@ -182,7 +182,7 @@ def judge(gaps: Gaps[Arm], family: Collection[Arm], known: float = 0.0) -> dict[
 
 
 def _spreads(gaps: Gaps[Arm], known: float) -> dict[Arm, Spread]:
-    """The spread by which each arm is judged: the pooled one, or its own."""
+    """The spread by which each arm is judged: the pooled one, or that of the arm."""
     found: dict[Arm, Spread] = {}
     pool: dict[Arm, Mapping[int, float]] = {}
     for arm, by_seed in gaps.items():
@@ -203,13 +203,13 @@ def _spreads(gaps: Gaps[Arm], known: float) -> dict[Arm, Spread]:
 
 
 def _widest(pool: Gaps[Arm]) -> Arm | None:
-    """The arm whose gaps deviate most; None where no arm has two."""
+    """The arm whose gaps deviate most; None if no arm has two."""
     several = {arm: list(by_seed.values()) for arm, by_seed in pool.items() if len(by_seed) > 1}
     return max(several, key=lambda arm: statistics.variance(several[arm]), default=None)
 
 
 def pooled_spread(gaps: Gaps[Arm], known: float = 0.0) -> Spread | None:
-    """The deviation of a gap, pooled over arms; None where nothing is left to estimate it from.
+    """The deviation of a gap, pooled over arms; None if there is no data to estimate it.
 
     >>> spread = pooled_spread({"fp8": {1: 1.0, 2: 2.0, 3: 1.5}})
     >>> round(spread.measured, 6), spread.degrees

@@ -2,17 +2,17 @@
 
     arm,seed,rung,tokens,own_loss,bf16_loss,status
 
-A row has the losses in nats a token, with six decimals, on the held-out tokens: under the arm's own forward
-pass, and under a bf16 forward pass of the same weights. A run that diverged has no losses. Runs that are not
-finished have no row.
+A row has the losses in nats per token, with six decimals, on the held-out tokens: with the arm's forward
+pass, and with a bf16 forward pass of the same weights. A run that diverged has no losses. Unfinished runs
+have no row.
 
     gap         100 (L / L_reference - 1) of one seed and rung: same initial weights, same tokens in order
     verdict     by the `rule` of all comparisons, over the arms of a rung at once
-    extra       how many percent more tokens the arm needs than the reference for the loss that it reached
+    extra       the percentage of tokens that the arm needs beyond the reference's to reach its loss
 
-For the extra tokens, the reference's loss of the same seed is read off as a function of its tokens D: between
-two rungs ln L is linear in ln D, and outside the line of the nearest two rungs goes on. If D' is where the
-reference has the arm's loss at D, the extra tokens are 100 (D / D' - 1).
+For the extra tokens, the reference's loss with the same seed is read off as a function of its tokens D:
+between two rungs ln L is linear in ln D, and outside them the line through the nearest two rungs is
+extended. If D' is where the reference has the arm's loss at D, the extra tokens are 100 (D / D' - 1).
 """
 
 import csv
@@ -64,13 +64,13 @@ class ArmResult:
     """One arm at one rung against the reference; gaps in percent, by seed.
 
     Attributes:
-        gaps: By the own forward pass, of the seeds that both arms have.
-        bf16_gaps: By the bf16 forward pass of the same weights, of both arms.
+        gaps: With the arm's forward pass, for the seeds that both arms have.
+        bf16_gaps: With the bf16 forward pass of the same weights, for both arms.
         gap: Mean and Student's interval of `gaps` alone; NaN without any.
         extra: Mean and interval of the extra tokens in percent; NaN with a single rung.
-        diverged: How many seeds diverged.
-        judgement: Of the gaps, among the other arms of the rung; None without any.
-        undecided: The verdict where the interval includes zero.
+        diverged: The number of seeds that diverged.
+        judgement: The judgement of the gaps among the other arms of the rung; None without any.
+        undecided: The verdict if the interval includes zero.
     """
 
     arm: str
@@ -87,7 +87,7 @@ class ArmResult:
 
     @property
     def at_once(self) -> Interval:
-        """The interval that holds for all arms of the rung at once, on which the verdict rests."""
+        """The interval that holds for all arms of the rung at once, on which the verdict is based."""
         half = None if self.judgement is None else self.judgement.half_width
         half = NAN if half is None else half
         return Interval(self.gap.mean, self.gap.mean - half, self.gap.mean + half)
@@ -116,9 +116,10 @@ def arm_results(
 
     Args:
         rows: The results of runs.
-        reference: The arm that the others are compared with; "": that of the first row.
-        family: The arms that the plan asks of, which share the 5 %; (): all but the reference and controls.
-        parameters: Parameters in linear layers, by which lengths are known; 0: judge by the rows alone.
+        reference: The arm that the others are compared with; "" for that of the first row.
+        family: The arms that the plan compares, which share the 5 %; () for all except reference and
+            controls.
+        parameters: Parameters in linear layers, which give the length of runs; 0 to judge by the rows alone.
         undecided: The verdict on arms whose interval includes zero.
     """
     if not rows:
@@ -175,7 +176,7 @@ def _curve(by_key: Mapping[tuple[str, int, int], Row], arm: str, seed: int) -> l
 
 
 def extra_tokens(loss: float, tokens: int, curve: Sequence[tuple[float, float]]) -> float:
-    """By how many percent `tokens` exceed those at which the curve has `loss`; NaN if it cannot be read.
+    """By how many percent `tokens` exceed those at which the curve has `loss`; NaN if undetermined.
 
     >>> round(extra_tokens(2.0, 4, [(1, 4.0), (4, 2.0), (16, 1.0)]), 6)
     0.0
@@ -187,7 +188,7 @@ def extra_tokens(loss: float, tokens: int, curve: Sequence[tuple[float, float]])
         return NAN
     y = math.log(loss)
     pieces = list(pairwise(points))
-    left, right = next((piece for piece in pieces if y >= piece[1][1]), pieces[-1])  # that falls so far
+    left, right = next((piece for piece in pieces if y >= piece[1][1]), pieces[-1])  # that falls to y
     slope = (right[1] - left[1]) / (right[0] - left[0])
     if slope >= 0:
         return NAN

@@ -1,13 +1,14 @@
 """Verdicts over several seeds: each variant compared with the reference, with a confidence interval.
 
-A seed decides the weights a run starts from and the order of its tokens, so two runs of one seed share most
-of their luck, and the gap is measured in pairs: gap_i = loss_i / reference_i - 1 at equal tokens for each
-seed i. The verdict is on the mean of these gaps, by the one `rule`: the deviation of gaps is pooled over the
-variants, and intervals hold for all variants at once.
+A seed determines a run's initial weights and the order of its tokens, so two runs with the same seed share
+most of their luck, and the gap is measured in pairs: gap_i = loss_i / reference_i - 1 at equal tokens for
+each seed i. The verdict is on the mean of these gaps, by the one `rule`: the deviation of gaps is pooled over
+the variants, and intervals hold for all variants at once.
 
-One seed has a gap and no interval. The spread of the gap along one curve (a block bootstrap over its steps)
-cannot replace it: two trajectories that have parted stay apart. With 8 seeds of a tiny model it measured
-0.002 for the mean gap of the last 100 of 300 steps, and the seeds spread by 0.010 (mxfp8) and 0.017 (mxfp4).
+One seed has a gap but no interval. The spread of the gap along one curve (a block bootstrap over its steps)
+cannot replace it: two trajectories that have separated stay apart. With 8 seeds of a tiny model it measured
+0.002 for the mean gap of the last 100 of 300 steps, while the seeds spread by 0.010 (mxfp8) and 0.017
+(mxfp4).
 """
 
 import math
@@ -29,10 +30,10 @@ class Verdict:
 
     name: str
     is_reference: bool
-    is_control: bool  # the reference once more, or a null arm, which measures the noise
+    is_control: bool  # a repeat of the reference, or a null arm, which measures the noise
     seeds: tuple[int, ...]  # all seeds of the variant
     paired: tuple[int, ...]  # the seeds that the reference also has, with losses at equal tokens
-    loss: float | None  # mean over seeds of the validation loss; of the train loss if there is none
+    loss: float | None  # mean validation loss over seeds, or train loss if there is no validation
     loss_deviation: float | None  # standard deviation over the seeds
     judgement: Judgement | None  # of the gaps of the paired seeds
     tokens_per_s: float | None
@@ -60,7 +61,7 @@ class Verdict:
 
     @property
     def conclusion(self) -> str:
-        """The conclusion for people: better, worse, equal, ...; "open" with one seed."""
+        """The readable conclusion: better, worse, equal, ...; "open" with one seed."""
         if self.has_failed:
             return "failed"
         if self.is_reference:
@@ -84,7 +85,7 @@ def judged(
 ) -> tuple[list[dict[int, float]], dict[int, Judgement]]:
     """The gaps of each variant by seed, in percent or in nats, and the judgement of each that has any.
 
-    The family that shares the 5 % are the variants but the reference and controls.
+    The family that shares the 5 % consists of the variants without the reference and controls.
     """
     gaps = judged_gaps(all_groups, in_percent)
     family = [number for number, group in enumerate(all_groups) if number and not group.is_control]
@@ -96,7 +97,7 @@ def judged(
 
 
 def known_of(run: Run) -> float:
-    """The deviation that runs as long as this one are known to have; 0 if its model is unknown."""
+    """The known deviation of runs as long as this one; 0 if its model is unknown."""
     section = run.config.get("model", {})
     try:
         model = model_config(**{key: value for key, value in section.items() if key != "weights"})
@@ -106,7 +107,7 @@ def known_of(run: Run) -> float:
 
 
 def has_validation(runs: Sequence[Run]) -> bool:
-    """Whether the runs are compared by their validation losses, and not by their train losses.
+    """Whether the runs are compared by validation loss instead of train loss.
 
     The reference decides for all: a pair whose run has not been validated yet waits.
     """
@@ -120,12 +121,12 @@ def paired_gaps(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
 
 
 def judged_gaps(all_groups: Sequence[Group], in_percent: bool = True) -> list[dict[int, float]]:
-    """The gaps of each variant by seed; {} for the reference, and where a failed run forbids a mean."""
+    """The gaps of each variant by seed; {} for the reference, and if a failed run rules out a mean."""
     reference = all_groups[0]
     found = []
     for group in all_groups:
         is_partial = any(_has_failed(one) and len(one.runs) > 1 for one in (group, reference))
-        # Of a variant with a failed run, the seeds that are left are the lucky ones.
+        # If a run of a variant failed, the remaining seeds are the lucky ones.
         gaps = {} if group is reference or is_partial else gaps_of(group, reference)
         found.append({seed: gap.percent if in_percent else gap.nats for seed, gap in gaps.items()})
     return found
@@ -142,7 +143,7 @@ def gaps_of(group: Group, reference: Group) -> dict[int, Gap]:
 
 
 def is_finite(group: Group, by_validation: bool) -> bool:
-    """Whether no last loss of a variant is NaN or infinite."""
+    """Whether all last losses of a variant are finite."""
     losses = (final_loss(run, by_validation) for run in group.runs.values())
     return all(loss is None or math.isfinite(loss) for loss in losses)
 

@@ -1,1 +1,1 @@
-"""How does a run start, resume and end?"""
+"""How a run starts, resumes and ends."""

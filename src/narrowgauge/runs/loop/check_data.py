@@ -1,4 +1,4 @@
-"""Do model and data fit? First what is known before anything is read or started, then all of it."""
+"""Checks that model and data fit: first by the files alone, before anything is read, then completely."""
 
 from narrowgauge.data import AUTO, Dataset, count_windows, open_data, vocabulary_before_reading
 from narrowgauge.data.cache import Progress
@@ -8,12 +8,12 @@ from narrowgauge.training.config.config import Config
 
 
 def check_vocabulary(config: Config) -> None:
-    """Check the model's vocabulary against that of data and tokenizer, as far as their files say it.
+    """Check the model's vocabulary against that of data and tokenizer, as far as their files record it.
 
-    It reads no text and no tokens, so it comes before a process is started and before text is prepared.
+    It reads no text and no tokens, so it runs before processes are started and text is prepared.
 
     Raises:
-        UserError: a token id may be beyond the vocabulary, or data or tokenizer cannot be used.
+        UserError: a token id may exceed the vocabulary, or data or tokenizer cannot be used.
     """
     data = config.data
     if (needed := vocabulary_before_reading(data.source, data.tokenizer, data.weights)) is not None:
@@ -21,7 +21,7 @@ def check_vocabulary(config: Config) -> None:
 
 
 def open_checked_data(config: Config, coordinator: Coordinator, progress: Progress) -> Dataset:
-    """Open the data, and check that the model fits it: rank 0 prepares it, the other ranks open the result.
+    """Open the data, prepared by rank 0, and check that the model fits it.
 
     Raises:
         UserError: as `check_data`, or the data cannot be used.
@@ -41,7 +41,7 @@ def check_data(config: Config, dataset: Dataset) -> None:
     """Check that model and data fit, before the run directory is claimed.
 
     Raises:
-        UserError: a token id is beyond the vocabulary, or there are too few tokens.
+        UserError: a token id exceeds the vocabulary, or there are too few tokens.
     """
     _require_vocabulary(config, dataset.tokenizer.vocab_size)
     count_windows(dataset.train, config.data.sequence_length)

@@ -1,16 +1,16 @@
-"""Saves checkpoints during a run, and handles failing saves.
+"""Saves checkpoints during a run and handles failed saves.
 
     {"event": "save", "step": N}                        step N is published
     {"event": "save failed", "step": N, "reason": ...}  step N is not published; older ones are unchanged
 
-An asynchronous save (`checkpoint.asynchronous`) takes some steps, and its event is written when its result is
-known: at the next save, before a rollback, and at the end. The event has the number of the saved step, so it
-may follow the lines of later steps. A kill in between loses only that event: a published checkpoint is found,
-an unpublished one is invisible.
+An asynchronous save (`checkpoint.asynchronous`) takes some steps. Its event is written when its result is
+known: at the next save, before a rollback, or at the end. The event has the number of the saved step, so
+it may follow the lines of later steps. A kill in between loses only that event: a published checkpoint is
+found, an unpublished one is invisible.
 
-A full disk causes a warning and the run continues, since somebody may free space. It ends the run if the save
-is the last one or was requested by a signal, or after `checkpoint.max_failures` failures in a row. All ranks
-know the result of a save, and count the same failures.
+A full disk causes a warning and the run continues, since space may be freed. It ends the run if the save
+is the last one or was requested by a signal, or after `checkpoint.max_failures` consecutive failures. All
+ranks know the result of a save and count the same failures.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from narrowgauge.training.step.trainer import Trainer
 
 
 class Checkpointer:
-    """Saves the checkpoints of a run, synchronously or asynchronously; made by `make_checkpointer`.
+    """Saves a run's checkpoints, synchronously or asynchronously; made by `make_checkpointer`.
 
     Attributes:
         failures: the number of failures since the last successful save.
@@ -38,17 +38,17 @@ class Checkpointer:
         max_failures: int,
         saver: AsyncSaver | None,
     ) -> None:
-        """Save into `directory`; `saver` makes saves asynchronous, None synchronous."""
+        """Save into `directory`, asynchronously if there is a `saver`."""
         self.directory, self.log, self.coordinator = directory, log, coordinator
         self.max_failures, self._saver = max_failures, saver
         self.failures = 0
         self._pending: int | None = None
 
     def save(self, trainer: Trainer, run_id: str, must: bool) -> None:
-        """Publish the current state, on return if it `must` be; else the save may be asynchronous.
+        """Publish the current state before returning if `must`; otherwise the save may be asynchronous.
 
         Raises:
-            SaveError: the save failed and must not, or too many saves failed in a row.
+            SaveError: a save that must succeed failed, or too many failed in a row.
             PoisonedError: the state, or that of the previous asynchronous save, is not finite.
         """
         self.coordinator.progress(f"the save after step {trainer.step}", START)
@@ -79,7 +79,7 @@ class Checkpointer:
             self._succeeded(step)
 
     def end(self) -> None:
-        """Wait for a pending save when the run ends; its errors do not replace the cause of the end."""
+        """Wait for a pending save when the run ends; its errors do not hide the cause of the end."""
         if self._saver is None:
             return
         with suppress(UserError, OSError, RuntimeError):  # the cause of the run's end matters more
@@ -93,7 +93,7 @@ class Checkpointer:
 
     @contextmanager
     def _recording_failure(self, step: int, must: bool) -> Iterator[None]:
-        """Record a failure of the save of `step` in this block; raise it if the run has to end."""
+        """Record a failed save of `step` in this block; re-raise the error if the run has to end."""
         try:
             yield
         except SaveError as error:
@@ -117,6 +117,6 @@ def make_checkpointer(
     log: Callable[[str], None],
     coordinator: Coordinator,
 ) -> Checkpointer:
-    """Make the checkpointer of a run. Collective: all ranks call it, and `end` when the run has ended."""
+    """Make the checkpointer of a run. Collective: every rank calls it, and `end` when the run has ended."""
     saver = AsyncSaver(NEVER) if asynchronous else None
     return Checkpointer(directory, log, coordinator, max_failures, saver)

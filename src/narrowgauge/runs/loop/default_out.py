@@ -1,14 +1,14 @@
-"""The run directory where none is named: `runs/MODEL-SOURCE-RECIPE,key=value,...`.
+"""The default run directory: `runs/MODEL-SOURCE-RECIPE,key=value,...`.
 
-The name carries each key that changes the trajectory and differs from what model, source and recipe bring
-with them, so that another learning rate is another run:
+The name includes each key that changes the trajectory and differs from the defaults of the model, source and
+recipe, so another learning rate is another run:
 
     narrowgauge train                          runs/debug-stdlib-fp8
     narrowgauge train --lr 1e-3 --seed 3       runs/debug-stdlib-fp8,lr=0.001,seed=3
 
-It depends on nothing but these values: the same line again finds its run. A run may lie under another name,
-as one from before names had keys does, or one whose values were changed by `--allow-change`. So a directory
-beside it is taken if its configuration is this one.
+The name depends only on these values, so the same command line finds its run again. A run may have another
+name, for instance if its values were changed by `--allow-change`. So an existing directory with the same stem
+is taken if its configuration is this one.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from narrowgauge.training.config.config import Config, config_keys, make_config
 from narrowgauge.training.config.diff import config_diff, trajectory
 
 FOLDER = "runs"
-LONGEST = 100  # characters of a name, all of them ASCII; file systems take 255 bytes
+LONGEST = 100  # characters of a name, all ASCII; file systems allow 255 bytes
 _LONGEST_VALUE = 24
 _IN_THE_NAME = ("model.name", "data.source", "recipe.name")
 
@@ -35,17 +35,17 @@ _IN_THE_NAME = ("model.name", "data.source", "recipe.name")
 def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
     """Choose the run directory of a configuration: that of the run it continues, else a new one.
 
-    `allowed` are the keys in which the existing run may differ (`--allow-change`).
+    `allowed` lists the keys in which the existing run may differ (`--allow-change`).
 
     Raises:
-        UserError: several runs differ in `allowed` keys alone.
+        UserError: several runs differ only in `allowed` keys.
     """
     start, older = _start(config), _older_name(config)
     named = Path(FOLDER) / _name(start, _changed(config))
     beside = {Path(FOLDER) / start, Path(FOLDER) / older, *Path(FOLDER).glob(f"{start},*")}
     changes: dict[Path, set[str]] = {}
     for path in filter(Path.is_dir, dict.fromkeys([named, *sorted(beside)])):
-        with suppress(UserError):  # no run that can be read
+        with suppress(UserError):  # not a readable run
             changes[path] = set(config_diff(RunDirectory(path).config(), config))
     for path, diff in changes.items():
         if not diff:
@@ -60,25 +60,25 @@ def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
 
 
 def _start(config: Config) -> str:
-    """Model, source and recipe, in characters that every file system and shell takes."""
+    """Model, source and recipe, in characters that every file system and shell accepts."""
     sources = "+".join(filter(None, map(_stem, split_sources(config.data.source)))) or "data"
     name = f"{_safe(config.model.name)}-{sources}-{_safe(Path(config.recipe.name).stem)}"
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{_digest(name)}"
 
 
 def _older_name(config: Config) -> str:
-    """The name that runs had before names carried keys."""
+    """The name in an earlier scheme, without keys."""
     sources = "+".join(Path(name).stem or "data" for name in split_sources(config.data.source))
     return f"{config.model.name}-{sources}-{Path(config.recipe.name).stem}"
 
 
 def _stem(source: str) -> str:
-    """The last part of a source that holds a letter: of `texts/*.md` it is texts."""
+    """The last part of a source that contains a letter: `texts` for `texts/*.md`."""
     return next(filter(None, (_safe(Path(part).stem) for part in Path(source).parts[::-1])), "")
 
 
 def _name(start: str, changed: Mapping[str, Any]) -> str:
-    """The start, and the keys that differ; where not all of them fit or show, a digest of all."""
+    """The start and the keys that differ; a digest of all keys if some do not fit or are abbreviated."""
     parts = [_part(key, value) for key, value in changed.items()]
     shown = ",".join([start, *(text for text, _ in parts)])
     if len(shown) <= LONGEST and all(is_whole for _, is_whole in parts):
@@ -92,7 +92,7 @@ def _name(start: str, changed: Mapping[str, Any]) -> str:
 
 
 def _changed(config: Config) -> dict[str, Any]:
-    """The keys that change the trajectory and differ from what model, source and recipe bring with them."""
+    """The keys that change the trajectory and differ from the defaults of the model, source and recipe."""
     size = {"name": config.model.name} if config.model.name != CUSTOM else {}
     data, recipe = {"source": config.data.source}, {"name": config.recipe.name}
     base = make_config({"model": size, "data": data, "recipe": recipe})
@@ -102,7 +102,7 @@ def _changed(config: Config) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any) -> tuple[str, bool]:
-    """`lr=0.001`, and whether it says all of the value."""
+    """`lr=0.001`, and whether it shows the whole value."""
     ending = key.partition(".")[2]
     is_shared = [other.partition(".")[2] for other in config_keys()].count(ending) > 1
     if isinstance(value, dict):

@@ -3,7 +3,7 @@
     narrowgauge import Qwen2.5-0.5B/ --out base
     narrowgauge train --model.weights base --data my-texts/ --recipe fp8 --out tuned
 
-The weights are passed as float32, so the two runs may have different recipes.
+The weights are copied as float32, so the two runs may have different recipes.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from narrowgauge.runs.use.trained_model import open_run
 def check_start(weights: str, named: str, tokenizer: Tokenizer) -> None:
     """Check that a run's tokenizer is that of the run whose weights it starts from.
 
-    A resumed run starts from a checkpoint, so the run in `model.weights` may be gone by then.
+    A resumed run starts from a checkpoint, so the run in `model.weights` may no longer exist.
 
     Args:
-        weights: `model.weights`; "": the run starts from new weights.
-        named: `data.tokenizer`, for the message.
+        weights: `model.weights`; "" for newly initialized weights.
+        named: `data.tokenizer`, for the error message.
         tokenizer: The tokenizer of the data.
 
     Raises:
@@ -43,10 +43,10 @@ def check_start(weights: str, named: str, tokenizer: Tokenizer) -> None:
 
 
 def start_from_weights(run: str, config: ModelConfig, model: Transformer) -> None:
-    """Copy the weights of the run in `model.weights`, if there is one, into a new model.
+    """Copy the weights of the run in `model.weights`, if set, into a new model.
 
     Raises:
-        UserError: that run has another model.
+        UserError: that run has a different model.
     """
     if not run:
         return
@@ -61,13 +61,13 @@ def start_from_weights(run: str, config: ModelConfig, model: Transformer) -> Non
         if shape != needed:
             raise UserError(
                 f"model.weights = {run!r} is another model: {name} is {shape} there and "
-                f"{needed} here; leave the dimensions out, and they are taken from it"
+                f"{needed} here; leave the dimensions out to take them from it"
             )
     _copy_weights(model, weights)
 
 
 def _copy_weights(model: Transformer, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy the full weights, or the local shards of them, into a model."""
+    """Copy the full weights, or their local shards, into a model."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shard = shard_of(parameter)
         write_weight(parameter, weights[name] if shard is None else shard.local_of(weights[name]))

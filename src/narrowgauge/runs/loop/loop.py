@@ -1,9 +1,9 @@
 """The training loop: the initial state, the steps, the end.
 
-The order after every step is: gauges (if due), metrics line, then checkpoint (if due). So a checkpoint of
-step n never exists without the lines up to n; on a resume later lines are dropped and written again with the
-same digits. All ranks run the same loop: only rank 0 records, displays and samples, and every decision is
-shared (`Coordinator`).
+The order after every step is: gauges (if due), metrics line, checkpoint (if due). So a checkpoint of step n
+never exists without the lines up to n; on a resume later lines are dropped and written again with the same
+digits. All ranks run the same loop: only rank 0 records, displays and samples, and every decision is shared
+(`Coordinator`).
 """
 
 import signal
@@ -40,7 +40,7 @@ class OutOfMemory(Failed):
 
 
 def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, object]], mesh: Mesh) -> Trainer:
-    """The state of the newest valid checkpoint, or an initial one; `changes` are adopted."""
+    """Restore the newest valid checkpoint, or initialize a new state; `changes` are adopted."""
     directory, log, coordinator = context.directory, context.display.log, context.coordinator
     coordinator.progress("choosing a checkpoint", START)
     checkpoint, refused = choose_step(directory.checkpoints, context.run_id, coordinator.control)
@@ -67,7 +67,7 @@ def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, obj
 
 
 def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
-    """Run all remaining steps.
+    """Take all remaining steps.
 
     Raises:
         Preempted: a signal arrived; the state is saved.
@@ -85,7 +85,7 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
 
 
 def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
-    """Run steps to the end, or until a rollback, after which the batches change."""
+    """Take steps to the end, or until a rollback changes the batches."""
     directory, steps, every = context.directory, context.run.plan.steps, context.run.every
     last_save = time.monotonic()
     tokens = _tokens_seen(context, trainer)
@@ -96,7 +96,7 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
         line = take_step(context, trainer, batches, tokens)
         is_warm, tokens = True, line["tokens"]
         is_last = trainer.step == steps
-        # Read once: a signal may come at any moment, and the stop below must follow the save it requests.
+        # Read once: a signal may arrive at any moment, and the stop below must follow the save it requests.
         is_late = time.monotonic() - last_save > 60 * every.minutes
         shared = context.coordinator.all_reduce_max(asked=requests.number, late=is_late)
         asked = "" if is_last or not shared["asked"] else signal.Signals(shared["asked"]).name
@@ -120,7 +120,7 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
 
 
 def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
-    """The tokens of the steps done, from their lines: a step may have had others (`--allow-change`)."""
+    """The tokens of the steps done, from their lines: sizes may have changed (`--allow-change`)."""
     lines = context.directory.lines() if context.coordinator.rank == 0 else []  # it records for all
     counted = [line for line in lines if "tokens" in line]
     step, tokens = (counted[-1]["step"], counted[-1]["tokens"]) if counted else (0, 0)
@@ -128,7 +128,7 @@ def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
 
 
 def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
-    """Take the first step of this process, and record its memory next to the estimate."""
+    """Take the first step of this process, and record its memory and the estimate."""
     run = context.run
     is_hidden = run.plan.compiles and run.device.type != "cuda"  # compiled operations
     if run.memory is None or is_hidden:
@@ -158,7 +158,7 @@ def _measured_step(
     seen: int,
     after_forward: Callable[[torch.Tensor], None] | None = None,
 ) -> dict[str, Any]:
-    """Take one optimizer step after `seen` tokens, and return its line of the metrics."""
+    """Take an optimizer step after `seen` tokens, and return its metrics line."""
     hardware.synchronize(context.run.device)
     start = time.perf_counter()
     is_read = _is_read(context, trainer.step + 1)
@@ -167,7 +167,7 @@ def _measured_step(
     if gauges is not None:
         lines = token_lines(trainer.tokens, trainer.step)
         context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
-    seconds = time.perf_counter() - start  # the step ended with the loss on the host
+    seconds = time.perf_counter() - start  # reading the loss on the host completed the step
     tokens = context.run.plan.tokens
     flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
@@ -185,14 +185,14 @@ def _measured_step(
 
 
 def _is_read(context: RunContext, step: int) -> bool:
-    """Whether gauges read a step: every n-th and the last, so that a short run is read, too."""
+    """Whether gauges read a step: every n-th, and the last, so that a short run is read as well."""
     every = context.run.every.gauges
     is_due = step % every == 0 or step == context.run.plan.steps if every else False
     return is_due and context.coordinator.rank == 0  # it reads for all
 
 
 def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResult]) -> StepResult:
-    """Take a step; if it ends the requested profile, record and log the step time."""
+    """Take a step; if it completes the requested profile, record and log the step time."""
     if context.profile is None:
         return take()
     number = trainer.step + 1
@@ -220,7 +220,7 @@ def _validate(context: RunContext, trainer: Trainer) -> float:
 
 
 def finish(context: RunContext, trainer: Trainer) -> None:
-    """Write a sample of text and the final status; only rank 0 does."""
+    """Write a text sample and the final status, on rank 0."""
     if context.coordinator.rank > 0:
         return
     prompt, sample = sample_text(context, trainer)

@@ -1,4 +1,4 @@
-"""The layout of a run over its processes: resolves `[parallel]`, chooses a micro-batch, checks both."""
+"""The layout of a run over its processes: resolves `[parallel]`, chooses a micro-batch and checks both."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,13 @@ from narrowgauge.training.config.schema import TrainingSection
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out over its processes.
+    """The layout of a run over its processes.
 
     Attributes:
-        config: the configuration; its micro-batch was chosen where the user gave none.
+        config: the configuration, with the chosen micro-batch if the user set none.
         parallel_dims: the dimensions of `[parallel]`.
-        held_out: sequences of a validation.
-        choice: a sentence about the micro-batch that was chosen; "" where it is the default or was given.
+        held_out: the number of sequences of a validation.
+        choice: a sentence about the chosen micro-batch; "" if it is the default or was set.
     """
 
     config: Config
@@ -39,13 +39,13 @@ def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
     """Lay a configuration out over a number of processes.
 
     Args:
-        config: a configuration; if `training.fit_micro_batch`, a micro-batch is chosen that fits.
-        processes: number of all processes.
-        run: the run directory. The micro-batch of a run that has begun there is kept if it fits.
+        config: a configuration; with `training.fit_micro_batch`, a fitting micro-batch is chosen.
+        processes: the number of all processes.
+        run: the run directory. If a run has begun there, its micro-batch is kept if it fits.
 
     Raises:
-        UserError: `[parallel]` asks for another number of processes, model, batch or settings do not allow
-            them, or the configuration in the run directory is damaged.
+        UserError: `[parallel]` requires another number of processes, the model, batch or settings do not
+            allow it, or the configuration in the run directory is damaged.
     """
     t, recorded = config.training, 0
     if t.fit_micro_batch:
@@ -63,7 +63,7 @@ def _choice(training: TrainingSection, dims: ParallelDims, recorded: int) -> str
         return ""
     chosen = f"micro-batches of {size} (training.micro_batch_size)"
     if size == recorded:
-        return f"{chosen}, as this run has had them"
+        return f"{chosen}, as before in this run"
     before = f"; they were of {recorded}" if recorded else ""
     share = f"{training.batch_size // dims.data} of the {training.batch_size} sequences of a step"
     return f"{chosen}, which was chosen: each process has {share}{before}"
@@ -73,7 +73,7 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     """The dimensions of `[parallel]` for a number of processes.
 
     Raises:
-        UserError: their product is another number, or model, batch or settings do not allow them.
+        UserError: their product differs from it, or the model, batch or settings do not allow them.
     """
     parallel_dims = _resolve(config, processes)
     model, t = config.spec.model, config.training
@@ -91,7 +91,7 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
         )
     if parallel_dims.size > 1 and t.compile:
         raise UserError(
-            "training.compile = true with several processes: compiled code does not know of the others; "
+            "training.compile = true with several processes: compiled code cannot communicate; "
             "set --training.compile false"
         )
     return parallel_dims
@@ -127,6 +127,6 @@ def _check_batch(config: Config, dims: ParallelDims) -> None:
         )
     if dims.chunks > 1 and micro_batches % dims.pipeline:
         raise UserError(
-            f"parallel.chunks = {dims.chunks}: {micro_batches} micro-batches a step are no multiple "
+            f"parallel.chunks = {dims.chunks}: {micro_batches} micro-batches a step are not a multiple "
             f"of parallel.pipeline = {dims.pipeline}; {what_fits(t, dims)}, or set --parallel.chunks 1"
         )

@@ -1,25 +1,27 @@
 """Widens the place that broke (`guard.spike = "raise"`), and lowers it again (`guard.lower_after`).
 
     1. the bad step is computed again under gauges; so is the step after the checkpoint to which the run goes
-       back, as a good one to compare with. Neither counts
-    2. the place that broke: the first tensor that was not finite and had been before its cast
-       (`nan_tracer`), else what the gauges say (`broken_place`). They are read on all processes, and all
-       decide from all lines
-    3. back to the checkpoint, and on with the same data; the place is wider from the next step on
+       back, as a good one for comparison. Neither counts as a step
+    2. the place that broke is the first tensor that was finite before its cast but not after it
+       (`nan_tracer`), else the one that the gauges show (`broken_place`). All processes read gauges, and each
+       decides from the lines of all
+    3. the run goes back to the checkpoint and continues with the same data; the place is wider from the next
+       step on
 
     {"event": "raise", "step": N, "place": "v", "layers": [...], "from": "e4m3", "to": "fp32", "until": null}
     {"event": "lower", "step": N, ...}          after step N the place was lowered again
 
-N of a raise is the first step in which it holds. The checkpoint to go back to is at least two steps older
-than the bad one, since the step before it may have done the damage. If there is none, the step is skipped,
-and the place is wider from the next one on.
+N of a raise is the first step in which it is in effect. The checkpoint to go back to is at least two steps
+older than the bad step, since the step before it may have done the damage. If there is none, the step is
+skipped, and the place is wider from the next step on.
 
-What is raised is in the checkpoints, so a resume needs nothing else. Until the next save it exists in memory
-only: a run that is killed before comes to the same step again, reads the same figures and decides the same.
+Checkpoints store what is raised, so a resume needs nothing else. Until the next save the raise exists only in
+memory: a run that is killed before then reaches the same step again, reads the same figures and makes the
+same decision.
 
-Gauges of a trial (`read_trial`) are those of a cast that is not in use: the loss of a place if it were narrow
-again. The last step is computed once more, and each operand is cast as the recipe specifies without the
-raise: rounded to nearest, with a scale of its tensor. State is written into a copy.
+A trial reading (`read_trial`) gauges a cast that is not in use: the loss of a place if it were narrow again.
+The last step is computed once more, and each operand is cast as the recipe specifies without the raise:
+rounded to nearest, with a scale of its tensor. State is written into a copy.
 """
 
 from collections.abc import Collection, Sequence
@@ -47,14 +49,14 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class TrialObserver:
-    """Reads some operands of a layer in the casts that its recipe has without rules (`nn.Observer`)."""
+    """Gauges some operands of a layer in the casts that its recipe has without rules (`nn.Observer`)."""
 
     layer: str
     casts: dict[str, Cast]
     lines: Lines
 
     def operand(self, observation: Observation) -> None:
-        """Read an operand."""
+        """Read the gauges of an operand."""
         o = observation
         if o.place not in self.casts:
             return
@@ -65,11 +67,11 @@ class TrialObserver:
             self.lines.append(_line(self.layer, o.place, cast, gauge_operand(o.x, numbers, cast, o.axis)))
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
-        """Ignore a product."""
+        """Ignore a matmul's result."""
 
 
 def read_trial(trainer: Trainer, layers: Collection[str], places: Sequence[str]) -> Lines:
-    """What these places of some layers would lose in the recipe's casts, in this process. Collective."""
+    """The losses of these places of some layers in the recipe's casts, on this process. Collective."""
     lines: Lines = []
     observed = [(n, m) for n, m in trainer.model.named_modules() if isinstance(m, Linear) and n in layers]
     for name, layer in observed:
@@ -82,14 +84,14 @@ def read_trial(trainer: Trainer, layers: Collection[str], places: Sequence[str])
     for name, p in trainer.model.named_parameters():
         if (layer_name := name.removesuffix(".weight")) in layers:
             lines += _state_lines(trainer, p, layer_name, places)
-    for name, tensor in recipe_tensors(trainer.model).items():  # histories saw the step twice
+    for name, tensor in recipe_tensors(trainer.model).items():  # histories recorded the step twice
         tensor.copy_(before[name])
     return lines
 
 
 @torch.no_grad()
 def _state_lines(trainer: Trainer, p: torch.Tensor, layer: str, places: Sequence[str]) -> Lines:
-    """What the state of a parameter would lose; a collective where processes share a scale."""
+    """The losses of a parameter's state; collective if processes share a scale."""
     kept = state_of(p)
     tensors = {place: state.read for place, state in trainer.optimizer.moments(p).items()}
     source = kept.master or kept.weight
@@ -113,7 +115,7 @@ def _line(layer: str, place: str, cast: Cast, vector: torch.Tensor) -> dict[str,
 
 
 def broke_in(context: RunContext, trainer: Trainer, target: Path | None) -> BrokenPlace | None:
-    """The place that broke in the last step. Leaves the state of `target`, if that is given."""
+    """The place that broke in the last step. Goes back to the state of `target`, if given."""
     bad = first_broken(trainer, trainer.first_bad)
     if bad is not None:
         return bad
@@ -130,7 +132,7 @@ def broke_in(context: RunContext, trainer: Trainer, target: Path | None) -> Brok
 
 
 def go_back(context: RunContext, trainer: Trainer, target: Path) -> None:
-    """Go back to a checkpoint, with what has been raised since."""
+    """Go back to a checkpoint, keeping what has been raised since."""
     before = trainer.guard
     trainer.restore(target, context.coordinator.control)
     trainer.guard.went_back(before)
@@ -138,14 +140,14 @@ def go_back(context: RunContext, trainer: Trainer, target: Path) -> None:
 
 
 def set_raised(context: RunContext, trainer: Trainer, raised: list[Raise]) -> None:
-    """Go on with these raises: in the state, in the metrics and in recipe.toml."""
+    """Continue with these raises, in the state, the metrics and recipe.toml."""
     trainer.guard.raised = raised
     trainer.follow_rules()
     record_raises(context, trainer)
 
 
 def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:
-    """The place of a first bad tensor that was finite before its cast; None for any other."""
+    """The place of a first bad tensor that was finite before its cast; None otherwise."""
     recipe = trainer.recipe
     if bad is None or not bad.is_of_cast or bad.place not in (*recipe.casts, *STATE_PLACES):
         return None
@@ -162,7 +164,7 @@ def wide_casts(trainer: Trainer) -> set[str]:
 
 
 def make_raise(trainer: Trainer, broken: BrokenPlace, reason: str) -> Raise:
-    """The raise of a broken place from the next step on."""
+    """The raise of a broken place, in effect from the next step on."""
     rules, recipe = trainer.guard.rules, trainer.recipe
     first = trainer.step + 1
     until = 0 if rules.raise_steps == float("inf") else first + int(rules.raise_steps)
@@ -172,7 +174,7 @@ def make_raise(trainer: Trainer, broken: BrokenPlace, reason: str) -> Raise:
 
 
 def lower_places(context: RunContext, trainer: Trainer) -> None:
-    """Lower what was raised `guard.lower_after` steps ago, or a multiple of them, if its gauges allow it."""
+    """Lower what was raised `guard.lower_after` steps ago, or a multiple of that, if its gauges allow it."""
     guard, every = trainer.guard, trainer.guard.rules.lower_after
     step = trainer.step
     due = [r for r in guard.raised if every and r.holds(step + 1) and (step + 1 - r.from_step) % every == 0]
@@ -183,7 +185,7 @@ def lower_places(context: RunContext, trainer: Trainer) -> None:
         lost = max(lost_by_place(lines, ()).values(), default=1.0)
         if lost > r.harmless:
             continue
-        reason = f"{r.place} would lose {lost:.3g} of its numbers in {r.before}"
+        reason = f"{r.place} would lose {lost:.3g} of its values in {r.before}"
         lowered = replace(r, until_step=step + 1)
         set_raised(context, trainer, [lowered if other is r else other for other in guard.raised])
         context.directory.record({**lowered.event("lower", step), "reason": reason})
@@ -191,7 +193,7 @@ def lower_places(context: RunContext, trainer: Trainer) -> None:
 
 
 def record_raises(context: RunContext, trainer: Trainer) -> None:
-    """Bring the metrics and recipe.toml of the run to what is raised."""
+    """Write what is raised to the run's metrics and recipe.toml."""
     if context.coordinator.rank > 0:
         return
     lines = context.directory.lines() if trainer.guard.raised else []
@@ -203,7 +205,7 @@ def record_raises(context: RunContext, trainer: Trainer) -> None:
 
 
 def _read(trainer: Trainer, micro_batches: Sequence[Any], update: bool) -> list[dict[str, Any]]:
-    """The gauges of the step after `trainer.step`, of all processes."""
+    """The gauges of the step after `trainer.step`, from all processes."""
     gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names)
     trainer.read_step(micro_batches, gauges, update)
     return [line for own in trainer.engine.gather(gauges.lines(trainer.step + 1)) for line in own]

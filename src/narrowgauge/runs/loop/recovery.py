@@ -8,8 +8,8 @@
 A rollback restores a checkpoint of step M < N, and drops the lines of later steps, as a resume does. The
 target is the newest valid checkpoint at a multiple of `checkpoint.every`, because a checkpoint made by a
 signal or the clock does not exist in an uninterrupted run; others are used only if there is none. Until the
-next save the rollback exists only in memory: a run killed before that resumes from step M or earlier, sees
-the same spike and decides the same.
+next save the rollback exists only in memory: a run killed before then resumes from step M or earlier, reaches
+the same spike and makes the same decision.
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> 
 
 
 def _target(context: RunContext, before: int) -> Path | None:
-    """The checkpoint to go back to from step `before`, the same on all ranks."""
+    """The checkpoint to go back to from step `before`; the same on all ranks."""
     checkpoints, target = context.directory.checkpoints, None
     if context.coordinator.rank == 0:
         target = rollback_target(checkpoints, context.run_id, before, context.run.every.save)
@@ -72,7 +72,7 @@ def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> 
 
 
 def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> GuardVerdict:
-    """Widen the place that broke in a step; the verdict says what is left to do ("raise": nothing)."""
+    """Widen the place that broke in a step; the verdict is what remains to be done ("raise": nothing)."""
     if _go_further_back(context, trainer, before, step):
         return trainer.verdict
     verdict, target = trainer.verdict, _target(context, step - 1)
@@ -92,10 +92,10 @@ def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> G
 
 
 def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step: int) -> bool:
-    """Go to an older checkpoint, if state was raised and a step breaks before the next save.
+    """Go to an older checkpoint if state was raised and a step breaks before the next save.
 
-    What state lost before it was raised is lost in the checkpoint, too. The raise then holds from the older
-    one on. Returns False if that is not the case, or no checkpoint is older.
+    Damage to the state before it was raised is in the checkpoint as well. The raise then takes effect from
+    the older checkpoint on. Returns False if this is not the case or there is no older checkpoint.
     """
     last = before.raised[-1] if before.raised else None
     if last is None or not last.is_state or step - last.from_step >= context.run.every.save:
@@ -116,7 +116,7 @@ def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step:
 def _roll_back(
     context: RunContext, trainer: Trainer, before: Guard, spike: int, path: Path, figures: dict[str, float]
 ) -> None:
-    """Go back from a spike to a checkpoint; `before` is the guard as it was at the spike."""
+    """Go back from a spike to a checkpoint; `before` is the guard's state at the spike."""
     reason = trainer.verdict.reason
     trainer.restore(path, context.coordinator.control)
     guard = trainer.guard

@@ -1,7 +1,7 @@
-"""A configuration, resolved into a `Run`: every decision that precedes what costs time.
+"""Resolves a configuration into a `Run`: makes every decision before the expensive work starts.
 
-Which device, how many processes, which micro-batch, native or emulated, does it fit in memory? Each question
-is answered once, here. What follows reads the answers.
+The device, the processes, the micro-batch, native or emulated, whether it fits in memory: each is decided
+once, here, and only read afterwards.
 """
 
 import os
@@ -31,13 +31,13 @@ from narrowgauge.units import parse_bytes
 
 @dataclass(frozen=True)
 class Every:
-    """Steps between what a run does besides its steps; 0 for never.
+    """The intervals, in steps, of a run's other activities; 0 for never.
 
     Attributes:
         log: Between plain progress lines.
         validation: Between validations.
         save: Between checkpoints.
-        minutes: Minutes between checkpoints, where that is sooner.
+        minutes: The longest time between checkpoints, in minutes.
         gauges: Between gauge readings.
         check: Between comparisons of replicas.
     """
@@ -52,25 +52,25 @@ class Every:
 
 @dataclass(frozen=True)
 class Run:
-    """A run before its first step; equal on all ranks but for rank and device.
+    """A run before its first step; the same on all ranks except for rank and device.
 
     Attributes:
-        config: The configuration, with the micro-batch that the run takes. The run directory writes it.
-        plan: What the trainer takes.
+        config: The configuration, with the micro-batch in use. The run directory stores it.
+        plan: The plan that the trainer takes.
         path: The run directory.
         world: The processes.
         device: The device of this process.
-        parallel_dims: The processes along each axis.
-        backend: Whether narrow GEMMs run natively, and why.
+        parallel_dims: The number of processes along each axis.
+        backend: Whether low-precision GEMMs run natively, and why.
         memory: The expected memory of a step, in bytes.
-        memory_limit: Bytes that a step may take; 0: all that the device has.
-        choice: A sentence about the micro-batch; "" where it is the default or was given.
-        placement: A sentence for each layer or block that the recipe treats in its own way.
-        held_out: Sequences of a validation.
+        memory_limit: Bytes that a step may use; 0 for all of the device's memory.
+        choice: A sentence about the micro-batch; "" if it is the default or was set.
+        placement: A sentence for each layer or block that the recipe treats differently.
+        held_out: The number of sequences of a validation.
         weights: The run whose weights this one starts from; "" for none.
-        prompt: The start of the sample at the end; "": held-out tokens.
-        sample_tokens: Tokens of that sample.
-        every: When the run does what.
+        prompt: The prompt of the sample at the end; "" for held-out tokens.
+        sample_tokens: The number of tokens of that sample.
+        every: The intervals of the run's activities.
     """
 
     config: Config
@@ -96,12 +96,12 @@ def resolve(
     out: Path | str | None = None,
     allow_change: Sequence[str] = (),
 ) -> Run:
-    """Resolve a configuration for this machine and process, and set the device up.
+    """Resolve a configuration for this machine and process, and set up the device.
 
     Args:
-        config: A configuration, or nested values for one; None: the embedded default.
-        out: The run directory; None: `default_out`.
-        allow_change: The keys in which the run that is there may differ.
+        config: A configuration, or nested values for one; None for the embedded default.
+        out: The run directory; None for `default_out`.
+        allow_change: The keys in which an existing run may differ.
 
     Raises:
         UserError: The configuration is invalid, or this machine cannot run it.

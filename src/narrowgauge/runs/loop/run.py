@@ -1,4 +1,4 @@
-"""`run()`: joins the ranks, claims the run directory, trains, and records how the run ended.
+"""`run()` joins the ranks, claims the run directory, trains, and records how the run ended.
 
 The same call starts a run, resumes a stopped one, and does nothing for a finished one.
 """
@@ -49,11 +49,11 @@ def run(
     """Train the run of a configuration, as `narrowgauge train` does.
 
     Args:
-        config: a configuration, or nested values for one; None: the embedded default.
-        out: the run directory; None: `default_out`.
-        console: the console for progress; None: standard output.
+        config: a configuration, or nested values for one; None for the embedded default.
+        out: the run directory; None for `default_out`.
+        console: the console for progress; None for standard output.
         allow_change: `section.key`s whose values may differ from those of the existing run.
-        profile: the number of steps to profile into DIR/profile, after a few others; 0: none.
+        profile: the number of steps to profile into DIR/profile, after a few others; 0 for none.
 
     Returns:
         The run directory.
@@ -63,7 +63,7 @@ def run(
         Preempted: SIGTERM, SIGINT or SIGUSR1 arrived; the state is saved.
         StoppedEarly: one of them arrived before the first step.
         Diverged: more than `guard.max_skips` steps in a row were skipped, or too many rollbacks.
-        Corrupted: numbers that must be equal differ (`guard.check_every`, `guard.replay_every`).
+        Corrupted: values that must be equal differ (`guard.check_every`, `guard.replay_every`).
         OutOfMemory: a step needs more memory than there is.
         PoisonedError: weights or moments became non-finite; existing checkpoints are unchanged.
         SaveError: the last save or one requested by a signal failed, or too many in a row.
@@ -158,7 +158,7 @@ def _train(
     finally:
         if profile is not None:
             profile.close()
-        try:  # last: peers learn the cause of an end before this rank waits for a disk or a network
+        try:  # last: peers learn why this rank ended before it waits for a disk or a network
             checkpointer.end()
         finally:
             sinks.close()

@@ -20,7 +20,7 @@ from narrowgauge.runs.monitor.progress import Display
 
 @dataclass(frozen=True)
 class RunContext:
-    """The objects that every function around a step needs, besides the `Trainer`."""
+    """The objects that every function around a step needs, in addition to the `Trainer`."""
 
     run: Run
     dataset: Dataset
@@ -30,14 +30,14 @@ class RunContext:
     checkpointer: Checkpointer
     run_id: str  # the id that a checkpoint must have to be resumed
     profile: Profile | None  # the profile of some steps, if requested
-    products: str = ""  # in which precision a CPU multiplies: "bf16" or "fp32"; "" on a GPU
+    products: str = ""  # the precision of a CPU's matmuls: "bf16" or "fp32"; "" on a GPU
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The facts about the run that its start and resume events record."""
         run, plan = self.run, self.run.plan
         peak = yardstick.Yardstick(None, "")
-        if self.coordinator.rank == 0:  # it records for all, and two that measure at once slow each other
+        if self.coordinator.rank == 0:  # it records for all; simultaneous measurements would slow each other
             peak = yardstick.yardstick(run.device, DTYPES[plan.spec.recipe.compute])
         return {
             "recipe": plan.spec.recipe.name,

@@ -1,12 +1,12 @@
-"""The run directory during training: a failing write of the metrics must not end the run.
+"""The run directory during training: a failed write of the metrics must not end the run.
 
-A checkpoint that cannot be written is lost work, and is reported as an error. A line of the metrics that
-cannot be written is kept in memory, with one warning, and written together with the next line. A reader of
-the file sees complete lines in their order; a gap is filled later.
+A checkpoint that cannot be written is lost work and is reported as an error. A metrics line that cannot be
+written is kept in memory, with one warning, and written together with the next line. A reader of the file
+sees complete lines in order; a gap is filled later.
 
-A directory that disappeared is different. An unmounted network disk leaves the empty mount point, and writes
-under the old name would fill another disk. So the directory is identified by device and inode, and a save
-into another one is refused.
+A directory that disappears is another matter. An unmounted network disk leaves its empty mount point, and
+writes under the old path would fill another disk. So the directory is identified by device and inode, and a
+save into a different one is refused.
 """
 
 import os
@@ -20,17 +20,17 @@ from narrowgauge.json_lines import append_lines
 from narrowgauge.runs.monitor.loggers import Loggers
 from narrowgauge.runs.run_directory import RunDirectory
 
-_MOST = 100_000  # lines of a file that are kept in memory; then the oldest are dropped
+_MOST = 100_000  # lines of a file kept in memory; beyond that the oldest are dropped
 
 
 @dataclass(frozen=True)
 class RunWriter(RunDirectory):
-    """A run directory that keeps lines in memory while the disk refuses them."""
+    """A run directory that keeps lines in memory while the disk rejects them."""
 
     log: Callable[[str], None]  # prints the warning
-    waiting: dict[Path, list[Mapping[str, Any]]] = field(default_factory=dict)  # lines to be written
+    waiting: dict[Path, list[Mapping[str, Any]]] = field(default_factory=dict)  # lines not yet written
     identity: list[int] = field(default_factory=list)  # device and inode at the start
-    sinks: Loggers = field(default_factory=Loggers)  # get a copy of metrics and gauges once
+    sinks: Loggers = field(default_factory=Loggers)  # receive a copy of metrics and gauges once
 
     def __post_init__(self) -> None:
         self.identity.extend(_identity(self.path))
@@ -47,7 +47,7 @@ class RunWriter(RunDirectory):
         self.sinks.gauges(lines)
 
     def sync_metrics(self) -> None:
-        """Flush metrics and gauges to the disk; an error is only a warning."""
+        """Flush metrics and gauges to the disk; an error only causes a warning."""
         self.flush()
         try:
             super().sync_metrics()
@@ -55,7 +55,7 @@ class RunWriter(RunDirectory):
             self._warn(self.metrics, error)
 
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
-        """Drop the lines of steps after `step`, also waiting ones.
+        """Drop the lines of steps after `step`, including those not yet written.
 
         Raises:
             OSError: the files cannot be written.
@@ -72,7 +72,7 @@ class RunWriter(RunDirectory):
         """Check that the path is still the directory in which the run began.
 
         Raises:
-            FileNotFoundError: it is gone, or another one is in its place.
+            FileNotFoundError: it is gone, or another directory is in its place.
         """
         if _identity(self.path) != self.identity:
             raise FileNotFoundError(
@@ -91,14 +91,14 @@ class RunWriter(RunDirectory):
             self.waiting.pop(file, None)
 
     def _warn(self, file: Path, error: OSError) -> None:
-        """Log a warning, once until writing succeeds again."""
+        """Log a warning once, until writing succeeds again."""
         if not self.waiting:
             reason = error.strerror or str(error)
             self.log(f"NOT RECORDED: {file} cannot be written ({reason}); training goes on, and lines wait")
 
 
 class NullRunWriter(RunWriter):
-    """The run directory on ranks other than 0: reads, and writes nothing."""
+    """The run directory on ranks other than 0, which read but do not write."""
 
     def record(self, line: Mapping[str, Any]) -> None:
         """Do nothing: rank 0 does it."""

@@ -1,4 +1,4 @@
-"""The sample of text at the end of a run."""
+"""The text sample at the end of a run."""
 
 from narrowgauge.checkpoint import load
 from narrowgauge.models import generate

@@ -1,8 +1,8 @@
-"""Two losses of one set of weights: under the run's own forward pass, and under that of another recipe.
+"""Two losses of one set of weights: with the run's forward pass, and with that of another recipe.
 
-A narrow forward pass can raise a loss in two ways: it adds noise while the loss is measured, and it led the
-training to worse weights. The second loss, usually under bf16, has the weights alone. Both are means over the
-same held-out batches, so their difference is paired.
+A low-precision forward pass can raise a loss in two ways: it adds noise to the measured loss, and it led the
+training to worse weights. The second loss, usually in bf16, shows the effect of the weights alone. Both are
+means over the same held-out batches, so their difference is paired.
 """
 
 import json
@@ -27,7 +27,7 @@ from narrowgauge.training.step.build_model import build_model
 
 @torch.no_grad()
 def under_recipe(trained: TrainedRun, recipe: str) -> Transformer:
-    """A copy of a run's model that computes under another recipe, with the same weights read as float32."""
+    """A copy of a run's model that computes with another recipe, its weights read as float32."""
     device = next(trained.model.parameters()).device
     model = build_model(with_recipe(trained.config, recipe).spec, device)
     weights = trained.weights()
@@ -39,13 +39,13 @@ def under_recipe(trained: TrainedRun, recipe: str) -> Transformer:
 def two_losses(
     trained: TrainedRun, recipe: str, held_out: Mixture, length: int, batches: int | None
 ) -> dict[str, float]:
-    """The losses in nats a token: `own`, and one called as the recipe.
+    """The losses in nats per token: `own`, and one under the recipe's name.
 
     Args:
         trained: The run.
         recipe: The recipe of the other forward pass, such as "bf16".
         held_out: The held-out tokens, in sequences of `length` tokens.
-        batches: The number of the run's micro-batches, spread evenly over the tokens; None: all.
+        batches: The number of the run's micro-batches, spread evenly over the tokens; None for all.
     """
     c = trained.config
     sequences = trained.held_out_sequences(batches)
@@ -59,7 +59,7 @@ def two_losses(
 
 
 def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:
-    """Write RUN/evaluation.json, with what was asked for; a model of another program stays as it is.
+    """Write RUN/evaluation.json with the request and the losses, unless the model is another program's.
 
     A loss that is not finite is null there.
     """

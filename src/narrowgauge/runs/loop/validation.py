@@ -1,9 +1,8 @@
-"""The loss on held-out text: always the same batches, so that two numbers compare.
+"""The loss on held-out text, always on the same batches, so that two values can be compared.
 
-A loss in nats per token compares two models only if they share a tokenizer. Bits per byte compares any
-two:
+A loss in nats per token compares two models only if they share a tokenizer. Bits per byte compares any two:
 
-    bits per byte = sum of -log2 p(token) over the tokens / bytes of UTF-8 text that these tokens stand for
+    bits per byte = sum of -log2 p(token) over the tokens / bytes of UTF-8 text that these tokens encode
 
 The end of a document is predicted like any other token, and counts as 0 bytes.
 """
@@ -31,11 +30,11 @@ def validation_loss(
 ) -> float:
     """Mean cross entropy in nats per token on held-out tokens.
 
-    `go_to_sample` tells the model which sequence is the first of a batch, since a forward pass that rounds
-    stochastically has bits of its own for each (`Trainer.go_to_sample`).
+    `go_to_sample` informs the model of the first sequence of a batch, since a forward pass with stochastic
+    rounding uses different bits for each sequence (`Trainer.go_to_sample`).
 
-    Data-parallel ranks take turns; a rank without a batch of the last round computes the last batch again,
-    because the forward pass is collective. `batches` (None: all), or so many `sequences`, are spread evenly
+    Data-parallel ranks take turns; a rank without a batch in the last round computes the last batch again,
+    because the forward pass is collective. The `batches` (None for all), or `sequences`, are spread evenly
     over the tokens.
     """
     index, count = engine.mesh.data_index, engine.mesh.parallel_dims.data
@@ -78,8 +77,8 @@ def bits_per_byte(
 def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
     """UTF-8 bytes of each token id, (vocab_size,) int64; 0 for special tokens.
 
-    In a byte-level vocabulary each character of an entry is one byte. In others an entry is text, with a
-    mark (U+2581) for a space and `<0xNN>` for a single byte.
+    In a byte-level vocabulary each character of an entry is one byte. In others an entry is text, with U+2581
+    for a space and `<0xNN>` for a single byte.
     """
     settings = json.loads(tokenizer.library.to_str())
     special = {entry["id"] for entry in settings["added_tokens"] if entry["special"]}

@@ -1,1 +1,1 @@
-"""What does a run need, and what does it report?"""
+"""The resources that a run needs, and what it reports."""

@@ -1,12 +1,12 @@
-"""The arithmetic of a CPU: how many threads, and in which precision bf16 values are multiplied faster.
+"""The arithmetic of a CPU: the number of threads, and the faster precision for matmuls of bf16 values.
 
-oneDNN reports whether a CPU has instructions for matmuls in bf16, but not whether they are fast: a CPU with
+oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they are fast: a CPU with
 AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
 (docs/lab-log-archive.md). Either way the values are those of bf16 and sums are kept in fp32; only the order
-of the sums differs, so the last digit of a loss may. That is why a run keeps its choice when it is resumed,
-on whatever CPU, and why all ranks have the same.
+of the sums differs, and so may the last digit of a loss. That is why a resumed run keeps its choice on any
+CPU, and why all ranks share it.
 
-    1. a resumed run            what its start recorded; where nothing was recorded yet, as oneDNN reports
+    1. a resumed run            the choice recorded at its start; oneDNN's if none was recorded
     2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN reports
     3. otherwise                the faster of one matmul of each kind, timed once for a machine and torch, and
                                 kept in the cache
@@ -45,11 +45,11 @@ def choose_arithmetic(
     """Set a CPU's threads and the precision of its matmuls. Collective.
 
     Args:
-        pinned: `training.threads`; 0: as many as are free.
-        lines: Reads the metrics of the run, which keeps what it began with.
-        device: The device. A GPU takes neither: its recipe says the precision.
-        coordinator: Of the ranks; rank 0 chooses.
-        log: Prints a line about the choice, where it differs from torch's.
+        pinned: `training.threads`; 0 for as many as are free.
+        lines: Reads the run's metrics, which record its first choice.
+        device: The device. On a GPU there is nothing to choose: the recipe sets the precision.
+        coordinator: Coordinates the ranks; rank 0 chooses.
+        log: Prints a line about the choice if it differs from torch's.
 
     Returns:
         The precision, "bf16" or "fp32"; "" on a GPU.
@@ -59,7 +59,7 @@ def choose_arithmetic(
         if coordinator.rank == 0:
             recorded = lines()
             threads, words = threads_of(recorded, pinned)
-            torch.set_num_threads(threads)  # the matmuls are timed with them
+            torch.set_num_threads(threads)  # the matmuls are timed with this number
             choice = (products_of(recorded), threads, words)
         choice = coordinator.broadcast(choice)
     name, threads, words = choice
@@ -71,7 +71,7 @@ def choose_arithmetic(
 
 
 def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The choice of a run, "bf16" or "fp32": recorded in its metrics, or made now for a run without any.
+    """The choice of a run, "bf16" or "fp32": recorded in its metrics, or made now for a new run.
 
     Raises:
         UserError: NARROWGAUGE_PRODUCTS has another value.
@@ -80,14 +80,14 @@ def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
         return recorded[-1]
     asked = os.environ.get(PRODUCTS, "")
     if asked not in ("", "bf16", "fp32", "onednn"):
-        raise UserError(f"{PRODUCTS}={asked} must be bf16, fp32 or onednn; or unset it, and it is measured")
+        raise UserError(f"{PRODUCTS}={asked} must be bf16, fp32 or onednn; unset it to have it measured")
     if asked == "onednn" or any(line.get("event") == "start" for line in lines):
         return "bf16" if cpu_multiplies_bf16() else "fp32"
     return asked or measured_products()
 
 
 def measured_products() -> str:
-    """The faster precision of this machine and torch: kept, or measured now."""
+    """The faster precision for this machine and torch: from the cache, or measured now."""
     if not cpu_multiplies_bf16():
         return "fp32"
     cpu = torch.device("cpu")

@@ -53,19 +53,19 @@ def choose_device(requested: str) -> torch.device:
 
 
 def use_device(device: torch.device, deterministic: bool = False) -> None:
-    """Compute on a device: streams and memory that name none are also there, and sums are taken in fp32.
+    """Make `device` the current device, and require fp32 accumulation.
 
-    torch's default lets a GPU add the parts of a split product, as of a weight's gradient over many tokens,
+    By default torch lets a GPU add the parts of a split matmul, such as a weight gradient over many tokens,
     in 16 bits.
 
     Args:
         device: The device.
-        deterministic: Whether a GPU takes only kernels that repeat every bit. Strictly: where torch only
-            warns, the backward pass of flash-attention does not repeat. `torch_compat.not_strict` is for
-            operations that torch refuses although what is used of them repeats.
+        deterministic: Whether a GPU uses only kernels that are bitwise reproducible. An error, not only a
+            warning, since flash-attention's backward pass would not repeat. `torch_compat.not_strict` is
+            for operations that torch refuses although the part in use is reproducible.
 
     Raises:
-        UserError: `deterministic`, and the environment sets a workspace with which cuBLAS does not repeat.
+        UserError: `deterministic`, but the environment sets a workspace that makes cuBLAS irreproducible.
     """
     if device.type != "cuda":
         return
@@ -108,18 +108,18 @@ def memory_at_peak(device: torch.device) -> dict[str, int]:
 
 
 def limit_memory(device: torch.device, limit: int) -> None:
-    """Make a GPU's allocator refuse more than `limit` bytes; 0: no limit."""
+    """Make a GPU's allocator refuse more than `limit` bytes; 0 for no limit."""
     if device.type == "cuda" and limit:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total_memory(device)), device)
 
 
 @contextmanager
 def memory_kept(device: torch.device) -> Iterator[None]:
-    """Keep the memory of freed CPU tensors in the process, for the next tensors.
+    """Keep the memory of freed CPU tensors in the process for later tensors.
 
     By default glibc returns large freed blocks to the kernel at once, and the kernel clears each page again
-    for the next step, which costs a fifth of the processor time of a step (docs/performance.md). With this
-    the process holds a tenth more memory. Without glibc it does nothing.
+    for the next step, which costs a fifth of a step's processor time (docs/performance.md). Keeping the
+    memory makes the process a tenth larger. Without glibc this does nothing.
     """
     libc = ctypes.CDLL(None) if device.type == "cpu" and sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "gnu_get_libc_version"):
@@ -141,7 +141,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name for people."""
+    """The human-readable name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -149,13 +149,13 @@ def device_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queue, for timing."""
+    """Wait until the device has finished its queued work, for timing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that torch allocated on a GPU, or the most that this process held on a CPU."""
+    """Bytes: the most that torch allocated on a GPU, or that this process held on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_memory_held()

@@ -1,8 +1,7 @@
 """Logger backends: one class for each program, imported only when used.
 
-A sink is opened for a run directory at its first step, and takes the numbers of one step at a time. Each
-keeps its files inside the run directory if the program allows it, and a continued run goes on in the same
-files.
+A sink is opened for a run directory at its first step, and receives the values of one step at a time. Each
+keeps its files inside the run directory if the program allows it, and a resumed run continues the same files.
 """
 
 import os
@@ -15,16 +14,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PROJECT = "narrowgauge"
-# Shorter than a run waits at its end (`loggers.CLOSE_S`): W&B, abandoned while it opens, delays the exit of
-# the process by over a minute.
+# Shorter than the wait at the end of a run (`loggers.CLOSE_S`): abandoning W&B while it opens delays the exit
+# of the process by over a minute.
 _OPEN_S = 10.0
 
 
 class LoggerBackend(Protocol):
-    """Interface to a program; every method may take long, or raise any exception."""
+    """Interface to a program; every method may take long or raise any exception."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step by name."""
+        """Log the values of a step by name."""
 
     def close(self) -> None:
         """Send the remaining records."""
@@ -36,7 +35,7 @@ class RunInfo:
 
     path: Path  # the run directory
     config: Mapping[str, Any]  # resolved, nested
-    step: int  # the first one to be logged
+    step: int  # the first step to be logged
 
 
 class TensorBoard:
@@ -58,7 +57,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B, with files in RUN/wandb; W&B's variables (WANDB_MODE, WANDB_PROJECT, ...) apply."""
+    """A W&B run, with files in RUN/wandb; W&B's variables (WANDB_MODE, WANDB_PROJECT, ...) apply."""
 
     def __init__(self, run: RunInfo) -> None:
         wandb = import_module("wandb")
@@ -71,11 +70,11 @@ class WeightsAndBiases:
             resume="allow",
             settings=wandb.Settings(console="off", silent=True, init_timeout=_OPEN_S),
         )
-        # W&B's step counter never goes back, but a continued run does
+        # W&B's step counter never decreases, but that of a resumed run does
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all numbers in one call."""
+        """Log all values in one call."""
         self.run.log({**values, "step": step})
 
     def close(self) -> None:
@@ -84,7 +83,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run of trackio in trackio's folder (TRACKIO_DIR); `trackio show` shows it."""
+    """A trackio run in trackio's folder (TRACKIO_DIR); `trackio show` shows it."""
 
     def __init__(self, run: RunInfo) -> None:
         trackio = import_module("trackio")
@@ -100,7 +99,7 @@ class Trackio:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all numbers in one call."""
+        """Log all values in one call."""
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -130,7 +129,7 @@ def is_installed(package: str) -> bool:
 
 
 def _identity(file: Path) -> str:
-    """The id of this run in a program, read from a file, so that a continued run keeps it."""
+    """The id of this run in a program, kept in a file so that a resumed run continues it."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(secrets.token_hex(4), encoding="ascii")

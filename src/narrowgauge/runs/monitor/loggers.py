@@ -1,9 +1,9 @@
 """Sends metrics and gauges to other programs: TensorBoard, W&B, trackio (`[log] sinks`).
 
-The run directory is the record; a sink gets a live copy. A sink may be slow, hang or be down without stopping
-the training: each has a separate thread and a queue of at most 1000 records, a step only enqueues, and a
-record that does not fit is dropped. A failing sink causes one warning and is tried again every minute; the
-end of a run waits for the sinks for a limited time (`CLOSE_S`).
+The run directory is the record; a sink gets a live copy. A slow, hanging or unavailable sink does not stop
+the training: each has its thread and a queue of at most 1000 records, a step only enqueues, and a record that
+does not fit is dropped. A failing sink causes one warning and is retried every minute; the end of a run waits
+for the sinks for a limited time (`CLOSE_S`).
 """
 
 import threading
@@ -28,7 +28,7 @@ _LEFT_OUT = ("step", "elements")
 
 
 def require_sinks(names: Iterable[str]) -> None:
-    """Check that the program of each sink is installed.
+    """Check that the package of each sink is installed.
 
     Raises:
         UserError: a package is missing.
@@ -70,7 +70,7 @@ class Feed:
         self._closing.set()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.log(f"{self.name}: not done in time, and left behind; metrics.jsonl has every step")
+            self.log(f"{self.name}: not finished in time, and abandoned; metrics.jsonl has every step")
 
     def _run(self) -> None:
         while True:
@@ -101,7 +101,7 @@ class Feed:
             self._is_down = False
 
     def _down(self, why: str) -> None:
-        """Log a warning, once until the sink works again."""
+        """Log a warning once, until the sink works again."""
         if not self._is_down:
             self._is_down = True
             reason = " ".join(why.split())[:300]
@@ -118,7 +118,7 @@ class Loggers:
 
     @classmethod
     def of(cls, names: Iterable[str], path: Path, config: Mapping[str, Any], log: Log) -> "Loggers":
-        """Make the sinks of these names (`BACKENDS`); each opens at its first record."""
+        """Make the sinks with these names (`BACKENDS`); each opens at its first record."""
 
         def opener(name: str) -> Callable[[int], LoggerBackend]:
             return lambda step: BACKENDS[name].open(RunInfo(path, config, step))
@@ -126,7 +126,7 @@ class Loggers:
         return cls(tuple(Feed(name, opener(name), log) for name in dict.fromkeys(names)))
 
     def metrics(self, line: Mapping[str, Any]) -> None:
-        """Send the numbers of a line of metrics.jsonl; events are not sent."""
+        """Send the values of a line of metrics.jsonl; events are not sent."""
         if self.feeds and "event" not in line:
             self._put(line["step"], numbers(line))
 

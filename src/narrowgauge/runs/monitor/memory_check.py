@@ -1,4 +1,4 @@
-"""Checks before the first step that a run fits in memory, and names the changes that make it fit."""
+"""Checks before the first step that a run fits in memory, and suggests changes that make it fit."""
 
 from contextlib import suppress
 
@@ -18,15 +18,15 @@ from narrowgauge.units import human_bytes, parse_bytes
 def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
     """Estimate the memory of a run, and refuse one that cannot fit.
 
-    Linux overcommits a CPU's memory, and kills a process that uses more than there is without a message.
+    Linux overcommits a CPU's memory, and silently kills a process that uses more than there is.
 
     Raises:
-        UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
+        UserError: the state alone exceeds the device's memory, or the step exceeds `memory_limit`.
     """
     parameters = count_parameters(config.spec.model)
     least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
     available = hardware.total_memory(device)
-    if least > available:  # too large even for the estimate
+    if least > available:  # too large even for making the estimate
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
     with imagine(device_facts(device)):
         return _require_fit(config, device, parallel_dims, available)
@@ -85,8 +85,8 @@ def out_of_memory_message(
     )
     if plan is not None:
         what += (
-            f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), beside the program "
-            "itself and the data"
+            f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), excluding the "
+            "program itself and the data"
         )
         if options := _cheaper_options(config, device, plan, parallel_dims):
             advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
@@ -96,7 +96,7 @@ def out_of_memory_message(
 def _cheaper_options(
     config: Config, device: torch.device, plan: Memory, parallel_dims: ParallelDims
 ) -> list[tuple[str, Memory]]:
-    """Options with a lower expected peak; empty if memory does not suffice for the estimate."""
+    """Options with a lower expected peak; empty if there is not enough memory for the estimate."""
     if parallel_dims.size > 1:  # simulated process groups cannot coexist with real ones
         return []
     with suppress(MemoryError, RuntimeError), imagine(device_facts(device)):

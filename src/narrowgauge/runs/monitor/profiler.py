@@ -1,13 +1,13 @@
 """Profiles a few steps: a trace for Perfetto (ui.perfetto.dev), and the time by class of operation.
 
 The first steps of a process are not typical (allocation, choice of kernels), so they are skipped. Then
-torch's profiler records a few steps, which makes them longer: read the shares, not the length of the step.
+torch's profiler records a few steps, which lengthens them: rely on the shares, not on the length of the step.
 
 An operation belongs to the first class of `CLASSES` that matches its name or the name of a caller: a copy
-inside the linear layer of the recipe is a cast, and the same copy inside the optimizer belongs to the
-optimizer. The time of an operation excludes its callees: on a GPU it is the time of its kernels, on a CPU the
-elapsed time. The rest of the steps is "idle": Python, waiting for data or for other processes, on a GPU any
-moment without a kernel.
+inside the recipe's linear layer is a cast, and the same copy inside the optimizer belongs to the optimizer.
+The time of an operation excludes its callees: on a GPU it is the time of its kernels, on a CPU the elapsed
+time. The rest of the step is "idle": Python, waiting for data or other processes, or, on a GPU, any time
+without a kernel.
 """
 
 import re
@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from narrowgauge.runs.choices import PROFILED
 
-_SKIPPED = 2  # steps of this process before them
+_SKIPPED = 2  # steps of this process before the recorded ones
 
-# The first match counts. The names are those of torch's operations and of our autograd functions.
+# The first match counts. The names are those of torch's operations and of this package's autograd functions.
 CLASSES = (
     ("communication", r"c10d|gloo:|nccl:|FSDP::|record_param_comms"),
     ("optimizer", r"Optimizer\.step|linalg_vector_norm"),
@@ -46,7 +46,7 @@ class StepTime:
 
     step_ms: float
     classes: dict[str, float]
-    device: str  # "cuda" where the classes are kernels, else "cpu"
+    device: str  # "cuda" if the classes are kernels, else "cpu"
 
     def __str__(self) -> str:
         shares = ", ".join(f"{name} {ms / self.step_ms:.0%}" for name, ms in self.classes.items() if ms)
@@ -71,7 +71,7 @@ class Profile:
         return self.directory / f"trace-rank-{self.rank}.json.gz"
 
     def step(self, number: int, take: Callable[[], Result], is_last: bool) -> tuple[Result, StepTime | None]:
-        """Take a step; with the last recorded step, or the last of the run, also return the step time."""
+        """Take a step; after the last recorded step, or the last of the run, also return the step time."""
         self._taken += 1
         if not _SKIPPED < self._taken <= _SKIPPED + self.steps:
             return take(), None
@@ -100,7 +100,7 @@ class Profile:
 
 
 def step_time(events: Iterable[Any], wall_s: float, steps: int, on_gpu: bool) -> StepTime:
-    """The time by class of an average step, from the `FunctionEvent`s of `steps` steps in `wall_s` seconds.
+    """The time by class of a mean step, from the `FunctionEvent`s of `steps` steps in `wall_s` seconds.
 
     On a GPU the CPU events carry the time of the kernels they launched, and the classes count kernels.
     """
@@ -129,7 +129,7 @@ def callers(event: Any) -> Iterator[str]:
 
 @cache
 def class_of(names: tuple[str, ...]) -> str:
-    """The class of an operation with these callers."""
+    """The class of an operation, given its name and its callers'."""
     return next(name for name, pattern in CLASSES if any(re.search(pattern, n) for n in names))
 
 

@@ -14,7 +14,7 @@ _LINE_EVERY_S = 10.0  # longest silence between two steps, or parts of a stage, 
 class Display:
     """Shows stages of preparation and steps of training; `console` decides whether there is a terminal.
 
-    Without one, steps print a line each `every` steps, and 10 seconds after the last line.
+    Without one, a step prints a line every `every` steps, and 10 seconds after the last line.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
-"""How many threads a run computes with on a CPU: a given number, or as many as cores are free when it begins.
+"""The number of threads of a run on a CPU: a given number, or the number of free cores when it begins.
 
-All threads of an operation wait for the last one. Beside another program one of them often has no core, and
-each of the thousand operations of a step waits for it: two threads on two cores, one of which is taken, took
-3.7 times as long for a step as on quiet cores, and one thread took 2.0 times (`benchmarks/busy.py`,
+All threads of an operation wait for the last one. While another program is running, one of them often has no
+core, and each of the thousand operations of a step waits for it: with one of two cores taken, a step with two
+threads took 3.7 times as long as on quiet cores, and one with one thread 2.0 times (`benchmarks/busy.py`,
 docs/lab-log-archive.md).
 
-Sums are cut into a part for each thread, so the number of threads changes the last digits of a loss. That is
-why a run's configuration may pin it, and a resumed run keeps its own:
+Sums are split into a part for each thread, so the number of threads affects the last digits of a loss. That
+is why a configuration may pin it, and a resumed run keeps it:
 
-    1. training.threads    a key of the configuration; more than there are cores take turns
-    2. OMP_NUM_THREADS     what the user says; torchrun sets it for several processes
-    3. a resumed run       what its start recorded, if this machine has so many cores
+    1. training.threads    a key of the configuration; threads in excess of the cores take turns
+    2. OMP_NUM_THREADS     set by the user, or by torchrun for several processes
+    3. a resumed run       the number recorded at its start, if this machine has enough cores
     4. otherwise           the cores that no other program uses, at least one
 """
 
@@ -28,7 +28,7 @@ _DIGITS = "so that its last digits may differ from those of a run that was never
 
 @cache
 def threads_of_torch() -> int:
-    """What torch takes by itself: before any run of this process has chosen another number."""
+    """torch's default, before a run in this process has set another number."""
     return torch.get_num_threads()
 
 
@@ -36,11 +36,11 @@ def threads_of(lines: Sequence[Mapping[str, Any]], pinned: int = 0) -> tuple[int
     """The number of threads of a run, and a line about it.
 
     Args:
-        lines: The run's metrics; none for a new run.
-        pinned: The number that the configuration says; 0 if it says none.
+        lines: The run's metrics; empty for a new run.
+        pinned: The number that the configuration sets; 0 if it sets none.
 
     Returns:
-        The number, and what a user has to know of the choice; "" where it is what torch would take.
+        The number, and a message about the choice; "" if it is torch's default.
     """
     here = pinned or threads_of_torch()
     recorded = next((int(line["threads"]) for line in reversed(lines) if "threads" in line), here)
@@ -56,6 +56,6 @@ def threads_of(lines: Sequence[Mapping[str, Any]], pinned: int = 0) -> tuple[int
     free = min(here, max(1, round(here - others)))
     words = (
         f"threads: {free} of {here}, since other programs use {others:.1f} cores; the last digits of losses "
-        "follow from the number, and --training.threads N pins it"
+        "depend on the number, and --training.threads N pins it"
     )
     return free, words if free != here else ""

@@ -1,13 +1,13 @@
-"""The yardstick of MFU: the fastest matrix product of this machine, measured once and kept.
+"""The yardstick of MFU: the fastest matmul of this machine, measured once and cached.
 
-MFU is a share of a peak, so two runs compare only if both use one peak. A measurement of milliseconds
-depends on what else the machine does at that moment. So the product is repeated until the three fastest
-tries agree, and the result is kept in the cache (`NARROWGAUGE_CACHE`): every later run of this machine with
-the same device, number of threads and torch uses it. Where tries do not agree, there is no yardstick, and no
-MFU: a figure that another minute would change by half is worse than none.
+MFU is a share of a peak, so two runs can be compared only if both use the same peak. A measurement of
+milliseconds depends on what else the machine does at that moment. So the matmul is repeated until the three
+fastest tries agree, and the result is kept in the cache (`NARROWGAUGE_CACHE`): later runs on this machine
+with the same device, number of threads and torch use it. If the tries do not agree, there is no yardstick and
+no MFU: a figure that could change by half a minute later is worse than none.
 
-On a CPU the yardstick is the faster one of float32 and bfloat16, whatever the recipe: which of them is
-faster depends on the processor, and one machine has one peak. On a GPU it is that of the recipe's dtype.
+On a CPU the yardstick is the faster of float32 and bfloat16 for every recipe: which one is faster depends on
+the processor, and a machine has one peak. On a GPU it is that of the recipe's dtype.
 """
 
 import hashlib
@@ -26,21 +26,21 @@ from narrowgauge.files import cache_directory, make_directory, write_whole
 from narrowgauge.runs.monitor.hardware import device_name, synchronize
 
 AGREE = 1.1  # the third fastest try takes at most this much longer than the fastest
-_LEAST = 5  # tries of one product
+_LEAST = 5  # tries of one matmul
 _ENOUGH_S, _MOST_S = 0.2, 2.0  # seconds of tries that agree, and of tries that do not
-_LARGE = 4  # threads from which on a CPU needs the larger product to be busy
+_LARGE = 4  # from this many threads a CPU needs the larger matmul to be busy
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """A peak in FLOP/s, None if it could not be measured well, and its description."""
+    """A peak in FLOP/s, None if it could not be measured reliably, and its description."""
 
     flops: float | None
     source: str
 
 
 def yardstick(device: torch.device, dtype: torch.dtype) -> Yardstick:
-    """The yardstick of this machine for a device and the dtype of its products: kept, or measured now."""
+    """The yardstick of this machine for a device and the dtype of its matmuls: cached, or measured now."""
     parts = (platform.node(), device_name(device), torch.__version__, str(_dtypes(device, dtype)))
     entry = cache_directory() / "yardsticks" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, TypeError):
@@ -56,13 +56,13 @@ def yardstick(device: torch.device, dtype: torch.dtype) -> Yardstick:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Yardstick:
-    """Measure the fastest square product; no figure if the fastest tries do not agree."""
+    """Measure the fastest square matmul; no figure if the fastest tries do not agree."""
     n = 8192 if device.type == "cuda" else 2048 if torch.get_num_threads() > _LARGE else 512
     tries = {d: fastest_tries(n, device, d) for d in _dtypes(device, dtype)}
     best = min(tries, key=lambda d: tries[d][0])
     name = str(best).removeprefix("torch.")
     if not agree(tries[best]):
-        why = f"tries of one {name} product differ by more than {AGREE - 1:.0%}: the device is busy"
+        why = f"tries of one {name} matmul differ by more than {AGREE - 1:.0%}: the device is busy"
         return Yardstick(None, f"not measured: {why}")
     flops = 2 * n**3 / tries[best][0]
     day = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -71,12 +71,12 @@ def measure(device: torch.device, dtype: torch.dtype) -> Yardstick:
 
 
 def agree(fastest: Sequence[float]) -> bool:
-    """Whether the fastest tries, in ascending order, are near enough to each other."""
+    """Whether the fastest tries, in ascending order, are close to each other."""
     return fastest[-1] <= AGREE * fastest[0]
 
 
 def fastest_tries(n: int, device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Seconds of the three fastest of many products of (n, n) matrices."""
+    """Seconds of the three fastest of many matmuls of (n, n) matrices."""
     a = torch.ones(n, n, device=device, dtype=dtype)
     out = torch.mm(a, a)  # the first call chooses a kernel
     fastest, total, tries = [math.inf] * 3, 0.0, 0
@@ -91,5 +91,5 @@ def fastest_tries(n: int, device: torch.device, dtype: torch.dtype) -> list[floa
 
 
 def _dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes whose products are measured."""
+    """The dtypes whose matmuls are measured."""
     return (dtype,) if device.type == "cuda" else (torch.float32, torch.bfloat16)

@@ -1,1 +1,1 @@
-"""What can be done with a trained model?"""
+"""Uses of a trained model."""

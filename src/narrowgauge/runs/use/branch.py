@@ -1,12 +1,12 @@
-"""A branch: a run that goes on from a checkpoint of another, the trunk, with a schedule of its own.
+"""A branch: a run that continues from a checkpoint of another, the trunk, with a separate schedule.
 
-The branch takes everything that moves the trajectory: weights, moments, step counts, the position in the
-data, the state of the guard. Its configuration says how it goes on, and belongs to it alone. With the
-schedule "wsd" a branch of n steps, taken where its learning rate begins to fall, is the run of n steps, bit
-for bit: until then the rate depends on the warm-up alone. So one long run and a short branch for each number
-of tokens are the end points of many runs (arXiv 2404.06395; 2405.18392).
+The branch takes everything that affects the trajectory: weights, moments, step counts, the position in the
+data, the state of the guard. Its configuration is separate from the trunk's. With the schedule "wsd", a
+branch of n steps taken where its learning rate begins to fall equals the run of n steps bit for bit, since
+until then the rate depends on the warm-up alone. So one long run and a short branch for each token budget
+give the end points of many runs (arXiv 2404.06395; 2405.18392).
 
-The new directory appears whole or not at all; `narrowgauge train` goes on in it as after a kill.
+The new directory appears whole or not at all; `narrowgauge train` continues in it as after a kill.
 """
 
 from pathlib import Path
@@ -22,17 +22,16 @@ from narrowgauge.training.step.trainer import Trainer
 
 
 def branch_run(trunk: Path, step: int, config: Config, out: Path) -> None:
-    """Make the run directory `out`, which goes on under `config` from a checkpoint of `trunk`.
+    """Make the run directory `out`, which continues from a checkpoint of `trunk` under `config`.
 
     Args:
         trunk: A run directory.
         step: The step of its checkpoint.
-        config: The configuration of the branch: the model, the data and the state of the recipe are those of
-            the trunk.
+        config: The configuration of the branch, with the trunk's model, data and state of the recipe.
         out: The new run directory, which must not exist.
 
     Raises:
-        UserError: `trunk` is no run, has no such checkpoint, holds another model or state, the branch ends
+        UserError: `trunk` is not a run, has no such checkpoint, holds another model or state, the branch ends
             before it begins, or `out` is in use.
     """
     old = RunDirectory(trunk)
@@ -64,4 +63,4 @@ def branch_run(trunk: Path, step: int, config: Config, out: Path) -> None:
                 new.record(line)
         new.record({"event": "branch", "step": step, "reason": f"from {trunk}", "corpus": digest})
         trainer.save(new.checkpoints, run_id_of(config, digest))
-        new.set_status("preempted", f"branched from {trunk} after step {step}; narrowgauge train goes on")
+        new.set_status("preempted", f"branched from {trunk} after step {step}; resume it with train")

@@ -1,9 +1,9 @@
 """Converts the newest state of a run to another recipe: a new run directory that continues the run.
 
-Weights (or their masters, if there are any) and moments are read as float32 and written in the new casts,
-rounded once; the casts are those that the new recipe has by that step. Step counts, the position in the data
-and the step of the random streams are copied; histories of delayed scales start empty. What a configuration
-sets over the old recipe is left out, except `offload`. The new directory is created atomically.
+Weights (or their masters) and moments are read as float32 and written in the new casts, rounded once; the
+casts are those of the new recipe at that step. Step counts, the position in the data and the step of the
+random streams are copied; histories of delayed scales start empty. Keys that a configuration sets over the
+old recipe are dropped, except `offload`. The new directory is created atomically.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from narrowgauge.runs.run_directory import RunDirectory, is_settled, run_id_of
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.step.trainer import Trainer
 
-OFFLOAD = "offload"  # the one key over a recipe that says where numbers lie, and not which
+OFFLOAD = "offload"  # the only key over a recipe that affects where values are stored, not which
 
 
 def convert_run(source: Path, recipe: str, out: Path) -> int:
@@ -33,7 +33,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
         The step at which the new run continues.
 
     Raises:
-        UserError: `source` is no run, has no checkpoint or is an imported model, the recipe is unknown, or
+        UserError: `source` is not a run, has no checkpoint or is an imported model, the recipe is unknown, or
             `out` is in use.
     """
     old = RunDirectory(source)
@@ -53,7 +53,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
     a, b = (Trainer.begin(config.plan, torch.device("cpu")) for config in (before, after))
     a.restore(path)
     b.step = a.step
-    b.follow_rules()  # a rule may keep state in other casts by now
+    b.follow_rules()  # by now a rule may keep state in other casts
     _copy(a, b)
     with staged_directory(out) as folder:
         new = RunDirectory(folder)
@@ -66,12 +66,12 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
         reason = f"from {before.recipe.name} to {recipe}, {source}"
         new.record({"event": "convert", "step": b.step, "reason": reason, "corpus": digest})
         b.save(new.checkpoints, run_id_of(after, digest))
-        new.set_status("preempted", f"converted from {source} after step {b.step}; narrowgauge train goes on")
+        new.set_status("preempted", f"converted from {source} after step {b.step}; resume it with train")
     return b.step
 
 
 def with_recipe(config: Config, recipe: str) -> Config:
-    """The configuration with another recipe, and of what is set over the old one only where state lies."""
+    """The configuration with another recipe; of the keys set over the old one, only `offload` is kept."""
     tables = config.model_dump()
     kept = {key: value for key, value in config.recipe.places.items() if key == OFFLOAD}
     tables["recipe"] = {"name": recipe, "backend": config.recipe.backend, **kept}
@@ -79,7 +79,7 @@ def with_recipe(config: Config, recipe: str) -> Config:
 
 
 def left_out(config: Config) -> list[str]:
-    """The keys that a configuration sets over its recipe and that `with_recipe` leaves out."""
+    """The keys set over a configuration's recipe that `with_recipe` drops."""
     return [f"recipe.{key}" for key in config.recipe.places if key != OFFLOAD]
 
 
@@ -95,4 +95,4 @@ def _copy(a: Trainer, b: Trainer) -> None:
             if place in moments:
                 moment.write(moments[place].read())
     b.guard = a.guard
-    b.guard.raised = []  # of the other recipe
+    b.guard.raised = []  # those of the other recipe

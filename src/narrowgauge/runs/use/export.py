@@ -1,10 +1,10 @@
 """Exports runs to the formats of other programs, and imports their models as runs.
 
     export    RUN -> plain weights under another program's names     hf, llmc, megatron
-                  -> the narrow numbers themselves                   compressed-tensors
+                  -> the quantized weights themselves                compressed-tensors
     import    a model of another program -> RUN, to sample, evaluate or train from
 
-Both create their folder atomically. What is exported is first read back, and compared with what the run
+Both create their folder atomically. An export is read back and compared with the weights that the run
 multiplies.
 """
 
@@ -36,15 +36,15 @@ def export_run(
         run: a run directory, or any model that `open_run` opens.
         to: one of `EXPORT_FORMATS`.
         out: the new folder, which must not exist.
-        dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None: bf16 for compressed-tensors, else
-            fp32.
+        dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None for fp32, or bf16 with
+            compressed-tensors.
         shard_bytes: the approximate maximum size of a safetensors file.
 
     Returns:
         The run that was exported.
 
     Raises:
-        UserError: an argument is invalid, the format cannot hold the model, or the files do not hold it.
+        UserError: an argument is invalid, the format cannot represent the model, or the written files differ.
     """
     if to not in EXPORT_FORMATS:
         raise unknown("format", to, EXPORT_FORMATS)
@@ -80,7 +80,7 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
     Args:
         path: a Hugging Face folder, a folder that `export` made, or an llm.c model file.
         out: the new run directory, which must not exist.
-        tokenizer: a tokenizer.json, or a folder with one; None: the tokenizer of the model, if it has one.
+        tokenizer: a tokenizer.json, or a folder with one; None for the model's tokenizer, if it has one.
         source: the default text for evaluation.
 
     Returns:

@@ -1,7 +1,7 @@
-"""HellaSwag and tasks of the same form: which ending is the likeliest continuation of a context?
+"""HellaSwag and tasks of the same form: choose the likeliest continuation of a context.
 
-    acc         the ending with the highest log probability is the right one
-    acc_norm    the one with the highest log probability per token is: what llm.c reports
+    acc         the share of examples whose right ending has the highest log probability
+    acc_norm    the same by log probability per token, as llm.c reports it
 
 (Task: Zellers et al., arXiv 1905.07830.) Two file types, recognized by their first bytes:
 
@@ -11,9 +11,9 @@ llm.c's evaluation (karpathy/llm.c, `dev/data/data_common.py`), little-endian, t
     per example    uint16: 65535, bytes of the example, index, label, number of endings E,
                    length and tokens of the context, then E times length and tokens of an ending
 
-JSON lines (rowanz/hellaswag): {"ctx": text, "endings": [text, ...], "label": 0, ...}; a space lies between
-context and ending. Both are encoded as one text, and the ending's tokens are those after as many as the
-context has by itself; spaces at the end of a context belong to the ending (lm-evaluation-harness).
+JSON lines (rowanz/hellaswag): {"ctx": text, "endings": [text, ...], "label": 0, ...}. Context and ending are
+joined by a space and encoded as one text; the ending's tokens are those beyond the number of tokens of the
+context alone; spaces at the end of a context belong to the ending (lm-evaluation-harness).
 """
 
 import json
@@ -45,7 +45,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of right answers among `examples`."""
+    """The shares of right answers among `examples`."""
 
     examples: int
     acc: float
@@ -67,10 +67,10 @@ def read_examples(path: Path, run: TrainedRun) -> Iterator[Example]:
 
 
 def evaluate(run: TrainedRun, path: Path, limit: int | None = None) -> Score:
-    """Score a model on the first `limit` examples of a file; None: all.
+    """Score a model on the first `limit` examples of a file; None for all.
 
     Raises:
-        UserError: the file is not valid, or has no example.
+        UserError: the file is invalid or empty.
     """
     right = right_norm = count = 0
     for example in read_examples(path, run):
@@ -120,7 +120,7 @@ def _read_binary(path: Path, run: TrainedRun) -> Iterator[Example]:
         )
         yield example
     if start != len(stream):
-        raise _damaged(path, "numbers follow after the last example")
+        raise _damaged(path, "more values follow the last example")
 
 
 def _parse(stream: Any, start: int, where: str, path: Path) -> tuple[Example, int]:
@@ -137,7 +137,7 @@ def _parse(stream: Any, start: int, where: str, path: Path) -> tuple[Example, in
         if not length or len(parts[-1]) < length:
             raise _damaged(path, f"{where} has an empty part, or is cut")
     if at != end or label >= count:
-        raise _damaged(path, f"{where} is not as long as it says, or its label is no ending's")
+        raise _damaged(path, f"{where} does not have its stated length, or its label is not an ending's")
     return Example(parts[0], parts[1:], label), end
 
 
@@ -157,7 +157,7 @@ def _read_lines(path: Path, run: TrainedRun) -> Iterator[Example]:
             if not isinstance(context, str) or not texts or type(label) is not int:
                 raise _wrong_line(path, number, "ctx, an ending or label is of another kind")
             if not 0 <= label < len(endings):
-                raise _wrong_line(path, number, f"label {label} is no ending's number")
+                raise _wrong_line(path, number, f"label {label} is not an ending's number")
             start = context.rstrip()
             count = len(encode(start))
             ids = [encode(f"{context} {ending}")[count:] for ending in endings]
@@ -178,7 +178,7 @@ def _require(run: TrainedRun, ids: Sequence[int], where: str) -> None:
 
 def _wrong_line(path: Path, number: int, reason: str) -> UserError:
     return UserError(
-        f"{path}:{number} is no example of the task: {reason}; each line is an object with ctx, endings "
+        f"{path}:{number} is not an example of the task: {reason}; each line is an object with ctx, endings "
         "and label"
     )
 

@@ -1,7 +1,7 @@
 """Tasks of the lm-evaluation-harness, on an exported model.
 
 The harness loads models through transformers, so a run is first exported to a temporary folder. The
-evaluation measures the plain weights, without the arithmetic of the recipe.
+evaluation uses the plain weights, without the arithmetic of the recipe.
 """
 
 import importlib
@@ -26,9 +26,9 @@ def harness_scores(
 
     Args:
         run: a run, or any model that `open_run` opens.
-        tasks: names of tasks that the harness knows, or that `task_folder` describes.
+        tasks: names of tasks that the harness has, or that `task_folder` describes.
         device: "cpu" or "cuda".
-        limit: the number of examples of each task; None: all.
+        limit: the number of examples of each task; None for all.
         task_folder: a folder with YAML files of further tasks.
         batch_size: the number of requests in a batch.
 
@@ -36,7 +36,7 @@ def harness_scores(
         The results by task and metric.
 
     Raises:
-        UserError: the harness is not installed, or does not know a task.
+        UserError: the harness is not installed, or lacks a task.
     """
     harness, manager = _harness()
     known = manager(include_path=None if task_folder is None else str(task_folder))

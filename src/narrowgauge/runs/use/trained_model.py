@@ -1,4 +1,4 @@
-"""Opens a model for use, the newest of a run or a model of another program, and the text of the run."""
+"""Opens a model for use: the newest of a run, or a model of another program; and the text of the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.step.build_model import go_to, model_of, newest_checkpoint
 
-#: The keys of fprop.x under which a token's operand depends on that token alone, if its scales do.
+#: The keys of fprop.x under which a token's operand depends on that token alone if its scales do.
 TOKENWISE_KEYS = (
     *(*CODES_AND_SCALES, "elements", "hadamard", "signs", "keep_channels", "keep_cast", "keep_steps"),
     *("keep_every", "history", "history_algorithm", "margin", "estimator_k", "estimator_cap", "compensate"),
@@ -40,7 +40,7 @@ _WINDOW = 1024
 class TrainedRun:
     """A trained run: its configuration, the model of its newest checkpoint, its tokenizer.
 
-    `special_tokens` is what an imported model's own files said of them (`huggingface.special_tokens_of`).
+    `special_tokens` come from an imported model's files (`huggingface.special_tokens_of`).
     """
 
     path: Path
@@ -64,11 +64,11 @@ class TrainedRun:
         return load_tokenizer(self.tokenizer_file)
 
     def go_to_sample(self, first: int) -> None:
-        """Tell the model which sequence of the step is the first of the next forward pass."""
+        """Set the position in the step of the first sequence of the next forward pass."""
         go_to(self.model, self.config.plan, self.step, first)
 
     def held_out_sequences(self, batches: int | None) -> int | None:
-        """Held-out sequences of so many of the run's micro-batches; None: all there are."""
+        """The number of held-out sequences in a number of the run's micro-batches; None for all."""
         return None if batches is None else held_out_sequences(self.config.training, batches)
 
     def weights(self) -> dict[str, torch.Tensor]:

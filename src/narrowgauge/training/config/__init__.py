@@ -1,1 +1,1 @@
-"""Which settings are there, and which values are refused?"""
+"""The settings of a run and the rules that values must satisfy."""

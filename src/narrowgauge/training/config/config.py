@@ -64,7 +64,7 @@ class Config(Section):
 
     @cached_property
     def spec(self) -> "ModelSpec":
-        """What the names of model and recipe stand for, resolved once: a recipe's file is not read again.
+        """The resolved model and recipe; a recipe's file is not read again.
 
         The model is the named size, overridden by the other keys of its section; the recipe is the named one,
         overridden by the places of its section.
@@ -87,7 +87,7 @@ class Config(Section):
 
     @property
     def plan(self) -> "TrainingPlan":
-        """What a trainer takes of it."""
+        """The part of the configuration that a trainer takes."""
         from narrowgauge.training.plan import OptimizerPlan, SchedulePlan, TrainingPlan
 
         return TrainingPlan(
@@ -104,20 +104,20 @@ class Config(Section):
         )
 
     def with_micro_batch_size(self, size: int) -> "Config":
-        """The configuration with another size of the micro-batch, which changes no `spec`."""
+        """The configuration with another micro-batch size, which does not change `spec`."""
         if size == self.training.micro_batch_size:
             return self
         training = self.training.model_copy(update={"micro_batch_size": size})
         return super().model_copy(update={"training": training})
 
     def with_recipe(self, recipe: Recipe) -> "Config":
-        """The configuration of the same run under another recipe than the one that its section names."""
+        """The configuration of the same run under another recipe than that of its section."""
         copy = super().model_copy()
         copy.__dict__["spec"] = replace(self.spec, recipe=recipe)
         return copy
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Config":
-        """A copy with other sections; its `spec` is resolved anew."""
+        """A copy with other sections; its `spec` is resolved again."""
         copy = super().model_copy(update=update, deep=deep)
         copy.__dict__.pop("spec", None)
         return copy
@@ -153,7 +153,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
     model, t = config.spec.model, config.training
     if t.batch_size % t.micro_batch_size:
         raise UserError(
-            f"training.batch_size = {t.batch_size} is no multiple of training.micro_batch_size = "
+            f"training.batch_size = {t.batch_size} is not a multiple of training.micro_batch_size = "
             f"{t.micro_batch_size}, and a step is made of whole micro-batches; {what_fits(t, alone)}"
         )
     if t.compile and config.gauges.every:
@@ -179,9 +179,9 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
 
 
 def _with_initial_run(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """Fill in dimensions and tokenizer of the run that `model.weights` names, unless they are given.
+    """Fill in dimensions and tokenizer of the run in `model.weights`, unless they are set.
 
-    A resolved configuration has them all, and no longer needs that run.
+    A resolved configuration contains them all, and no longer needs that run.
     """
     model = values.get("model", {})
     if not isinstance(model, Mapping) or not model.get("weights"):
@@ -191,7 +191,7 @@ def _with_initial_run(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, M
         if "dim" in model:
             return values
         raise UserError(
-            f"model.weights = {str(run)!r} is no run directory; make one of a model of another program with "
+            f"model.weights = {str(run)!r} is not a run directory; make one of another program's model with "
             f"'narrowgauge import {run} --out RUN'"
         )
     merged = {**values, "model": {**load_values(run / "config.toml").get("model", {}), **model}}
@@ -211,7 +211,7 @@ def load_values(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"beside it lie {', '.join(near[:5])}" if near else "name a .toml file; options begin with --"
+        hint = f"next to it are {', '.join(near[:5])}" if near else "name a .toml file; options begin with --"
         raise UserError(f"no configuration file {path}; {hint}") from None
     except IsADirectoryError:
         own = path / "config.toml"
@@ -236,7 +236,7 @@ def config_keys() -> dict[str, Key]:
     return keys_of({section: type(field.default) for section, field in Config.model_fields.items()})
 
 
-# What pydantic says of text that it cannot read, in words with a way out.
+# Pydantic's error types for text that it cannot parse, in words that show a valid form.
 _RULES = {
     "int_parsing": "input should be a valid integer, as in 1000",
     "float_parsing": "input should be a valid number, as in 0.001 or 1e-3",
@@ -245,10 +245,10 @@ _RULES = {
 
 
 def _user_error(error: ValidationError) -> UserError:
-    """The first error of pydantic as a one-sentence `UserError`."""
+    """The first pydantic error as a one-sentence `UserError`."""
     first = error.errors()[0]
     if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
-        return cause  # says it all
+        return cause  # already complete
     where = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
         if where == "sweep":
@@ -259,7 +259,7 @@ def _user_error(error: ValidationError) -> UserError:
             above = [e for e in error.errors() if e["type"] == first["type"] and len(e["loc"]) == 1]
             return _unknown_section({str(e["loc"][0]): e["input"] for e in above})
         return unknown_key(where, config_keys())
-    if where == "training.recompute":  # of each type that it may have, pydantic says something else
+    if where == "training.recompute":  # pydantic reports something else for each type of the union
         first |= {"type": "literal_error", "msg": "input should be true, false or selective"}
     rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
     section = where.partition(".")[0]
@@ -267,7 +267,7 @@ def _user_error(error: ValidationError) -> UserError:
 
 
 def _unknown_section(found: Mapping[str, object]) -> UserError:
-    """The error for names that stand where sections do."""
+    """The error for names in the place of sections."""
     name, value = next(iter(found.items()))
     if of_recipe := [key for key in (*GROUPS, "rule", "compute", "title") if key in found]:
         return UserError(

@@ -1,8 +1,9 @@
-"""A configuration as a run keeps it: its text, what of it moves the trajectory, and what a resume may change.
+"""A configuration as a run stores it: its text, its trajectory, and the changes that a resume may make.
 
-The text is complete, and makes the same configuration again. Its trajectory is what determines every loss.
+The text is complete and reproduces the configuration. Its trajectory consists of the values that determine
+every loss.
 
-A value that changes the trajectory may only change on purpose: `--allow-change optimizer.lr,training.steps`.
+A value that changes the trajectory may only change explicitly: `--allow-change optimizer.lr,training.steps`.
 The keys are those of the configuration, and `code.torch` for another version of torch. Then
 
     1. the checkpoint is restored under the new values; if that fails, nothing has changed
@@ -11,8 +12,8 @@ The keys are those of the configuration, and `code.torch` for another version of
 
 so that the same command line without `--allow-change` continues the run.
 
-One value needs no permission: `training.micro_batch_size` where the user gave none. Another number of
-processes may need another one (`micro_batch`); it is said, and recorded like the others.
+One value needs no permission: `training.micro_batch_size`, if the user did not set it. Another number of
+processes may require another one (`micro_batch`); the change is reported and recorded like the others.
 """
 
 import tomllib
@@ -43,8 +44,8 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-# Keys that are younger than runs which may be resumed, with the value that changes nothing. With that value
-# they are left out of a trajectory, so that the id of such a run is what it was.
+# Keys added after runs that may still be resumed, each with the value that changes nothing. With that value
+# they are left out of a trajectory, so that the id of such a run stays the same.
 ADDED = {
     "model.qk_norm": False,
     "model.dropout": 0.0,
@@ -63,11 +64,11 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(to_toml(config))
     for key in ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch", "deterministic"):
         del tables["training"][key]
-    for place in ("offload", "gather"):  # neither location nor transport changes a number
+    for place in ("offload", "gather"):  # neither location nor transport changes a value
         tables["recipe"].pop(place, None)
     guard = tables["guard"]
     kept = ["max_skips"]
-    if guard["spike"] not in ("off", "warn"):  # which change no step
+    if guard["spike"] not in ("off", "warn"):  # those two do not affect steps
         kept += ["spike", "spike_factor", "spike_window", "max_rollbacks"]
     if guard["spike"] == "raise":
         kept += ["raise_to", "raise_steps", "raise_budget", "lower_after"]
@@ -81,7 +82,7 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def config_diff(saved: Config, current: Config) -> dict[str, tuple[object, object]]:
-    """Every `section.key` that changes the trajectory between two configurations, with (old, new) value."""
+    """Every `section.key` that changes the trajectory between two configurations: (old, new) value."""
     old, new = trajectory(saved), trajectory(current)
     changes = {}
     for section in sorted(old.keys() | new.keys(), key=list(Config.model_fields).index):
@@ -107,10 +108,10 @@ def check_keys(allowed: Sequence[str]) -> None:
 
 
 def require_allowed(path: object, changes: ConfigDiff, allowed: Sequence[str]) -> None:
-    """Check that every difference was allowed by name.
+    """Check that every difference is explicitly allowed.
 
     Raises:
-        UserError: some were not; the message lists all of them.
+        UserError: some are not; the message lists them all.
     """
     refused = {key: values for key, values in changes.items() if key not in allowed}
     if refused:

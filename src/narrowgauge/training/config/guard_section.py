@@ -1,4 +1,4 @@
-"""The section of the guard: its keys, which become `guard.GuardRules`."""
+"""The guard's section of the configuration: its keys, which become `guard.GuardRules`."""
 
 import math
 
@@ -13,7 +13,7 @@ _DEFAULT = GuardRules()
 
 
 class GuardSection(Section):
-    """Reactions to non-finite numbers and spikes, and checks for corruption."""
+    """Reactions to non-finite values and spikes, and checks for corruption."""
 
     max_skips: int = Field(_DEFAULT.max_skips, ge=0, description="steps skipped in a row before it stops")
     spike: Spike = Field(
@@ -48,7 +48,7 @@ class GuardSection(Section):
     check_every: int = Field(
         _DEFAULT.check_every,
         ge=0,
-        description="steps between comparisons of replicas, beside those before a save; 0: only those",
+        description="steps between comparisons of replicas, besides those before a save; 0: only those",
     )
     replay_every: int = Field(
         _DEFAULT.replay_every,

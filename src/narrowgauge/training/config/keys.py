@@ -1,6 +1,6 @@
-"""Descriptions of the keys of a configuration: what each means, its default, and what it takes.
+"""Descriptions of the keys of a configuration: meaning, default and form of the value.
 
-Help, shell completion and error messages all read them here.
+Help, shell completion and error messages all use them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from narrowgauge.recipes import BACKENDS
 from narrowgauge.recipes.places import COMPUTE, GROUPS, PLACES
 from narrowgauge.training.config.schema import Section
 
-# What keys of text take.
+# The values that keys of type text take.
 _TEXTS = {
     "model.name": "NAME",
     "model.weights": "RUN",
@@ -25,7 +25,7 @@ _TEXTS = {
     "recipe.name": "NAME|FILE",
     "recipe.backend": "|".join(BACKENDS),
 }
-# What the dimensions and choices of a model mean; their defaults are those of the named size.
+# Descriptions of a model's dimensions and choices; their defaults are those of the named size.
 _OF_THE_MODEL = {
     "dim": "width of the residual stream",
     "layers": "number of blocks",
@@ -60,8 +60,8 @@ class Key:
 
     Attributes:
         description: What it means.
-        default: Its default as text; "" where that is nothing, or what the named model has.
-        takes: What its value looks like: N, X, true|false, the words that it may be.
+        default: Its default as text; "" if it is empty or comes from the named model.
+        takes: The form of its value: N, X, true|false, or the allowed words.
     """
 
     description: str
@@ -96,7 +96,7 @@ def _place_keys() -> dict[str, Key]:
             keys.setdefault(f"recipe.{group}", Key(words, "", "CAST"))
         keys[f"recipe.{place}"] = Key("the cast of this place", "", "CAST")
     keys["recipe.offload"] = Key("of master, grad, m, v: those in the host's memory (none)", "", "m,v")
-    words = "of products and of all that is not narrow"
+    words = "of matmuls and of all that is not narrow"
     keys["recipe.compute"] = Key(words, "", "|".join(COMPUTE))
     return keys
 
@@ -111,7 +111,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _takes(kind: Any) -> str:
-    """What a value of this type looks like on the command line."""
+    """The form of a value of this type on the command line."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return "|".join(_takes(part) for part in inside if part is not NoneType)

@@ -1,10 +1,10 @@
-"""The size of a micro-batch: which sizes fit a batch and a device mesh, and the one that a run takes.
+"""The size of a micro-batch: the sizes that fit a batch and a device mesh, and the one that a run uses.
 
 Each data-parallel process has an equal share of a step's sequences, in whole micro-batches. A pipeline needs
 at least as many micro-batches as it has stages; with several chunks a multiple of them (interleaved 1F1B).
 
-A size that the user gives is never changed. Where none is given (`training.fit_micro_batch`), a run takes the
-largest that fits, up to `training.micro_batch_size`: the default, or what an existing run already has.
+A size that the user sets is never changed. Otherwise (`training.fit_micro_batch`) a run uses the largest that
+fits, up to `training.micro_batch_size`: the default, or the size that an existing run already has.
 """
 
 from math import isqrt
@@ -14,7 +14,7 @@ from narrowgauge.training.config.schema import TrainingSection
 
 
 def fitting_sizes(batch_size: int, dims: ParallelDims) -> list[int]:
-    """Sizes of a micro-batch that fit, ascending; none where the processes cannot have equal shares.
+    """The micro-batch sizes that fit, ascending; empty if the processes cannot have equal shares.
 
     >>> fitting_sizes(24, ParallelDims(shard=2))
     [1, 2, 3, 4, 6, 12]
@@ -34,15 +34,15 @@ def fitting_sizes(batch_size: int, dims: ParallelDims) -> list[int]:
 
 
 def largest_size(batch_size: int, dims: ParallelDims, most: int) -> int:
-    """The largest size of at most `most` sequences that fits, or `most` if none does."""
+    """The largest size that fits, up to `most` sequences; `most` if none fits."""
     return max((size for size in fitting_sizes(batch_size, dims) if size <= most), default=most)
 
 
 def held_out_sequences(training: TrainingSection, batches: int) -> int:
-    """Sequences of a validation of so many micro-batches: those of one process.
+    """The number of sequences of a validation of `batches` micro-batches of a single process.
 
-    A micro-batch that was chosen smaller for several processes takes none away, so that a validation is of
-    the same text on any number of them, also after a resume.
+    A micro-batch chosen smaller for several processes does not reduce it, so a validation uses the same text
+    on any number of processes, and after a resume.
     """
     size = training.micro_batch_size
     if training.fit_micro_batch:
@@ -52,13 +52,13 @@ def held_out_sequences(training: TrainingSection, batches: int) -> int:
 
 
 def next_batch_size(training: TrainingSection, dims: ParallelDims) -> int:
-    """The least batch that fits and is no smaller; with this micro-batch where it was given."""
+    """The smallest batch of at least this size that fits, with this micro-batch if the user set it."""
     unit = dims.data * dims.pipeline * (1 if training.fit_micro_batch else training.micro_batch_size)
     return -(-training.batch_size // unit) * unit
 
 
 def what_fits(training: TrainingSection, dims: ParallelDims) -> str:
-    """The keys and values that would fit, as the end of an error's sentence."""
+    """The keys and values that would fit, to end an error message."""
     micro, more = training.micro_batch_size, f"--training.batch_size {next_batch_size(training, dims)}"
     sizes = fitting_sizes(training.batch_size, dims)
     if not sizes:

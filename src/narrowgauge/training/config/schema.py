@@ -1,4 +1,4 @@
-"""The sections of a configuration: their keys, defaults and the rule of each key.
+"""The sections of a configuration: their keys and defaults, and the rule of each key.
 
 This module checks single values. `config` checks their combinations and reads them.
 """
@@ -28,7 +28,7 @@ from narrowgauge.quantization import is_cast_table
 from narrowgauge.recipes import BACKENDS, GROUPS
 from narrowgauge.units import parse_bytes
 
-GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
+GAUGES_EVERY = 100  # default; `benchmarks/gauges.py` measures its cost
 _Weight = Annotated[float, Field(gt=0)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -41,7 +41,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_broken_text(cls, value: Any) -> Any:
-        """Refuse lone surrogates: bytes of the command line that are not UTF-8, which no file can hold."""
+        """Refuse lone surrogates: bytes of the command line that are not UTF-8, which files cannot store."""
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
             raise PydanticCustomError("not_utf8", "text must be UTF-8")
         return value
@@ -49,7 +49,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false where a number goes: pydantic would take them for 1 and 0."""
+        """Refuse true and false for numbers: pydantic would convert them to 1 and 0."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)} and bool not in get_args(kind):
             raise PydanticCustomError("not_a_number", "it is a number, not true or false")
@@ -62,12 +62,12 @@ class _NamedModel(Section):
 
 
 _HINTS = get_type_hints(ModelConfig)
-_SAID = {  # of keys that are no dimension
+_SAID = {  # of keys that are not dimensions
     "dropout": "in training, of embedding, attention and MLP: share of the elements (0.0)",
     "attention_dropout": "in training, of attention's probabilities, without its fused kernels (0.0)",
     "qk_norm": "RMSNorm over each head of queries and keys, as in Qwen3 (False)",
 }
-# [model] takes any dimension of the model; None means that of the named size.
+# [model] takes any dimension of the model; None stands for that of the named size.
 ModelSection = create_model(
     "ModelSection",
     __base__=_NamedModel,
@@ -199,7 +199,7 @@ class RecipeSection(Section):
     def _gather_places(cls, values: Any) -> Any:
         """Collect places, all keys but name and backend: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}.
 
-        A group, as in wgrad = "bf16", is each of its places that has no cast of its own.
+        A group, as in wgrad = "bf16", stands for each of its places without a separate cast.
         """
         if not isinstance(values, dict) or not isinstance(values.get("places", {}), Mapping):
             return values
@@ -218,14 +218,14 @@ class RecipeSection(Section):
 
 
 def _table_of_text(key: str, value: Any) -> Any:
-    """The table that a text in braces is on the command line; any other value as it is."""
+    """Parse a text in braces, from the command line, as a table; return any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
         return tomllib.loads(f"table = {value.strip()}")["table"]
     except tomllib.TOMLDecodeError:
         raise UserError(
-            f"recipe.{key} = {value!r} is no table of TOML; put words in quotes and single quotes around "
+            f"recipe.{key} = {value!r} is not a TOML table; put words in quotes and single quotes around "
             f"the whole, as in --recipe.{key} '{{cast = \"fp4-row\", outliers = 0.99}}'"
         ) from None
 
@@ -242,7 +242,7 @@ class ParallelSection(Section):
     zero: int = Field(
         3, ge=0, le=3, description="what shard cuts: 1 moments, 2 gradients, 3 weights, 0 nothing"
     )
-    expert: int = Field(1, ge=1, description="of shard's processes, so many have different experts")
+    expert: int = Field(1, ge=1, description="of shard's processes, this many have different experts")
 
 
 class ValidationSection(Section):
@@ -261,7 +261,7 @@ class CheckpointSection(Section):
     )
     keep: int = Field(2, ge=2, description="how many valid ones are kept")
     asynchronous: bool = Field(
-        False, description="write beside the steps; they wait for a copy of the state in the host's memory"
+        False, description="write during the steps; they wait for a copy of the state in the host's memory"
     )
     max_failures: int = Field(3, ge=1, description="saves that fail in a row before it stops")
 
@@ -272,7 +272,7 @@ class GaugesSection(Section):
     every: int = Field(
         GAUGES_EVERY,
         ge=0,
-        description="steps between readings of every place, the last step is read, too; 0, or compile: none",
+        description="steps between readings of every place, besides the last step; 0, or compile: none",
     )
 
 

@@ -1,4 +1,4 @@
-"""The names by which other trainers call the everyday keys, and where each of them leads.
+"""Other trainers' names for the everyday keys, and the keys that they stand for.
 
 An option of the command line is found by (in this order)
 
@@ -8,9 +8,9 @@ An option of the command line is found by (in this order)
     a synonym                   --learning-rate, --seq-len, --max-grad-norm
 
 Synonyms are spellings of torchtitan, Hugging Face's Trainer, llm.c, nanoGPT and Megatron that mean exactly
-the same as the key. For a name that means something near, or that needs no option here, the error names what
-to write instead; for any other, the nearest name. Files take only the names of the keys, and their errors
-lead from the other names to them.
+the same as the key. For a name with a similar meaning, or one that needs no option here, the error names what
+to write instead; for any other, the nearest name. Files accept only the names of the keys, and their errors
+suggest the key for another name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.quantization import cast_keys
 from narrowgauge.recipes import CAST_TABLE, RECIPE_KEYS
 
-#: Other names of a key, by key. A name under two keys may mean either, and the answer names both.
+#: Other names of a key, by key. A name listed under two keys is ambiguous, and the error names both.
 SYNONYMS: Mapping[str, str] = {
     "model.layers": "n-layer num-layers num-hidden-layers",
     "model.heads": "n-head num-attention-heads",
@@ -62,7 +62,7 @@ _WEIGHTS = (
     "makes a run of another program's model"
 )
 
-#: Names that no key answers to exactly, and what to write instead.
+#: Names without an exact key, and what to write instead.
 INSTEAD: Mapping[str, str] = {
     "resume continue resume-from-checkpoint load": _AGAIN,
     "checkpoint ckpt": f"{_AGAIN}; --model.weights RUN starts from another run's weights",
@@ -99,7 +99,7 @@ def plain(name: str) -> str:
 
 
 def other_names(keys: Iterable[str]) -> dict[str, list[str]]:
-    """The keys that each other name may mean: the whole key, every ending of it, and its synonyms.
+    """The keys that each other name may stand for: the whole key, every ending of it, and its synonyms.
 
     >>> names = other_names(["optimizer.lr", "log.every", "gauges.every"])
     >>> names["lr"], names["learning-rate"], names["every"]
@@ -120,10 +120,10 @@ def other_names(keys: Iterable[str]) -> dict[str, list[str]]:
 
 
 def key_of(name: str, keys: Iterable[str]) -> str | None:
-    """The key that a name without its `--` means, or None if nothing here knows it.
+    """The key for a name without its `--`; None if it is unknown here.
 
     Raises:
-        UserError: The name may mean several keys, or is answered by something else.
+        UserError: The name is ambiguous, or something else replaces it.
     """
     found = other_names(keys).get(plain(name), [])
     if len(found) > 1:
@@ -136,7 +136,7 @@ def key_of(name: str, keys: Iterable[str]) -> str | None:
 
 
 def _instead(name: str) -> str:
-    """What to write instead of a name that no key answers to; "" if nothing here knows it."""
+    """What to write instead of a name without a key; "" if it is unknown here."""
     if plain(name) in map(plain, cast_keys()):
         return f"it is a key of a cast; write it in a place, as in --recipe.fprop.x '{CAST_TABLE}'"
     sentences = (sentence for names, sentence in INSTEAD.items() if plain(name) in names.split())
@@ -144,9 +144,9 @@ def _instead(name: str) -> str:
 
 
 def unknown_key(name: str, keys: Iterable[str], dashes: str = "") -> UserError:
-    """The error for a `section.key` that there is not.
+    """The error for an unknown `section.key`.
 
-    It names the key that has this last part in another section or under another name, else the nearest.
+    It names the key with this last part in another section or under another name, else the nearest key.
 
     >>> str(unknown_key("training.learning_rate", ["optimizer.lr", "training.steps"]))
     "unknown key 'training.learning_rate'; it is optimizer.lr"
@@ -154,7 +154,7 @@ def unknown_key(name: str, keys: Iterable[str], dashes: str = "") -> UserError:
     known = list(keys)
     kind = "option" if dashes else "key"
     section, _, last = name.rpartition(".")
-    is_place = "." in section  # of a recipe: another place may have an operand of this name
+    is_place = "." in section  # a place of a recipe: another place may have an operand with this name
     if section == "recipe" and last in RECIPE_KEYS:
         return UserError(
             f"unknown {kind} '{dashes}{name}'; it is a key of a recipe file: 'narrowgauge recipes fp8' "
@@ -172,7 +172,7 @@ def unknown_key(name: str, keys: Iterable[str], dashes: str = "") -> UserError:
 
 
 def outside(name: str, value: object, keys: Iterable[str]) -> UserError:
-    """The error for a key of a file that stands above every section.
+    """The error for a key in a file before any section.
 
     >>> str(outside("learning_rate", 0.1, ["optimizer.lr", "training.steps"]))
     'learning_rate = 0.1 stands outside of a section; write lr below [optimizer]'

@@ -1,1 +1,1 @@
-"""How is one optimizer step taken, and judged?"""
+"""One optimizer step, and its judgement."""

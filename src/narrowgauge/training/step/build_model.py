@@ -1,4 +1,4 @@
-"""A run's model on one process: built, and brought to where a checkpoint left it."""
+"""Builds a run's model on one process, and restores it from a checkpoint."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from narrowgauge.training.plan import TrainingPlan
 
 
 def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
-    """The model of one process under its recipe, with its starting weights, on a device."""
+    """The model of one process under its recipe, with its initial weights, on a device."""
     with torch.device("meta" if device.type == "meta" else "cpu"):
         model = Transformer(spec.model, DTYPES[spec.recipe.compute])
     if device.type != "meta":
@@ -34,7 +34,7 @@ def go_to(model: torch.nn.Module, plan: TrainingPlan, step: int, first_sample: i
 def model_of(
     plan: TrainingPlan, checkpoint: Checkpoint, device: torch.device
 ) -> tuple[TrainingPlan, Transformer]:
-    """The full model of a checkpoint on one process, and the plan that was in force there."""
+    """The full model of a checkpoint on one process, and the plan in effect there."""
     plan = plan.in_force(raises_of(checkpoint.state), checkpoint.step)
     model = build_model(plan.spec, device)
     load_model(model, plan, checkpoint)
@@ -42,7 +42,7 @@ def model_of(
 
 
 def load_model(model: torch.nn.Module, plan: TrainingPlan, checkpoint: Checkpoint) -> None:
-    """Bring a model to where it was when the checkpoint was made: weights, and the state of its recipe."""
+    """Restore a model from a checkpoint: its weights and the state of its recipe."""
     load_weights(model, checkpoint)
     go_to(model, plan, checkpoint.step, 0)
     saved = checkpoint.tensors.get("recipe", {})
@@ -60,7 +60,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     """Copy a checkpoint's weights into a model.
 
     Raises:
-        UserError: the checkpoint is another model's; the first difference is named.
+        UserError: the checkpoint belongs to another model; the message names the first difference.
     """
     weights = checkpoint.tensors["model"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -85,6 +85,6 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def newest_checkpoint(checkpoints: Path, run_id: str | None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, if there is any, and a sentence for each newer one that was refused."""
+    """The newest valid checkpoint, if any, and a sentence for each newer one that was refused."""
     path, refused = newest_valid(checkpoints, run_id)
     return (None if path is None else load(path)), refused

@@ -1,4 +1,4 @@
-"""A run's optimizer: its parameter groups and the numbers that its random bits depend on."""
+"""Builds a run's optimizer: its parameter groups and the indices that its random bits depend on."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ def build_optimizer(plan: TrainingPlan, model: torch.nn.Module) -> Optimizer:
 
 
 def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) -> None:
-    """Keep moments as the recipe's rules say for the module of each parameter."""
+    """Keep moments in the formats of the recipe's rules for the module of each parameter."""
     plan = resolve(recipe, outline_of(model))
     for name, p in model.named_parameters():
         casts = plan.moments_of(name.rpartition(".")[0])
@@ -39,7 +39,7 @@ def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) 
 
 
 def number_parameters(plan: TrainingPlan, model: torch.nn.Module) -> None:
-    """Set the index of each local parameter among all of the full model's; its random bits depend on it."""
+    """Set the index of each local parameter within the full model; its random bits depend on it."""
     with torch.device("meta"):
         full_model = Transformer(plan.spec.model)
     parameters = (p for group in _groups(plan.optimizer, full_model) for p in group["params"])

@@ -1,7 +1,7 @@
-"""The tensors of this process as slices of global tensors, which a checkpoint of several processes stores.
+"""The tensors of this process as slices of global tensors, for checkpoints of several processes.
 
-A parameter's `TensorShard` has its local rows and columns. The tensors of its state are divided with it:
-bytes of several elements, scales of blocks and scalars lie on the process of their elements.
+A parameter's `TensorShard` describes its local rows and columns. The tensors of its state are divided in the
+same way: packed bytes, scales of blocks and scalars belong to the process of their elements.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from narrowgauge.quantization import ShardAxis, TensorShard, local_tensor, shard
 def local_tensors_of(
     groups: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
 ) -> LocalTensors:
-    """The slices of tensors by group and name; a name begins with that of the tensor's parameter."""
+    """The slices of tensors by group and name; a name begins with the name of the tensor's parameter."""
     return {
         group: {name: list(_slices(local_tensor(t), _shard(name, parameters))) for name, t in named.items()}
         for group, named in groups.items()
@@ -38,7 +38,7 @@ def _shard(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | N
 
 
 def _slices(stored: torch.Tensor, shard: TensorShard | None) -> Iterator[LocalTensor]:
-    """The slices of a stored tensor that belongs to a parameter with this shard; None: not sharded."""
+    """The slices of a stored tensor whose parameter has this shard; None if it is not sharded."""
     if shard is None or not stored.ndim:
         yield LocalTensor(stored, tuple(stored.shape), (0,) * stored.ndim)
         return
@@ -51,7 +51,7 @@ def _slices(stored: torch.Tensor, shard: TensorShard | None) -> Iterator[LocalTe
 
 
 def _segments(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
-    """(begin in the local tensor, begin in the global one, length) of each segment."""
+    """(start in the local tensor, start in the global tensor, length) of each segment."""
     begin = 0
     for start, length in axis.segments:
         yield begin, start, length
@@ -59,7 +59,7 @@ def _segments(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
 
 
 def _stored_axis(axis: ShardAxis, stored: int) -> ShardAxis:
-    """An axis in units of the stored tensor: bytes of several elements, scales of blocks."""
+    """An axis in units of the stored tensor: packed bytes, or scales of blocks."""
     if not axis.groups or stored == axis.length:
         return axis if axis.groups else ShardAxis(stored, ((0, stored),), ())
     ratio = Fraction(axis.length, stored)  # elements of a stored unit

@@ -1,18 +1,18 @@
-"""Finds the first tensor of a bad step that held a NaN or an infinity.
+"""Finds the first tensor of a bad step that contained a NaN or an infinity.
 
-A skipped step is computed again from the same state, with the same micro-batches and the same random bits,
-and every tensor is checked in the order in which it is computed:
+A skipped step is computed again from the same state, with the same micro-batches and random bits, and every
+tensor is checked in the order of computation:
 
     state        weights, masters, moments, the state of the recipe
     forward      the outputs of embeddings, norms and attention; in each linear layer `fprop.x` and
-                 `fprop.w`, each before and after its cast, and the product `fprop.y`; places of attention
-                 and the stream where a recipe narrows them; the loss
+                 `fprop.w`, each before and after its cast, and the matmul's result `fprop.y`; places of
+                 attention and the stream where a recipe quantizes them; the loss
     backward     the gradients of the same outputs; `dgrad.dy`, `dgrad.dx`, `wgrad.dw` ...
     gradients    of each parameter, as they are accumulated, and their norms
 
-The first non-finite tensor is named, and nothing is checked after it. The second computation changes nothing:
-histories and gradients of the step are discarded before and after it. A `NanTracer` is attached to layers as
-gauges are; a layer that recomputes activations passes them twice, and the first time counts.
+The first non-finite tensor is reported, and nothing is checked after it. The second computation has no
+effect: histories and gradients of the step are discarded before and after it. A `NanTracer` is attached to
+layers like gauges; a layer that recomputes activations produces them twice, and the first time counts.
 """
 
 import re
@@ -41,8 +41,8 @@ class FirstBad:
         layer: the module, or the parameter of a gradient; "" for none.
         place: a place of the recipe (`fprop.x`, `grad`, `m`), `output` or `loss`; "" if no tensor was bad.
         what: which tensor of that place, in words.
-        micro_batch: the number of the rank's micro-batch, from 0; None for state.
-        order: the number of tensors checked up to it, which orders the tensors of several ranks.
+        micro_batch: the rank's micro-batch, counted from 0; None for state.
+        order: how many tensors were checked up to it, which orders the tensors of several ranks.
         rank: the rank that found it.
     """
 
@@ -55,7 +55,7 @@ class FirstBad:
 
     @property
     def is_of_cast(self) -> bool:
-        """Whether the tensor was finite before its cast, or is state that was kept in one."""
+        """Whether the tensor was finite before its cast, or is state stored in one."""
         return self.what.startswith((_BEFORE_CAST, _OF_STATE))
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ COMPILED = FirstBad("", "", "the first bad tensor is not known, because training
 
 
 def earliest(of_ranks: Sequence[FirstBad]) -> FirstBad:
-    """The earliest of the first bad tensors of several ranks."""
+    """The earliest of several ranks' first bad tensors."""
     named = [bad for bad in of_ranks if bad.place]
     return min(named, key=lambda bad: (bad.order, bad.rank)) if named else of_ranks[0]
 
@@ -158,7 +158,7 @@ class NanTracer:
 
 @dataclass(frozen=True, slots=True)
 class _LayerTracer:
-    """The observer of one layer's operands and products (`nn.Observer`)."""
+    """The observer of one layer's operands and matmuls (`nn.Observer`)."""
 
     layer: str
     tracer: NanTracer
@@ -170,5 +170,5 @@ class _LayerTracer:
         self.tracer.check(self.layer, place, f"{_BEFORE_CAST} {cast}", observation.seen)
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
-        """Check a product."""
+        """Check the result of a matmul."""
         self.tracer.check(self.layer, place, "a product of finite operands", c_MN)

@@ -1,12 +1,12 @@
-"""The state of a run, carried over into a model and an optimizer under another recipe.
+"""The state of a run, transferred to a model and an optimizer under another recipe.
 
-A rebuilt trainer is what a resume would build. So whatever depends on the recipe (layers, sharding, hooks of
-gradients, compiled code) is right by construction, on any number of processes. State in equal casts is copied
-bit for bit; what has another cast now is rounded once, from the widest numbers that there are.
+A rebuilt trainer is what a resume would build. So everything that depends on the recipe (layers, sharding,
+gradient hooks, compiled code) is right by construction, on any number of processes. State in equal casts is
+copied bit for bit; state whose cast changes is rounded once, from the most precise values available.
 
-A second moment that a cast has rounded to zero stays lost in a wider one: the next updates would still
-divide by almost nothing. All that is known of it is that it was at most half the smallest number under its
-scale. It gets that bound, so the update is not larger than it would have been, and v forgets it as it forgets
+A second moment that a cast has rounded to zero stays lost in a wider one: the next updates would still divide
+by almost nothing. All that is known is that it was at most half the smallest value under its scale. It gets
+that bound, so the update is not larger than it would have been, and v forgets the bound as it forgets
 gradients.
 """
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """The numbers of a parameter and its state."""
+    """The values of a parameter and its state."""
 
     stored: torch.Tensor
     at_rest: Mapping[str, QuantizedState]  # "weight" and "master"
@@ -39,14 +39,14 @@ class HeldParameter:
     steps: torch.Tensor
 
     def wide(self) -> torch.Tensor:
-        """The widest numbers of the weight, in float32."""
+        """The most precise values of the weight, in float32."""
         kept = self.at_rest.get("master") or self.at_rest.get("weight")
         return self.stored.float() if kept is None else kept.read()
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """The numbers of a model and its optimizer between two steps, when there are no gradients.
+    """The values of a model and its optimizer between two steps, when there are no gradients.
 
     They are in the host's memory, so that a GPU never holds them twice.
     """
@@ -57,7 +57,7 @@ class HeldState:
 
 @torch.no_grad()
 def hold(model: torch.nn.Module, optimizer: Optimizer) -> HeldState:
-    """Take the numbers of a model and its optimizer, which are not used any more."""
+    """Take the values of a model and its optimizer, which are no longer used."""
     of_recipe = {name: t.to(CPU) for name, t in recipe_tensors(model).items()}
     parameters = {}
     for name, p in model.named_parameters():
@@ -71,7 +71,7 @@ def hold(model: torch.nn.Module, optimizer: Optimizer) -> HeldState:
 
 @torch.no_grad()
 def put_back(held: HeldState, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Give these numbers to a model and its optimizer, which are under another recipe. Collective."""
+    """Copy these values to a model and its optimizer under another recipe. Collective."""
     for name, tensor in recipe_tensors(model).items():  # histories and factors of pre-scaling
         if name in held.of_recipe and held.of_recipe[name].shape == tensor.shape:
             tensor.copy_(held.of_recipe[name])
@@ -99,14 +99,14 @@ def _copy(old: QuantizedState, new: QuantizedState) -> None:
 
 
 def bounded(v: QuantizedState) -> torch.Tensor:
-    """The numbers of a second moment in float32, with the bound in place of each that underflowed.
+    """The values of a second moment in float32, with the bound in place of each that underflowed.
 
     Only casts with a scale, and elements of 8 or 16 bits, round second moments to zero.
     """
     x, cast = v.read(), v.cast
     if not cast.is_scaled or cast.state.codebook or cast.element.bits < 8:
         return x
-    smallest = copy(v)  # the smallest number under each scale, in place of every element
+    smallest = copy(v)  # the smallest value under each scale, in place of every element
     smallest.prefetched = None
     if "codes" in v.tensors:
         smallest.tensors = {**v.tensors, "codes": torch.ones_like(v.tensors["codes"])}

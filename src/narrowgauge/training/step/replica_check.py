@@ -1,14 +1,14 @@
-"""Detects silent corruption: numbers that a bad memory cell or core has changed.
+"""Detects silent corruption: values changed by faulty memory or a faulty core.
 
 Two checks:
 
 - *Replicas.* Processes that hold the same tensors must hold the same bits. Each process sums the bit patterns
-  of each tensor, as integers, modulo 2^64. The order of the elements does not matter, so the sums of the
-  shards of a tensor add up to its sum. One flipped bit k changes the sum by 2^k, so it is always detected
+  of each tensor, as integers, modulo 2^64. The order of the elements does not matter, so the sums of a
+  tensor's shards add up to its sum. One flipped bit k changes the sum by 2^k, so it is always detected
   (several may cancel).
-- *Replay.* The same step computed twice from the same state must give the same loss and the same gradients,
-  bit for bit. It needs no second process, detects faults during the computation, and costs a step. On a GPU
-  it needs deterministic kernels.
+- *Replay.* The same step computed twice from the same state must give the same loss and gradients, bit for
+  bit. It needs no second process, detects faults during the computation, and costs a step. On a GPU it needs
+  deterministic kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Corrupted(Failed):
-    """Numbers that must be equal differ: exit code 1. Nothing is saved after that."""
+    """Values that must be equal differ: exit code 1. Nothing is saved after that."""
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, int]:
     """`{"GROUP NAME": sum of bits}` of tensors by group and name, such as `TrainState.tensors()`.
 
-    It reads each element once, and waits once for each device.
+    It reads each element once, and synchronizes once per device.
     """
     sums = {f"{group} {name}": bits_of(t) for group, named in groups.items() for name, t in named.items()}
     by_device: dict[torch.device, list[str]] = {}
@@ -63,21 +63,21 @@ def fingerprint_local(groups: LocalTensors) -> dict[str, int]:
 
 
 def step_fingerprint(loss: torch.Tensor, names: Mapping[torch.Tensor, str]) -> dict[str, int]:
-    """The fingerprint of a loss and of the gradients of named parameters, narrow or wide."""
+    """The fingerprint of a loss and of the gradients of named parameters, quantized or not."""
     gradients = {name: g for p, name in names.items() if (g := gradient_of(p)) is not None}
     return fingerprint({"the": {"loss": loss}, "the gradient of": gradients})
 
 
 def first_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str | None:
-    """The first tensor with two different sums, or that only one of two fingerprints has; else None."""
+    """The first tensor whose sums differ, or that only one fingerprint has; else None."""
     names = dict.fromkeys([*first, *second])
     return next((name for name in names if first.get(name) != second.get(name)), None)
 
 
 def differing_ranks(fingerprints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
-    """(tensor, ranks): the first tensor whose replicas differ, and the ranks without the majority's value.
+    """(tensor, ranks): the first tensor whose replicas differ, and the ranks in the minority.
 
-    If no value has a majority, the faulty rank is unknown, and all are named. None if all replicas are equal.
+    Without a majority the faulty rank is unknown, and all are named. None if all replicas are equal.
     """
     for name in dict.fromkeys(name for sums in fingerprints for name in sums):
         values = [sums.get(name) for sums in fingerprints]
@@ -114,7 +114,7 @@ def require_same_replicas(fingerprints: Sequence[Mapping[str, int]], step: int) 
 
 
 def require_same_replay(first: Mapping[str, int], second: Mapping[str, int], step: int) -> None:
-    """Compare the fingerprints of a step that was computed twice.
+    """Compare both fingerprints of a step that was computed twice.
 
     Raises:
         Corrupted: they differ; the message names the tensor.

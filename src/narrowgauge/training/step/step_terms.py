@@ -1,10 +1,9 @@
-"""What a step reports besides its loss: other terms of the objective, and how many tokens each expert had.
+"""A step's figures besides the cross entropy: other terms of the objective, and each expert's tokens.
 
-Experts compete for tokens: one that has few learns little, and then gets fewer. `busiest_expert` in the
-metrics is the number to watch: the tokens of the busiest expert of any layer, over the mean. It is 1 at best,
-and experts / experts_per_token if all tokens of a layer take the same experts. The tokens themselves stand in
-the gauges of the router, under the place `tokens`. All are of the full step, over all micro-batches and
-processes.
+Experts compete for tokens: one that gets few learns little, and then gets fewer. Watch `busiest_expert` in
+the metrics: the tokens of the busiest expert of any layer, divided by the mean. It is 1 at best, and
+experts / experts_per_token if all tokens of a layer go to the same experts. The counts themselves are in the
+gauges of the router, under the place `tokens`. All cover the full step, over all micro-batches and processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +16,13 @@ from narrowgauge.models import experts_of
 
 
 def forget_tokens(engine: Engine) -> None:
-    """Begin to count the tokens of experts anew."""
+    """Reset the token counts of experts."""
     for layer in experts_of(engine.model.blocks):
         layer.tokens_E = None
 
 
 def step_terms(engine: Engine, total: torch.Tensor) -> tuple[float, dict[str, float], dict[str, list[int]]]:
-    """What a step reports, from this process's sum of losses; all processes call it together.
+    """The figures of a step, from this process's sum of losses. Collective.
 
     Returns:
         (cross entropy, further figures by name, tokens of each expert by layer).
@@ -50,6 +49,6 @@ def _tokens_of_experts(engine: Engine) -> dict[str, list[int]]:
 
 
 def token_lines(tokens: Mapping[str, Sequence[int]], step: int) -> Iterator[dict[str, Any]]:
-    """One object for each layer of experts, ready for JSON, as those of `nn.Gauges.lines`."""
+    """One JSON-ready object for each layer of experts, like those of `nn.Gauges.lines`."""
     for layer, row in tokens.items():
         yield {"step": step, "layer": layer, "place": "tokens", "cast": None, "tokens": list(row)}

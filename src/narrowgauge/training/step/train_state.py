@@ -1,9 +1,9 @@
-"""The state of a run, and how it goes to a checkpoint and comes back bit for bit.
+"""The state of a run, and how it is saved to a checkpoint and restored bit for bit.
 
 The trajectory is a function of the configuration and of: the weights, the optimizer's moments and step
 counts, the number of steps done, and the guard's state. Token order and random bits are pure functions of
-seed and step (and of how much data the guard has skipped), so there is no generator, no cursor and no loader
-state to save.
+seed and step (and of how much data the guard has skipped), so there is no generator, cursor or loader state
+to save.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from narrowgauge.training.step.replica_check import common, fingerprint_local, r
 
 @dataclass
 class TrainState:
-    """Everything that changes from step to step; on each of several processes its shard of it."""
+    """Everything that changes from step to step; with several processes, the local shard of it."""
 
     plan: TrainingPlan
     device: torch.device
@@ -46,12 +46,12 @@ class TrainState:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the run, without what the guard has raised."""
+        """The recipe of the run, without the guard's raises."""
         return self.plan.spec.recipe
 
     @property
     def keep(self) -> int:
-        """How many valid checkpoints are kept."""
+        """The number of valid checkpoints to keep."""
         return self.plan.keep
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -64,11 +64,11 @@ class TrainState:
         return groups | ({"recipe": of_recipe} if of_recipe else {})
 
     def local_tensors(self) -> LocalTensors:
-        """The same tensors, each as the local slices of the global one."""
+        """The same tensors, each as local slices of the global tensor."""
         return local_tensors_of(self.tensors(), dict(self.model.named_parameters(remove_duplicate=False)))
 
     def state(self) -> dict[str, JSON]:
-        """The rest of a checkpoint: the same on every process."""
+        """The rest of a checkpoint, which is the same on every process."""
         state: dict[str, JSON] = {"guard": self.guard.state()}
         return state | ({"loss_scaling": self.scaler.state_dict()} if self.scaler else {})
 
@@ -93,7 +93,7 @@ class TrainState:
         return self.plan_save(checkpoints, run_id, group).write()
 
     def fill(self, path: Path, group: dist.ProcessGroup | None) -> None:
-        """Fill the state from a checkpoint that was made under the recipe of the model."""
+        """Fill the state from a checkpoint made under the recipe of the model."""
         with torch.no_grad():
             checkpoint = restore_distributed(path, self.local_tensors(), group)
         self.engine.after_update()

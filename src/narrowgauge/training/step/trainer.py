@@ -1,7 +1,7 @@
 """One training step, top to bottom: micro-batches, forward, backward, the guard's verdict, the update.
 
-What a step changes, and how that goes to a checkpoint and back, is in `train_state`. Where a rule changes
-what state is kept in, model and optimizer are built anew between two steps (`recast`).
+`train_state` holds the state that a step changes, and saves and restores it. Where a rule changes the format
+of state, model and optimizer are rebuilt between two steps (`recast`).
 """
 
 import gc
@@ -32,18 +32,18 @@ from narrowgauge.training.step.train_state import TrainState
 
 @dataclass
 class Trainer(TrainState):
-    """The state of a run, and the optimizer step that moves it."""
+    """The state of a run, and the optimizer step that advances it."""
 
-    in_force: TrainingPlan | None = None  # the plan with the recipe that model and optimizer are under
+    in_force: TrainingPlan | None = None  # the plan with the current recipe of model and optimizer
     verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
     first_bad: FirstBad | None = None  # of the last step; None if it was finite
-    terms: dict[str, float] = field(default_factory=dict)  # of the last step, beside its loss
+    terms: dict[str, float] = field(default_factory=dict)  # of the last step, in addition to its loss
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of each expert in it, by layer
     micro_batches: Sequence[MicroBatch] = ()  # of the last step
 
     @classmethod
     def begin(cls, plan: TrainingPlan, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
-        """The state before the first step; with several processes, the local shard of it."""
+        """The state before the first step; with several processes, its local shard."""
         trainer = cls._build(plan.in_force((), 0), device, mesh)
         trainer.plan = plan
         if plan.spec.recipe.compute == "fp16" and device.type != "meta":
@@ -53,13 +53,13 @@ class Trainer(TrainState):
 
     @classmethod
     def _build(cls, plan: TrainingPlan, device: torch.device, mesh: Mesh | None) -> "Trainer":
-        """Model, optimizer and engine under the recipe that is in force, with the numbers of the start."""
+        """Model, optimizer and engine under the recipe in effect, in their initial state."""
         mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
             model = build_model(plan.spec, device)
             # The memory estimate tracks operations on the meta device, and compiled code hides them. Worse,
-            # torch's compiler never compiles code afterwards that it has met under such a tracker.
+            # torch's compiler never again compiles code that it first met under such a tracker.
             is_compiled = plan.compiles and device.type != "meta"
             modules = [compiled_as_eager(model.loss) if is_compiled else model.loss]
         else:
@@ -72,24 +72,24 @@ class Trainer(TrainState):
         return trainer
 
     def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Go back to the state in a checkpoint, of any number of processes; all of `group` together."""
+        """Restore the state in a checkpoint of any number of processes; collective over `group`."""
         saved = read_state(path, group)
         self._rebuild(self.plan.in_force(raises_of(saved.state), saved.step), keep=False)
         self.fill(path, group)
 
     def follow_rules(self) -> None:
-        """Keep state as the recipe's rules and the guard's raises say for the next step. Collective."""
+        """Keep state in the formats of the recipe's rules and the guard's raises for the next step."""
         self._rebuild(self.plan.in_force(self.guard.raised, self.step), keep=True)
 
     def _rebuild(self, plan: TrainingPlan, keep: bool) -> None:
-        """Build everything anew where another recipe is in force, with the same numbers if they are kept."""
+        """Rebuild everything if another recipe is in effect, keeping the state if `keep`."""
         assert self.in_force is not None
         if plan.spec.recipe == self.in_force.spec.recipe:
             return
         held = hold(self.model, self.optimizer) if keep else None
         mesh, self.in_force = self.engine.mesh, plan
         del self.model, self.optimizer, self.engine
-        gc.collect()  # before others take their memory
+        gc.collect()  # frees memory before the rebuilt objects take theirs
         built = self._build(plan, self.device, mesh)
         self.model, self.optimizer, self.engine = built.model, built.optimizer, built.engine
         if held is not None:
@@ -98,7 +98,7 @@ class Trainer(TrainState):
             go_to(self.model, self.plan, self.step, 0)
 
     def go_to_sample(self, first: int) -> None:
-        """Tell the model which sequence of the step is the first of the next forward pass."""
+        """Set the position in the step of the first sequence of the next forward pass."""
         go_to(self.model, self.plan, self.step, first)
 
     def batches(self, train: Mixture | Tokens) -> Loader:
@@ -114,7 +114,7 @@ class Trainer(TrainState):
             plan.sequence_length,
             plan.separate_documents,
             pin=self.device.type == "cuda",
-            prefetch=max(8, batch_size // (size * readers)),  # a step begins with all of its own
+            prefetch=max(8, batch_size // (size * readers)),  # a step begins with all its micro-batches
         )
 
     def train_step(
@@ -125,8 +125,8 @@ class Trainer(TrainState):
     ) -> tuple[float, float, float]:
         """Take one optimizer step.
 
-        The guard judges loss and norm. A step that it does not take leaves weights, moments and histories as
-        they were; see `verdict` and `first_bad`.
+        The guard judges loss and norm. A rejected step leaves weights, moments and histories unchanged; see
+        `verdict` and `first_bad`.
 
         Args:
             batches: the micro-batches of this rank, in order.
@@ -175,18 +175,18 @@ class Trainer(TrainState):
         return loss, norm, lr
 
     def compute_step(self) -> None:
-        """Compute the last step again in the present state; gradients and amax histories see it."""
+        """Compute the last step again in the current state, with its gradients and amax histories."""
         self.step -= 1
         self._accumulate(self.micro_batches)
         self.step += 1
 
     def read_step(self, micro_batches: Sequence[MicroBatch], gauges: Gauges, update: bool) -> None:
-        """Compute the step after `step` under gauges, for what they say; it does not count.
+        """Compute the step after `step` only to read its gauges; it does not count.
 
         Args:
-            micro_batches: those of the step.
-            gauges: what reads it.
-            update: whether the update is made, so that gauges see state; then the state has to be restored.
+            micro_batches: the micro-batches of the step.
+            gauges: the gauges.
+            update: whether to make the update, so that gauges see state; the state must then be restored.
         """
         self._accumulate(micro_batches, observer=gauges)
         scaling = self.scaler.state_dict() if self.scaler else {}
@@ -238,7 +238,7 @@ class Trainer(TrainState):
         return total
 
     def _find_first_bad(self, micro_batches: Sequence[MicroBatch]) -> FirstBad:
-        """Compute the step that was just judged again, and find its first bad tensor on any process."""
+        """Compute the step just judged again, and find its first bad tensor on any process."""
         if self.plan.compiles:
             return COMPILED
         discard_step(self.model)

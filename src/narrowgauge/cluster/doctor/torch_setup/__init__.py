@@ -1,1 +1,1 @@
-"""Which torch is here, why does it not import, and which one would?"""
+"""Which torch is installed, why it cannot be imported, and which build would work."""

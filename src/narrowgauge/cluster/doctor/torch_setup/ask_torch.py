@@ -1,8 +1,8 @@
-"""Asks torch about itself, in a process of its own.
+"""Queries torch in a separate process.
 
-A torch that does not fit the machine does not only raise: it may crash the process that imports it, or hang
-on a broken driver. So the doctor never imports it. And its use of a GPU is over when the doctor looks at who
-else uses it.
+A torch that does not fit the machine may do worse than raise: it may crash the process that imports it, or
+hang on a broken driver. So the doctor never imports it. Its use of a GPU has also ended by the time the
+doctor looks for other users of the GPUs.
 """
 
 import json
@@ -21,13 +21,13 @@ _MARK = "narrowgauge-doctor:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchReport:
-    """What torch output of itself and of the GPUs that it sees.
+    """What torch reports about itself and the GPUs it sees.
 
     Attributes:
-        error: Why torch does not import; "" if it does.
+        error: Why importing torch fails; "" if it succeeds.
         software: `version`, `cuda`, `hip`, `architectures`, `backends` and `nccl` of torch.
         gpus: The fields of `Gpu` for each GPU, and its `uuid`.
-        gpu_error: What torch output when it was asked for the GPUs, if it was not an answer.
+        gpu_error: torch's output if listing the GPUs failed.
     """
 
     error: str = ""
@@ -37,7 +37,7 @@ class TorchReport:
 
 
 def ask_torch() -> TorchReport:
-    """The report of torch, from a process that imports it; a torch for CPUs that is here already is asked."""
+    """The report of a process that imports torch; a CPU build already imported is queried directly."""
     torch = sys.modules.get("torch")
     if torch is not None and not (torch.version.cuda or torch.version.hip):
         return TorchReport(software=_software(torch))
@@ -45,7 +45,7 @@ def ask_torch() -> TorchReport:
 
 
 def parse_report(output: Output) -> TorchReport:
-    """The report in the line that `answer` prints, or why there is no such line."""
+    """The report in the line that `answer` prints, or why that line is missing."""
     lines = [line for line in output.out.splitlines() if line.startswith(_MARK)]
     report: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
     if "software" in report:
@@ -57,7 +57,7 @@ def parse_report(output: Output) -> TorchReport:
 
 
 def _end_of(output: Output) -> str:
-    """How a process ended that did not answer."""
+    """How a process ended that printed no report."""
     if output.code is not None and output.code < 0:
         return f"its process was killed by {Signals(-output.code).name}"
     lines = output.error.strip().splitlines()
@@ -65,10 +65,10 @@ def _end_of(output: Output) -> str:
 
 
 def answer() -> None:
-    """Print what torch is, and then also which GPUs it sees; what has been printed outlives a crash."""
+    """Print torch's facts, then the GPUs it sees; lines already printed survive a crash."""
     try:
         import torch  # here: the doctor imports this file, and never torch
-    except Exception as error:  # whatever a broken installation raises is the answer
+    except Exception as error:  # anything that a broken installation raises is a result
         print(_MARK + json.dumps({"error": words_of_import(error)}))
         return
     try:
@@ -88,7 +88,7 @@ def answer() -> None:
 
 
 def _software(torch: Any) -> dict[str, Any]:
-    """The fields of `TorchReport.software`; it raises where torch lacks a name that this package needs."""
+    """The fields of `TorchReport.software`; raises if torch lacks a name that this package needs."""
     from narrowgauge.torch_compat import cuda_architectures
 
     backends: list[str] = []

@@ -1,8 +1,8 @@
-"""The build of torch that a GPU and its driver take.
+"""The build of torch for a given GPU and driver.
 
-A driver runs programs of its own major version of CUDA and of earlier ones. A build has machine code for some
-generations of GPUs. V100 and older cards (compute capability below 7.5) are in the builds for CUDA 12.6
-alone, because CUDA 13 has no compiler for them.
+A driver runs programs built for its major version of CUDA and for earlier ones. A build has machine code for
+some generations of GPUs. V100 and older cards (compute capability below 7.5) are supported only by the builds
+for CUDA 12.6, because CUDA 13 cannot compile for them.
 """
 
 import tomllib
@@ -17,9 +17,9 @@ class Build:
     """A build of torch for NVIDIA GPUs.
 
     Attributes:
-        cuda: The version of CUDA that it brings.
+        cuda: The version of CUDA that it includes.
         capability: The lowest and the highest compute capability that it has code for.
-        torch: The first and the last release with this build; the last is () where none is known.
+        torch: The first and the last release with this build; the last is () if unknown.
     """
 
     cuda: Version
@@ -52,15 +52,15 @@ BUILDS = _builds()
 
 
 def build_for(capability: Version, driver: Version | None = None) -> Build | None:
-    """The newest build that a GPU has use for and its driver knows.
+    """The newest build that supports both the GPU and the driver.
 
     Args:
-        capability: The GPU's compute capability; () if it is not known.
-        driver: The newest CUDA that the driver knows; None if that is not known.
+        capability: The GPU's compute capability; () if unknown.
+        driver: The newest CUDA that the driver supports; None if unknown.
 
     Returns:
-        The build. Where the driver knows none of them in full, but runs one of its major version, that one;
-        None where no build has code for the GPU, or none runs with the driver.
+        The build. If the driver supports none of them fully, one of the driver's major version; None if no
+        build has code for the GPU or none runs with the driver.
     """
     has_code = [b for b in BUILDS if not capability or b.capability[0] <= capability <= b.capability[1]]
     if driver is None:

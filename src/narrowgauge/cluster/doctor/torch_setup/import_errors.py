@@ -1,7 +1,7 @@
-"""What it means when torch does not import, and what to do: by the words of the dynamic loader and of Python.
+"""Why importing torch failed and what to do, from the error text of the dynamic loader or of Python.
 
 The texts are those of glibc's loader (`version ... not found`, `cannot open shared object file`, `undefined
-symbol`), of macOS's and Windows' loaders, and of the import system. The first entry that matches decides.
+symbol`), of the loaders of macOS and Windows, and of Python's import system. The first match applies.
 """
 
 import re
@@ -9,7 +9,7 @@ import re
 _REINSTALL = (
     "in a new environment, install torch with its dependencies (python -m pip install torch, no --no-deps)"
 )
-UNKNOWN = "narrowgauge does not know this torch"  # how an error begins that a torch causes which does import
+UNKNOWN = "narrowgauge does not know this torch"  # begins the error for a torch that imports but does not fit
 _FIXES = (
     (UNKNOWN, "install torch 2.13, with which this version of narrowgauge was tested"),
     (
@@ -38,7 +38,7 @@ _FIXES = (
     ),
     (
         r"lib(?:cu(?!rl)|nv|nccl)[\w.-]*\.so[\d.]*: cannot open",
-        f"a library of CUDA that torch's wheel brings as a package of its own is not there: {_REINSTALL}; a "
+        f"a CUDA library that torch's wheel depends on as a separate package is missing: {_REINSTALL}; a "
         "torch of a cluster's module wants that module loaded (module load cuda)",
     ),
     (
@@ -79,7 +79,7 @@ _FIXES = (
 
 
 def is_absent(error: str) -> bool:
-    """Whether the error of an import says that there is no torch at all."""
+    """Whether the error of an import means that torch is not installed."""
     return bool(re.search(r"No module named '?torch'?$", error))
 
 
@@ -94,6 +94,6 @@ def fix_of(error: str) -> str:
 
 
 def words_of_import(error: BaseException) -> str:
-    """The error of an import in one line, the first that says something; the others explain it at length."""
+    """The error of an import in one line: its first meaningful line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
