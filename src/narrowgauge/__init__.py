@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from narrowgauge.formats import format as format
     from narrowgauge.formats import format_names as format_names
     from narrowgauge.formats import round_to as round_to
+    from narrowgauge.nn import audit as audit
     from narrowgauge.nn import convert as convert
     from narrowgauge.nn import kept_layers as kept_layers
     from narrowgauge.nn import set_step as set_step

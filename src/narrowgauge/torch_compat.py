@@ -35,6 +35,7 @@ __all__ = [
     "all_gather_single",
     "ask_at_wrapping",
     "attach_fsdp_extension",
+    "attach_hooks_again",
     "autograd_node",
     "base_of",
     "compiled_as_eager",
@@ -47,6 +48,7 @@ __all__ = [
     "group_of_collective",
     "has_hooks",
     "ignore_in_ddp",
+    "is_called_after_accumulation",
     "is_in_backward",
     "is_in_place",
     "is_view_operation",
@@ -68,7 +70,9 @@ __all__ = [
     "tree_map_only",
     "version_of",
     "without_hooks",
+    "without_torch_function",
     "wrapper_subclass",
+    "written_arguments",
 ]
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -87,6 +91,10 @@ copy_each: Callable[..., Any] = torch._foreach_copy_
 # `__torch_function__` for tensor subclasses that only define `__torch_dispatch__`; the public one wraps every
 # result in the subclass.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+# The context of a `__torch_function__` in which its operations do not come back to it.
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def wrapper_subclass(
@@ -195,6 +203,21 @@ def has_hooks(of: torch.nn.Module | torch.Tensor, before: bool = False) -> bool:
     """Whether hooks see a module's output, or its input, or a leaf's gradient; torch lists none publicly."""
     kinds = ("forward", "backward", "post_accumulate_grad") + ("forward_pre", "backward_pre") * before
     return any(getattr(of, f"_{kind}_hooks", None) for kind in kinds)
+
+
+def is_called_after_accumulation(p: torch.Tensor, hook: Callable[..., Any]) -> bool:
+    """Whether a parameter has a hook that sees its accumulated gradient. None is listed publicly."""
+    return hook in (p._post_accumulate_grad_hooks or {}).values()
+
+
+def attach_hooks_again(p: torch.Tensor) -> None:
+    """Let the hooks of a parameter see the gradients of the tensor that it has become (`swap_tensors`).
+
+    Python holds the hooks by the parameter, autograd by the tensor; setting the attribute joins the two.
+    """
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(p, kind)) is not None:
+            setattr(p, kind, hooks)
 
 
 def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:
@@ -339,6 +362,18 @@ def is_view_operation(func: Any) -> bool:
     """Whether an operation, as `__torch_dispatch__` receives it, only creates a view."""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    """The arguments that an operation writes to, as `__torch_dispatch__` gets it, by position or name."""
+    written: dict[int | str, Any] = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.name in kwargs:
+                written[argument.name] = kwargs[argument.name]
+            elif i < len(args):
+                written[i] = args[i]
+    return written
 
 
 def operation_name(func: Any) -> str:

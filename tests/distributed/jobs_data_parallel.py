@@ -284,3 +284,17 @@ def page(blocks):
     for block in blocks:
         exec(block, names)
     return [same_everywhere(names["prepared"].state_dict()), same_everywhere(weights(names["sharded"]))]
+
+
+def uses_of_a_shard(recipe):
+    """What reading a sharded weight, and writing to one, raise."""
+    model = ng.fully_shard(net(recipe))
+    weight = next(m.weight for m in model.modules() if isinstance(m, Linear))
+    sentences = []
+    for use in (torch.norm, lambda w: w.mul_(0), lambda w: nn.init.constant_(w, 0.5), lambda w: w.clone()):
+        try:
+            with torch.no_grad():
+                use(weight)
+        except UserError as error:
+            sentences.append(str(error))
+    return sentences

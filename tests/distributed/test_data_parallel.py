@@ -52,6 +52,13 @@ def test_fsdp_trains_as_one_process(ranks, name, torchs_clip):
         assert found["apart"] < 0.05
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_a_shard_without_values_is_neither_read_nor_written(ranks, name):
+    for sentences in ranks(2, "jobs_data_parallel.uses_of_a_shard", recipe=name):
+        assert len(sentences) == 4
+        assert all("the parameter does not hold its values" in sentence for sentence in sentences)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_fsdp_of_torchs_own(ranks, name):
     for found in ranks(2, "jobs_data_parallel.sharded", recipe=name, by="torch"):

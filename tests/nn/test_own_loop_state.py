@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import state_of
-from nn.own_loop import NARROW, assert_same, batch, model, numbers_of, row, train
+from nn.own_loop import assert_same, batch, model, numbers_of, row, train
 
 
 @row("`copy.deepcopy`")
@@ -106,13 +105,9 @@ def test_averaged_weights(name):
     m = model(name)
     averaged = torch.optim.swa_utils.AveragedModel(m)
     averaged.update_parameters(m)
-    if name in NARROW:
-        for use in (averaged.state_dict, lambda: averaged(batch())):
-            with pytest.raises(UserError, match="was written to in place, past its scale and its master"):
-                use()
-        return
     train(m, name)
     averaged.update_parameters(m)
     first, last = numbers_of(model(name)), numbers_of(m)
     for key, tensor in numbers_of(averaged.module).items():
-        torch.testing.assert_close(tensor, (first[key] + last[key]) / 2)
+        tolerance = {"bf16-sr": 2.0**-7, "msamp-o3": 2.0**-3}.get(name, 1.3e-6)  # of the formats
+        torch.testing.assert_close(tensor, (first[key] + last[key]) / 2, rtol=tolerance, atol=1e-3)

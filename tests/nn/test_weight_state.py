@@ -14,17 +14,19 @@ from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
 from narrowgauge.optim import AdamW, parameter_groups
 from narrowgauge.quantization import (
     GradientState,
+    NarrowTensor,
     QuantizedState,
     gradient_of,
     make_cast,
     plain_gradient,
     state_of,
+    stored_tensor,
 )
 from narrowgauge.recipes import parse_recipe, recipe
 
 K, N = 96, 128
 STATE_RECIPES = ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat"]
-DTYPES = {
+STORED = {
     "bf16-sr": torch.bfloat16,
     "msamp-o1": torch.float16,
     "msamp-o2": torch.float16,
@@ -68,14 +70,12 @@ def test_bytes_a_parameter(name):
 
 
 @pytest.mark.parametrize("name", STATE_RECIPES)
-def test_the_parameter_is_what_is_stored(name):
+def test_the_parameter_shows_values_and_its_record_stores_codes(name):
     layer = make(name)
     assert isinstance(layer.weight, torch.nn.Parameter)
-    assert layer.weight.dtype == DTYPES[name]
-    assert layer.bias.dtype == torch.float32
-    if name != "coat":
-        memory = {t.data_ptr() for t in state_of(layer.weight).weight.tensors.values()}
-        assert layer.weight.data_ptr() in memory
+    assert layer.weight.dtype == layer.bias.dtype == torch.float32
+    assert stored_tensor(layer.weight).dtype == STORED[name]
+    assert isinstance(layer.weight, NarrowTensor) == (name != "coat")
 
 
 @pytest.mark.parametrize("name", STATE_RECIPES)
@@ -204,7 +204,8 @@ class TestWhatOthersSee:
         layer, x = make(name), batch()[0]
         before = layer(x)
         layer.to(torch.bfloat16)
-        assert layer.weight.dtype == (torch.bfloat16 if name == "coat" else DTYPES[name])
+        assert layer.weight.dtype == torch.bfloat16
+        assert name == "coat" or stored_tensor(layer.weight).dtype == STORED[name]
         layer.to(torch.float32)
         if name != "coat":
             torch.testing.assert_close(layer(x), before, rtol=2.0**-6, atol=1e-2)
@@ -244,12 +245,13 @@ class TestWhatStaysWide:
         convert(model, parse_recipe(text, "no keep"))
         assert model.head.weight is model.embedding.weight
         assert model.head.weight.dtype == torch.float32
-        assert model.blocks[0].up.weight.dtype == torch.float16
+        assert stored_tensor(model.blocks[0].up.weight).dtype == torch.float16
 
     def test_kept_layers(self):
         model = torch.nn.Sequential(torch.nn.Linear(K, N), torch.nn.Linear(N, K))
         convert(model, "msamp-o3", keep=["1"])
-        assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.float8_e4m3fn, torch.float32)
+        stored = [stored_tensor(layer.weight).dtype for layer in model]
+        assert stored == [torch.float8_e4m3fn, torch.float32]
 
     def test_frozen_weights_are_narrow_and_have_no_gradient(self):
         torch.manual_seed(0)
@@ -257,7 +259,7 @@ class TestWhatStaysWide:
         layer.weight.requires_grad_(False)
         layer = convert(layer, "msamp-o2")
         layer(batch()[0]).sum().backward()
-        assert layer.weight.dtype == torch.float16
+        assert stored_tensor(layer.weight).dtype == torch.float16
         assert state_of(layer.weight).gradient.is_empty
         assert layer.bias.grad is not None
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.collectives import Group, broadcast_bytes, rank_in
+from narrowgauge.collectives import Group, all_reduce_max_, broadcast_bytes, rank_in
 from narrowgauge.distributed.comm.grad_hooks import (
     all_reduce_gradient_states,
     quantize_fsdp_reduce,
@@ -168,9 +168,15 @@ class _Reduction:
         assert self.module is not None
         narrow, wires = _gradients(self.module), wire_formats(self.module)
         if narrow:
+            used = torch.tensor([float(not g.is_empty) for g in narrow.values()])
+            used = used.to(next(iter(narrow)).device)
+            all_reduce_max_([used], self.group)
             all_reduce_gradient_states(list(narrow.values()), [wires[p] for p in narrow], self.group)
         for p, gradient in narrow.items():
             gradient.scale_by(torch.tensor(1 / self.group.size(), device=p.device))
+        for gradient, is_used in zip(narrow.values(), used.tolist() if narrow else (), strict=True):
+            if not is_used:  # on any process: DDP leaves such a parameter without a gradient
+                gradient.replace(None)
         reduce_histories(self.module.modules(), self.group)
 
 

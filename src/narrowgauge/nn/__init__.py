@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from narrowgauge.nn.shards import PooledSequences as PooledSequences
     from narrowgauge.nn.step_state import Stepped as Stepped
     from narrowgauge.nn.transformer.attention import NarrowAttention as NarrowAttention
+    from narrowgauge.nn.transformer.audit import audit as audit
     from narrowgauge.nn.transformer.outline import outline_of as outline_of
     from narrowgauge.nn.transformer.residual import NarrowResidual as NarrowResidual
 else:

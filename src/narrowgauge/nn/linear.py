@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,7 +26,7 @@ from narrowgauge.nn.fused_mlp import fp8_scaling, swiglu_mlp
 from narrowgauge.nn.gemm import NativeOperand
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers, require_sum
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_sum
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands
 from narrowgauge.nn.self_test import verified_backend
@@ -43,13 +42,16 @@ from narrowgauge.nn.weight import (
 )
 from narrowgauge.quantization import (
     GradientState,
+    NarrowTensor,
     ParamState,
     PreScale,
     QTensor,
     has_gradient,
     like_shard,
     local_part,
+    state_of,
 )
+from narrowgauge.quantization.state.narrow_tensor import saved_weight
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
 from narrowgauge.torch_compat import SeesFSDP, has_hooks, reshaped
@@ -78,6 +80,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
         observer: Reads all operands and results; attached for a step.
         accumulation: What is the same in all micro-batches of a step; attached for a step (`accumulating`).
+        calls: The forward passes since conversion, without those of compiled code (`audit`).
     """
 
     weight: torch.nn.Parameter
@@ -86,6 +89,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     first_sample: torch.Tensor | None
     sequence_length: int = 0
     accumulation: Accumulation | None = None
+    calls = 0
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
     takes_amax = True  # of its input (`kernels.amax.call`)
 
@@ -156,27 +160,30 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
 
         `known` is the amax of the input, from the kernel that wrote it.
         """
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        if self.state_at_rest is not None and not self.is_sharded:
+            return _outside_of_graphs(self, input, with_bias, known)
         if self.spec.is_wide and self._is_plain(input):
             return self._plain_forward(input, with_bias)
+        return self._forward(input, with_bias, known)
+
+    def _forward(self, input: torch.Tensor, with_bias: bool, known: KnownAmax | None) -> torch.Tensor:
+        """`forward` by the GEMMs of the recipe."""
         if self.shards.before is not None:
             input = self.shards.before(input)
-        weight = self.weight.T if self.spec.transposed else self.weight
+        weight = self._oriented_weight()
         operands = self.operands(input, weight, None if known is None else known.of(input))
-        state = operands.weight.state
-        if state is not None:
-            require_own_numbers(self.weight, state)
         bias: torch.Tensor | None = self.bias if with_bias else None
         if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
-            weight = weight if state is None else operands.weight.values(weight).detach()
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
-        compute = linear_function
-        if state is not None and state.gradient is not None:
-            compute = partial(_with_narrow_gradient, self.weight, state.gradient)
+        if (gradient := operands.weight.gradient) is not None:
+            require_sum(self.weight, gradient)
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
-            y_MN = compute(x_MK, weight, None if is_sum else bias, operands)
+            y_MN: torch.Tensor = linear_function(x_MK, weight, None if is_sum else bias, operands)
         y = reshaped(y_MN, (*input.shape[:-1], self.out_features))
         if self.shards.after is None:
             return y
@@ -221,10 +228,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         amax = None if known is None else known.of(input)
         both = gate_up.operands(input, gate_up.weight, amax), self.operands(input, self.weight)
         for layer, operands in zip((gate_up, self), both, strict=True):
-            if (state := operands.weight.state) is not None:
-                require_own_numbers(layer.weight, state)
-                if state.gradient is not None:
-                    require_sum(layer.weight, state.gradient)
+            if (gradient := operands.weight.gradient) is not None:
+                require_sum(layer.weight, gradient)
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, gate_up.in_features)
             y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, both)
@@ -246,9 +251,17 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         cast = self.spec.casts["fprop.w"]
         return quantize(weight_NK, cast, -1, operands.quant_context(weight_NK, "fprop.w"))[0]
 
+    def _oriented_weight(self) -> torch.Tensor:
+        """The weight as (N, K); in an exported graph its values, because that holds no tensor subclass."""
+        weight: torch.Tensor = self.weight
+        if torch.compiler.is_exporting() and isinstance(weight, NarrowTensor):
+            assert self.state_at_rest is not None
+            weight = self.state_at_rest.stored_values().clone()  # an operation, which lifts it as a constant
+        return weight.T if self.spec.transposed else weight
+
     def _weight_pass(self) -> tuple[torch.Tensor, Operands]:
         """The weight as (N, K), and the operands of a forward pass with one token."""
-        weight = self.weight.T if self.spec.transposed else self.weight
+        weight = self._oriented_weight()
         operands = self.operands(weight.new_empty(1, self.in_features), weight)
         return operands.weight.values(weight), operands
 
@@ -282,12 +295,22 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             self.shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
             WeightUse(
                 self.spec.transposed,
-                None if self.is_sharded else self.state_at_rest,
+                self._gradient_at_rest(),
                 None if is_compiling else self.accumulation,
             ),
             self.observer,
             input_amax,
         )
+
+    def _gradient_at_rest(self) -> GradientState | None:
+        """The gradient of the weight in a cast; None for a sharded weight, and for one of another code's.
+
+        `torch.func.functional_call`, weight norm and the like put a tensor in the place of the parameter.
+        """
+        if self.is_sharded or self.state_at_rest is None:
+            return None
+        is_own = state_of(self.weight) is self.state_at_rest
+        return self.state_at_rest.gradient if is_own else None
 
     def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any, **options: Any) -> None:
         """As `Stepped.set_position`; the pass may have more sequences than this process."""
@@ -362,13 +385,24 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Move to another device, and choose its backend; from the meta device, begin anew."""
         blank = [history for history in self.histories.values() if history.is_meta]
         is_blank = self.keys is not None and self.keys.is_meta
-        super()._apply(fn, recurse)
+        weight: torch.Tensor | None = self._parameters.get("weight")
+        if isinstance(weight, NarrowTensor):
+            own = self._parameters.pop("weight")
+            try:
+                super()._apply(fn, recurse)
+            finally:
+                self._parameters = {"weight": own, **self._parameters}
+            probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+            weight.move(probe.device, probe.dtype)
+        else:
+            super()._apply(fn, recurse)
         for history in blank:
             history.reset(self._device())
         if is_blank:
             self._set_keys(0, 0, 0)
             self._use_own_samples()
-        self._bind()
+        if not self.takes_other_parameter:
+            self._bind()
         if self.reduce_prescale is not None:
             self.reduce_prescale.move(self._device())
         self._choose_backend("emulated" if self.backend == "emulated" else "auto")
@@ -381,31 +415,50 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Tie the parameter of a copy to the copy's state."""
         super().__setstate__(state)
+        kept, weight = self.state_at_rest, self._parameters.get("weight")
+        if self.takes_other_parameter and kept is not None and weight is not None and not weight.is_meta:
+            values = kept.require_weight().read().to(weight.dtype)  # a file holds these of a weight of ours
+            if not torch.allclose(weight, values, rtol=0, atol=0, equal_nan=True):
+                self.state_at_rest = None
         self._bind()
         count_steps(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save a plain weight under its plain name, whatever it is stored in."""
+        """Save a plain weight under its plain name, whatever stores it."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.state_at_rest is not None and self.state_at_rest.weight is not None:
-            if not self.is_sharded:
-                require_own_numbers(self.weight, self.state_at_rest)
-            destination[f"{prefix}weight"] = like_shard(self.state_at_rest.weight.read(), self.weight)
+        if (weight := self._own_weight()) is not None:
+            state = state_of(weight)
+            is_here = isinstance(weight, NarrowTensor)
+            saved = saved_weight(state) if is_here else like_shard(state.require_weight().read(), weight)
+            destination[f"{prefix}weight"] = saved
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a plain weight, rounding it to what it is stored in."""
-        key, state = f"{prefix}weight", self.state_at_rest
-        fits = key in state_dict and state_dict[key].shape == self.weight.shape
-        if state is not None and state.weight is not None and fits:
-            state.write(local_part(state_dict[key], self.weight))
-            state_dict = state_dict | {key: self.weight.detach()}
+        """Load a plain weight, rounding it to the format that stores it."""
+        key, weight = f"{prefix}weight", self._own_weight()
+        is_replaced = self.takes_other_parameter
+        if weight is not None and key in state_dict and state_dict[key].shape == weight.shape:
+            state_of(weight).write(local_part(state_dict[key], weight))
+            state_dict = state_dict | {key: weight.detach()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._bind()  # `load_state_dict(assign=True)` made another parameter
+        if not is_replaced:
+            self._bind()  # `load_state_dict(assign=True)` made another parameter
+
+    def _own_weight(self) -> torch.nn.Parameter | None:
+        """The parameter whose weight this layer stores in a cast; None if there is none."""
+        weight, state = self._parameters.get("weight"), self.state_at_rest
+        is_own = weight is not None and state is not None and state_of(weight) is state
+        return weight if is_own and state is not None and state.weight is not None else None
+
+    @property
+    def takes_other_parameter(self) -> bool:
+        """Whether other code has put another parameter in place of one stored in a cast."""
+        has_stored = self.state_at_rest is not None and self.state_at_rest.weight is not None
+        return has_stored and self._own_weight() is None
 
     def _bind(self) -> None:
         """Attach the weight's record to the parameter, which may be another one than before."""
-        if self.state_at_rest is not None:
-            bind(self.weight, self.state_at_rest, self.is_sharded)
+        if self.state_at_rest is not None and (weight := self._parameters.get("weight")) is not None:
+            bind(weight, self.state_at_rest, self.is_sharded)
 
 
 def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
@@ -440,15 +493,8 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = F
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _with_narrow_gradient(
-    parameter: torch.Tensor,
-    gradient: GradientState,
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    operands: Operands,
+def _outside_of_graphs(
+    layer: Linear, input: torch.Tensor, with_bias: bool, known: KnownAmax | None
 ) -> torch.Tensor:
-    """`linear_function` outside of compiled graphs, which cannot hold a gradient written on the side."""
-    require_sum(parameter, gradient)
-    y_MN: torch.Tensor = linear_function(x_MK, w_NK, bias_N, operands)
-    return y_MN
+    """The forward pass of a layer whose state is narrow: its hook rounds gradients, so graphs break here."""
+    return layer._forward(input, with_bias, known)

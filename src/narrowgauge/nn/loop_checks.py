@@ -1,12 +1,11 @@
 """Checks against silent mistakes of a user's training loop.
 
-    another optimizer            would update the stored values of a quantized weight without their scale
-    DistributedDataParallel      would not sum narrow gradients, which are outside of autograd
-    fully_shard                  would shard stored values without their scales, masters and gradients
-    nn.init, in-place writes     would change stored values, but not their scale and their master
+    another optimizer            would round a narrow weight at each of its operations, and lose small updates
+    DistributedDataParallel      would not sum gradients that are stored in a cast
+    fully_shard                  would shard values without their codes, masters and gradients
     torch's encoder fast path    would multiply by the weights and bypass the recipe
 
-The first four raise an error; the last is switched off.
+The first three raise an error; the last is switched off.
 
 Micro-batches are not optimizer steps. `count_steps` notifies layers whenever an optimizer steps. If a loop
 called `set_step` once and never again, a warning is raised.
@@ -23,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import GradientState, ParamState, state_of
-from narrowgauge.torch_compat import active_ddp, ask_at_wrapping, parameters_of_ddp, version_of
+from narrowgauge.torch_compat import active_ddp, ask_at_wrapping, parameters_of_ddp
 
 
 class CountsSteps(Protocol):
@@ -145,23 +144,6 @@ def refuse_fsdp(state: ParamState | None) -> None:
             "torch's fully_shard leaves behind what a recipe keeps for a weight in narrow numbers: call "
             "narrowgauge.fully_shard in its place (FSDP2), or take a recipe whose weights and gradients are "
             "fp32: fp8, mxfp8, mxfp4, nvfp4, coat and others"
-        )
-
-
-def require_own_numbers(parameter: torch.Tensor, state: ParamState) -> None:
-    """Refuse to compute with a narrow weight whose parameter was overwritten.
-
-    Raises:
-        UserError: The stored values no longer match the scale and the master.
-    """
-    if state.weight is None or parameter.is_meta or torch.compiler.is_compiling():
-        return
-    stored = next(iter(state.weight.tensors.values()))
-    if version_of(parameter) != state.version or parameter.data_ptr() != stored.data_ptr():
-        raise UserError(
-            f"a weight that is kept as {state.weight.cast.name!r} was written to in place, past its scale "
-            "and its master: give a converted model new weights with load_state_dict, and initialize before "
-            "narrowgauge.convert"
         )
 
 

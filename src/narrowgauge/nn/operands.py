@@ -226,7 +226,7 @@ class Operands:
 
     def gradient_stream(self, dw_NK: torch.Tensor) -> RandomStream | None:
         """The random bits with which `dw_NK` is added to a quantized gradient; None for any other."""
-        if not self.weight.has_narrow_gradient:
+        if self.weight.gradient is None:
             return None
         return self.step.gradient_stream(self.elements("fprop.w", dw_NK))
 

@@ -1,13 +1,15 @@
-"""The weight of a linear layer: its state in a recipe's casts, and how FSDP2 sends it between processes.
+"""The weight of a linear layer: its state in a recipe's casts, and its all-gather under FSDP2.
 
-**State.** The parameter stays a parameter under its own name, in the dtype of its elements (bf16, fp16, FP8),
-and its memory is the first tensor of the narrow weight. Weight, master and gradient are in the parameter's
-record (`quantization.ParamState`), where the optimizer finds them, and the layer holds the same record: torch
-copies a parameter without its attributes, and FSDP2 puts other parameters in its place. Master and gradient
-may be in the host's memory (`offload`).
+**State.** A parameter whose weight is stored in a cast is a `quantization.NarrowTensor`: code outside sees
+values, and its record (`quantization.ParamState`) holds codes, scales, master and gradient. The optimizer
+finds them there, and the layer holds the same record. Master and gradient may be in host memory (`offload`).
 
-While the micro-batches of one step follow each other, weights do not change and gradients are only summed.
-`Accumulation` is what a layer makes of that; the values are the same as without it.
+**Gradient.** Autograd carries the gradient of a weight to the parameter, whichever operation it comes from,
+and sums what arrives in one backward pass. A hook then adds the sum to the gradient in the record, rounded
+once, with the random bits of the layer's last pass (`collect_gradient`).
+
+Between the micro-batches of one step weights do not change and gradients are only summed. `Accumulation`
+makes use of that; it does not change the values.
 
 **Gather.** FSDP calls two methods of a shard: `fsdp_pre_all_gather` returns what to send, and
 `fsdp_post_all_gather` makes the full weight from what arrived. Two tensor subclasses claim the dtype float32,
@@ -31,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from narrowgauge.collectives import all_reduce_max
+from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, torch_dtype
 from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.kernels.gradient_sum import add_gradient
@@ -39,21 +42,31 @@ from narrowgauge.nn.loop_checks import refuse_other_optimizers
 from narrowgauge.quantization import (
     Cast,
     GradientState,
+    NarrowTensor,
     ParamState,
     QuantizedState,
     TensorShard,
     ensure_state,
     master_or_weight,
+    plain_gradient,
     state_of,
 )
 from narrowgauge.quantization.scales import fp32_scale
-from narrowgauge.quantization.state.parameter_state import NarrowGradParameter, attach_state
+from narrowgauge.quantization.state.narrow_tensor import make_narrow, make_plain
+from narrowgauge.quantization.state.parameter_state import (
+    NarrowGradParameter,
+    attach_state,
+    set_plain_gradient,
+)
 from narrowgauge.torch_compat import (
     attach_fsdp_extension,
     disabled_torch_function,
     has_hooks,
+    is_called_after_accumulation,
     is_in_place,
+    is_view_operation,
     local_tensor,
+    operation_name,
     tree_leaves,
     tree_map_only,
     version_of,
@@ -186,39 +199,42 @@ class Accumulation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUse:
-    """The weight in one pass of a layer: where its values come from, and where its gradient goes.
+    """The weight in one pass of a layer: the source of its values, and the destination of its gradient.
 
     Attributes:
         transposed: Whether the weight is stored (K, N).
-        state: The weight's record, if the weight or its gradient is narrow, and not sharded.
+        gradient: The gradient that is stored in a cast and not sharded; None leaves it to autograd.
         accumulation: What is the same in all micro-batches of a step; None outside of `accumulating`.
     """
 
     transposed: bool = False
-    state: ParamState | None = None
+    gradient: GradientState | None = None
     accumulation: Accumulation | None = None
 
-    @property
-    def has_narrow_gradient(self) -> bool:
-        """Whether the gradient is kept in a cast, and added by this layer."""
-        return self.state is not None and self.state.gradient is not None
-
     def values(self, w_NK: torch.Tensor) -> torch.Tensor:
-        """The values of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
+        """The values of a weight, in the dtype that stores them."""
         if isinstance(w_NK, GatheredWeight):
             return w_NK if w_NK.is_operand else w_NK.wide()
-        narrow = None if self.state is None else self.state.weight
-        if narrow is None or not narrow.cast.is_scaled:  # the parameter holds the values
-            return w_NK
-        w = narrow.read()
-        return w.T if self.transposed else w
+        return w_NK.stored_values() if isinstance(w_NK, NarrowTensor) else w_NK
 
     def add_gradient(self, dw_NK: torch.Tensor, stream: RandomStream | None) -> bool:
-        """Add to a narrow gradient (with random bits) or to one that waits; False leaves it to autograd."""
-        if self.state is None or self.state.gradient is None:
+        """Add to a gradient that waits for more; False leaves it to autograd.
+
+        A gradient in a cast will be rounded with the bits of `stream` when autograd has summed it.
+        """
+        if self.gradient is None:
             return self.accumulation is not None and self.accumulation.add(dw_NK, self.transposed)
-        add_gradient(self.state.gradient, dw_NK.T if self.transposed else dw_NK, stream)
-        return True
+        self.gradient.stream = stream
+        return False
+
+
+@torch.no_grad()
+def collect_gradient(parameter: torch.Tensor) -> None:
+    """Add what autograd has accumulated to the gradient in a parameter's record, and free it."""
+    gradient, total = state_of(parameter).gradient, plain_gradient(parameter)
+    if gradient is not None and total is not None:
+        set_plain_gradient(parameter, None)
+        add_gradient(gradient, total, gradient.stream)
 
 
 def make_weight_state(
@@ -227,35 +243,35 @@ def make_weight_state(
     offload: Collection[str] = (),
     local: torch.Tensor | None = None,
 ) -> ParamState | None:
-    """Keep a weight, its master and its gradient in casts, in place of those of another recipe.
+    """Store a weight, its master and its gradient in casts, in place of those of another recipe.
 
     Args:
-        parameter: The weight. Its numbers are rounded once, from the widest that exist. It then holds the
-            narrow numbers, unless `local` is given.
+        parameter: The weight. Its values are rounded once, from the widest that exist; it becomes a
+            `NarrowTensor` unless `local` is given.
         casts: The casts of "weight", "master" (None: no master) and "grad".
-        offload: Those of "master" and "grad" that are kept in the host's memory.
-        local: float32, the local numbers of a parameter that FSDP2 has sharded, which holds none itself.
+        offload: Those of "master" and "grad" that are stored in host memory.
+        local: float32, the local values of a parameter that FSDP2 has sharded, which holds none itself.
 
     Returns:
-        The parameter's record; None if weight and gradient are plain fp32 and nothing is kept in casts.
+        The parameter's record; None if weight and gradient are plain fp32.
     """
     weight, master, grad = (casts[place] for place in ("weight", "master", "grad"))
     assert weight is not None
     assert grad is not None
-    numbers = master_or_weight(parameter) if local is None else local
-    if local is None and state_of(parameter).weight is not None:  # it was under another recipe
-        parameter.data = numbers
+    values = master_or_weight(parameter) if local is None else local
     is_plain = weight.name == grad.name == "fp32"
     if is_plain and not state_of(parameter).by_place():
         return None
-    state, shape, device = ensure_state(parameter), numbers.shape, parameter.device
+    state, shape, device = ensure_state(parameter), values.shape, parameter.device
     state.weight = state.master = state.gradient = None
     if weight.name != "fp32":
         state.weight = QuantizedState(shape, weight, device, shard=state.shard)
+    elif isinstance(parameter, NarrowTensor):  # under another recipe
+        make_plain(parameter, values)
     if master is not None:
         state.master = QuantizedState(shape, master, device, "master" in offload, state.shard)
-    if not numbers.is_meta:
-        state.write(numbers)
+    if not values.is_meta:
+        state.write(values)
     if not is_plain:
         state.gradient = GradientState(shape, grad, device, "grad" in offload, state.shard)
     bind(parameter, state, is_sharded=local is not None)
@@ -263,26 +279,48 @@ def make_weight_state(
 
 
 def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> None:
-    """Attach a record to a parameter, move it to the parameter's device, and share the weight's memory.
+    """Attach a record to a parameter, and move it to the parameter's device.
 
-    This is needed again after anything that gave the parameter new memory, or the layer another parameter. A
-    parameter that FSDP2 has sharded shares no memory with the narrow weight.
+    This is needed again after anything that gave the layer another parameter. A parameter that FSDP2 has
+    sharded is a DTensor, and autograd's sums of its gradient are collected elsewhere (`distributed.fsdp`).
     """
-    attach_state(parameter, state)
-    if state.gradient is not None and type(parameter) is torch.nn.Parameter:  # none that FSDP2 has sharded
-        parameter.__class__ = NarrowGradParameter
-    if state.weight is not None:
-        refuse_other_optimizers()
     for tensor in state.by_place().values():
         tensor.move(parameter.device)
-    if state.weight is not None and not is_sharded:
-        stored = next(iter(state.weight.tensors.values()))
-        parameter.data = stored.view(torch_dtype(state.weight.cast.element) or stored.dtype)
-        state.version = version_of(parameter)
+    attach_state(parameter, state)
+    if is_sharded:
+        return
+    if state.weight is not None:
+        refuse_other_optimizers()
+        if not isinstance(parameter, NarrowTensor):
+            make_narrow(parameter, state)
+    if state.gradient is not None:
+        if type(parameter) is torch.nn.Parameter:
+            parameter.__class__ = NarrowGradParameter
+        _collect_gradients_of(parameter)
+
+
+def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:
+    """Let `collect_gradient` take what autograd accumulates, also if the parameter is trained only later."""
+    if is_called_after_accumulation(parameter, collect_gradient):
+        return
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_().register_post_accumulate_grad_hook(collect_gradient)
+    parameter.requires_grad_(requires_grad)
+
+
+#: What FSDP2 does with a shard besides taking views: it makes tensors like it, and copies shards.
+_OF_FSDP = {"new_zeros", "new_empty", "empty_like", "zeros_like", "_to_copy", "copy_", "split_with_sizes"}
 
 
 class PlaceholderShard(torch.Tensor):
-    """A float32 tensor without numbers: any operation on it returns another one."""
+    """A float32 tensor without values: an operation on it returns another one.
+
+    Attributes:
+        cast: The cast that stores the values of the shard, once they are elsewhere; other code may then
+            neither read nor write the shard.
+    """
+
+    cast: Cast | None = None
 
     __torch_function__ = disabled_torch_function
 
@@ -299,7 +337,17 @@ class PlaceholderShard(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Ask a tensor on the meta device for the shape of the result."""
-        placeholder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, PlaceholderShard))
+        leaves = tree_leaves((args, kwargs))
+        placeholder = next(a for a in leaves if isinstance(a, PlaceholderShard))
+        cast, others = placeholder.cast, (a for a in leaves if isinstance(a, torch.Tensor))
+        is_placed = all(isinstance(a, PlaceholderShard) for a in others)
+        is_of_fsdp = is_placed and (is_view_operation(func) or operation_name(func) in _OF_FSDP)
+        if cast is not None and not is_of_fsdp:
+            raise UserError(
+                f"{operation_name(func)} on a sharded weight that is kept as {cast.name!r}: the parameter "
+                "does not hold its values; read them from state_dict(), and give new ones with "
+                "load_state_dict or before narrowgauge.fully_shard"
+            )
 
         def to_meta(x: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -311,7 +359,13 @@ class PlaceholderShard(torch.Tensor):
         result = func(*metas, **named)
         if is_in_place(func):
             return args[0]
-        return tree_map_only(torch.Tensor, lambda x: PlaceholderShard(x.shape, x.stride(), device), result)
+
+        def like_it(x: torch.Tensor) -> PlaceholderShard:
+            shard = PlaceholderShard(x.shape, x.stride(), device)
+            shard.cast = cast if is_view_operation(func) else None
+            return shard
+
+        return tree_map_only(torch.Tensor, like_it, result)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Shape, as there are no numbers."""
@@ -358,7 +412,9 @@ class WeightGather:
         self.version = -1
         self.codes: torch.Tensor | None = None
         tensor = local_tensor(parameter)
-        if not isinstance(tensor, PlaceholderShard):
+        if isinstance(tensor, PlaceholderShard):
+            tensor.cast = None if at_rest is None else at_rest.cast
+        else:
             attach_fsdp_extension(tensor, PlaceholderShard)
 
     @property

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.stages.channels import kept_count as kept_count
     from narrowgauge.quantization.stages.channels import largest_channels as largest_channels
     from narrowgauge.quantization.state.gradient_state import GradientState as GradientState
+    from narrowgauge.quantization.state.narrow_tensor import NarrowTensor as NarrowTensor
     from narrowgauge.quantization.state.parameter_state import ParamState as ParamState
     from narrowgauge.quantization.state.parameter_state import ensure_state as ensure_state
     from narrowgauge.quantization.state.parameter_state import gradient_of as gradient_of

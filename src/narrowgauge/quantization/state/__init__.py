@@ -1,1 +1,1 @@
-"""What lives across steps in narrow numbers?"""
+"""What lives across steps in low precision?"""

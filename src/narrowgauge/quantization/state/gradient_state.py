@@ -1,10 +1,9 @@
-"""A gradient in the numbers of a cast: summed over micro-batches in float32, rounded after each of them.
+"""A gradient that is stored in a cast: summed over micro-batches in float32, rounded after each of them.
 
-Autograd cannot add up gradients in FP8. So the backward pass of a layer with narrow gradients adds to one of
-these itself. Code that does not know of it reads `parameter.grad`, as `torch.nn.utils.clip_grad_norm_` and
-torch's optimizers do. For such code the parameter is a `NarrowGradParameter`: when `grad` is read, the
-gradient is decoded to float32 and stays so until it is dropped. Such code misses
-no gradient, and pays the memory of a wide one.
+Autograd cannot accumulate gradients in FP8. It sums what one backward pass brings to a parameter, and a hook
+adds that sum to one of these states (`nn.weight`). Code that reads `parameter.grad`, such as
+`torch.nn.utils.clip_grad_norm_`, sees the gradient decoded to float32, and it remains float32 until it is
+dropped: such code misses no gradient, at the memory of a wide one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,19 +18,21 @@ from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 
 class GradientState(QuantizedState):
-    """A gradient that is kept in the numbers of a cast.
+    """A gradient that is stored in a cast.
 
     Attributes:
         is_empty: Whether nothing has been added since it was dropped.
         sums: The number of additions since it was dropped.
-        wide: The gradient in float32, in place of the narrow numbers, once `parameter.grad` has been read.
-        is_summed: Whether somebody sums it over replicas, which DistributedDataParallel does not.
+        wide: The gradient in float32, in place of the stored codes, once `parameter.grad` has been read.
+        is_summed: Whether `prepare_ddp` sums it over replicas; DistributedDataParallel does not.
+        stream: The random bits of the next addition, from the layer's pass; None rounds to nearest.
     """
 
     is_empty: bool = True
     sums: int = 0
     wide: torch.Tensor | None = None
     is_summed: bool = False
+    stream: RandomStream | None = None
 
     @computed_once
     def prescale(self) -> PreScale | None:
@@ -39,21 +40,21 @@ class GradientState(QuantizedState):
         return PreScale(self.device) if self.cast.state.prescale else None
 
     def add(self, x: torch.Tensor, stream: RandomStream | None) -> None:
-        """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
+        """Add float32 values and round the sum once; with random bits, small values survive on average."""
         add_all([self], [x], [stream])
 
     def fetch(self) -> None:
-        """Start copying from the host what the next `read` reads there: nothing once it is wide."""
+        """Start copying from host memory what the next `read` needs: nothing once the gradient is wide."""
         if self.wide is None:
             super().fetch()
 
     def count_sum(self) -> None:
-        """Note that something was added."""
+        """Count an addition."""
         self.sums = 1 if self.is_empty else self.sums + 1
         self.is_empty = False
 
     def read(self) -> torch.Tensor:
-        """The gradient as new float32 numbers."""
+        """The gradient as new float32 values."""
         return super().read() if self.wide is None else self.wide.to(torch.float32, copy=True)
 
     def scale_by(self, factor: torch.Tensor) -> None:
@@ -64,13 +65,13 @@ class GradientState(QuantizedState):
             self.wide.mul_(factor)
 
     def widen(self) -> torch.Tensor | None:
-        """The gradient in float32, which it is from now on; None if it is empty."""
+        """The gradient in float32, which it remains until dropped; None if it is empty."""
         if self.wide is None and not self.is_empty:
             self.wide = super().read()
         return self.wide
 
     def replace(self, wide: torch.Tensor | None) -> None:
-        """Take another gradient, or none, in place of this one."""
+        """Replace the gradient by another, or drop it."""
         self.wide, self.is_empty = wide, wide is None
         self.sums = 0 if wide is None else 1
 
@@ -80,7 +81,7 @@ class GradientState(QuantizedState):
             self.prescale.discard_step()
 
     def move(self, device: torch.device) -> None:
-        """Move to another device, the pre-scaling factor too."""
+        """Move to another device, with the pre-scaling factor."""
         super().move(device)
         if self.wide is not None:
             self.wide = self.wide.to(device)
@@ -95,7 +96,7 @@ def add_all(
 ) -> None:
     """Add a float32 tensor to each gradient, as `GradientState.add` does.
 
-    Processes that hold gradients together find all their scales in one collective.
+    Processes that share gradients compute all scales in one collective.
     """
     added = list(zip(gradients, tensors, streams, strict=True))
     for g, x, _ in added:

@@ -4,27 +4,29 @@ A parameter carries one attribute of this package, `parameter.narrowgauge`, a `P
 it, `ensure_state` attaches one. The optimizer, checkpoints, gauges and the account of memory find there what
 layers and sharding have put there:
 
-    nn.weight          weight, master, gradient
+    nn.weight                weight, master, gradient
     distributed.parallel     shard, holders
     training                 index
 
-A `torch.nn.Parameter` keeps its record as long as it is the same object: through `.to(...)`, `.half()`,
-`parameter.data = ...` and `pickle`. Torch makes new objects, without a record, in three places, and each has
-somebody who attaches one again:
+A parameter keeps its record as long as it is the same object: through `.to(...)`, `.half()` and
+`parameter.data = ...`. A narrow weight is a `NarrowTensor`, which shares the record with its views and copies
+it with itself. Torch makes new objects without a record in three places:
 
-    copy.deepcopy, `to("meta")`, load_state_dict(assign=True)     `nn.Linear`, for the state of its weight
-    fully_shard (FSDP2)                                           `distributed.fsdp`
-    the parameter that FSDP2 gathers for a forward pass           nobody: the record is the shard's
+    copy.deepcopy of a wide parameter, load_state_dict(assign=True)    `nn.Linear` attaches its record again
+    fully_shard (FSDP2)                                                `distributed.fsdp` attaches a new one
+    the parameter that FSDP2 gathers for a forward pass                has none: the record is the shard's
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.formats import torch_dtype
+from narrowgauge.formats import RandomStream, torch_dtype
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.state.gradient_state import GradientState
 from narrowgauge.quantization.state.quantized_state import QuantizedState
@@ -35,19 +37,20 @@ _PLAIN: Any = torch.Tensor.grad  # the descriptor, which subclasses may hide
 
 @dataclass(slots=True, eq=False)
 class ParamState:
-    """The record of one parameter: all that is kept for it except its numbers and `parameter.grad`.
+    """The record of one parameter: all that is stored for it except plain values and `parameter.grad`.
 
     Attributes:
-        index: The number of the parameter among those of the full model, on which the random bits of its
-            state depend; -1 if it is not numbered.
+        index: The position of the parameter among those of the full model, on which the random bits of its
+            state depend; -1 if it has none.
         shard: The shard of the full model's parameter in this process; None for all of it.
-        holders: How many have it, over the processes of a pipeline stage: 2 for an embedding that is tied to
-            the head, in another stage; 1 / n for an expert, where n processes have different ones.
+        holders: The number of copies over the processes of a pipeline stage: 2 for an embedding that is tied
+            to the head, in another stage; 1 / n for an expert, where n processes have different ones.
         gathered_shape: The shape that FSDP2 gathers it to, in a simulated step (a DTensor has this shape).
-        weight: The weight in the numbers of a cast; None: the parameter itself is the weight.
+        weight: The weight in a cast; None: the parameter itself holds the weight.
         master: A wider copy that the optimizer updates; None: it updates the weight.
-        gradient: The sum over micro-batches in the numbers of a cast; None: it is `parameter.grad`.
-        version: The count of in-place writes to a parameter with a narrow weight when it was bound to it.
+        gradient: The sum over micro-batches in a cast; None: it is `parameter.grad`.
+        updates: The number of updates from outside that drew random bits (`NarrowTensor`).
+        reads: The number of operations outside of the layer that read a narrow weight.
     """
 
     index: int = -1
@@ -57,18 +60,47 @@ class ParamState:
     weight: QuantizedState | None = None
     master: QuantizedState | None = None
     gradient: GradientState | None = None
-    version: int = -1
+    updates: int = 0
+    reads: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weight."""
+        return self.require_weight().device
+
+    def require_weight(self) -> QuantizedState:
+        """The weight of a parameter that is stored in a cast."""
+        assert self.weight is not None, "the parameter holds its values itself"
+        return self.weight
 
     def by_place(self) -> dict[str, QuantizedState]:
         """The tensors that are kept in casts, under the names that recipes give their places."""
         places = {"weight": self.weight, "master": self.master, "grad": self.gradient}
         return {place: state for place, state in places.items() if state is not None}
 
-    def write(self, x: torch.Tensor) -> None:
-        """Give weight and master new numbers, each rounded once."""
+    def stored_values(self) -> torch.Tensor:
+        """What a GEMM multiplies with: the stored tensor, or new float32 values if it has scales."""
+        weight = self.require_weight()
+        return weight.read() if weight.cast.is_scaled else _first_tensor(weight)
+
+    def widest(self) -> torch.Tensor:
+        """The widest values that exist of the weight, as a float32 copy."""
+        stored = self.master or self.require_weight()
+        return stored.read().clone() if stored.cast.name == "fp32" else stored.read()
+
+    def with_weight(self, tensors: Mapping[str, torch.Tensor]) -> "ParamState":
+        """A record of the weight alone, with other stored tensors of the same names."""
+        weight = copy(self.require_weight())
+        weight.tensors = dict(tensors)
+        weight.device = next(iter(weight.tensors.values())).device
+        return replace(self, weight=weight, master=None, gradient=None)
+
+    def write(self, x: torch.Tensor, stream: RandomStream | None = None) -> None:
+        """Give weight and master new values, each rounded once: with random bits if the cast takes them."""
         for state in (self.weight, self.master):
             if state is not None:
-                state.write(x.to(state.device).float())
+                bits = stream if state.cast.is_random else None
+                state.write(x.to(state.device).float(), bits)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint holds next to the parameter: `{"weight.scales": tensor, ...}`."""
@@ -84,25 +116,25 @@ class ParamState:
 
 
 def state_of(p: torch.Tensor) -> ParamState:
-    """The record of a parameter, to be read: an empty one, not attached, where it carries none."""
+    """The record of a parameter, to be read: an empty one, not attached, if it has none."""
     state: ParamState | None = getattr(p, _ATTRIBUTE, None)
     return ParamState() if state is None else state
 
 
 def ensure_state(p: torch.Tensor) -> ParamState:
-    """The record of a parameter, to be changed: one is attached where it carries none."""
+    """The record of a parameter, to be changed: one is attached if it has none."""
     state = state_of(p)
     attach_state(p, state)
     return state
 
 
 def attach_state(p: torch.Tensor, state: ParamState) -> None:
-    """Attach a record to a parameter, in place of the one that it has."""
+    """Attach a record to a parameter, replacing its own."""
     setattr(p, _ATTRIBUTE, state)
 
 
 def shard_of(p: torch.Tensor) -> TensorShard | None:
-    """The shard that a parameter's local numbers are; None where this process holds the full parameter."""
+    """The shard of a parameter that this process holds; None if it holds the full parameter."""
     shard = state_of(p).shard
     return None if shard is None or shard.is_full else shard
 
@@ -113,7 +145,7 @@ def local_tensor(t: torch.Tensor) -> torch.Tensor:
 
 
 def like_shard(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Local numbers as a DTensor of the same shards as a parameter; as they are if it is not sharded."""
+    """Local values as a DTensor of the same shards as a parameter; unchanged if it is not sharded."""
     if not isinstance(p, DTensor):
         return local
     return DTensor.from_local(
@@ -122,28 +154,29 @@ def like_shard(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """The numbers of `x`, which is a DTensor or full, that a parameter has in this process."""
+    """The part of `x`, a DTensor or full tensor, that a parameter holds in this process."""
     shard = shard_of(p)
     return local_tensor(x) if shard is None or isinstance(x, DTensor) else shard.local_of(x)
 
 
 class NarrowGradParameter(torch.nn.Parameter):
-    """A parameter whose gradient is kept in a cast; `grad` shows it to code that does not know of it.
+    """A parameter in fp32 whose gradient is stored in a cast; `grad` decodes it for any other code.
 
-    Reading `grad` decodes the gradient to float32, which it stays until it is dropped (`GradientState`).
+    Autograd accumulates into `parameter.grad`, and a hook then rounds the sum into the record (`nn.weight`).
+    Reading `grad` decodes the gradient to float32, which it remains until it is dropped (`GradientState`).
     """
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient as a float32 tensor, which may be changed in place; None if there is none."""
-        narrow = state_of(self).gradient
+        narrow = _gradient_state(self)
         return plain_gradient(self) if narrow is None else narrow.widen()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        narrow = state_of(self).gradient
+        narrow = _gradient_state(self)
         if narrow is None:
-            _PLAIN.__set__(self, value)
+            set_plain_gradient(self, value)
         else:
             narrow.replace(value)
 
@@ -152,45 +185,67 @@ class NarrowGradParameter(torch.nn.Parameter):
         self.grad = None
 
 
+def _gradient_state(p: torch.Tensor) -> GradientState | None:
+    """The gradient in the record of a parameter; None for an alias or a view of one.
+
+    It takes what autograd has accumulated, if the hook that does so (`nn.weight`) is on another parameter of
+    the same record, as under `torch.nn.utils.parametrize`.
+    """
+    narrow = state_of(p).gradient if isinstance(p, torch.nn.Parameter) else None
+    is_hooked = not isinstance(p, DTensor) and type(p) is not torch.nn.Parameter
+    if narrow is not None and is_hooked and (total := plain_gradient(p)) is not None:
+        set_plain_gradient(p, None)
+        narrow.add(total.detach().float(), narrow.stream)
+    return narrow
+
+
+def set_plain_gradient(p: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set the gradient to which autograd adds."""
+    _PLAIN.__set__(p, value)
+
+
 def plain_gradient(p: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd keeps for a parameter; None if there is none, or a narrow one."""
+    """The gradient to which autograd adds; None if there is none, or one in a cast."""
     gradient: torch.Tensor | None = _PLAIN.__get__(p)
     return gradient
 
 
 def has_gradient(p: torch.Tensor) -> bool:
     """Whether the last backward pass reached a parameter."""
-    narrow = state_of(p).gradient
+    narrow = _gradient_state(p)
     return p.grad is not None if narrow is None else not narrow.is_empty
 
 
 def gradient_of(p: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's local gradient as float32, wherever it is kept; None if there is none."""
-    narrow = state_of(p).gradient
+    """A parameter's local gradient as float32, whether stored in a cast or not; None if there is none."""
+    narrow = _gradient_state(p)
     if narrow is not None:
         return None if narrow.is_empty else narrow.read()
     return None if p.grad is None else local_tensor(p.grad).float()
 
 
 def master_or_weight(p: torch.Tensor) -> torch.Tensor:
-    """The widest numbers that exist of a weight, as float32: the master's if it has one."""
+    """The widest values that exist of a weight, as float32: the master's if it has one."""
     state = state_of(p)
     stored = state.master or state.weight
     return p.detach().float() if stored is None else stored.read()
 
 
 def stored_tensor(p: torch.Tensor) -> torch.Tensor:
-    """The local tensor with a parameter's numbers, or with the codes of a narrow weight."""
+    """The local tensor with a parameter's values, or with the codes of a narrow weight."""
     weight = state_of(p).weight
-    if weight is None:
-        return p.detach()
+    return p.detach() if weight is None else _first_tensor(weight)
+
+
+def _first_tensor(weight: QuantizedState) -> torch.Tensor:
+    """The tensor with the elements of a weight, in the dtype of its element format if torch has one."""
     first = next(iter(weight.tensors.values()))
     return first.view(torch_dtype(weight.cast.element) or first.dtype)
 
 
 @torch.no_grad()
 def write_weight(p: torch.Tensor, x: torch.Tensor) -> None:
-    """Give a parameter new local numbers, its master too; each is rounded once to what it is kept in."""
+    """Give a parameter and its master new local values, each rounded once to its format."""
     state = state_of(p)
     if state.weight is None:
         local_tensor(p).copy_(x)

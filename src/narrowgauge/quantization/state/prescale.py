@@ -7,7 +7,7 @@ multiplied by a factor mu that learns how much room is needed:
     more than 0.001 % of the elements overflowed      mu is halved for the next step
     otherwise                                         mu grows, doubling over 1000 steps
 
-What is applied is mu cut to its power of two, so that products with it are exact.
+What is applied is mu cut to its power of two, so that multiplying by it is exact.
 """
 
 from collections.abc import Sequence

@@ -71,12 +71,13 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
                 f"the checkpoint of step {checkpoint.step} is another model's: {name} should be "
                 f"{tuple(parameter.shape)}, and it holds {found}; use the configuration it was made with"
             )
-        if weights[name].dtype != parameter.dtype:
+        stored = stored_tensor(parameter)
+        if weights[name].dtype != stored.dtype:
             raise UserError(
-                f"the checkpoint of step {checkpoint.step} keeps {name} as {weights[name].dtype}, and this "
-                f"recipe as {parameter.dtype}; use the recipe it was made with"
+                f"the checkpoint of step {checkpoint.step} stores {name} as {weights[name].dtype}, and this "
+                f"recipe as {stored.dtype}; use the recipe it was made with"
             )
-        stored_tensor(parameter).copy_(weights[name])
+        stored.copy_(weights[name])
     if extra := weights.keys() - parameters.keys():
         raise UserError(
             f"the checkpoint of step {checkpoint.step} is another model's: this one has no {min(extra)}; "

@@ -1,0 +1,405 @@
+"""A weight whose memory is narrow: values to every reader, codes inside.
+
+`NarrowTensor` is a wrapper subclass of `torch.Tensor`, as `QuantizedTensor` of TransformerEngine and
+`TorchAOBaseTensor` of torchao are. It has a shape, a device and the dtype that the parameter had before
+conversion, and holds no memory: the record (`ParamState`) of the parameter holds the codes, their scales
+and perhaps a master.
+
+    an operation that reads       sees the decoded values; autograd records it like any other, so that a
+                                  gradient reaches the parameter by every path
+    a view (`t`, `view`, `w[0]`)  is another `NarrowTensor` on the same record
+    an operation that writes      runs on the widest values (the master's, if there is one) in float32; the
+                                  result is rounded once into the weight and once into the master
+
+A write that computes a new value from the old one (`add_`, `mul_`, `lerp_`) is an update, and rounds as the
+recipe rounds updates, perhaps stochastically. A write that replaces values (`copy_`, `normal_`) rounds
+to nearest. A recipe that feeds the rounding error of a weight back into AdamW's moment has no place for the
+error of another update, which is therefore refused.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.formats import random_stream
+from narrowgauge.quantization.state.parameter_state import (
+    NarrowGradParameter,
+    ParamState,
+    attach_state,
+    state_of,
+)
+from narrowgauge.torch_compat import (
+    attach_hooks_again,
+    disabled_torch_function,
+    is_in_place,
+    is_view_operation,
+    operation_name,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+    without_torch_function,
+    wrapper_subclass,
+    written_arguments,
+)
+
+View = Callable[[torch.Tensor], torch.Tensor]
+
+_UPDATES = 2**36  # the first stream of random bits of updates from outside, above those of optimizers
+_REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "exponential_", "bernoulli_")
+
+
+class NarrowTensor(torch.Tensor):
+    """A weight, or a view of one, whose values are stored in a cast.
+
+    Attributes:
+        narrowgauge: The record with the stored tensors, which views and aliases share.
+        views: The views that lead from the full weight to this tensor.
+    """
+
+    narrowgauge: ParamState
+    views: tuple[View, ...]
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, record: ParamState, dtype: torch.dtype, views: tuple[View, ...] = ()
+    ) -> "NarrowTensor":
+        """Make a tensor with the shape, strides and device of `like`, whose values are those of a record."""
+        self = wrapper_subclass(cls, like.shape, like.stride(), dtype, record.device)
+        self.narrowgauge, self.views = record, views
+        return self
+
+    def __init__(self, *_: object) -> None:
+        """Nothing more."""
+
+    def stored_values(self) -> torch.Tensor:
+        """What a GEMM multiplies with: the stored tensor, or float32 values if it has scales."""
+        return _through(self.views, self.narrowgauge.stored_values())
+
+    def values(self) -> torch.Tensor:
+        """The values in this tensor's dtype."""
+        return _through(self.views, self.narrowgauge.require_weight().read()).to(self.dtype)
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move a parameter with its record, and give it another dtype; the codes remain as they are."""
+        assert isinstance(self, torch.nn.Parameter)
+        record = self.narrowgauge
+        if (device, dtype) != (self.device, self.dtype):
+            for state in record.by_place().values():
+                state.move(device)
+            _become(self, torch.nn.Parameter(NarrowTensor(self, record, dtype), self.requires_grad))
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient as float32 values (`NarrowGradParameter.grad`)."""
+        return NarrowGradParameter.grad.fget(self)  # type: ignore[attr-defined]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        NarrowGradParameter.grad.fset(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weight without autograd; writing to it writes to the weight."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape:
+            raise UserError(
+                f"a weight of shape {tuple(self.shape)} that is kept in low precision cannot take data of "
+                f"shape {tuple(value.shape)}: convert the model again after the layer has its new shape"
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a NumPy array, copied."""
+        return (self.detach() if force else self).clone().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """The values as a NumPy array."""
+        return self.clone().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self.detach().clone().tolist()
+
+    def data_ptr(self) -> int:
+        """Refuse an address: the values lie nowhere in memory.
+
+        Raises:
+            UserError: Always; no memory holds the values.
+        """
+        raise _has_no_memory(self)
+
+    def storage(self) -> Any:
+        """Refuse a storage, as `data_ptr` refuses an address."""
+        raise _has_no_memory(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A weight with its own record; of a view, its values."""
+        from copy import deepcopy
+
+        if id(self) in memo:
+            copied: torch.Tensor = memo[id(self)]
+            return copied
+        if self.views or not self.is_leaf:
+            copied = self.detach().clone()
+        else:
+            copied = NarrowTensor(self, deepcopy(self.narrowgauge, memo), self.dtype)
+            kept = {k: v for k, v in vars(self).items() if k not in ("narrowgauge", "views")}
+            vars(copied).update(deepcopy(kept, memo))
+            copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values: a file then loads without this package, with `weights_only=True`.
+
+        A layer ties its pickled record to the parameter again (`nn.Linear`).
+        """
+        values = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(values, self.requires_grad).__reduce_ex__(protocol)
+        return values.__reduce_ex__(protocol)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The names of the stored tensors, for tracers."""
+        if self.views:
+            raise UserError("a view of a weight in low precision cannot be traced: trace the weight itself")
+        names = [f"inner_{name}" for name in self.narrowgauge.require_weight().tensors]
+        return names, (self.narrowgauge, self.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """The stored tensors by the names of `__tensor_flatten__`."""
+        record = self.__dict__.get("narrowgauge")
+        key = name.removeprefix("inner_")
+        if record is None or key == name or record.weight is None or key not in record.weight.tensors:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return record.weight.tensors[key]
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
+    ) -> "NarrowTensor":
+        """A weight with other stored tensors, such as a tracer's."""
+        record, dtype = context
+        stored = {name.removeprefix("inner_"): t for name, t in inner.items()}
+        shape = torch.empty(tuple(size), device="meta")
+        return NarrowTensor(shape, record.with_weight(stored), dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take a view, write to the weight, or read its values."""
+        kwargs = kwargs or {}
+        if is_in_place(func):
+            return _write(func, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, NarrowTensor) and is_view_operation(func) and "dtype" not in str(func):
+            return _view(first, func, args[1:], kwargs)
+        for read in {x.narrowgauge for x in tree_leaves((args, kwargs)) if isinstance(x, NarrowTensor)}:
+            read.reads += 1
+        args, kwargs = tree_map_only(NarrowTensor, NarrowTensor.values, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """The values, and the cast that stores them."""
+        cast = self.narrowgauge.require_weight().cast
+        shown = f"shape={tuple(self.shape)}" if self.is_meta else repr(self.detach().clone())
+        return f"NarrowTensor({shown}, cast={cast.name!r})"
+
+
+class SavedWeight(torch.Tensor):
+    """The values of a narrow weight in a state dict, copied; a write reaches the weight as well.
+
+    A state dict of an ordinary module aliases its parameters, and `state_dict()[name].copy_(x)` or an average
+    over `state_dict().values()` changes the module. The same happens here, after each operation that writes.
+
+    Attributes:
+        whole: The float32 values of which this tensor is a view, or all of.
+        record: The record of the weight.
+    """
+
+    whole: torch.Tensor
+    record: ParamState
+
+    @staticmethod
+    def of(values: torch.Tensor, whole: torch.Tensor, record: ParamState) -> "SavedWeight":
+        """Values that share memory with the float32 values `whole` of a record."""
+        self = values.as_subclass(SavedWeight)
+        self.whole, self.record = whole, record
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on the values, and write to the weight what it has changed."""
+        kwargs = kwargs or {}
+        with without_torch_function():
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SavedWeight)]
+            before = [version_of(x) for x in given]
+            result = func(*args, **kwargs)
+            changed = {id(x.record): x for x, v in zip(given, before, strict=True) if version_of(x) != v}
+            for x in changed.values():
+                x.record.write(x.whole)
+
+            def owned(t: torch.Tensor) -> torch.Tensor:
+                for x in given:
+                    if t is not x and t.dtype == x.dtype and _share_memory(t, x):
+                        return SavedWeight.of(t, x.whole, x.record)
+                return t
+
+            return tree_map_only(torch.Tensor, owned, result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """The values alone."""
+        return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values alone."""
+        return self.as_subclass(torch.Tensor).detach().__reduce_ex__(protocol)
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
+
+
+def saved_weight(record: ParamState) -> torch.Tensor:
+    """The values of a record's weight, for a state dict; float32."""
+    values = record.require_weight().read()
+    return SavedWeight.of(values, values, record)
+
+
+def make_narrow(p: torch.nn.Parameter, record: ParamState) -> None:
+    """Turn a parameter into the weight of a record; it stays the same object, for optimizers that hold it.
+
+    Raises:
+        UserError: An autograd graph or a weak reference holds the parameter's old values.
+    """
+    narrow = torch.nn.Parameter(NarrowTensor(p.detach(), record, p.dtype), p.requires_grad)
+    _become(p, narrow)
+    attach_state(p, record)
+
+
+def make_plain(p: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Turn a narrow weight into an ordinary parameter with values in its dtype."""
+    record = state_of(p)
+    _become(p, torch.nn.Parameter(values.to(p.dtype), p.requires_grad))
+    attach_state(p, record)
+
+
+def _become(p: torch.nn.Parameter, other: torch.nn.Parameter) -> None:
+    """Put another parameter's content in a parameter, which keeps its attributes and hooks."""
+    vars(other).update({k: v for k, v in vars(p).items() if k not in ("narrowgauge", "views", "_is_param")})
+    try:
+        torch.utils.swap_tensors(p, other)
+    except RuntimeError as error:
+        raise UserError(
+            "a weight cannot change its format while an autograd graph or a weak reference holds it: "
+            "convert or move the model before the forward pass, or after its results are dropped"
+        ) from error
+    attach_hooks_again(p)
+
+
+def _view(x: NarrowTensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The views of a weight that an operation makes: one, or several (`split`, `unbind`)."""
+    shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    result = func(shape, *args, **kwargs)
+    record, dtype, views = x.narrowgauge, x.dtype, x.views
+    name = operation_name(func)
+    if name in ("detach", "alias", "lift_fresh"):
+        return NarrowTensor(x, record, dtype, views)
+    if isinstance(result, torch.Tensor):
+        return NarrowTensor(result, record, dtype, (*views, lambda base: func(base, *args, **kwargs)))
+
+    def nth(i: int) -> View:
+        return lambda base: func(base, *args, **kwargs)[i]
+
+    return [NarrowTensor(each, record, dtype, (*views, nth(i))) for i, each in enumerate(result)]
+
+
+def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that writes on wide values, and round the results once."""
+    name, named = operation_name(func), written_arguments(func, args, kwargs)
+    targets = [t for value in named.values() for t in tree_leaves(value) if isinstance(t, NarrowTensor)]
+    if name == "copy_" and _is_itself(args[0], args[1]):
+        return args[0]
+    is_update = name.endswith("_") and not name.removeprefix("_foreach_").startswith(_REPLACING)
+    records = {id(t.narrowgauge): t.narrowgauge for t in targets}
+    if is_update:
+        for record in records.values():
+            _require_no_feedback(record, name)
+    wide = {key: record.widest() for key, record in records.items()}
+
+    def substitute(x: torch.Tensor, written: bool) -> torch.Tensor:
+        if isinstance(x, NarrowTensor):
+            return _through(x.views, wide[id(x.narrowgauge)]) if written else x.values().float()
+        # Beside float32 targets an operand of the weight's dtype is float32, as in an operation on one dtype.
+        has_weights_dtype = x.is_floating_point() and any(x.dtype == t.dtype for t in targets)
+        return x.float() if has_weights_dtype and not written and x.ndim else x
+
+    positions = {i: _substituted(value, i in named, substitute) for i, value in enumerate(args)}
+    options = {k: _substituted(value, k in named, substitute) for k, value in kwargs.items()}
+    func(*positions.values(), **options)
+    for key, record in records.items():
+        record.write(wide[key], _bits(record) if is_update else None)
+    results = [*named.values()]
+    if name.startswith("_foreach_"):
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _substituted(value: Any, written: bool, substitute: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
+    """An argument with the tensors that it contains substituted."""
+    return tree_map_only(torch.Tensor, lambda x: substitute(x, written), value)
+
+
+def _is_itself(to: Any, of: Any) -> bool:
+    """Whether a full weight is copied to itself, which would replace its master by its rounded values."""
+    if not (isinstance(to, NarrowTensor) and isinstance(of, NarrowTensor)):
+        return False
+    return to.narrowgauge is of.narrowgauge and not to.views and not of.views
+
+
+def _through(views: Sequence[View], x: torch.Tensor) -> torch.Tensor:
+    for view in views:
+        x = view(x)
+    return x
+
+
+def _bits(record: ParamState) -> Any:
+    """The random bits of an update from outside; None where the weight rounds to nearest."""
+    if not record.require_weight().cast.is_random:
+        return None
+    record.updates += 1
+    return random_stream(0, record.updates, _UPDATES + max(record.index, 0), record.device)
+
+
+def _require_no_feedback(record: ParamState, operation: str) -> None:
+    cast = record.require_weight().cast
+    if cast.state.feedback:
+        raise UserError(
+            f"{operation} cannot update a weight that is kept as {cast.name!r} without a master, because its "
+            "rounding error goes into the first moment of AdamW: update it with narrowgauge.AdamW, or give "
+            "it new values with copy_ or load_state_dict"
+        )
+
+
+def _has_no_memory(x: NarrowTensor) -> UserError:
+    cast = x.narrowgauge.require_weight().cast
+    return UserError(
+        f"a weight that is kept as {cast.name!r} has no memory with its values: take a copy, "
+        "weight.detach().clone(), or the model's state_dict()"
+    )
