@@ -63,6 +63,15 @@ def test_clipped_to_an_l1_norm_of_one(name):
         torch.testing.assert_close(gradient_of(p), g / total, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", LEVELS)
+def test_clipping_leaves_narrow_gradients_narrow(name):
+    ours, _ = layers(name)
+    optimizer = ng.AdamW(ours.parameters(), recipe=name)
+    ours(torch.ones(4, 4)).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    assert ours.weight.narrowgauge.gradient.wide is None, "a float32 gradient costs four times the memory"
+
+
 @pytest.mark.parametrize("of", ["dense", "transposed", "sliced"])
 def test_unscaled_by_a_quarter(of):
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

@@ -41,7 +41,8 @@ def clip_grad_norm(
 
 def _norms(parameters: Sequence[torch.Tensor], norm_type: float) -> dict[torch.Tensor, torch.Tensor]:
     """The norm of each gradient, 0-dim float64, in the order of the parameters; narrow ones one by one."""
-    wide = {p: p.grad for p in parameters if p.grad is not None and state_of(p).gradient is None}
+    # the state first: `grad` of a narrow gradient decodes it, and keeps the values
+    wide = {p: p.grad for p in parameters if state_of(p).gradient is None and p.grad is not None}
     found = norm_each([local_tensor(g) for g in wide.values()], norm_type, torch.float64)
     norms = dict(zip(wide, found, strict=True))
     for p in parameters:
