@@ -30,7 +30,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),
     "kernels": ("amax", "triton"),
     "recipes": (),
-    "forecast": ("traits", "schemes", "atlas"),
+    "forecast": (
+        *("traits", "schemes", "atlas", "noise", "setting", "parts", "curve", "law", "fit", "laws"),
+        *("support", "published", "hints", "forecast", "picture", "result"),
+    ),
     "conformance": (),
     "nn": ("gemm", "weight", "operands", "linear_function", "fused_mlp", "linear", "convert"),
     "optim": (),
@@ -332,7 +335,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 # Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
-SOURCE_LINES, READING_PATH_LINES = 65_783, 3_633
+SOURCE_LINES, READING_PATH_LINES = 68_305, 3_633
 
 
 def lines_of(path: Path) -> int:

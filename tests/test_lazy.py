@@ -23,6 +23,7 @@ def test_there_are_some():
         "cluster",
         "data",
         "distributed",
+        "forecast",
         "formats",
         "kernels",
         "models",

@@ -13,6 +13,7 @@ from narrowgauge.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.distributed import fully_shard as fully_shard
     from narrowgauge.distributed import prepare_ddp as prepare_ddp
+    from narrowgauge.experiment.forecast import predict as predict
     from narrowgauge.formats import Format as Format
     from narrowgauge.formats import format as format
     from narrowgauge.formats import format_names as format_names

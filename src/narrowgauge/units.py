@@ -89,3 +89,18 @@ def parse_bytes(size: str) -> int:
             f"memory size {size!r} has no unit; write {number}GB (10^9 bytes) or {number}GiB (2^30)"
         )
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
+
+
+def parse_count(text: str) -> float:
+    """A number of at least 1, such as 300B, 1T or 1.5e12; 0 if the text is none.
+
+    >>> parse_count("38B"), parse_count("1.9e9"), parse_count("many")
+    (38000000000.0, 1900000000.0, 0.0)
+    """
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1.0)
+    try:
+        number = float(digits) * unit
+    except ValueError:
+        return 0.0
+    return number if 1 <= number < 1e18 else 0.0

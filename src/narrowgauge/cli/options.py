@@ -63,6 +63,9 @@ def _compare(p: KeyParser) -> None:
         help="accept a variant within this gap: nats, as 0.01, or percent, as 0.25%%; exit code 1 if not",
     )
     p.add_argument(
+        "--expected", action="store_true", help="compare each gap with its forecast: the format, or a fault?"
+    )
+    p.add_argument(
         "--rungs",
         metavar="STEPS,...",
         help="measure each at several lengths, each with its own fall of the learning rate, from one trunk",
@@ -85,6 +88,11 @@ def _plan(p: KeyParser) -> None:
     p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
     p.add_argument(
         "--price", metavar="P", help="of a device-hour, as 2.50USD; else the cluster's, which is told"
+    )
+    p.add_argument(
+        "--gap",
+        action="store_true",
+        help="forecast the recipe's loss gap: does its speed pay for more tokens?",
     )
     p.add_argument("--json", action="store_true", help="for programs")
 
@@ -264,6 +272,28 @@ def _subject(p: KeyParser, batches: int) -> None:
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+def _predict(p: KeyParser) -> None:
+    p.add_argument(
+        "--recipe", required=True, metavar="R[,R]", help="recipes, schemes of the atlas, .toml files"
+    )
+    size = p.add_mutually_exclusive_group(required=True)
+    size.add_argument("--params", metavar="N", help="parameters without embeddings, as 1.9e9 or 1.9B")
+    size.add_argument(
+        "--model", metavar="NAME", help="a named model in place of --params (narrowgauge models)"
+    )
+    p.add_argument("--tokens", required=True, metavar="D", help="to train on, as 38e9 or 38B")
+    text = "your own: a folder of compare, or run directories with the reference first"
+    p.add_argument("--runs", type=Path, nargs="+", metavar="DIR", help=text)
+    text = "what probe --json printed, of the recipe and of one with points, such as nvfp4"
+    p.add_argument("--probe", type=Path, metavar="FILE", help=text)
+    p.add_argument(
+        "--atlas", type=Path, metavar="FILE", help="other points than those that ship (docs/atlas.md)"
+    )
+    p.add_argument("--explain", action="store_true", help="the points behind it, and what published laws say")
+    p.add_argument("--out", type=Path, metavar="FILE", help="write a picture (.svg), .json, .csv or .txt")
+    p.add_argument("--json", action="store_true", help="for programs")
+
+
 def _launch(p: KeyParser) -> None:
     kind = p.add_mutually_exclusive_group()
     kind.add_argument("--slurm", action="store_true", help="for sbatch: one process a device, by srun")
@@ -283,6 +313,7 @@ def _launch(p: KeyParser) -> None:
 def _report(p: KeyParser) -> None:
     p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
     p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
+    p.add_argument("--expected", action="store_true", help="compare each gap with its forecast")
 
 
 def _recipes(p: KeyParser) -> None:
@@ -339,6 +370,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "probe": _probe,
     "sensitivity": _sensitivity,
     "search": _search,
+    "predict": _predict,
     "launch": _launch,
     "report": _report,
     "recipes": _recipes,

@@ -26,8 +26,10 @@ from narrowgauge.experiment.watch import Watch
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
+from narrowgauge.report.page.expected import expected_section
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.table.rungs import print_results
+from narrowgauge.report.verdict.expected import expectations
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results, rows_text
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.runs import choose_device
@@ -44,6 +46,7 @@ def run_experiment(
     rank: int = 0,
     gate: Gate | None = None,
     command: str = "",
+    is_expected: bool = False,
 ) -> int:
     """Print which gap the experiment will detect, train the remaining runs, and report the results.
 
@@ -54,6 +57,7 @@ def run_experiment(
         rank: The rank of this process under its launcher; only rank 0 writes into `out`.
         gate: The largest acceptable gap; with several rungs, at the highest.
         command: The command line, for the page.
+        is_expected: Whether each gap is set beside its forecast.
 
     Returns:
         The exit code: 1 if a run failed, or if a variant does not pass the gate.
@@ -74,12 +78,19 @@ def run_experiment(
         probe_arms(experiment, out)
         print_results(_results(experiment, out), console)
         _say(console, f"results: {out / 'runs.csv'}")
-    write_page(experiment, out, command)
+    found = expectations(runs) if is_expected else []
+    write_page(experiment, out, command, expected_section(found))
     print_comparison(runs, console)
+    for one in found:
+        _say(console, one.text)
     steps = experiment.chains[0].trunk.config.training.steps
     where = f" at the highest rung, {steps:,} steps" if experiment.rungs > 1 else ""
+    beside = {one.name: f"; {one.short}" for one in found}
     for result in results:
-        _say(console, f"gate {gate}{where}: {result.name} {result.word}; {result.reason}")
+        _say(
+            console,
+            f"gate {gate}{where}: {result.name} {result.word}; {result.reason}{beside.get(result.name, '')}",
+        )
     if failed:
         _say(console, _failure_text(failed, len(experiment.runs), out))
     _say(console, f"report: {out / 'report.html'}")
@@ -206,12 +217,15 @@ def write_rows(experiment: Experiment, out: Path) -> None:
     write_whole(out / "runs.csv", rows_text(collect_rows(experiment, out)))
 
 
-def write_page(experiment: Experiment, out: Path, command: str) -> None:
-    """Write OUT/report.html of the runs at the highest rung, once the reference's run there has started."""
+def write_page(experiment: Experiment, out: Path, command: str, more: str = "") -> None:
+    """Write OUT/report.html of the runs at the highest rung, once the reference's run there has started.
+
+    `more` is HTML that follows the sections of the experiment.
+    """
     paths = _at_highest_rung(experiment, out)
     begun = [path for path in paths if (path / "config.toml").is_file()]
     if begun[:1] == paths[:1]:
-        write_report(begun, out / "report.html", command, _rungs_section(experiment, out))
+        write_report(begun, out / "report.html", command, _rungs_section(experiment, out) + more)
 
 
 def _rungs_section(experiment: Experiment, out: Path) -> str:

@@ -1,4 +1,4 @@
-"""What will a recipe cost? Published loss gaps as data, and what of a recipe they depend on."""
+"""What will a recipe cost? Published loss gaps as data, the law that they follow, and its forecasts."""
 
 from typing import TYPE_CHECKING
 
@@ -9,9 +9,22 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.atlas import Atlas as Atlas
     from narrowgauge.forecast.atlas import Point as Point
     from narrowgauge.forecast.atlas import read_atlas as read_atlas
+    from narrowgauge.forecast.fit import fit_law as fit_law
+    from narrowgauge.forecast.forecast import OWN as OWN
+    from narrowgauge.forecast.forecast import Forecast as Forecast
+    from narrowgauge.forecast.forecast import Forecaster as Forecaster
+    from narrowgauge.forecast.hints import read_probe_file as read_probe_file
+    from narrowgauge.forecast.law import Law as Law
+    from narrowgauge.forecast.laws import Laws as Laws
+    from narrowgauge.forecast.laws import fit_laws as fit_laws
+    from narrowgauge.forecast.parts import described as described
+    from narrowgauge.forecast.parts import observations as observations
+    from narrowgauge.forecast.result import Forecasts as Forecasts
     from narrowgauge.forecast.schemes import Scheme as Scheme
     from narrowgauge.forecast.schemes import scheme as scheme
     from narrowgauge.forecast.schemes import scheme_names as scheme_names
+    from narrowgauge.forecast.setting import Observed as Observed
+    from narrowgauge.forecast.setting import Setting as Setting
     from narrowgauge.forecast.traits import Traits as Traits
     from narrowgauge.forecast.traits import traits as traits
 else:

@@ -62,6 +62,12 @@ VERBS: Mapping[str, Verb] = {
         "what narrowing each layer and place alone would cost a model", "analysis:run_sensitivity"
     ),
     "search": Verb("the recipe that costs a model least, with a share of its FLOPs in 4 bits", "search:run"),
+    "predict": Verb(
+        "what a recipe will cost in loss at a size and a length, from published runs",
+        "predict:run",
+        has_torch=False,
+        has_posix=False,
+    ),
     "launch": Verb("write the script that starts a run on a cluster", "launch:run"),
     "report": Verb("(re)make the HTML report of one run or several", "runs:run_report", has_torch=False),
     "recipes": Verb(
@@ -101,5 +107,6 @@ OTHER_VERBS = {
     **dict.fromkeys(("benchmark", "profile"), "bench"),
     **dict.fromkeys(("check", "env", "info"), "doctor"),
     **dict.fromkeys(("estimate", "dry-run"), "plan"),
+    **dict.fromkeys(("forecast", "extrapolate"), "predict"),
     "quantize": "convert RUN --recipe R --out DIR",
 }

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print_plan(experiment, out, console)
         return 0
-    return run_experiment(experiment, out, console, world.rank, gate, command_line())
+    return run_experiment(experiment, out, console, world.rank, gate, command_line(), options.expected)
 
 
 def read_plan(options: argparse.Namespace) -> Experiment:

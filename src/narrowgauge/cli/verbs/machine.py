@@ -18,6 +18,7 @@ from narrowgauge.cluster import (
     read_sizes,
     tokens_of,
 )
+from narrowgauge.cluster.plan.pays import pays
 from narrowgauge.cluster.plan.plan import as_json as plan_as_json
 from narrowgauge.cluster.scaling.scaling import scaling
 from narrowgauge.errors import UserError
@@ -28,16 +29,20 @@ def run_plan(options: argparse.Namespace) -> None:
     """Print the plan of a configuration."""
     config = make_config(config_values(options))
     cluster = load_cluster(options.cluster) if options.cluster else None
-    if cluster is None and (options.tokens or options.price):
-        raise UserError("--tokens and --price need to know the machine; name one with --cluster")
+    if cluster is None and (options.tokens or options.price or options.gap):
+        raise UserError("--tokens, --price and --gap need to know the machine; name one with --cluster")
     devices = int(_number("--devices", options.devices, int))
     price = None if options.price is None else parse_price("--price", options.price)
     tokens = tokens_of(options.tokens) if options.tokens else 0
     plan = make_plan(config, devices, cluster)
+    decision = pays(plan, devices, cluster, tokens) if cluster is not None and options.gap else None
     if options.json:
-        print(json.dumps(plan_as_json(plan, tokens, price), indent=2))
-    else:
-        print_plan(plan, Console(), tokens, price, options.command_line)
+        more = {} if decision is None else {"gap": decision.as_json()}
+        print(json.dumps(plan_as_json(plan, tokens, price) | more, indent=2))
+        return
+    print_plan(plan, Console(), tokens, price, options.command_line)
+    if decision is not None:
+        print(decision.line)
 
 
 def _number(option: str, text: str, kind: type[int] | type[float]) -> float:

@@ -13,6 +13,8 @@ from narrowgauge.cli.options import FOLDER
 from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
 from narrowgauge.report import RunSummary, list_runs, print_comparison, read_runs, write_report
+from narrowgauge.report.page.expected import expected_section
+from narrowgauge.report.verdict.expected import expectations
 
 
 def run_runs(options: argparse.Namespace) -> None:
@@ -60,5 +62,8 @@ def run_report(options: argparse.Namespace) -> None:
     """Write the page and print the comparison of the runs."""
     out = options.out or options.runs[0] / "report.html"
     runs = read_runs(options.runs)
-    print(f"report: {write_report(options.runs, out)}")
+    found = expectations(runs) if options.expected else []
+    print(f"report: {write_report(options.runs, out, more=expected_section(found))}")
     print_comparison(runs, Console())
+    for one in found:
+        print(one.text)

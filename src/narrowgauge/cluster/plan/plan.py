@@ -23,7 +23,7 @@ from narrowgauge.runs.monitor.hardware import device_name, total_memory
 from narrowgauge.simulate import Memory, StepEstimate, estimate_step, fitting
 from narrowgauge.training import Config
 from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
-from narrowgauge.units import parse_bytes
+from narrowgauge.units import parse_bytes, parse_count
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,7 @@ def tokens_of(text: str) -> int:
     Raises:
         UserError: the text is not a number of at least 1.
     """
-    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1.0)
-    try:
-        number = float(digits) * unit
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < 1e18:
+    if not (number := parse_count(text)):
         raise UserError(f"--tokens {text!r}: it must be a number such as 300B, 1T or 1.5e12")
     return int(number)
 

@@ -1,0 +1,129 @@
+"""Forecasts as they are asked for: recipes by name, a size or a named model, one's own runs and "
+"probe as files."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from narrowgauge.errors import UserError, words_of
+from narrowgauge.forecast import (
+    Atlas,
+    Forecaster,
+    Forecasts,
+    Observed,
+    read_atlas,
+    read_probe_file,
+    scheme,
+    scheme_names,
+)
+from narrowgauge.models import count_block_weights, model_config
+from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
+from narrowgauge.report import read_runs
+from narrowgauge.report.verdict.expected import own_points
+
+Named = str | Path | Recipe
+
+
+def predict(
+    recipe: Named | Sequence[Named],
+    params: float | None = None,
+    tokens: float | None = None,
+    atlas: str | Path | Atlas | None = None,
+    *,
+    model: str | None = None,
+    runs: str | Path | Sequence[str | Path] | None = None,
+    probe: str | Path | None = None,
+) -> Forecasts:
+    """Forecast the loss gap of one recipe or several to bf16, without training.
+
+    Args:
+        recipe: A shipped recipe or a scheme of the atlas by name, a `.toml` file, a `Recipe`, or several of
+        these. params: Parameters without embeddings, such as 1.9e9. tokens: Tokens of training, such as
+        38e9. atlas: Other points than those that ship: a file of the same columns, or an `Atlas`. model: A
+        named model in place of `params`; its weights in linear layers of blocks count. runs: A folder of
+        `compare`, or run directories with the reference first: one's own points. probe: What `probe --json`
+        printed, of the recipe and of one with points: evidence on its kappa.
+
+    Returns:
+        The forecasts, in the order of the recipes; one that has no support says why in `refused`.
+
+    Raises:
+        UserError: A recipe, model or file is not what it should be, or a number is not above 0.
+    """
+    several = [recipe] if isinstance(recipe, str | Path | Recipe) else list(recipe)
+    if not several:
+        raise UserError("predict needs a recipe, such as nvfp4")
+    recipes: dict[str, Recipe] = {}
+    for one in several:
+        name, found = _named(one)
+        recipes[name] = found
+    size = _size(params, model)
+    if tokens is None or not 1 <= tokens < 1e18:
+        raise UserError(f"tokens = {tokens}: predict needs the tokens of training, such as 38e9")
+    points, of_runs = ([], {}) if runs is None else _points_of(runs)
+    forecaster = Forecaster(
+        atlas if isinstance(atlas, Atlas) or atlas is None else read_atlas(atlas),
+        points,
+        None if probe is None else read_probe_file(Path(probe)),
+        {**of_runs, **recipes},
+    )
+    return Forecasts(
+        [forecaster.forecast(one, size, tokens, name) for name, one in recipes.items()], forecaster
+    )
+
+
+def _named(one: Named) -> tuple[str, Recipe]:
+    """The name of a recipe, and the recipe."""
+    if isinstance(one, Recipe):
+        return one.name, one
+    text = str(one)
+    if text.endswith(".toml"):
+        found = load_recipe(text)
+        return found.name, found
+    if text in scheme_names() and text not in recipe_names():
+        return text, scheme(text).recipe
+    return text, recipe(text)
+
+
+def _size(params: float | None, model: str | None) -> float:
+    if (params is None) == (model is None):
+        raise UserError(
+            "predict needs the size: params, such as 1.9e9, or the name of a model, such as llama3-8b"
+        )
+    if model is not None:
+        return float(count_block_weights(model_config(name=model)))
+    assert params is not None
+    if not 1 <= params < 1e15:
+        raise UserError(
+            f"params = {params:g}: predict needs the parameters without embeddings, such as 1.9e9"
+        )
+    return float(params)
+
+
+def _points_of(runs: str | Path | Sequence[str | Path]) -> tuple[list[Observed], Mapping[str, Recipe]]:
+    """The gaps of one's own runs, and their recipes."""
+    paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(path) for path in runs]
+    found = [run for path in paths for run in _run_directories(path)]
+    points, recipes = own_points(read_runs(found))
+    if not points:
+        raise UserError(
+            f"{', '.join(map(str, paths))}: no recipe has a loss at equal tokens with the reference, "
+            f"which comes first; "
+            "train one with narrowgauge compare --recipes bf16,R"
+        )
+    return points, recipes
+
+
+def _run_directories(path: Path) -> list[Path]:
+    """A run directory itself, or those of a folder: the reference first, as `compare` names it in "
+    "its page."""
+    if (path / "config.toml").is_file():
+        return [path]
+    try:
+        found = sorted(one for one in path.iterdir() if (one / "config.toml").is_file())
+    except OSError as error:
+        raise UserError(f"--runs {path} cannot be read: {words_of(error)}") from None
+    if not found:
+        raise UserError(
+            f"--runs {path} holds no run; name a folder of narrowgauge compare, or run directories"
+        )
+    return sorted(found, key=lambda one: (not one.name.startswith(("bf16", "fp32")), one.name))

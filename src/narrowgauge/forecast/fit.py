@@ -1,0 +1,220 @@
+"""Fits the law to points: coefficients by Gauss and Newton, variances by expectation and maximization.
+
+With theta all coefficients, T_ig the term of GEMM g at point i and G_ig the derivatives of its logarithm,
+
+    gap_i = sum_g T_ig + e_i,      var e_i = sigma_i^2 / seeds_i + (rho gap_i)^2
+    J_i   = sum_g T_ig G_ig
+    V     = (S^-1 + J' W J)^-1,    W = diag(1 / var e_i), S the prior covariance
+    theta <- V (S^-1 m + J' W (gap - f(theta) + J theta))
+
+sigma_i = sigma_family (N / 10^8)^-1/4 is the noise of a pair of runs that differ in nothing but their luck,
+unless the source of a point states its own error; rho is how far points lie off the law.
+
+After each such step, each variance becomes what its effects are expected to have (Dempster, Laird and Rubin
+1977): the mean of theta_k^2 + V_kk over its group, and of shares of the residuals for sigma and rho, with a
+few prior degrees of freedom, so that a group of one member still has a spread.
+
+Curves are compared by the Laplace approximation of the probability of the points,
+
+    ln P = -1/2 [ (gap - f)' W (gap - f) - ln|W| + (theta - m)' S^-1 (theta - m) + ln|S| - ln|V| ]
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.forecast.curve import CURVES, Curve, log_size, log_tokens
+from narrowgauge.forecast.law import (
+    COEFFICIENTS,
+    GROUPS,
+    TAILS,
+    Array,
+    Column,
+    Law,
+    effects_of,
+    matrix,
+    noise_of_size,
+    prior_of,
+    row_of,
+)
+from narrowgauge.forecast.setting import NEW, Hint, Observed, Part, Setting
+from narrowgauge.recipes import GEMMS
+
+NOISE_PRIOR = (
+    0.1,
+    3.0,
+)  # deviation in percent of a pair at 100 million parameters, and its degrees of freedom
+SCATTER_PRIOR = (0.03, 4.0)  # of a point about the law, as a share of its gap
+_ROUNDS, _ENOUGH = 60, 2e-3
+
+
+def fit_law(observed: Sequence[Observed], hints: Sequence[Hint] = (), curve: Curve = CURVES[0]) -> Law:
+    """Fit the law with one curve to measured gaps.
+
+    Args:
+        observed: The points; those without a narrow GEMM are left out.
+        hints: What is known of parts in addition to the points.
+        curve: The curve of the forward pass.
+    """
+    return _Fit([one for one in observed if one.setting.parts], hints, curve).law()
+
+
+class _Fit:
+    """The state of the iteration for one curve: coefficients, their covariance, and the variances."""
+
+    def __init__(self, observed: Sequence[Observed], hints: Sequence[Hint], curve: Curve) -> None:
+        self.observed, self.curve = observed, curve
+        rows = [
+            [row_of(one.setting, part) if part else {} for part in _by_gemm(one.setting)] for one in observed
+        ]
+        hint_rows = [effects_of(hint.part, hint.recipe) for hint in hints]
+        priors: dict[Column, tuple[float, float]] = dict(COEFFICIENTS)
+        priors |= {("curve", name): prior for name, prior in curve.priors.items()}
+        self.columns: dict[Column, int] = {column: k for k, column in enumerate(priors)}
+        for row in (*(row for of_point in rows for row in of_point), *hint_rows):
+            for column in row:
+                self.columns.setdefault(column, len(self.columns))
+        shape = len(GEMMS), len(observed), len(self.columns)
+        self.slopes = np.zeros(shape)  # of the logarithm of each term; a GEMM without a term has none
+        for gemm in range(len(GEMMS)):
+            self.slopes[gemm] = matrix([of_point[gemm] for of_point in rows], self.columns)
+        self.is_term = np.array(
+            [[bool(of_point[g]) for of_point in rows] for g in range(len(GEMMS))]
+        ).reshape(shape[:2])
+        self.hint_design = matrix(hint_rows, self.columns)
+        self.hint_values = np.array([hint.shift for hint in hints])
+        self.hint_weights = np.array([hint.deviation**-2.0 for hint in hints])
+        self.n = np.array([log_size(one.setting.params) for one in observed])
+        self.d = np.array([log_tokens(one.setting.tokens) for one in observed])
+        self._read_noise()
+        self._read_priors(priors)
+
+    def _read_noise(self) -> None:
+        self.gaps = np.array([one.gap for one in self.observed])
+        self.seeds = np.array([float(one.seeds) for one in self.observed])
+        self.of_size = np.array([noise_of_size(one.setting.params) for one in self.observed])
+        self.stated = np.array([one.error or 0.0 for one in self.observed])
+        families = [one.setting.family for one in self.observed]
+        self.names = sorted(set(families)) or [NEW]
+        self.family = np.array([self.names.index(name) for name in families], dtype=np.int64)
+        self.noise = np.full(len(self.names), NOISE_PRIOR[0])
+        self.scatter = SCATTER_PRIOR[0]
+
+    def _read_priors(self, priors: Mapping[Column, tuple[float, float]]) -> None:
+        found = [priors.get(column) or prior_of(column) for column in self.columns]
+        self.means = np.array([mean for mean, _ in found])
+        self.scales = np.array([scale for _, scale in found])
+        self.groups = {
+            name: np.array([k for column, k in self.columns.items() if column[0] == name], dtype=np.int64)
+            for name in GROUPS
+        }
+        self.of_curve = [self.columns["curve", name] for name in self.curve.priors]
+        self.deviations = {name: deviation for name, (deviation, _) in GROUPS.items()}
+        self.theta = self.means.copy()
+
+    def law(self) -> Law:
+        """Iterate to the end; the law."""
+        for _ in range(_ROUNDS):
+            change = self._step()
+            self._update_variances()
+            if change < _ENOUGH:
+                break
+        noise = dict(zip(self.names, map(float, self.noise), strict=True))
+        return Law(
+            curve=self.curve,
+            columns=self.columns,
+            theta=self.theta,
+            covariance=self.covariance,
+            deviations=self.deviations,
+            noise=noise,
+            scatter=self.scatter,
+            evidence=self._evidence(),
+            observed=self.observed,
+        )
+
+    def _step(self) -> float:
+        """One step of Gauss and Newton; returns the largest change of a coefficient."""
+        gaps, jacobian = self._at()
+        _, total = self._variances(gaps)
+        prior = 1 / self._prior_variance()
+        square = (self.gaps - gaps) ** 2
+        weighted = jacobian * (self._weights(square, total) / total)[:, None]
+        self.precision = np.diag(prior) + jacobian.T @ weighted
+        right = prior * self.means + weighted.T @ (self.gaps - gaps + jacobian @ self.theta)
+        if len(self.hint_values):
+            self.precision += (self.hint_design.T * self.hint_weights) @ self.hint_design
+            right += self.hint_design.T @ (self.hint_weights * self.hint_values)
+        self.covariance = np.asarray(np.linalg.inv(self.precision), dtype=np.float64)
+        change = self.covariance @ right - self.theta
+        change *= min(1.0, 0.5 / max(1e-12, float(np.abs(change).max())))  # far from the end, small steps
+        self.theta = self.theta + change
+        self._gaps, self._jacobian = self._at()
+        return float(np.abs(change).max())
+
+    def _at(self) -> tuple[Array, Array]:
+        """The gap of each point, and its derivatives."""
+        values = self.theta[self.of_curve]
+        log_h, by_curve = self.curve(values, self.n, self.d)
+        self.slopes[0][:, self.of_curve] = 0.0
+        logs = self.slopes @ self.theta
+        logs[0] += log_h
+        self.slopes[0][:, self.of_curve] = by_curve
+        terms = np.where(self.is_term, np.exp(np.clip(logs, -30, 8)), 0.0)
+        return terms.sum(axis=0), (terms[:, :, None] * self.slopes).sum(axis=0)
+
+    def _variances(self, gaps: Array) -> tuple[Array, Array]:
+        """The variance of the noise of each point, and of all by which it may leave the law."""
+        own = self.noise[self.family] * self.of_size / np.sqrt(self.seeds)
+        additive = np.where(self.stated > 0, self.stated, own) ** 2
+        return additive, additive + (self.scatter * gaps) ** 2
+
+    @staticmethod
+    def _weights(square: Array, total: Array) -> Array:
+        """How much each point counts: less, if it lies farther off than its variance explains."""
+        return np.asarray((TAILS + 1) / (TAILS + square / total))
+
+    def _update_variances(self) -> None:
+        gaps, jacobian = self._gaps, self._jacobian
+        additive, total = self._variances(gaps)
+        square = (self.gaps - gaps) ** 2 + ((jacobian @ self.covariance) * jacobian).sum(axis=1)
+        square *= self._weights(square, total)
+        share = additive / total
+        scatter = ((1 - share) ** 2 * square + (total - additive) * share) / np.maximum(gaps, 1e-3) ** 2
+        noise = (share**2 * square + additive * (1 - share)) * self.seeds / self.of_size**2
+        self.scatter = _pooled(scatter, *SCATTER_PRIOR)
+        for number in range(len(self.names)):
+            of_family = (self.family == number) & ~(self.stated > 0)
+            self.noise[number] = _pooled(noise[of_family], *NOISE_PRIOR)
+        effects = (self.theta - self.means) ** 2 + np.diag(self.covariance)
+        for name, members in self.groups.items():
+            self.deviations[name] = _pooled(effects[members], *GROUPS[name])
+
+    def _prior_variance(self) -> Array:
+        variance = self.scales**2
+        for name, members in self.groups.items():
+            variance[members] = self.deviations[name] ** 2
+        return np.asarray(variance)
+
+    def _evidence(self) -> float:
+        if not len(self.gaps):
+            return 0.0
+        gaps, _ = self._at()
+        _, total = self._variances(gaps)
+        variance = self._prior_variance()
+        square = (self.gaps - gaps) ** 2 / total
+        chi = float(((TAILS + 1) * np.log1p(square / TAILS)).sum() + np.log(total).sum())
+        prior = float(((self.theta - self.means) ** 2 / variance).sum() + np.log(variance).sum())
+        return -0.5 * (chi + prior + float(np.linalg.slogdet(self.precision)[1]))
+
+
+def _by_gemm(setting: Setting) -> list[Part | None]:
+    """The part of each GEMM of a setting; None for one that is wide."""
+    parts = {part.gemm: part for part in setting.parts}
+    return [parts.get(gemm) for gemm in GEMMS]
+
+
+def _pooled(squares: NDArray[np.float64], deviation: float, degrees: float) -> float:
+    """The deviation of expected squares, with prior degrees of freedom."""
+    return math.sqrt((degrees * deviation**2 + float(squares.sum())) / (degrees + len(squares)))

@@ -1,0 +1,113 @@
+"""A recipe as the law sees it: the narrow GEMMs of a layer, the share of wide blocks, and what the "
+"law cannot price."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from narrowgauge.forecast.atlas import Atlas, Point
+from narrowgauge.forecast.noise import cast_text, noise_of
+from narrowgauge.forecast.setting import NEW, Observed, Part, Setting
+from narrowgauge.forecast.traits import WIDE_BITS, traits
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
+
+_HEADS = {"head", "lm_head"}
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What the law reads from a recipe.
+
+    Attributes:
+        parts: Its narrow GEMMs.
+        tail: The share of blocks that it keeps wide.
+        finishes: Whether the forward pass becomes wide once the learning rate falls.
+        beyond: What it narrows that no law of GEMMs describes, in words; "" for nothing.
+    """
+
+    parts: tuple[Part, ...]
+    tail: float
+    finishes: bool
+    beyond: str
+
+    def setting(
+        self, name: str, params: float, tokens: float, tail: float | None = None, family: str = NEW
+    ) -> Setting:
+        """The recipe at a size and a length, with the share of wide blocks that a run had."""
+        share = self.tail if tail is None else tail
+        return Setting(name, self.parts, params, tokens, family, share, self.finishes)
+
+
+def described(recipe: Recipe) -> Described:
+    """What the law reads from a recipe."""
+    parts = tuple(part for gemm in GEMMS if (part := _part(recipe, gemm)) is not None)
+    timed = [rule for rule in recipe.rules if rule.is_timed and rule.casts]
+    finishes = any(
+        rule.from_decay
+        and rule.is_for_all
+        and all(not _is_narrow(rule.casts.get(place, recipe.casts[place])) for place in GEMM_PLACES[:2])
+        for rule in timed
+    )
+    has_tail = any(
+        rule.casts and not rule.is_timed and not set(rule.modules) <= _HEADS for rule in recipe.rules
+    )
+    has_tail = has_tail or any(rule.first_blocks or rule.last_blocks for rule in recipe.rules)
+    tail = traits(recipe).tail_share if has_tail else 0.0  # resolving takes time
+    return Described(parts, tail, finishes, _beyond(recipe, len(timed) > finishes))
+
+
+def _part(recipe: Recipe, gemm: str) -> Part | None:
+    """The part of a GEMM; None if both operands are wide."""
+    casts = [recipe.casts[place] for place in GEMM_PLACES if place.startswith(f"{gemm}.")]
+    narrow = [cast for cast in casts if _is_narrow(cast)]
+    if not narrow:
+        return None
+    text = " x ".join(cast_text(cast) if _is_narrow(cast) else "wide" for cast in casts)
+    return Part(gemm, text, sum(map(noise_of, narrow)))
+
+
+def _is_narrow(cast: Cast) -> bool:
+    return cast.element.bits < WIDE_BITS
+
+
+def _beyond(recipe: Recipe, is_timed: bool) -> str:
+    """What the recipe changes in addition to GEMMs, in words."""
+    state = [place for place, cast in recipe.state.items() if cast is not None and cast.name != "fp32"]
+    found = [f"state in few bits ({', '.join(state)})"] if state else []
+    if recipe.narrows_attention:
+        found.append("narrow GEMMs of attention")
+    if recipe.stream.element.bits < 32 and recipe.stream.element.name not in ("bf16", "fp32"):
+        found.append("a narrow residual stream")
+    if is_timed:
+        found.append("GEMMs that change during the run")
+    return " and ".join(found)
+
+
+def observations(atlas: Atlas) -> list[Observed]:
+    """Each point of an atlas at its setting, in its order."""
+    by_name = {name: described(recipe) for name, recipe in atlas.recipes.items()}
+    return [observation(point, by_name[point.recipe]) for point in atlas.points]
+
+
+def observation(point: Point, of_recipe: Described) -> Observed:
+    """One point at its setting."""
+    setting = of_recipe.setting(point.recipe, point.params, point.tokens, point.tail_share, point.family)
+    return Observed(setting, point.gap_percent, point.seeds, _stated_error(point))
+
+
+def in_nats(observed: Iterable[Observed], points: Iterable[Point]) -> list[Observed]:
+    """The same with gaps in hundredths of a nat, of the points that have losses."""
+    pairs = zip(observed, points, strict=True)
+    return [
+        Observed(one.setting, 100 * gap, one.seeds, None)
+        for one, point in pairs
+        if (gap := point.gap_nats) is not None
+    ]
+
+
+def _stated_error(point: Point) -> float | None:
+    text = point.more.get("gap_error", "")
+    try:
+        return float(text) or None
+    except ValueError:
+        return None

@@ -1,0 +1,125 @@
+"""The support of a forecast: the points that resemble a recipe, and how far beyond them a setting lies.
+
+Kin of a recipe are points whose forward GEMM is narrow, as its own is; of a recipe with a wide forward
+pass, points with a wide one. The support is the range of their sizes, and of their tokens per parameter. A
+setting beyond it is extrapolated by a factor; beyond `MOST` the law has no ground, and the forecast is
+refused.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowgauge.forecast.setting import FORWARD, Observed, Part, Setting
+from narrowgauge.units import human_count
+
+MOST_PARAMS, MOST_LENGTH = 50.0, 10.0  # factors; the largest that was ever checked is 38, of parameters
+COARSER = 2.0  # times the noise of the noisiest GEMM with points
+
+
+@dataclass(frozen=True, slots=True)
+class Extrapolation:
+    """Factors beyond the nearest support; 1 inside of it."""
+
+    params: float
+    tokens_per_param: float
+
+
+def kin_of(parts: Sequence[Part], observed: Sequence[Observed]) -> list[Observed]:
+    """The points that resemble a recipe of these parts."""
+    is_forward = _has_forward(parts)
+    return [one for one in observed if one.setting.parts and _has_forward(one.setting.parts) == is_forward]
+
+
+def extrapolation(setting: Setting, kin: Sequence[Observed]) -> Extrapolation:
+    """How far a setting lies beyond its kin."""
+    sizes = [one.setting.params for one in kin]
+    lengths = [one.setting.tokens_per_param for one in kin]
+    return Extrapolation(_beyond(setting.params, sizes), _beyond(setting.tokens_per_param, lengths))
+
+
+def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | None:
+    """Why a setting cannot be forecast, in a sentence; None if it can.
+
+    Args:
+        setting: The setting.
+        kin: The points that resemble its recipe.
+        beyond: What the recipe narrows that the law does not describe.
+    """
+    name = setting.recipe
+    if beyond and not any(one.setting.recipe == name for one in kin):
+        return (
+            f"{name} has {beyond}, of which no published run shows the cost at several sizes; measure "
+            f"it with "
+            f"narrowgauge compare --recipes bf16,{name}"
+        )
+    if not setting.parts:
+        return None
+    if not kin:
+        return (
+            f"no point of the atlas resembles {name}; name an atlas with more points, or your runs by --runs"
+        )
+    if coarse := _coarser(setting, kin):
+        return coarse
+    far = extrapolation(setting, kin)
+    if far.params > MOST_PARAMS:
+        sizes = [one.setting.params for one in kin]
+        return (
+            f"{human_count(setting.params)} parameters are {far.params:.0f} times beyond the runs that "
+            f"support "
+            f"{name}, {human_count(min(sizes))} to {human_count(max(sizes))}; the law is trusted up to "
+            f"{MOST_PARAMS:.0f} times: add runs nearer to it by --runs"
+        )
+    if far.tokens_per_param > MOST_LENGTH:
+        lengths = [one.setting.tokens_per_param for one in kin]
+        return (
+            f"{setting.tokens_per_param:,.3g} tokens per parameter are {far.tokens_per_param:.0f} "
+            f"times beyond the runs "
+            f"that support {name}, {min(lengths):.2g} to {max(lengths):,.0f}; the law is trusted up to "
+            f"{MOST_LENGTH:.0f} times: add runs nearer to it by --runs"
+        )
+    return None
+
+
+def nearest(setting: Setting, kin: Sequence[Observed], count: int) -> list[int]:
+    """The numbers of the points of `kin` that are nearest in size and length, those of the same "
+    "recipe first."""
+
+    def distance(one: Observed) -> float:
+        apart = abs(math.log(one.setting.params / setting.params))
+        apart += abs(math.log(one.setting.tokens_per_param / setting.tokens_per_param))
+        return apart + (0 if one.setting.recipe == setting.recipe else 2 + _unlike(one.setting, setting))
+
+    return sorted(range(len(kin)), key=lambda number: distance(kin[number]))[:count]
+
+
+def _unlike(a: Setting, b: Setting) -> float:
+    """How much the noise of two recipes differs, in factors of e."""
+    noise = {part.gemm: part.noise for part in a.parts}
+    return sum(
+        abs(math.log(part.noise / other))
+        for part in b.parts
+        if part.noise is not None and (other := noise.get(part.gemm)) is not None
+    )
+
+
+def _coarser(setting: Setting, kin: Sequence[Observed]) -> str | None:
+    for part in setting.parts:
+        noise = [
+            p.noise for one in kin for p in one.setting.parts if p.side == part.side and p.noise is not None
+        ]
+        if part.noise is not None and noise and part.noise > COARSER * max(noise):
+            return (
+                f"{part.gemm} of {setting.recipe} has {part.noise / max(noise):.1f} times the noise of "
+                f"the coarsest "
+                "casts that anyone has published a run of; measure it with narrowgauge compare"
+            )
+    return None
+
+
+def _has_forward(parts: Sequence[Part]) -> bool:
+    return any(part.side == FORWARD for part in parts)
+
+
+def _beyond(x: float, known: Sequence[float]) -> float:
+    return max(1.0, x / max(known), min(known) / x) if known else math.inf
