@@ -46,7 +46,7 @@ tables: $(VENV)/.dev
 evidence: $(VENV)/.run
 	$(BIN)/python experiments/evidence.py $(ARGS)
 
-# The tables of docs/forecast.md and docs/registered-forecasts.md, made again from the atlas: a minute or two.
+# The tables of docs/forecast.md and docs/registered-forecasts.md, made again from the atlas: a quarter of an hour.
 forecasts: $(VENV)/.run
 	$(BIN)/python experiments/forecasts.py $(ARGS)
 

@@ -1,5 +1,4 @@
-"""Forecasts as they are asked for: recipes by name, a size or a named model, one's own runs and "
-"probe as files."""
+"""Answers a request for forecasts: recipes by name, a size or a named model, runs and a probe as files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,15 +35,16 @@ def predict(
     """Forecast the loss gap of one recipe or several to bf16, without training.
 
     Args:
-        recipe: A shipped recipe or a scheme of the atlas by name, a `.toml` file, a `Recipe`, or several of
-        these. params: Parameters without embeddings, such as 1.9e9. tokens: Tokens of training, such as
-        38e9. atlas: Other points than those that ship: a file of the same columns, or an `Atlas`. model: A
-        named model in place of `params`; its weights in linear layers of blocks count. runs: A folder of
-        `compare`, or run directories with the reference first: one's own points. probe: What `probe --json`
-        printed, of the recipe and of one with points: evidence on its kappa.
+        recipe: A shipped recipe or a scheme of the atlas by name, a `.toml` file, a `Recipe`, or several.
+        params: Parameters without embeddings, such as 1.9e9.
+        tokens: Tokens of training, such as 38e9.
+        atlas: Points in place of those that ship: a file of the same columns, or an `Atlas`.
+        model: A named model in place of `params`; its weights in linear layers of blocks count.
+        runs: A folder of `compare`, or run directories with the reference first; their gaps become points.
+        probe: What `probe --json` printed, of the recipe and of one with points: evidence on its kappa.
 
     Returns:
-        The forecasts, in the order of the recipes; one that has no support says why in `refused`.
+        The forecasts, in the order of the recipes; `refused` holds the reason for one without support.
 
     Raises:
         UserError: A recipe, model or file is not what it should be, or a number is not above 0.
@@ -100,7 +100,7 @@ def _size(params: float | None, model: str | None) -> float:
 
 
 def _points_of(runs: str | Path | Sequence[str | Path]) -> tuple[list[Observed], Mapping[str, Recipe]]:
-    """The gaps of one's own runs, and their recipes."""
+    """The gaps of the user's runs, and their recipes."""
     paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(path) for path in runs]
     found = [run for path in paths for run in _run_directories(path)]
     points, recipes = own_points(read_runs(found))

@@ -57,7 +57,7 @@ def run_experiment(
         rank: The rank of this process under its launcher; only rank 0 writes into `out`.
         gate: The largest acceptable gap; with several rungs, at the highest.
         command: The command line, for the page.
-        is_expected: Whether each gap is set beside its forecast.
+        is_expected: Whether each gap is compared with its forecast.
 
     Returns:
         The exit code: 1 if a run failed, or if a variant does not pass the gate.

@@ -1,4 +1,4 @@
-"""The section of a page that sets measured gaps beside their forecasts."""
+"""The section of a page that compares measured gaps with their forecasts."""
 
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,7 @@
-"""Is a measured gap what the format explains? The forecast of the law beside what a comparison measured.
+"""Does the format explain a measured gap? Compares the gap of a comparison with its forecast.
 
 The forecast is a distribution of the gap of a pair of runs in a family without points; the measurement has a
-deviation of its own. The word is by the probability of a measured gap at least as large as this one:
+deviation as well. The word follows from the probability of a measured gap at least as large as this one:
 
     worse     below 5 %: the format does not explain it; look for a fault
     better    above 95 %: look whether the recipe ran at all
@@ -28,7 +28,7 @@ _RARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A measured gap beside its forecast.
+    """A measured gap and its forecast.
 
     Attributes:
         name: The variant.
@@ -99,7 +99,7 @@ def expectations(runs: Sequence[Run]) -> list[Expectation]:
 
 
 def own_points(runs: Sequence[Run]) -> tuple[list[Observed], dict[str, Recipe]]:
-    """The gaps of runs as points of a family of their own, and their recipes by name.
+    """The gaps of runs as points of a separate family, and their recipes by name.
 
     Runs that were compared with one reference are one list: the first run's variant is the reference.
     """
