@@ -60,7 +60,7 @@ LINES = {
     "one argument more": (["train", "{dir}/good.toml", "b.toml"], ["unknown argument 'b.toml'"]),
     "no run": (["sample", "--prompt", "x"], ["RUN", "narrowgauge sample --help"]),
     "no prompt": (["sample", "{run}"], ["--prompt"]),
-    "sample: no such run": (["sample", "{dir}/none", "--prompt", "x"], ["{dir}/none", "no run directory"]),
+    "sample: no such run": (["sample", "{dir}/none", "--prompt", "x"], ["{dir}/none", "not a run directory"]),
     "sample: a file": (
         ["sample", "{dir}/good.toml", "--prompt", "x"],
         ["{dir}/good.toml", "is not a model file"],
@@ -69,7 +69,7 @@ LINES = {
     "sample: temperature": (["sample", "{run}", "--prompt", "x", "--temperature", "nan"], ["= nan"]),
     "sample: seed": (["sample", "{run}", "--prompt", "x", "--seed", "9" * 20], ["seed = 99999"]),
     "sample: no UTF-8": (["sample", "{run}", "--prompt", "\udcff"], ["U+DCFF"]),
-    "eval: no such run": (["eval", "{dir}"], ["{dir}", "no run directory"]),
+    "eval: no such run": (["eval", "{dir}"], ["{dir}", "not a run directory"]),
     "eval: task": (["eval", "{run}", "--task", "vla"], ["unknown task 'vla'", "'val'"]),
     "eval: batches": (["eval", "{run}", "--batches", "0"], ["--batches 0"]),
     "eval: device": (["eval", "{run}", "--device", "gpu"], ["unknown device 'gpu'"]),

@@ -106,7 +106,7 @@ def test_a_kill_leaves_all_or_nothing(narrowgauge, finished, exported, tmp_path,
         (["eval", "RUN", "--task", "hellaswag:OUT"], ["cannot be read"]),
         (["eval", "RUN", "--limit", "0"], ["--limit 0 must be at least 1"]),
         (["sample", "RUN", "--prompt", "a", "--top-p", "0"], ["top_p = 0.0"]),
-        (["sample", "OUT", "--prompt", "a"], ["no run directory"]),
+        (["sample", "OUT", "--prompt", "a"], ["not a run directory"]),
     ],
 )
 def test_mistakes_are_one_sentence(narrowgauge, refused, finished, tmp_path, spoken, words):

@@ -64,7 +64,7 @@ def test_a_run_without_a_checkpoint_is_refused(train, tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         open_run(tmp_path)
 
 
