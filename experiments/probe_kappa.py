@@ -11,6 +11,7 @@ the room (`forecast/probe.json`). Without FILES the table there is compared agai
     forecast x times the geometric mean of kappa / x over the other schemes of the same kind
 """
 
+import argparse
 import json
 import math
 import platform
@@ -96,7 +97,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(files: list[str]) -> None:
+def compare(files: list[str]) -> None:
     """Merge the files into the table, if there are any, and print the comparison."""
     if files:
         parts = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
@@ -111,8 +112,14 @@ def main(files: list[str]) -> None:
     print(markdown(compared(json.loads(TABLE.read_text(encoding="utf-8")))))
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("files", nargs="*", metavar="FILE", help="output of 'narrowgauge probe --json'")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        compare(_arguments().files)
     except UserError as error:
         sys.exit(f"probe_kappa: {error}")

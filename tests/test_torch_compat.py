@@ -174,6 +174,47 @@ def test_hooks_of_a_module_are_seen(register):
     assert compat.has_hooks(layer, before=True)
 
 
+def test_a_parameter_says_which_hook_sees_its_accumulated_gradient():
+    p, seen = torch.nn.Parameter(torch.ones(2)), []
+    assert not compat.is_called_after_accumulation(p, seen.append)
+    p.register_post_accumulate_grad_hook(seen.append)
+    assert compat.is_called_after_accumulation(p, seen.append)
+
+
+def test_hooks_go_with_a_parameter_that_becomes_another_tensor():
+    p, seen = torch.nn.Parameter(torch.ones(2)), []
+    p.register_hook(lambda g: seen.append("gradient"))
+    p.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    torch.utils.swap_tensors(p, torch.nn.Parameter(torch.ones(3)))
+    compat.attach_hooks_again(p)
+    p.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+
+
+def test_without_torch_function_operations_reach_no_subclass():
+    class Counts(torch.Tensor):
+        called = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.called += 1
+            return super().__torch_function__(func, types, args, kwargs)
+
+    x = torch.ones(2).as_subclass(Counts)
+    with compat.without_torch_function():
+        torch.add(x, 1)
+    assert Counts.called == 0
+    torch.add(x, 1)
+    assert Counts.called == 1
+
+
+def test_written_arguments_are_found_by_position_and_by_name():
+    aten, a, b = torch.ops.aten, torch.ones(2), torch.ones(2)
+    assert compat.written_arguments(aten.add_.Tensor, (a, b), {}) == {0: a}
+    assert compat.written_arguments(aten.add.out, (a, b), {"out": b}) == {"out": b}
+    assert compat.written_arguments(aten.add.Tensor, (a, b), {}) == {}
+
+
 def test_ddp_ignores_what_it_is_told_to(four_fake_ranks):
     module = torch.nn.Linear(2, 2)
     compat.ignore_in_ddp(module, ["bias"])

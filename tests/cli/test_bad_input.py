@@ -27,7 +27,7 @@ LINES = {
     "an option near none": (["sample", "{run}", "--prompt", "x", "--checkpoint", "7"], ["'--checkpoint'"]),
     "one dash": (["train", "-steps", "3"], ["unknown option '-steps'", "'--steps'"]),
     "one dash: help": (["train", "-help"], ["unknown option '-help'", "'--help'"]),
-    "one letter": (["train", "-s", "3"], ["unknown option '-s'", "narrowgauge train --help"]),
+    "one letter": (["train", "-s", "3"], ["unknown option '-s'", "the nearest is '--steps'"]),
     "one name more": (["recipes", "fp8", "bf16"], ["unknown argument 'bf16'", "NAME", "recipes --help"]),
     "a name for none": (["doctor", "here"], ["unknown argument 'here'", "takes none", "doctor --help"]),
     "a word for a file": (["train", "help"], ["no configuration file help", "name a .toml file"]),

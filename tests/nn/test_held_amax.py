@@ -106,7 +106,7 @@ MISTAKES = {
     'fprop.x = {cast = "e4m3", refresh = 50}': "scales of this cast are current; leave it out",
     'fprop.x = {cast = "nvfp4", refresh = 1}': "refresh = 1, but it is a number of steps, two or more",
     'fprop.x = {cast = "nvfp4", refresh = 9, center = "tokens"}': "what is held is of the tensor as it comes",
-    'm = {cast = "nvfp4", refresh = 9}': "refresh in place 'm', but it belongs to operands",
+    'm = {cast = "nvfp4", refresh = 9}': "refresh in place 'm', but it belongs to GEMM operands",
 }
 
 

@@ -115,7 +115,7 @@ MISTAKES = {
     'saved = "operand"\nfprop.x = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}': (
         "fprop.x has keep_channels, so its codes are not"
     ),
-    'saved = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_cast belongs to operands",
+    'saved = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_cast belongs to GEMM operands",
     'm = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_channels in place 'm', but",
     'attention.q = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "= 0.1, but atten",
     'stream = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "= 0.1, but the stream",

@@ -161,7 +161,7 @@ def test_keys_that_contradict_each_other(sentence):
 
 
 def test_rows_of_state_have_no_scales_of_their_own():
-    with pytest.raises(UserError, match=r"tensor_scale = 'row' in place 'm', but it belongs to operands"):
+    with pytest.raises(UserError, match=r"'row' in place 'm', but it belongs to GEMM operands"):
         ng.recipe("bf16").with_places({"m": TABLES["nvfp4 by row"]})
     state = QuantizedState(torch.Size((8, 32)), make_cast(TABLES["ue5m3 under a tensor scale"]), "cpu")
     state.write(x := torch.randn(8, 32))

@@ -32,7 +32,7 @@ def loss_of(params: float, tokens: float) -> float:
     """The loss of a bf16 run in nats per token, by Quartet's law.
 
     >>> round(loss_of(30.5e6, 3e9), 2)
-    3.23
+    3.21
     """
     return float((_A / params**_ALPHA + _B / tokens**_BETA) ** _GAMMA + _E)
 
@@ -92,7 +92,7 @@ def kumar(weight_bits: float, input_bits: float, params: float) -> float:
     """The law of Kumar et al. for integers.
 
     >>> round(kumar(4, 4, 30.48e6), 3)
-    0.197
+    0.198
     """
     wide = 4.299e3 * params**-0.4965
     share = -math.expm1(-weight_bits / 2.6745) * -math.expm1(-input_bits / 2.2102)

@@ -374,7 +374,7 @@ def test_what_is_not_there_is_not_judged():
     assert not names & {"peers", "gpu-jobs", "data", "tokenizer"}
     assert "peers" in check(EIGHT_H100)
     assert "NV18" in found(EIGHT_H100, "peers").found
-    assert found(gpus(LAPTOP, used=None, busy=None), "gpu-jobs").found.startswith("not known")
+    assert found(gpus(LAPTOP, used=None, busy=None), "gpu-jobs").found.startswith("unknown")
 
 
 @pytest.mark.parametrize(

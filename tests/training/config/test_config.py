@@ -190,7 +190,7 @@ def test_the_trajectory_is_what_moves_losses():
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"steps = = 3", "line 1"), (b"prompt = '\xff'", "utf-8"), (None, "beside it lie other.toml")],
+    [(b"steps = = 3", "line 1"), (b"prompt = '\xff'", "utf-8"), (None, "next to it are other.toml")],
     ids=["no TOML", "no UTF-8", "missing"],
 )
 def test_an_unreadable_file_is_named(tmp_path: Path, content, words):
