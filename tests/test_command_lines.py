@@ -7,6 +7,7 @@ options, targets and files exist. `test_readme` runs the lines of some pages to 
 
 import argparse
 import contextlib
+import itertools
 import json
 import re
 import runpy
@@ -29,6 +30,7 @@ from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
 from narrowgauge.runs import default_out, lay_out
 from narrowgauge.training import make_config
 from support.markdown import blocks, shell_lines, titled
+from support.other_tools import write_files
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "from-text-to-comparison.ipynb"
@@ -69,7 +71,7 @@ def processes_of(words: list[str]) -> int:
 
 def check(words: list[str], processes: int = 1) -> list[Path]:
     """Read a line of `narrowgauge`, and lay it out; the run directories that it would make."""
-    words = words[: words.index("|")] if "|" in words else words
+    words = list(itertools.takewhile(lambda word: word not in ("|", ">"), words))
     if words == ["--help"]:
         return []
     if "--help" in words:
@@ -91,7 +93,7 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
         for run in runs:
             lay_out(run.config, processes)
         out = options.out or Path("runs") / f"compare-{runs[0].config.model.name}"
-        return [out / run.name for run in runs]
+        return [out, *(out / run.name for run in runs)]
     values = config_values(options)
     values.get("model", {}).pop("weights", "")  # of a run that is not here
     config = make_config(values)
@@ -108,6 +110,7 @@ def folder(tmp_path, monkeypatch):
     """A checkout's configurations, where a reader would paste the lines."""
     for name in ("configs", "experiments"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -15,6 +15,7 @@ from narrowgauge.models import model_names
 from narrowgauge.recipes import parse_recipe
 from narrowgauge.training import make_config
 from support.markdown import blocks, shell_lines, titled
+from support.other_tools import write_files
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,6 +77,7 @@ def run(narrowgauge, tmp_path_factory):
         assert ended.out
 
     run.folder = folder
+    write_files(folder)
     run(["train"])
     return run
 

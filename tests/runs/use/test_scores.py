@@ -159,7 +159,7 @@ def test_tokens_of_another_tokenizer_are_refused(there, tmp_path):
         (lambda data: data[:-2], "cut|stated length"),
         (lambda data: data[:900], "header is cut"),
         (lambda data: data[:1024] + b"\0\0" + data[1026:], "does not begin with 65535"),
-        (lambda data: data + b"\0\0", "follow after"),
+        (lambda data: data + b"\0\0", "more values follow the last example"),
         (lambda data: data[:1030] + b"\x09\0" + data[1032:], "label is not an ending's"),
     ],
 )
