@@ -166,7 +166,7 @@ def test_the_command(narrowgauge, line, tmp_path):
     assert kinds == {"bf16": len(found["ceilings"]["gemms"])}
     assert all(gemm["tflops"] > 0 for gemm in found["ceilings"]["gemms"])
     assert found["floor_ms"].keys() <= found["classes_ms"].keys()
-    for word in ("product (m, n, k)", "of light speed", "narrowgauge is", found["in_words"]["torch fp32"]):
+    for word in ("matmul (m, n, k)", "floor / time", "narrowgauge is", found["in_words"]["torch fp32"]):
         assert word in ended.out
     assert found["in_words"]["torch fp32"].startswith("open, "), "two rounds prove nothing"
 

@@ -16,8 +16,8 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
 
-AGREES = Finding("products", "FP8 with a scale per tensor", "agrees", "bit for bit")
-DIFFERS = Finding("kernels", "RMSNorm", "differs", "3 of 4 numbers are wrong", "use another one")
+AGREES = Finding("matmuls", "FP8 with a scale per tensor", "agrees", "bit for bit")
+DIFFERS = Finding("kernels", "RMSNorm", "differs", "3 of 4 values are wrong", "use another one")
 MEASURED = {
     "model": "qwen2.5-1.5b",
     "recipe": "fp8",
@@ -45,12 +45,12 @@ def test_a_file_that_was_sent_is_judged(tmp_path, capsys):
     assert main(["bench", "--read", str(file)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "device NVIDIA H200, torch 2.13.0, narrowgauge 0.4",
-        "qwen2.5-1.5b, recipe fp8 (native): 2,000 tokens/s, 1.25 times the time that is counted",
+        "qwen2.5-1.5b, recipe fp8 (native): 2,000 tokens/s, 1.25 times the counted time",
         "memory: 50.0 GiB measured, 53.9 GiB counted",
         "the device waits for the host: the device computes in 62% of a step",
-        "beside torchao: faster, 1.38x [1.37, 1.40]",
+        "compared with torchao: faster, 1.38x [1.37, 1.40]",
         "1 of 2 checks agree",
-        "differs: kernels, RMSNorm: 3 of 4 numbers are wrong; use another one",
+        "differs: kernels, RMSNorm: 3 of 4 values are wrong; use another one",
         "failed: peers: no memory",
     ]
     assert is_right(WHOLE | {"verify": {"checks": [vars(AGREES)]}, "errors": []})
@@ -91,16 +91,16 @@ def test_the_file_is_written_after_each_check(found):
     assert [len((state["verify"] or {"checks": []})["checks"]) for state in states] == [0, 1, 2]
     assert not any(state["complete"] for state in states)
     assert last["complete"]
-    assert list(in_words(states[1]))[1] == "the run was ended early: what follows is what it had found"
+    assert list(in_words(states[1]))[1] == "the run was stopped early: these are its findings until then"
 
 
 def test_an_error_of_the_own_step_is_kept_and_the_checks_go_on(found):
     _, last, answer = found
     (error,) = last["errors"]
-    assert (error["part"], error["error"]) == ("the own step", "CUDA error: an illegal address")
+    assert (error["part"], error["error"]) == ("the step", "CUDA error: an illegal address")
     assert "raise RuntimeError" in error["traceback"]
     assert len(last["verify"]["checks"]) == 2
-    assert "the own step failed" in answer.page()
+    assert "the step failed" in answer.page()
 
 
 def test_versions_and_the_command_are_in_it(found):
@@ -130,5 +130,5 @@ def test_a_killed_run_leaves_what_it_had_found(checks, tmp_path, line):
     left = read(file)
     assert not left["complete"]
     assert not is_right(left)
-    assert any("the run was ended early" in words for words in in_words(left))
+    assert any("the run was stopped early" in words for words in in_words(left))
     assert file.with_suffix(".html").exists()

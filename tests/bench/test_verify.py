@@ -34,7 +34,7 @@ def test_bits_are_the_same_or_not():
     for i, other in enumerate((torch.nextafter(x[0], x[1]), 0.0, 1.0, float("nan"))):
         wrong = x.clone()
         wrong[i] = other
-        assert fails(same, wrong, x) == "1 of 4 numbers of y are wrong"
+        assert fails(same, wrong, x) == "1 of 4 values of y are wrong"
     assert "is missing" in fails(same, None, x)
     assert "torch.float64 [4] and not torch.float32 [4]" in fails(same, x.double(), x)
 
@@ -46,7 +46,7 @@ def test_sums_may_differ_by_a_rounding_and_no_more(wrong):
     neighbour, off = x.clone(), x.clone()
     neighbour[7], off[7] = 2.0 + 2.0**-6, 2.0 * wrong
     assert near({"y": neighbour}, {"y": x}).startswith("within ")
-    assert fails(near, off, x) == "1 of 100 numbers of y are wrong"
+    assert fails(near, off, x) == "1 of 100 values of y are wrong"
     if wrong != 1.02:
         assert "of its norm" in fails(close, off, x, share=0.01)
 
@@ -56,7 +56,7 @@ def agrees(device):
 
 
 def differs(device):
-    raise Disagreement("3 of 4 numbers are wrong")
+    raise Disagreement("3 of 4 values are wrong")
 
 
 def raises(device):
@@ -76,7 +76,7 @@ def some_checks(device):
     own = [Check("kernels", name, run, DO) for name, run in runs.items()]
     return [
         *own,
-        Check("products", "elsewhere", ends, DO, "it takes a GPU"),
+        Check("matmuls", "elsewhere", ends, DO, "it takes a GPU"),
         Check("kernels", "last", agrees, DO),
     ]
 
@@ -89,7 +89,7 @@ def test_a_check_that_breaks_its_process_stops_no_other():
     found = run_all(some_checks, CPU, told.append, most_s=4.0)
     assert {f.name: (f.outcome, f.found) for f in found} == {
         "agrees": ("agrees", "bit for bit"),
-        "differs": ("differs", "3 of 4 numbers are wrong"),
+        "differs": ("differs", "3 of 4 values are wrong"),
         "raises": ("differs", "RuntimeError: an illegal address"),
         "ends": ("differs", "its process ended with code 9"),
         "hangs": ("differs", "it did not end within 4 seconds"),
@@ -124,22 +124,22 @@ def test_the_command_writes_one_file_and_one_page(tmp_path, monkeypatch, capsys)
     assert outcomes["MXFP8"] == "not here"
     assert set(outcomes.values()) <= {"agrees", "not here"}
     assert "not here: MXFP8 (it takes compute capability 10.0 or later)" in capsys.readouterr().out
-    assert "products: MXFP8" in file.with_suffix(".html").read_text()
+    assert "matmuls: MXFP8" in file.with_suffix(".html").read_text()
 
 
 def test_the_page_says_what_differs_and_what_to_do():
     findings = [
-        Finding("kernels", "RMSNorm", "differs", "3 of 4 <numbers> are wrong", DO),
+        Finding("kernels", "RMSNorm", "differs", "3 of 4 <values> are wrong", DO),
         Finding("layers", "fp8", "agrees", "off by 0"),
-        Finding("products", "MXFP8", "not here", "it takes a GPU"),
+        Finding("matmuls", "MXFP8", "not here", "it takes a GPU"),
     ]
     verdict = Verdict("a GPU", "compute capability 9.0", findings)
     assert not verdict.is_right
     assert verdict.sentence() == "1 of 2 checks agree on a GPU; 1 needs another device"
     page = Answer({"device": "a GPU", "torch": "2.13"}, verdict).page()
-    assert "The run has not ended, or was ended early" in page
+    assert "The run is incomplete: still going, or stopped early" in page
     assert page.index("What differs") < page.index(DO) < page.index("All checks")
-    assert "3 of 4 &lt;numbers&gt; are wrong" in page
+    assert "3 of 4 &lt;values&gt; are wrong" in page
 
 
 def test_a_cpu_says_which_checks_need_a_gpu():
@@ -164,7 +164,7 @@ def test_another_loss_is_seen_and_the_way_that_agrees_is_named(monkeypatch):
         check.run(CPU)
     assert str(error.value) == (
         "native: the loss is off by 0.05, 0.01 is allowed; "
-        "under NARROWGAUGE_KERNELS=0 it agrees, so train with that"
+        "with NARROWGAUGE_KERNELS=0 it agrees, so train with that"
     )
 
 
@@ -181,7 +181,7 @@ def test_a_backward_pass_that_does_not_repeat_is_seen(monkeypatch):
         return right(q, k, v)
 
     monkeypatch.setattr(operations, "attend", attend)
-    with pytest.raises(Disagreement, match="numbers of the gradient of q are wrong"):
+    with pytest.raises(Disagreement, match="values of the gradient of q are wrong"):
         found["attention"].run(CPU)
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -2,12 +2,12 @@
 
     machine     versions, driver, clocks, the command (`bench.machine`)
     measured    ceilings, a step's time by class, memory, peers: the figures of `bench`, if a step was timed
-    counted     the same step as it is counted for this GPU (`simulate.count`), if it is one
+    counted     the same step, counted for this GPU (`simulate.count`); absent on a CPU
     verify      the checks (`bench.verify`)
     errors      parts that failed, each with its traceback
 
-The files are written anew after each check: a run that is killed leaves all that it has found, and
-`complete` is false.
+Both files are rewritten after each check. A run that is killed leaves everything it has found so far, with
+`complete` false.
 """
 
 import json
@@ -36,7 +36,7 @@ from narrowgauge.training import Config
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found about a machine, so far."""
+    """The findings about a machine so far."""
 
     machine: dict[str, object]
     verdict: Verdict | None = None
@@ -57,7 +57,7 @@ class Answer:
         }
 
     def write(self, file: Path) -> Path:
-        """Write the JSON to a file, and the page next to it, whose path is returned."""
+        """Write the JSON to a file and the page next to it; returns the path of the page."""
         write_whole(file, json.dumps(self.as_json(), indent=2) + "\n")
         page = file.with_suffix(".html")
         write_whole(page, self.page())
@@ -82,19 +82,19 @@ class Answer:
 
     def _lead(self) -> str:
         words = f"{self.verdict.sentence()}. {self.verdict.facts}." if self.verdict else "No check has ended."
-        return words if self.complete else f"{words} The run has not ended, or was ended early."
+        return words if self.complete else f"{words} The run is incomplete: still going, or stopped early."
 
 
 def find(config: Config, peers: Sequence[str] | None, rounds: int, file: Path, console: Console) -> Answer:
-    """Measure, verify, and write what is found after each part and each check.
+    """Measure and verify, and write the findings after each part and each check.
 
-    The own step comes first: its speed and memory are what most want to know, and take two minutes. Peers,
-    with their own compilers, come last.
+    Our own step comes first: most users want its speed and memory, and it takes two minutes. Peers, which
+    need a compiler, come last.
 
     Args:
         config: The step that is timed.
         peers: Names of peers; None for all that fit the machine, empty for none.
-        rounds: The number of timed rounds; 0: nothing is timed.
+        rounds: The number of timed rounds; 0 skips the timing.
         file: The JSON file; the page is written next to it.
         console: Where tables and findings are printed.
     """
@@ -110,13 +110,13 @@ def find(config: Config, peers: Sequence[str] | None, rounds: int, file: Path, c
     def attempt(part: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # whatever torch or a driver raises: the rest can still be found
+        except Exception as error:  # torch and drivers raise anything; the other parts can still run
             text = "".join(format_exception(error))
             console.print(f"{part} failed: {error}", highlight=False, markup=False, soft_wrap=True)
             note(errors=[*answer.errors, {"part": part, "error": str(error), "traceback": text}])
 
     if rounds:
-        attempt("the own step", lambda: note(measured=bench(config, [], rounds, console)))
+        attempt("the step", lambda: note(measured=bench(config, [], rounds, console)))
         if device.type == "cuda" and has_kernels(device) and not config.training.compile:
             attempt("the count", lambda: note(counted=count_step(config, device_facts(device), H200)))
     note(verdict=verify(device, console, lambda verdict: note(verdict=verdict)))
@@ -147,7 +147,7 @@ def _measured(result: BenchResult, counted: StepCount | None) -> list[str]:
         why = f"counted, calibrated; the measured step takes {1 / share:.2f} times that"
         speeds.append(["counted for this GPU", f"{counted.tokens_per_s(calibrated=True):,.0f}", why])
     config, gib = result.config, 2.0**30
-    memory = f"The own step held {result.memory.get('allocated', 0) / gib:.1f} GiB"
+    memory = f"A step held {result.memory.get('allocated', 0) / gib:.1f} GiB"
     memory += f" of tensors, {result.memory.get('reserved', 0) / gib:.1f} GiB reserved"
     if counted is not None:
         memory += f"; {counted.peak_bytes / gib:.1f} GiB are counted"
@@ -157,9 +157,9 @@ def _measured(result: BenchResult, counted: StepCount | None) -> list[str]:
         f"{config.training.batch_size} x {config.data.sequence_length} tokens"
     )
     return [
-        f"<h2>{escape(title)}</h2>" + html_table(("who", "tokens/s", "narrowgauge is"), speeds),
+        f"<h2>{escape(title)}</h2>" + html_table(("program", "tokens/s", "narrowgauge is"), speeds),
         f"<p>{escape(memory)}</p>",
         "<h2>A step's time by class</h2>" + html_table(("class", "ms", "floor"), classes),
         f"<h2>Ceilings</h2><p>A copy moves {result.ceilings.copy_bytes_per_s / 1e9:.0f} GB/s.</p>"
-        + html_table(("product (m, n, k)", "in", "times", "TFLOP/s"), gemms),
+        + html_table(("matmul (m, n, k)", "format", "times", "TFLOP/s"), gemms),
     ]

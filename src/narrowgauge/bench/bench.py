@@ -1,7 +1,7 @@
-"""`narrowgauge bench`: the machine's ceilings, a step's time by class against its floor, and peers' steps.
+"""`narrowgauge bench`: the machine's ceilings, the time of a step by class against its floor, and peers.
 
-The data are random tokens, the model is the configuration's at its starting weights: speed depends on
-neither. Nothing is written to a run directory.
+The data are random tokens and the weights are the initial ones, because speed depends on neither. Nothing is
+written to a run directory.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ class BenchResult:
     work: Work
     ceilings: Ceilings
     profiled: StepTime
-    seconds: dict[str, list[float]]  # of a step, round by round: worker -> times
-    failed: dict[str, str]  # peers that took no step, and why
-    memory: dict[str, int]  # bytes of the own process at its peak: allocated, reserved
+    seconds: dict[str, list[float]]  # worker -> times of a step, round by round
+    failed: dict[str, str]  # peers that could not take a step -> reason
+    memory: dict[str, int]  # peak bytes of our process: allocated, reserved
 
     def ratios(self, peer: str) -> list[float]:
-        """How many times as fast our step is: the peer's time over ours, round by round."""
+        """Our speed as a multiple of the peer's: its time divided by ours, round by round."""
         pairs = zip(self.seconds[peer], self.seconds[OURS], strict=True)
         return [peer_s / our_s for peer_s, our_s in pairs]
 
@@ -50,7 +50,7 @@ class BenchResult:
 
     @property
     def busy(self) -> float:
-        """The share of an own step that the device computes; the rest of it waits for the host."""
+        """The share of our step in which the device computes; in the rest it waits for the host."""
         busy_ms = self.profiled.step_ms - self.profiled.classes["idle"]
         return min(1.0, busy_ms / (1e3 * Spread.of(self.seconds[OURS]).median))
 
@@ -78,10 +78,10 @@ class BenchResult:
 
 
 def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Console) -> BenchResult:
-    """Measure, and print the result.
+    """Measure and print the result.
 
     Args:
-        config: the model, its recipe, its batch; one process.
+        config: the model, recipe and batch; one process.
         peers: names of the peers to time (`bench.peers`); None: all that fit this machine.
         rounds: number of timed rounds; each worker takes one step a round.
         console: where tables are printed.
@@ -107,10 +107,10 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
 
 
 def alive_at_once(names: Sequence[str], device: torch.device) -> list[list[str]]:
-    """Groups of contestants that are in memory together, and so take turns.
+    """Groups of contestants that are in memory together and take turns.
 
-    A GPU's memory holds a large model once: there each is alone, and a GPU is steady enough for it. On a CPU,
-    which other programs disturb, all take turns.
+    A GPU has memory for one large model, so each contestant runs alone; GPU timings are steady enough for
+    that. Other programs disturb a CPU, so there all contestants take turns.
     """
     return [[name] for name in names] if device.type == "cuda" else [list(names)]
 
@@ -118,28 +118,30 @@ def alive_at_once(names: Sequence[str], device: torch.device) -> list[list[str]]
 def timed(
     groups: Sequence[Sequence[str]], config: Config, rounds: int, say: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], StepTime, dict[str, str], dict[str, int]]:
-    """The seconds of each contestant, round by round, where our step's time goes, which peers failed, and
-    our step's memory.
+    """Time the contestants.
 
     Args:
-        groups: those that are in memory together; the processes of one end before those of the next begin.
-        config: the model, its recipe, its batch.
-        rounds: steps of each.
-        say: is told what begins.
+        groups: contestants that are in memory together; the processes of a group end before the next starts.
+        config: the model, recipe and batch.
+        rounds: steps that each takes.
+        say: called with the name of each stage that begins.
+
+    Returns:
+        The seconds of each contestant, round by round; the time of our step by class; the peers that failed,
+        with the reason; and the memory of our step.
 
     Raises:
-        UserError: our own step cannot be taken. A peer that cannot take one, for want of memory or of a
-            compiler, is left out.
+        UserError: our own step fails. A peer that fails, for lack of memory or of a compiler, is left out.
     """
     seconds: dict[str, list[float]] = {}
     profiled: StepTime | None = None
     failed: dict[str, str] = {}
     memory: dict[str, int] = {}
     for names in groups:
-        say("the first steps")
+        say("warm-up")
         with start_workers(names, config) as workers:
             for worker in list(workers):
-                say(f"the first steps of {worker.name}")
+                say(f"warm-up of {worker.name}")
                 try:
                     worker.wait_until_ready()
                 except UserError as error:
@@ -152,7 +154,7 @@ def timed(
             for worker in workers:
                 if worker.name == OURS:
                     memory = worker.memory()
-                    say("where the time goes")
+                    say("profile")
                     profiled = worker.profile()
     assert profiled is not None
     return seconds, profiled, failed, memory
@@ -168,13 +170,13 @@ def _print(result: BenchResult, console: Console) -> None:
     console.print(_ceilings_table(result))
     console.print(
         f"attention {1e3 * c.attention_forward_s:.2f} ms forward, {1e3 * c.attention_backward_s:.2f} ms "
-        f"backward a layer; a copy moves {c.copy_bytes_per_s / 1e9:.1f} GB/s\n",
+        f"backward per layer; a copy moves {c.copy_bytes_per_s / 1e9:.1f} GB/s\n",
         highlight=False,
     )
     console.print(_classes_table(result))
     console.print(
-        "floor: the work of each class, counted from shapes, at the machine's best. Classes are those of a "
-        "profiled step, which is slower.\n",
+        "floor: the work of each class, counted from shapes, at the machine's ceilings. Classes are measured "
+        "in a profiled step, which is slower.\n",
         style="dim",
         highlight=False,
     )
@@ -182,8 +184,8 @@ def _print(result: BenchResult, console: Console) -> None:
 
 
 def _ceilings_table(result: BenchResult) -> Table:
-    table = Table("product (m, n, k)", box=None, header_style="bold")
-    for column in ("in", "times", "TFLOP/s"):
+    table = Table("matmul (m, n, k)", box=None, header_style="bold")
+    for column in ("format", "times", "TFLOP/s"):
         table.add_column(column, justify="right")
     for gemm, seconds in result.ceilings.gemm_s.items():
         shape = f"{gemm.m} x {gemm.n} x {gemm.k}"
@@ -194,7 +196,7 @@ def _ceilings_table(result: BenchResult) -> Table:
 def _classes_table(result: BenchResult) -> Table:
     floor = result.ceilings.floor_ms(result.work)
     table = Table("class", box=None, header_style="bold")
-    for column in ("ms a step", "floor", "of light speed"):
+    for column in ("ms per step", "floor", "floor / time"):
         table.add_column(column, justify="right")
     for name, ms in result.profiled.classes.items():
         least = floor.get(name, 0.0)
@@ -202,15 +204,15 @@ def _classes_table(result: BenchResult) -> Table:
             share = f"{least / ms:.0%}" if ms and least else ""
             table.add_row(name, f"{ms:.1f}", f"{least:.1f}", share)
     total, least = result.profiled.step_ms, sum(floor.values())
-    table.add_row("together", f"{total:.1f}", f"{least:.1f}", f"{least / total:.0%}", style="bold")
+    table.add_row("total", f"{total:.1f}", f"{least:.1f}", f"{least / total:.0%}", style="bold")
     ours = 1e3 * Spread.of(result.seconds[OURS]).median
     table.add_row("not profiled", f"{ours:.1f}", f"{least:.1f}", f"{least / ours:.0%}", style="bold")
     return table
 
 
 def _peers_table(result: BenchResult) -> Table:
-    table = Table("who", box=None, header_style="bold")
-    for column in ("tokens/s", "ms a step"):
+    table = Table("program", box=None, header_style="bold")
+    for column in ("tokens/s", "ms per step"):
         table.add_column(column, justify="right")
     table.add_column("narrowgauge is")
     for name, seconds in result.seconds.items():

@@ -1,8 +1,8 @@
 """Measured ceilings of this machine, at the shapes of a step.
 
-No figure of a data sheet is used. A product is measured with torch, in the format that it is computed in,
-with operands that exist already. Attention is measured with torch's own kernel, which chooses its back end.
-Memory is measured with a copy; its bytes are the bytes read and the bytes written.
+No data-sheet figure is used. A matmul is measured with torch, in the format in which it runs, with operands
+prepared beforehand. Attention is measured with torch's kernel, which chooses its back end. Memory bandwidth
+is measured with a copy and counts bytes read plus bytes written.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,22 +27,22 @@ from narrowgauge.runs.monitor.hardware import use_device
 from narrowgauge.torch_compat import fp8_product, scaled_mm
 from narrowgauge.training import Config
 
-#: The casts of the operands of products in blocks.
+#: The casts of the operands of block-scaled matmuls.
 IN_BLOCKS = {"mxfp8": make_cast("mxfp8"), "fp4": make_cast("nvfp4")}
-_COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far more than a cache holds
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far larger than any cache
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The machine's best at a step's work."""
+    """The best that this machine reaches for each part of a step."""
 
-    gemm_s: dict[Gemm, float]  # seconds of each product
+    gemm_s: dict[Gemm, float]  # seconds of each matmul
     attention_forward_s: float
     attention_backward_s: float
     copy_bytes_per_s: float
 
     def floor_ms(self, work: Work) -> dict[str, float]:
-        """Milliseconds that each class of the work takes at least."""
+        """The minimum time of each class of work, in ms."""
         gemms = sum(self.gemm_s[gemm] * times for gemm, times in work.gemms.items())
         forward = work.attention_forward * self.attention_forward_s
         backward = work.attention_backward * self.attention_backward_s
@@ -64,20 +64,20 @@ class Ceilings:
 
 
 def measure_apart(config: Config, device: torch.device) -> tuple[Backend, Work, Ceilings]:
-    """The backend, the work of a step and its ceilings, by a process that ends, and with it all it held.
+    """Measure the backend, the work of a step and its ceilings in a separate process.
 
-    So workers that train later have the whole memory of the device.
+    When the process ends, its memory is freed: workers that train later have the whole device.
 
     Raises:
-        UserError: The recipe has no such backend here, or the process ended before it had measured.
+        UserError: The recipe has no such backend here, or the process ended early.
     """
     process = Answering(_measuring, device, torch.get_num_threads())
     try:
         found = process.ask(config)
     except Ended:
         raise UserError(
-            "the process that measures the machine's ceilings ended early; its own message is above: a "
-            "smaller --training.micro_batch_size needs less memory"
+            "the process that measures the machine's ceilings ended early, with the message above; if it ran "
+            "out of memory, set a smaller --training.micro_batch_size"
         ) from None
     finally:
         process.end()
@@ -111,7 +111,7 @@ def measure(work: Work, device: torch.device) -> Ceilings:
 
 
 def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
-    """The best time of a product, in seconds."""
+    """The best time of a matmul, in seconds."""
     if gemm.kind == "fp8":
         return _fp8_seconds(gemm, device)
     if gemm.kind in IN_BLOCKS:
@@ -119,7 +119,7 @@ def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
         return best_seconds(lambda: scaled_mm(**given), device)
     dtype = DTYPES[gemm.kind]
     if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32  # as nn.gemm computes fp16 products on a CPU
+        dtype = torch.float32  # as nn.gemm computes fp16 matmuls on a CPU
     a = torch.randn(gemm.m, gemm.k, device=device).to(dtype)
     b = torch.randn(gemm.n, gemm.k, device=device).to(dtype)
     out = torch.empty(gemm.m, gemm.n, device=device, dtype=dtype)
@@ -127,7 +127,7 @@ def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
 
 
 def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
-    """The best time of an FP8 product: one scale a tensor, fast accumulation, the fastest of the hardware."""
+    """The best time of an FP8 matmul as the hardware runs it fastest: tensor scales, fast accumulation."""
     a = torch.randn(gemm.m, gemm.k, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(gemm.n, gemm.k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
@@ -135,7 +135,7 @@ def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
 
 
 def block_arguments(gemm: Gemm, device: torch.device) -> dict[str, Any]:
-    """The arguments of `scaled_mm` for a product in blocks, all of which exist before it is timed."""
+    """The arguments of `scaled_mm` for a block-scaled matmul, made before it is timed."""
     operands = []
     for rows in (gemm.m, gemm.n):
         x_RK = torch.randn(rows, gemm.k, device=device, dtype=torch.bfloat16)
@@ -144,7 +144,7 @@ def block_arguments(gemm: Gemm, device: torch.device) -> dict[str, Any]:
 
 
 def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, float]:
-    """The best times of a forward and of a backward pass of causal attention, in seconds."""
+    """The best times of the forward and backward pass of causal attention, in seconds."""
     dtype = DTYPES[shape.kind]
     q, k, v = (
         torch.randn(shape.batch, heads, shape.tokens, shape.head_dim, device=device)
@@ -165,7 +165,7 @@ def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, fl
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes that a copy reads and writes in a second."""
+    """Bytes per second that a copy reads and writes."""
     size = _COPY_BYTES[device.type]
     x = torch.zeros(size // 4, device=device)
     y = torch.empty_like(x)

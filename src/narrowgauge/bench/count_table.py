@@ -1,4 +1,4 @@
-"""The count of a step as text."""
+"""Prints the count of a step."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +9,7 @@ _SINKS = 10
 
 
 def print_count(count: StepCount, title: str, console: Console) -> None:
-    """Print totals, the ten largest sinks, the memory alive at the peak, and the waits."""
+    """Print totals, the ten largest sinks, the memory in use at the peak, and the waits."""
     console.print(
         f"{title} ({count.backend}), {count.tokens} tokens, {count.gpu}: counted, not measured\n",
         soft_wrap=True,

@@ -1,4 +1,4 @@
-"""The facts of a machine and of what runs on it, for a file that a stranger reads."""
+"""Facts about a machine and its software, for a file that is read elsewhere."""
 
 import platform
 import sys
@@ -12,14 +12,14 @@ from narrowgauge.processes import output_of
 from narrowgauge.runs.monitor.hardware import device_name, total_memory
 from narrowgauge.triton_version import triton_version
 
-_SECONDS = 15.0  # for a tool of a driver
+_SECONDS = 15.0  # time limit of a driver's tool
 _NVIDIA = (
     "name,driver_version,memory.total,clocks.max.sm,clocks.sm,clocks.max.mem,power.limit,temperature.gpu"
 )
 
 
 def machine_facts(device: torch.device) -> dict[str, object]:
-    """Versions, the commit, the device and its driver, clocks and power, the command; all JSON values."""
+    """Versions, commit, device, driver, clocks, power and command, as JSON values."""
     facts: dict[str, object] = {
         "narrowgauge": _own_version(),
         "commit": _commit(),
@@ -51,7 +51,7 @@ def _own_version() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this package is run from; "" of an installed one."""
+    """The commit of the checkout that this package runs from; "" if it is installed."""
     root = Path(narrowgauge.__file__).parents[2]
     if not (root / ".git").exists():
         return ""

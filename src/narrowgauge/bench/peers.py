@@ -1,4 +1,4 @@
-"""Peers: the same training without this project, with torch.nn.Linear and a plain loop.
+"""Peers: the same training without narrowgauge, with torch.nn.Linear and a plain loop.
 
     torch fp32       eager, everything in float32
     torch bf16       eager, parameters and their state in fp32, under autocast
@@ -88,7 +88,7 @@ def peer_step(
 
 
 class _Objective(torch.nn.Module):
-    """A module that computes the loss, so that both are compiled together."""
+    """The model and its loss in one module, so that they are compiled together."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Objective(torch.nn.Module):
 
 
 def _to_torchao(model: Transformer, recipe: str) -> None:
-    """Convert the linear layers of the blocks with a recipe of torchao."""
+    """Convert the linear layers of the blocks with one of torchao's recipes."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)

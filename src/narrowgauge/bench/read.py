@@ -1,6 +1,6 @@
-"""`bench --read`: the findings of a file of `bench --verify`, in lines; the machine may be another one.
+"""`bench --read`: prints the findings in a file of `bench --verify`, which may be from another machine.
 
-Nothing of the file is executed, and a file that a killed run left is read as far as it goes.
+Nothing in the file is executed. A file left by a killed run is read as far as it goes.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from narrowgauge.errors import UserError, words_of
 
 _GIB = 2.0**30
-_HOST_IS_SLOWER = 0.9  # of a step that the device computes, at least, where the host keeps ahead
+_HOST_IS_SLOWER = 0.9  # the device computes for at least this share of a step if the host keeps ahead
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -38,11 +38,11 @@ def is_right(found: Mapping[str, Any]) -> bool:
 
 
 def in_words(found: Mapping[str, Any]) -> Iterator[str]:
-    """The lines: the machine, the speed, the memory, host or device, what differs, what failed."""
+    """The lines to print: machine, speed, memory, host or device bound, differences, failures."""
     machine = found["machine"]
     yield ", ".join(f"{key} {machine[key]}" for key in ("device", "torch", "narrowgauge") if key in machine)
     if not found["complete"]:
-        yield "the run was ended early: what follows is what it had found"
+        yield "the run was stopped early: these are its findings until then"
     if measured := found["measured"]:
         yield from _speed(measured, found["counted"])
     checks = (found["verify"] or {}).get("checks", [])
@@ -61,7 +61,7 @@ def _speed(measured: Mapping[str, Any], counted: Mapping[str, Any] | None) -> It
     what = f"{measured['model']}, recipe {measured['recipe']} ({measured['backend']})"
     words = f"{what}: {measured['tokens_per_step'] / step_s:,.0f} tokens/s"
     if counted:
-        words += f", {step_s / counted['step_seconds']['calibrated']:.2f} times the time that is counted"
+        words += f", {step_s / counted['step_seconds']['calibrated']:.2f} times the counted time"
     yield words
     words = f"memory: {measured['memory']['allocated'] / _GIB:.1f} GiB measured"
     yield words + (f", {counted['peak_bytes'] / _GIB:.1f} GiB counted" if counted else "")
@@ -69,4 +69,4 @@ def _speed(measured: Mapping[str, Any], counted: Mapping[str, Any] | None) -> It
     who = "the host keeps ahead" if busy >= _HOST_IS_SLOWER else "the device waits for the host"
     yield f"{who}: the device computes in {busy:.0%} of a step"
     for name, words in measured["in_words"].items():
-        yield f"beside {name}: {words}"
+        yield f"compared with {name}: {words}"

@@ -39,7 +39,7 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some figures and their quartiles."""
+    """The median and quartiles of some values."""
 
     median: float
     low: float
@@ -47,7 +47,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Spread":
-        """The spread of at least one figure."""
+        """The spread of one or more values."""
         if len(values) == 1:
             return Spread(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -61,9 +61,9 @@ FEWEST = 5  # rounds needed for meaningful quartiles
 
 
 def speed_in_words(ratios: Sequence[float]) -> str:
-    """How many times as fast something is, in the word that the figure and its spread support.
+    """A speed ratio in words, no stronger than its spread allows.
 
-    A ratio above 1 is faster and one below 1 is slower, if the quartiles are on the same side of 1.
+    A ratio is "faster" or "slower" only if both quartiles are on the same side of 1.
 
     >>> speed_in_words([1.9, 1.86, 1.8, 1.84, 1.92]), speed_in_words([0.57, 0.55, 0.6, 0.56, 0.58])
     ('faster, 1.86x [1.84, 1.90]', 'slower, 0.57x [0.56, 0.58]')
@@ -79,10 +79,10 @@ def speed_in_words(ratios: Sequence[float]) -> str:
 
 
 def take_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call each step `rounds` times, in turns; the order is reversed every other round.
+    """Call each step `rounds` times, taking turns; every other round runs in reverse order.
 
     Returns:
-        name -> what its step returned (seconds), round by round.
+        name -> the values that its step returned (seconds), round by round.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):

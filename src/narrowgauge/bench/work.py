@@ -74,7 +74,7 @@ class Work:
     """The work of one optimizer step of one process."""
 
     attention: Attention
-    attention_forward: int = 0  # times
+    attention_forward: int = 0  # count
     attention_backward: int = 0
     gemms: Counter[Gemm] = field(default_factory=Counter)  # times
     moved: Counter[str] = field(default_factory=Counter)  # bytes by class
@@ -128,7 +128,7 @@ def _recomputed_blocks(config: Config, layers: int) -> int:
 
 
 def _is_recomputed(layer: str, selective: bool) -> bool:
-    """Whether the GEMMs of a linear layer are computed again in a recomputed block."""
+    """Whether the GEMMs of a linear layer run again in a recomputed block."""
     is_kept = selective and layer.endswith(("qkv", "attention_out"))
     return layer.startswith("blocks.") and not is_kept
 

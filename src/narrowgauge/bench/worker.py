@@ -1,8 +1,7 @@
 """Workers: each contestant of a benchmark runs in its own process, as a user's training does.
 
-So the settings of one process (kept memory, compiled code, chosen kernels) neither help nor hurt the others.
-The workers of a group start first and wait. Only one takes a step at a time, so they never compete for the
-machine.
+So the state of one process (cached memory, compiled code, chosen kernels) does not affect the others. The
+workers of a group start first and wait. They take steps one at a time, so they never compete for the machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ _WARM = 2  # untimed steps at the start
 
 
 class Worker:
-    """The parent's side of a process that takes a step on request."""
+    """The parent's handle of a process that takes a step on request."""
 
     def __init__(self, name: str, process: Answering) -> None:
         self.name, self._process = name, process
@@ -46,7 +45,7 @@ class Worker:
         return step_time
 
     def memory(self) -> dict[str, int]:
-        """The most bytes that the process has held of the device's memory: `allocated`, and `reserved`."""
+        """The process's peak device memory in bytes: `allocated` and `reserved`."""
         held = self._answer("memory")
         assert isinstance(held, dict)
         return held
@@ -60,8 +59,8 @@ class Worker:
             return self._process.ask(command)
         except Ended as ended:
             error = UserError(
-                f"the process of {self.name!r} ended before its step was measured; its own message is above, "
-                "and --peers leaves it out"
+                f"the process of {self.name!r} ended before its step was measured, with the message above; "
+                "leave it out of --peers"
             )
             error.add_note(ended.traceback)
             raise error from None
@@ -69,7 +68,7 @@ class Worker:
 
 @contextmanager
 def start_workers(names: Sequence[str], config: Config) -> Iterator[list[Worker]]:
-    """Start a process for `OURS` and for each peer; they end with the `with` block."""
+    """Start a process for each name (`OURS` or a peer); they end with the `with` block."""
     with ExitStack() as stack:
         workers = []
         for name in names:

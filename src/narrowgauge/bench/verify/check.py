@@ -1,11 +1,11 @@
-"""A check: the same numbers in two ways, and whether they agree.
+"""A check: computes the same values in two ways and compares them.
 
-same    bit for bit; any NaN is any other. For what a kernel rounds as its reference does
+same    bit for bit; all NaNs are equal. For a kernel that rounds as its reference does
 near    |got - expected| <= n eps |expected| + 2^-12 max |expected|, with eps of the result's dtype. For
-        sums: two orders of a sum may round the result to neighbours (eps), n times where n results follow
-        from each other; a sum of 2^14 numbers of both signs loses in fp32 less than 2^-12 of the largest
-close   ||got - expected|| <= share ||expected||. For what is made of rounded numbers, where the last bit
-        of a sum may tip a code
+        sums: two orders of a sum may round to neighbouring values (eps), n times in a chain of n results;
+        in fp32, a sum of 2^14 values of both signs loses less than 2^-12 of the largest
+close   ||got - expected|| <= share ||expected||. For results of rounded values, where the last bit of a sum
+        can change a code
 """
 
 from collections.abc import Callable, Mapping
@@ -21,19 +21,19 @@ _OF_SUMS = 2.0**-12
 
 
 class Disagreement(Exception):
-    """Two ways to the same numbers gave others; the message is a clause."""
+    """The two results differ; the message is a clause."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that a machine has to compute right.
+    """A computation that a machine has to get right.
 
     Attributes:
-        group: "products", "kernels", "layers", "determinism" or "losses".
+        group: "matmuls", "kernels", "layers", "determinism" or "losses".
         name: What is computed.
-        run: Computes it on a device, and says in a clause how near the two ways came.
+        run: Computes it on a device and returns how close the two results are, as a clause.
         do: What to do if they differ: a sentence.
-        lacks: What this machine lacks for it, as a clause; empty if it lacks nothing.
+        lacks: What this machine lacks to run the check, as a clause; empty if nothing.
     """
 
     group: str
@@ -44,22 +44,22 @@ class Check:
 
     @property
     def key(self) -> str:
-        """The name of the check among all."""
+        """The unique name of the check."""
         return f"{self.group}: {self.name}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a check.
+    """The outcome of a check.
 
     Attributes:
-        group: That of the check.
-        name: That of the check.
+        group: The group of the check.
+        name: The name of the check.
         outcome: "agrees", "differs" or "not here".
-        found: How near the two ways came, what went wrong, or what the machine lacks: a clause.
-        do: What to do about it: a sentence; empty if nothing has to be done.
-        seconds: The time that it took.
-        traceback: Of an exception other than a difference.
+        found: How close the two results are, what went wrong, or what the machine lacks: a clause.
+        do: What to do about it: a sentence; empty if nothing needs to be done.
+        seconds: The time it took.
+        traceback: The traceback of an unexpected exception.
     """
 
     group: str
@@ -86,10 +86,10 @@ def same(got: Tensors, expected: Tensors) -> str:
 
 
 def near(got: Tensors, expected: Tensors, roundings: int = 1) -> str:
-    """Require what two orders of the same sums allow.
+    """Require equality up to the order of sums.
 
     Raises:
-        Disagreement: an element is farther off.
+        Disagreement: an element differs by more.
     """
     worst = 0.0
     for name, a, b in _pairs(got, expected):
@@ -102,10 +102,10 @@ def near(got: Tensors, expected: Tensors, roundings: int = 1) -> str:
 
 
 def close(got: Tensors, expected: Tensors, share: float) -> str:
-    """Require a small distance of whole tensors.
+    """Require a small distance between whole tensors.
 
     Raises:
-        Disagreement: a tensor is farther off than a share of its norm, or not finite.
+        Disagreement: a tensor differs by more than `share` of its norm, or is not finite.
     """
     worst = 0.0
     for name, a, b in _pairs(got, expected):
@@ -122,7 +122,7 @@ def _pairs(got: Tensors, expected: Tensors) -> list[tuple[str, Tensor, Tensor]]:
     for name, b in expected.items():
         a = got[name]
         if (a is None) != (b is None):
-            raise Disagreement(f"{name} is missing in one of the two ways")
+            raise Disagreement(f"{name} is missing in one of the two results")
         if a is None or b is None:
             continue
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -134,4 +134,4 @@ def _pairs(got: Tensors, expected: Tensors) -> list[tuple[str, Tensor, Tensor]]:
 def _require(holds: Tensor, name: str) -> None:
     wrong = int((~holds).sum())
     if wrong:
-        raise Disagreement(f"{wrong:,} of {holds.numel():,} numbers of {name} are wrong")
+        raise Disagreement(f"{wrong:,} of {holds.numel():,} values of {name} are wrong")

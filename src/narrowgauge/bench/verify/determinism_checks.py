@@ -1,7 +1,7 @@
-"""Determinism: the same passes twice under `training.deterministic`, and every bit of both.
+"""Determinism: runs the same passes twice under `training.deterministic` and compares every bit.
 
-On a GPU the backward pass of attention adds parts in the order in which thread blocks end, unless torch
-takes a deterministic kernel. A replay (`guard.replay_every`) and a bitwise resume rely on it.
+On a GPU, the backward pass of attention adds its parts in the order in which thread blocks finish, unless
+torch uses a deterministic kernel. Replays (`guard.replay_every`) and bitwise resumption need determinism.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from narrowgauge.runs.monitor.hardware import use_device
 from narrowgauge.training.step.trainer import Trainer
 
 RECIPES = ("bf16", "fp8", "nvfp4")
-DO = "leave guard.replay_every out, and expect a resumed run to differ in the last bits; please report it"
+DO = "do not set guard.replay_every, and expect a resumed run to differ in the last bits; please report it"
 _SMALL: Shape = (2, 4, 40, 16)
 _REAL: tuple[Shape, ...] = ((2, 12, 1024, 128), (4, 16, 2048, 64))
 
@@ -42,7 +42,7 @@ def _twice(runs: list[Callable[[torch.device], Tensors]], device: torch.device) 
 
 @contextmanager
 def _strictly(device: torch.device) -> Iterator[None]:
-    """`training.deterministic`, for a while."""
+    """Switch `training.deterministic` on, inside the `with` block."""
     use_device(device, deterministic=True)
     try:
         yield

@@ -1,8 +1,8 @@
 """Compares every kernel with its reference: the same operation with kernels and with plain torch.
 
-At a small shape the reference runs on the CPU, whose digits this project's tests verify. At real shapes it
-runs on the device itself. On a CPU kernels run in Triton's interpreter, only at the small shape: that
-verifies their values, but not a GPU's compiler.
+At a small shape the reference runs on the CPU, whose digits are verified by this project's tests. At real
+shapes it runs on the device itself. On a CPU, kernels run in Triton's interpreter and only at the small
+shape, which verifies their values but not a GPU's compiler.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ PLAIN = (
     "this file"
 )
 ATTENTION = (
-    "this is torch's own kernel: another version of torch may mend it, and --training.deterministic true "
-    "chooses another one on a GPU"
+    "this kernel is torch's: try another version of torch, or --training.deterministic true, which selects "
+    "another kernel on a GPU"
 )
 _STATES = ("msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr")
 
@@ -57,7 +57,7 @@ class _Operation:
 
 
 def kernel_checks(device: torch.device, lacks: str) -> list[Check]:
-    """The checks of all kernels; `lacks` is the reason why this machine runs none, or empty."""
+    """The checks of all kernels; `lacks` is the reason why this machine cannot run kernels, or empty."""
     return [
         Check("kernels", o.name, partial(_compare, o), o.do, "" if o.do == ATTENTION else lacks)
         for o in _operations()
@@ -81,14 +81,14 @@ def _operations() -> list[_Operation]:
         for name, axis, run in _casts()
     ]
     thrice = partial(near, roundings=3)  # of the sigmoid, its GEMM and the result
-    nearly = partial(close, share=0.01)  # logits are rounded to bf16, by another product on another device
+    nearly = partial(close, share=0.01)  # bf16 logits of a matmul that differs between devices
     close_to_fp32 = partial(close, share=0.02)  # probabilities are rounded to bf16
     rows, wide = (24, 100), ((16384, 1536), (4096, 4096))
     return [
         *casts,
         _Operation("cast without outliers", clamped_cast, same, (40, 72), ((4096, 8960),)),
         _Operation(
-            "FP4's product with outliers apart", product_with_outliers_apart, near, (40, 72), ((4096, 8960),)
+            "FP4 matmul with separate outliers", product_with_outliers_apart, near, (40, 72), ((4096, 8960),)
         ),
         _Operation("RMSNorm", partial(norms, "rms"), near, rows, wide),
         _Operation("LayerNorm", partial(norms, "layer"), near, rows, ((16384, 768),)),
@@ -129,7 +129,7 @@ def _operations() -> list[_Operation]:
 
 
 def _casts() -> list[tuple[str, int, Callable[[torch.device, Shape], dict[str, Tensor | None]]]]:
-    """(name, axis, operation) of every named cast with a scale, and of the optional parts of casts."""
+    """(name, axis, operation) for every named cast with a scale, and for the optional parts of casts."""
     random = {"rounding": "stochastic"}
     found: dict[str, Cast] = {name: cast(name) for name in cast_names() if cast(name).is_scaled}
     found |= {

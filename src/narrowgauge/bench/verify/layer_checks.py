@@ -1,4 +1,4 @@
-"""Checks native GEMMs against float64, and each recipe's layer against the CPU's."""
+"""Checks native GEMMs against float64, and a layer under each recipe against the CPU."""
 
 from functools import partial
 
@@ -15,9 +15,9 @@ from narrowgauge.quantization import Cast, gradient_of
 from narrowgauge.recipes import device_facts, products_on, recipe, recipe_names
 from narrowgauge.recipes.backend import SCHEMES, Scheme
 
-EMULATE = "a run on this machine emulates it by itself and says so; --backend emulated asks for it"
+EMULATE = "runs on this machine emulate it automatically and report it; --backend emulated requests it"
 LAYER = (
-    "train this recipe under --backend emulated, and if its loss differs, too, under NARROWGAUGE_KERNELS=0; "
+    "train this recipe with --backend emulated; if that loss differs as well, set NARROWGAUGE_KERNELS=0; "
     "please report it with this file"
 )
 _SHAPES = (TINY, (512, 4096, 1536))
@@ -27,15 +27,15 @@ _ALLOWED, _OF_TRANSFORMS = 0.01, 0.02
 def product_checks(device: torch.device) -> list[Check]:
     """A check of each scheme of scaled GEMMs, for all operands that shipped recipes give it."""
     facts, checks = device_facts(device), []
-    if device.type == "cpu":  # gives the requirements for an NVIDIA GPU, which is more informative
+    if device.type == "cpu":  # report the requirements on an NVIDIA GPU, which is more informative
         facts = Device(maker="nvidia")
     for scheme in SCHEMES:
         lacks = scheme.needs(facts) and f"it takes {scheme.needs(facts)}"
         if device.type == "cpu" and scheme.words in _ON_A_CPU:
-            lacks = ""  # torch has a plain implementation of it, from 2.13 on
+            lacks = ""  # torch 2.13 and later implement it on a CPU
         if not _pairs_of(scheme):
-            lacks = "no shipped recipe has it"
-        checks.append(Check("products", scheme.words, partial(_products, scheme), EMULATE, lacks))
+            lacks = "no shipped recipe uses it"
+        checks.append(Check("matmuls", scheme.words, partial(_products, scheme), EMULATE, lacks))
     return checks
 
 
@@ -59,7 +59,7 @@ def _pairs_of(scheme: Scheme) -> list[tuple[Cast, Cast]]:
 
 
 def layer_checks(lacks: str) -> list[Check]:
-    """A check of a linear layer under each low-precision recipe; `lacks` is why this machine has none."""
+    """A check of a linear layer under each low-precision recipe; `lacks` is why this machine cannot."""
     narrow = [
         name for name in recipe_names() if recipe(name).is_narrow and not recipe(name).narrows_attention
     ]

@@ -1,11 +1,11 @@
-"""A short training under each kind of recipe: the losses of this device beside those of the CPU's plain path.
+"""Short trainings under each kind of recipe: compares losses on this device with the CPU's plain path.
 
-The same small model learns the same few sequences by heart, with the whole step of a run: kernels, native
-products, narrow state, the update. Losses that fall alike show that nothing is lost on the way. They are not
-equal, since sums are made in another order, and what that changes grows from step to step: so there are few
-steps. Each step's loss may be off by the share `ALLOWED`; three steps with interpreted kernels were off by at
-most 0.0002. Where they differ, the same training is tried without kernels, then emulated: the advice names
-what agrees.
+A small model memorizes a few sequences, using every part of a training step: kernels, native GEMMs,
+low-precision state and the update. The two sequences of losses are close but not equal, because sums are
+ordered differently and the difference grows with each step; so there are few steps. Each loss may differ by
+the share `ALLOWED`; over three steps with interpreted kernels the largest difference was 0.0002. If losses
+differ by more, the same training is repeated without kernels, then emulated, and the advice names the setting
+that agrees.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ KINDS = (
 )
 INTERPRETED = ("bf16", "fp8", "nvfp4", "msamp-o2")
 ALLOWED = 0.01
-UNKNOWN = "no way to compute this recipe agrees here: use another one, and please report it with this file"
+UNKNOWN = "this recipe is computed wrongly here: use another one, and please report it with this file"
 
 
 def loss_checks(device: torch.device, lacks: str) -> list[Check]:
-    """The checks of short trainings; `lacks` says why this machine has nothing to show."""
+    """The checks of short trainings; `lacks` is why this machine cannot run them."""
     names = INTERPRETED if device.type == "cpu" else KINDS
     return [Check("losses", name, partial(_losses_agree, name), UNKNOWN, lacks) for name in names]
 
@@ -54,7 +54,7 @@ def _losses_agree(name: str, device: torch.device) -> str:
 
 
 def _remedy(name: str, device: torch.device, expected: Sequence[float]) -> str:
-    """Which way to compute the same recipe on the device agrees, as a clause."""
+    """The setting under which the recipe agrees on this device, as a clause."""
     is_small = device.type == "cpu"
     ways = {
         "--backend emulated": ("emulated", False),
@@ -68,18 +68,18 @@ def _remedy(name: str, device: torch.device, expected: Sequence[float]) -> str:
             except RuntimeError:
                 continue
         if _distance(found, expected) <= ALLOWED:
-            return f"under {words} it agrees, so train with that"
-    return "it agrees neither without kernels nor emulated"
+            return f"with {words} it agrees, so train with that"
+    return "it also differs without kernels and emulated"
 
 
 def trained(config: Config, device: torch.device) -> list[float]:
-    """The losses of some steps on the same sequences."""
+    """The loss of each step on the same sequences."""
     trainer, batches = Trainer.begin(config.plan, device), random_batches(config, device)
     return [trainer.train_step(iter(batches))[0] for _ in range(config.training.steps)]
 
 
 def _distance(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest difference of two losses of a step, as a share of the loss; NaN if one is not finite."""
+    """The largest difference between the losses of a step, as a share; NaN if one is not finite."""
     return max(
         (abs(a - b) / b if abs(a - b) < float("inf") else float("inf"))
         for a, b in zip(found, expected, strict=True)
@@ -87,7 +87,7 @@ def _distance(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def small_config(name: str, backend: str, is_small: bool) -> Config:
-    """A small model and a few steps; still smaller where kernels are interpreted."""
+    """A small model and a few steps; smaller still if kernels are interpreted."""
     sizes: dict[str, Any] = {
         "dim": 256,
         "layers": 2,

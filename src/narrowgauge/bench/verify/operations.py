@@ -51,7 +51,7 @@ def _passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Foun
 
 def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Found:
     """Codes, scales and emulated values of a matrix whose columns have different magnitudes."""
-    if cast.hadamard.size:  # integers, whose sums are exact in any order
+    if cast.hadamard.size:  # integers: their sums are exact in any order
         x = (2 * drawn(shape, 0, device, torch.float32)).round().clamp(-8, 8).bfloat16()
     else:
         x = drawn(shape, 0, device) * torch.exp2(torch.arange(shape[1], device=device) % 23 - 11).bfloat16()
@@ -60,14 +60,14 @@ def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Fo
     q, _ = quantize(x, cast, axis, context)
     numbers, factor = emulate(x, cast, axis, torch.bfloat16, context)
     parts = {"codes": q.codes, "scales": q.scales, "scale codes": q.scale_codes}
-    return {**parts, "the tensor's scale": q.tensor_scale, "numbers": numbers, "their factor": factor}
+    return {**parts, "the tensor's scale": q.tensor_scale, "values": numbers, "factor": factor}
 
 
 def clamped_cast(device: torch.device, shape: Shape) -> Found:
     """Emulated values of a matrix that is clamped to its quantiles, which a kernel finds."""
     cast = make_cast({"cast": "fp4-row", "outliers": 0.99})
     numbers, factor = emulate(drawn(shape, 0, device), cast, -1, torch.bfloat16)
-    return {"numbers": numbers, "their factor": factor}
+    return {"values": numbers, "factor": factor}
 
 
 def product_with_outliers_apart(device: torch.device, shape: Shape) -> Found:
@@ -82,7 +82,7 @@ def product_with_outliers_apart(device: torch.device, shape: Shape) -> Found:
     y = multiply(operand(x, casts[0]), operand(w, casts[1]), torch.bfloat16)
     slope = casts[1].having(estimator_k=5)
     through = through_rounding(drawn(w.shape, 2, device), w, slope, QuantContext())
-    return {"the product": y.bfloat16(), "the gradient of w": through}
+    return {"the result": y.bfloat16(), "the gradient of w": through}
 
 
 def norms(kind: Literal["rms", "layer"], device: torch.device, shape: Shape) -> Found:
@@ -148,7 +148,7 @@ def attention_in_fp32(device: torch.device, shape: Shape) -> Found:
 
 
 def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
-    """Two updates of a parameter's low-precision state; without kernels by the reference, then written."""
+    """Two updates of low-precision state: by the kernel, or by the reference and then stored."""
     casts = recipe.state
     drawn_w, drawn_g, drawn_m, drawn_v = (drawn(shape, seed, device, torch.float32) for seed in range(4))
     master = casts.get("master")
@@ -166,7 +166,7 @@ def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
         for i, (state, x) in enumerate(zip((w, m, v, weight), (*new, new[0]), strict=True)):
             if state is not None:
                 _write(state, x, step, i)
-    states = {"the weight": w, "m": m, "v": v, "the weight beside its master": weight}
+    states = {"the weight": w, "m": m, "v": v, "the weight next to its master": weight}
     return {
         f"{place}'s {name}": t
         for place, state in states.items()

@@ -1,13 +1,13 @@
-"""`bench --verify`: does this machine compute what it should? Products, kernels, layers and losses.
+"""`bench --verify`: checks that this machine computes matmuls, kernels, layers and losses correctly.
 
-    products    each scaled product that the device has, against the same numbers in float64
+    matmuls     each scaled matmul of the device, against the same values in float64
     kernels     each kernel against its reference in plain torch, forward and backward
     layers      a linear layer under each recipe against the CPU's plain path
     determinism two backward passes under `training.deterministic`, bit for bit
     losses      a short training under each kind of recipe against the CPU's plain path
 
-On a GPU all of it runs there. On a CPU kernels run in Triton's interpreter on small tensors: that proves
-their numbers, not what a GPU's compiler makes of them. What a machine cannot show is said.
+On a GPU all checks run there. On a CPU, kernels run in Triton's interpreter on small tensors: that verifies
+their values, but not a GPU's compiler. Checks that a machine cannot run are listed.
 """
 
 from collections import Counter
@@ -31,12 +31,12 @@ from narrowgauge.runs.monitor.hardware import device_name
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of all checks on a device.
+    """The outcome of all checks on a device.
 
     Attributes:
         device: The name of the device.
         facts: The facts that decide which code runs there.
-        findings: One for each check.
+        findings: One per check.
     """
 
     device: str
@@ -70,18 +70,18 @@ def all_checks(device: torch.device) -> list[Check]:
     """Every check, in the order in which they run."""
     with interpreted(device):
         lacks = "" if has_kernels(device) else _LACKS[device.type == "cpu"]
-    is_told = lacks if device.type == "cpu" else ""  # plain torch on a CPU is what is compared with
+    on_cpu = lacks if device.type == "cpu" else ""  # without kernels, the CPU would be compared with itself
     return [
         *product_checks(device),
         *kernel_checks(device, lacks),
-        *layer_checks(is_told),
+        *layer_checks(on_cpu),
         *determinism_checks(device),
-        *loss_checks(device, is_told),
+        *loss_checks(device, on_cpu),
     ]
 
 
 _LACKS = {
-    True: "on a CPU it takes a C compiler and Triton, whose interpreter runs kernels (pip install triton)",
+    True: "on a CPU it takes a C compiler and Triton's interpreter (pip install triton)",
     False: "it takes Triton, a C compiler and a GPU that Triton compiles for; plain operations run here",
 }
 
@@ -89,12 +89,12 @@ _LACKS = {
 def verify(
     device: torch.device, console: Console, note: Callable[[Verdict], None] = lambda _: None
 ) -> Verdict:
-    """Run every check on a device, and print what differs and what is not here.
+    """Run every check on a device; print the differences and the checks that cannot run here.
 
     Args:
         device: a GPU, or the CPU.
-        console: where findings are printed, while they come.
-        note: is called after each check, with what was found so far.
+        console: where findings are printed as they come.
+        note: called after each check, with the findings so far.
     """
     verdict = Verdict(device_name(device), str(device_facts(device)), [])
     total, counted, found = len(all_checks(device)), Counter[str](), list[Finding]()

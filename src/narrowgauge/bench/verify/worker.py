@@ -1,8 +1,9 @@
-"""A process for checks, so that a check that crashes or never ends does not affect the others.
+"""Runs checks in a separate process, so that one that crashes or hangs does not affect the others.
 
-A kernel that reads a wrong address breaks its process permanently: torch can use that GPU only from a new
-one. So after a device error the process ends, and the next check starts in another. On a CPU, kernels run in
-Triton's interpreter, which Triton selects when it is imported: the process starts with that variable set.
+A kernel that reads a wrong address breaks its process permanently: torch can use the GPU again only from a
+new process. So the process ends after a device error, and the next check starts a new one. On a CPU, kernels
+run in Triton's interpreter, which is selected when Triton is imported: the process starts with that variable
+set.
 """
 
 import os
@@ -19,8 +20,8 @@ from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Dis
 from narrowgauge.processes import Answering, Ended, Late
 from narrowgauge.runs.monitor.hardware import use_device
 
-MOST_S = 300.0  # for one check
-_START_S = 300.0  # for a process to import torch and open the device
+MOST_S = 300.0  # time limit of one check
+_START_S = 300.0  # time limit for importing torch and opening the device
 _INTERPRETER = "TRITON_INTERPRET"
 Checks = Callable[[torch.device], Sequence[Check]]  # at the top level, so that a process can import it
 
@@ -95,7 +96,7 @@ class _Runner:
 
 @contextmanager
 def interpreted(device: torch.device) -> Iterator[None]:
-    """The environment of a process whose kernels are interpreted, if they are to run on a CPU."""
+    """On a CPU, set the environment so that a new process interprets its kernels."""
     before = os.environ.get(_INTERPRETER)
     if device.type == "cpu":
         os.environ[_INTERPRETER] = "1"
@@ -113,7 +114,7 @@ def _checking(checks_of: Checks, device: torch.device, threads: int) -> Iterator
     torch.set_num_threads(threads)
     use_device(device)
     checks = checks_of(device)
-    with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of infinities
+    with np.errstate(all="ignore"):  # numpy, which the interpreter uses, warns about infinities
         yield lambda number: _run(checks[number], device)
 
 
@@ -123,7 +124,7 @@ def _run(check: Check, device: torch.device) -> tuple[Finding, bool]:
         return Finding(check.group, check.name, AGREES, check.run(device)), False
     except Disagreement as error:
         return Finding(check.group, check.name, DIFFERS, str(error), check.do), False
-    except Exception as error:  # anything that a compiler, a driver or torch raises
+    except Exception as error:  # compilers, drivers and torch raise anything
         words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         finding = Finding(check.group, check.name, DIFFERS, words, check.do, traceback=format_exc())
         return finding, device.type != "cpu"
