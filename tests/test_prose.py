@@ -1,6 +1,5 @@
 """The README, the pages and the docstrings avoid the patterns of `support.prose`; part of `make check`."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,26 +14,10 @@ PAGES = sorted(
     {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - EXEMPT
     | {"README.md", "CONTRIBUTING.md"}
 )
-#: How often each pattern still occurs in docstrings of src. Lower a count as you rewrite; never raise it.
-IN_DOCSTRINGS = dict(zip(PATTERNS, (2, 2, 3, 1, 6, 1, 0, 0, 0, 0, 2, 2, 5, 3, 0), strict=True))
-#: Rooms and root modules of src without any finding in docstrings, comments and messages. Add yours.
+#: Rooms and root modules of src, without any finding in docstrings, comments and messages.
 CLEAN_ROOMS = (
     *sorted(path.stem for path in (ROOT / "src/narrowgauge").glob("*.py")),
-    *("analysis", "checkpoint", "cluster", "conformance", "data", "distributed", "experiment", "forecast"),
-    *(
-        "formats",
-        "guard",
-        "integrations",
-        "kernels",
-        "models",
-        "nn/transformer",
-        "report",
-        "runs",
-        "simulate",
-    ),
-    "training",
-    *sorted(f"recipes/{path.stem}" for path in (ROOT / "src/narrowgauge/recipes").glob("*.py")),
-    *(f"quantization/{room}" for room in ("gauges", "oracle", "passes", "sharding", "stages")),
+    *sorted(path.name for path in (ROOT / "src/narrowgauge").iterdir() if (path / "__init__.py").exists()),
 )
 EXAMPLES = (
     "The moments are narrow, too.",
@@ -52,6 +35,11 @@ EXAMPLES = (
     "FP8 products.",
     "Trains in narrow numbers.",
     "In no need of a network.",
+    "Not compared, for want of a seed.",
+    "Create it anew.",
+    "Processes that hold a tensor together.",
+    "Whom to time.",
+    "Only the own step.",
 )
 
 
@@ -60,14 +48,6 @@ def test_a_page_is_free_of_the_patterns(page):
     found = findings(of_page((ROOT / page).read_text(encoding="utf-8")))
     lines = [f'{page}:{line}: "{words}": write {PATTERNS[pattern]}' for line, words, pattern in found]
     assert not lines, "\n".join(lines)
-
-
-def test_docstrings_have_no_more_of_a_pattern_than_they_had():
-    counts = Counter(
-        pattern for path in (ROOT / "src").rglob("*.py") for _, _, pattern in findings(docstrings(path))
-    )
-    more = {p: f"{counts[p]}, at most {most}" for p, most in IN_DOCSTRINGS.items() if counts[p] > most}
-    assert not more
 
 
 @pytest.mark.parametrize("room", CLEAN_ROOMS)

@@ -216,7 +216,7 @@ def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgaug
     others = ("uniform", "keep-ends", "smallest-error", "random")
     trained = {path.parent.name for path in (tmp_path / "mine").glob("*/status.json")}
     assert trained == {"bf16", "mine", *others}
-    to_bf16, beside = " ".join(done.out.split()).split("The answer of the search beside its baselines: ")
+    to_bf16, beside = " ".join(done.out.split()).split("The result of the search and its baselines: ")
     assert "validation loss to bf16: " in to_bf16
     assert "validation loss to mine: " in beside
     assert all(f"{name} (" in beside for name in others)

@@ -29,7 +29,7 @@ def imported(narrowgauge, exported, text):
     run = exported.parent / "run"
     ended = narrowgauge("import", exported, "--out", run, "--data", text)
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith(f"run directory: {run}\nthe weights were found in fp32 (hf), and are kept in")
+    assert ended.out.startswith(f"run directory: {run}\nthe weights were stored in fp32 (hf) and are kept in")
     assert f"--model.weights {run}" in ended.out
     return run
 

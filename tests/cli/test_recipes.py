@@ -24,7 +24,7 @@ def test_a_recipe_does_not_differ_from_itself(capsys, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('compute = "bf16"\nfprop = "e4m3"\n')
     assert main(["recipes", str(file), "--diff", str(file)]) == 0
-    assert "say the same of every place" in said(capsys)[0]
+    assert "are equal in every place" in said(capsys)[0]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_recipe_does_not_differ_from_itself(capsys, tmp_path):
         (["--from", "te"], "--from reads a file of another tool, and none is named"),
         (["fp8", "--from", "te"], "fp8 cannot be read"),
         (["fp8", "--from", "qwix"], "unknown source 'qwix'"),
-        (["nvfp4", "--to", "megatron"], "say how many the model has with --blocks N"),
+        (["nvfp4", "--to", "megatron"], "give the number of blocks with --blocks N"),
     ],
 )
 def test_mistakes_are_one_sentence(words, sentence, capsys):

@@ -110,14 +110,14 @@ def test_a_verb_says_why_it_cannot_start_and_what_to_do(command, folder, why, fi
 def test_the_help_of_a_verb_needs_no_torch(command):
     code, out, err = command("absent", "train", "--help")
     assert (code, err) == (0, "")
-    assert "Train a model; the same line again continues a run that stopped.\n" in out
+    assert "Train a model, or continue a run that stopped.\n" in out
     assert "--recipe" in out
 
 
 def test_the_help_of_a_verb_is_its_line_and_the_reason(command):
     code, out, err = command("no-pydantic", "train", "--help")
     assert (code, err.split(";")[0]) == (1, "narrowgauge: the package pydantic is missing")
-    line = "Train a model; the same line again continues a run that stopped."
+    line = "Train a model, or continue a run that stopped."
     assert out == f"usage: narrowgauge train ...\n\n{line}\n"
 
 

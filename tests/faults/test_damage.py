@@ -105,7 +105,7 @@ def test_when_all_checkpoints_are_damaged_nothing_is_trained(runs, out, ranks):
     assert set(ended.codes) == {2}
     sentences = set(ended.err.splitlines())
     assert len(sentences) == 1, "one sentence, whichever rank says it"
-    for words in ("step-9/", "step-12/", "delete that directory to start anew"):
+    for words in ("step-9/", "step-12/", "delete that directory to start over"):
         assert words in ended.err
     assert look.lines == lines, "the record of what was done stays"
 

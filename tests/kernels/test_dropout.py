@@ -54,7 +54,7 @@ def test_it_is_off_where_nothing_is_trained():
     with torch.no_grad():
         assert at()(x) is x
     assert at().eval()(x) is x
-    with pytest.raises(UserError, match=r"does not say which step it is in; call narrowgauge\.set_step"):
+    with pytest.raises(UserError, match=r"does not set the step; call narrowgauge\.set_step"):
         Dropout(0.1, 0)(x)
 
 

@@ -92,7 +92,9 @@ def test_torchs_optimizer_is_refused_where_weights_are_narrow(name):
     before = weights(m)
     optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
     backward(m)
-    with pytest.raises(UserError, match=r"AdamW cannot update a weight that is kept as .*narrowgauge\.AdamW"):
+    with pytest.raises(
+        UserError, match=r"AdamW cannot update a weight that is stored as .*narrowgauge\.AdamW"
+    ):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, weights(m), strict=True))
 
@@ -100,7 +102,7 @@ def test_torchs_optimizer_is_refused_where_weights_are_narrow(name):
 @pytest.mark.parametrize("name", NARROW_GRADIENTS)
 def test_ddp_around_narrow_gradients_is_refused_before_a_step(group, name):
     """When it wraps the model; at the first forward pass where it wraps a module around it."""
-    sentence = "does not sum gradients that a recipe keeps in narrow numbers"
+    sentence = "does not sum gradients that a recipe stores in low precision"
     with pytest.raises(UserError, match=sentence):
         DistributedDataParallel(model(name))
     wrapped = DistributedDataParallel(nn.Sequential(model(name)), init_sync=False)  # gloo cannot send FP8
@@ -186,7 +188,7 @@ def test_a_loop_that_stops_saying_the_step_is_warned(name):
     steps(m, 9)
     ng.set_step(m, 0, 2, 0)
     steps(m, 9)  # several updates in one step, as adversarial training makes them
-    with pytest.warns(UserWarning, match=r"10 optimizer steps .* said step 2, .* call narrowgauge\.set_step"):
+    with pytest.warns(UserWarning, match=r"10 optimizer steps .* set step 2; .* call narrowgauge\.set_step"):
         steps(m, 1)
     steps(m, 20)  # said once
 
@@ -215,7 +217,7 @@ fprop = {{ x = "bf16" }}
 def test_a_rule_that_waits_needs_a_loop_that_says_the_step(tmp_path, when):
     (tmp_path / "later.toml").write_text(TIMED.format(when=when))
     m = model(ng.load_recipe(tmp_path / "later.toml"))
-    with pytest.raises(UserError, match=r"'later' waits for a step.*call narrowgauge\.set_step"):
+    with pytest.raises(UserError, match=r"'later' starts at a step.*call narrowgauge\.set_step"):
         backward(m)
     with torch.no_grad():
         m(torch.randn(2, 64))  # evaluation needs no step

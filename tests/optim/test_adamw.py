@@ -232,7 +232,7 @@ class TestAnothersState:
         model = model_of()
         optimizer = optimizer_of(model)
         saved = optimizer.tensors(names(model))
-        with pytest.raises(UserError, match=r"only the checkpoint has '9\.weight\.step'; use the run's own"):
+        with pytest.raises(UserError, match=r"only the checkpoint has '9\.weight\.step'; use the run's"):
             optimizer.restore(names(model), saved | {"9.weight.step": torch.zeros(())})
         del saved["1.weight.m.values"]
         with pytest.raises(UserError, match=r"only this optimizer has '1\.weight\.m\.values'"):
@@ -242,11 +242,11 @@ class TestAnothersState:
         model = model_of()
         optimizer = optimizer_of(model)
         saved = optimizer.tensors(names(model))
-        sentence = r"state '1\.weight\.m\.values' is torch\.float32 \(80, 5\), and this recipe keeps it as "
+        sentence = r"state '1\.weight\.m\.values' is torch\.float32 \(80, 5\), but this recipe stores it as "
         with pytest.raises(UserError, match=sentence + r"torch\.float32 \(80, 6\)"):
             optimizer.restore(names(model), saved | {"1.weight.m.values": torch.zeros(80, 5)})
         with pytest.raises(
-            UserError, match=r"is torch\.bfloat16 \(80, 6\), and this recipe keeps it as torch"
+            UserError, match=r"is torch\.bfloat16 \(80, 6\), but this recipe stores it as torch"
         ):
             optimizer.restore(names(model), saved | {"1.weight.m.values": torch.zeros(80, 6).bfloat16()})
 

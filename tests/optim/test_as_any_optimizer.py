@@ -54,14 +54,16 @@ def test_a_factor_of_the_learning_rate_holds_without_a_schedule_of_ours():
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_an_option_that_nothing_serves_is_refused(option):
-    with pytest.raises(UserError, match=f"has {option} = True, which narrowgauge's optimizers do not do"):
+    with pytest.raises(
+        UserError, match=f"has {option} = True, which narrowgauge's optimizers do not support"
+    ):
         ng.AdamW([{"params": model_of("fp8").parameters(), option: True}])
 
 
 @pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)])
 @pytest.mark.parametrize("cls", [ng.AdamW, ng.Muon])
 def test_a_learning_rate_in_the_place_where_torch_has_it_is_refused(cls, lr):
-    with pytest.raises(UserError, match=rf"is no recipe; .* {cls.__name__}\(params, recipe=.*, lr="):
+    with pytest.raises(UserError, match=rf"is not a recipe; .* {cls.__name__}\(params, recipe=.*, lr="):
         cls(model_of("fp8").parameters(), lr)
 
 

@@ -103,5 +103,5 @@ def test_where_nothing_can_be_fed_back(text):
 
 def test_another_step_than_adamws_is_refused():
     model = convert(torch.nn.Sequential(torch.nn.Linear(96, 64)), "eco", keep=[])
-    with pytest.raises(UserError, match="muon moves this weight, and the feedback is for steps of AdamW"):
+    with pytest.raises(UserError, match="muon updates this weight, and the feedback formula is for AdamW"):
         Muon(model.parameters(), recipe("eco"))

@@ -198,7 +198,7 @@ def test_stochastic_rounding_is_right_on_average_and_repeats(name):
 
 @pytest.mark.parametrize("key", [{"hadamard": 16}, {"outliers": 0.99}, {"history": 4}])
 def test_what_belongs_to_operands_is_refused(key):
-    with pytest.raises(UserError, match="belongs to operands of a product; remove the key"):
+    with pytest.raises(UserError, match="is for operands of a matmul; remove the key"):
         QuantizedState(torch.Size((8, 8)), make_cast({"cast": "e4m3"} | key))
 
 

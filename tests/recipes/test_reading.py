@@ -178,7 +178,11 @@ def test_what_a_recipe_of_modelopt_has_beyond_ours_is_refused_by_name(modelopt, 
 @pytest.mark.parametrize(
     ("source", "text", "sentence"),
     [
-        ("te", "A = NVFP4BlockScaling(row_scaled_activation=True)", "row_scaled_activation = True, where"),
+        (
+            "te",
+            "A = NVFP4BlockScaling(row_scaled_activation=True)",
+            "row_scaled_activation = True is not supported",
+        ),
         ("te", "A = MXFP8BlockScaling(fp8_mha=True)", "fp8_mha = True"),
         ("te", "A = MXFP8BlockScaling(weather=1)", "argument of MXFP8BlockScaling 'weather'"),
         ("te", "A = MXFP8BlockScaling(margin=compute())", "line 1: unknown class or function 'compute'"),

@@ -27,6 +27,11 @@ PATTERNS = {
     r"\bproducts\b": '"matmuls", "GEMMs"',
     r"\bnarrow numbers\b": '"low precision", "narrow formats"',
     r"\bin no need of\b": '"does not need"',
+    r"\bfor want of\b": '"without", "because ... is missing"',
+    r"\banew\b": '"again"',
+    r"\bholds? (?!for\b)[a-z ]{1,20} together\b": '"share", "shards of"',
+    r"\bwhom\b": "the noun",
+    r"\bthe own\b": '"our", "its"',
 }
 
 

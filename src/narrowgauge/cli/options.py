@@ -24,7 +24,7 @@ def _train(p: KeyParser) -> None:
         "--allow-change",
         metavar="KEY[,KEY]",
         default="",
-        help="keys that may have other values than the run in --out began with",
+        help="allow these keys to differ from those of the run in --out",
     )
     p.add_argument(
         "--profile",
@@ -33,13 +33,10 @@ def _train(p: KeyParser) -> None:
         type=positive_integer,
         const=PROFILED,
         default=0,
-        help=f"record STEPS steps ({PROFILED}) in DIR/profile, for Perfetto and by class",
+        help=f"profile STEPS steps ({PROFILED}) into DIR/profile, for Perfetto",
     )
-    p.add_argument(
-        "--branch",
-        metavar="RUN@STEP",
-        help="go on from RUN's checkpoint, with another schedule",
-    )
+    text = "continue from a checkpoint of RUN with another schedule"
+    p.add_argument("--branch", metavar="RUN@STEP", help=text)
 
 
 def _compare(p: KeyParser) -> None:
@@ -49,79 +46,71 @@ def _compare(p: KeyParser) -> None:
         action="append",
         default=[],
         metavar="NAME:KEY=VALUE,...",
-        help="a run with other values of any keys, under a name; may be given several times",
+        help="add a variant: a name and values of any keys; repeatable",
     )
     p.add_argument(
         "--seeds",
         default="",
         metavar="N|A,B,C",
-        help="how many seeds each is trained with, or which (the one of --seed)",
+        help="number of seeds per variant, or the seeds (that of --seed)",
     )
     p.add_argument(
         "--gate",
         metavar="GAP",
-        help="accept a variant within this gap: nats, as 0.01, or percent, as 0.25%%; exit code 1 if not",
+        help="largest accepted gap, in nats (0.01) or percent (0.25%%); exit code 1 if a variant exceeds it",
     )
     p.add_argument(
-        "--expected", action="store_true", help="compare each gap with its forecast: the format, or a fault?"
+        "--expected", action="store_true", help="compare each gap with its forecast, to find faults"
     )
     p.add_argument(
         "--rungs",
         metavar="STEPS,...",
-        help="measure each at several lengths, each with its own fall of the learning rate, from one trunk",
+        help="lengths at which to compare; each branches off one trunk and decays the learning rate",
     )
-    p.add_argument("--arms", default="", metavar="A,B", help="only these arms of the file's table [arms]")
+    p.add_argument("--arms", default="", metavar="A,B", help="run only these arms of the file's [arms] table")
     p.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="KEY=A,B,...",
-        help="every value of a key, as in optimizer.lr=1e-3,2e-3; may be given several times",
+        help="try each value of a key, such as optimizer.lr=1e-3,2e-3; repeatable",
     )
-    p.add_argument("--jobs", type=positive_integer, metavar="N", help="runs side by side (1)")
-    p.add_argument("--dry-run", action="store_true", help="say runs, tokens and hours, and end")
+    p.add_argument("--jobs", type=positive_integer, metavar="N", help="number of parallel runs (1)")
+    p.add_argument("--dry-run", action="store_true", help="print runs, tokens and hours, and exit")
 
 
 def _plan(p: KeyParser) -> None:
     p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster.cluster_names())}, or a .toml file")
-    p.add_argument("--devices", metavar="N", default="1", help="in all, laid out as [parallel] says (1)")
-    p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
-    p.add_argument(
-        "--price", metavar="P", help="of a device-hour, as 2.50USD; else the cluster's, which is told"
-    )
+    p.add_argument("--devices", metavar="N", default="1", help="number of devices (1)")
+    p.add_argument("--tokens", metavar="N", help="training tokens, as in 300B (those of the steps)")
+    p.add_argument("--price", metavar="P", help="price of a device-hour, such as 2.50USD (the cluster's)")
     p.add_argument(
         "--gap",
         action="store_true",
-        help="forecast the recipe's loss gap: does its speed pay for more tokens?",
+        help="forecast the recipe's loss gap and compare it with the time saved",
     )
-    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _bench(p: KeyParser) -> None:
-    p.add_argument("--rounds", metavar="N", default="5", help="how often each takes its turn (5)")
-    p.add_argument("--peers", metavar="A,B", help="whom to time beside it; none: only the own step")
-    p.add_argument(
-        "--count",
-        metavar="GPU",
-        nargs="?",
-        const="",
-        help="count a step on a GPU that is not here (h200)",
-    )
+    p.add_argument("--rounds", metavar="N", default="5", help="timed steps of each program (5)")
+    p.add_argument("--peers", metavar="A,B", help="programs to compare with; none: time narrowgauge only")
+    p.add_argument("--count", metavar="GPU", nargs="?", const="", help="count a step on another GPU (h200)")
     p.add_argument(
         "--verify",
         action="store_true",
-        help="compare with the CPU's values, too; --rounds 0: only that",
+        help="also compare values with the CPU's; with --rounds 0, only that",
     )
-    p.add_argument("--read", metavar="FILE", type=Path, help="say what a file of --verify has found")
+    p.add_argument("--read", metavar="FILE", type=Path, help="print the findings in a file of --verify")
     p.add_argument(
-        "--json", metavar="FILE", type=Path, help="write all figures there (of --verify: answer.json)"
+        "--json", metavar="FILE", type=Path, help="write all figures to FILE (with --verify: answer.json)"
     )
 
 
 def _scaling(p: KeyParser) -> None:
     p.add_argument("--procs", metavar="1,2,4", default="", help="numbers of processes, ascending")
-    p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="of each number and mode (5)")
-    p.add_argument("--json", action="store_true", help="print scaling.json, and no table")
+    p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="seconds per number and mode (5)")
+    p.add_argument("--json", action="store_true", help="print JSON (scaling.json) instead of a table")
     p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # for its own processes
 
 
@@ -140,17 +129,17 @@ _SOURCES = (
 def _prepare(p: KeyParser) -> None:
     layouts = ", ".join((OWN, *data.TOKEN_LAYOUTS))
     p.add_argument("source", metavar="SOURCE", help=_SOURCES)
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus goes")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the corpus")
     p.add_argument(
         "--tokenizer",
         metavar="T",
-        help=f"bytes, bpe-N (learnt from the text) or a tokenizer's file ({data.DEFAULT_TOKENIZER})",
+        help=f"bytes, bpe-N (learned from the text) or a tokenizer file ({data.DEFAULT_TOKENIZER})",
     )
     p.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="processes that read and encode (all cores, where there is enough to read)",
+        help="processes that read and encode (all cores, if there is enough text)",
     )
     p.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text (text)")
     p.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="share held out (0.1)")
@@ -158,50 +147,50 @@ def _prepare(p: KeyParser) -> None:
         "--layout",
         default=OWN,
         metavar="L",
-        help=f"of the token files: {layouts} ({OWN}, the only one with a manifest)",
+        help=f"layout of the token files: {layouts} ({OWN}, the only one with a manifest)",
     )
     p.add_argument(
         "--name",
         metavar="NAME",
-        help="llmc: how the files' names begin (text); megatron: of one .bin and .idx with all documents, "
-        "held-out ones last, such as wikipedia_text_document (without it: a pair for each part)",
+        help="llmc: prefix of the file names (text); megatron: one .bin and .idx with all documents, "
+        "held-out ones last, such as wikipedia_text_document (without it, a pair for each part)",
     )
-    p.add_argument("--dedup", action="store_true", help="leave out documents whose text was there before")
+    p.add_argument("--dedup", action="store_true", help="leave out repeated documents")
     p.add_argument(
         "--tolerant",
         type=float,
         nargs="?",
         const=0.01,
         metavar="SHARE",
-        help="set aside records that are no text, up to this share (0.01); without it the first is an error",
+        help="skip up to this share of records that are not text (0.01); without it, the first is an error",
     )
 
 
 def _sample(p: KeyParser) -> None:
     _model(p)
-    p.add_argument("--prompt", required=True, help="how the text begins")
-    p.add_argument("--tokens", type=int, default=200, help="length (200)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (0.8)")
-    p.add_argument("--top-k", type=int, default=40, help="draw among this many likeliest (40)")
-    p.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest that hold this share (1)")
-    p.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    p.add_argument("--prompt", required=True, help="the beginning of the text")
+    p.add_argument("--tokens", type=int, default=200, help="number of tokens to generate (200)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
+    p.add_argument("--top-k", type=int, default=40, help="sample from the N most likely tokens (40)")
+    p.add_argument("--top-p", type=float, default=1.0, help="sample from the top tokens of this share (1)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     p.add_argument(
         "--cache",
         choices=("auto", "on", "off"),
         default="auto",
-        help="keep keys and values of the tokens before; auto: where the recipe scales each token by itself",
+        help="cache keys and values; auto: if the recipe scales each token separately",
     )
 
 
 def _eval(p: KeyParser) -> None:
     _model(p)
     p.add_argument("--task", default="val", help=f"{' | '.join(TASKS)} (val: held-out text)")
-    p.add_argument("--data", metavar="SOURCE", help="val: other text than the run's")
-    p.add_argument("--batches", type=int, help="val: how many batches (all)")
-    p.add_argument("--sequence-length", type=int, help="val: tokens of a sequence (the run's)")
-    p.add_argument("--forward", metavar="R", help="val: under this recipe's forward pass, too")
-    p.add_argument("--limit", type=int, help="other tasks: how many examples (all)")
-    p.add_argument("--task-folder", type=Path, help="lm-eval: YAML files of further tasks")
+    p.add_argument("--data", metavar="SOURCE", help="val: text, if not the run's")
+    p.add_argument("--batches", type=int, help="val: number of batches (all)")
+    p.add_argument("--sequence-length", type=int, help="val: tokens per sequence (the run's)")
+    p.add_argument("--forward", metavar="R", help="val: also evaluate with this recipe's forward pass")
+    p.add_argument("--limit", type=int, help="other tasks: number of examples (all)")
+    p.add_argument("--task-folder", type=Path, help="lm-eval: folder with YAML files of more tasks")
 
 
 def _export(p: KeyParser) -> None:
@@ -209,11 +198,11 @@ def _export(p: KeyParser) -> None:
     p.add_argument("--to", required=True, metavar="FORMAT", help=" | ".join(EXPORT_FORMATS))
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; compressed-tensors: bf16)")
-    p.add_argument("--shard-gb", type=float, default=5.0, help="size of a safetensors file (5)")
+    p.add_argument("--shard-gb", type=float, default=5.0, help="size of each safetensors file in GB (5)")
 
 
 def _import(p: KeyParser) -> None:
-    p.add_argument("path", metavar="PATH", type=Path, help="a folder of Hugging Face's, or an llm.c model")
+    p.add_argument("path", metavar="PATH", type=Path, help="a Hugging Face folder or an llm.c model")
     p.add_argument("--out", required=True, type=Path, metavar="RUN", help="a new run directory")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
     p.add_argument("--data", metavar="SOURCE", default="stdlib", help="text to evaluate it on (stdlib)")
@@ -227,17 +216,17 @@ def _model(p: KeyParser) -> None:
 
 def _probe(p: KeyParser) -> None:
     _subject(p, batches=8)
-    p.add_argument("--recipes", metavar="A,B,...", help="shipped recipes or .toml files (the run's own)")
+    p.add_argument("--recipes", metavar="A,B,...", help="shipped recipes or .toml files (the run's)")
     p.add_argument(
-        "--draws", type=positive_integer, default=8, metavar="N", help="of random bits, for each batch (8)"
+        "--draws", type=positive_integer, default=8, metavar="N", help="draws of random bits per batch (8)"
     )
 
 
 def _sensitivity(p: KeyParser) -> None:
     _subject(p, batches=4)
-    p.add_argument("--to", required=True, metavar="CAST", help="the cast of a narrow place, such as mxfp4")
+    p.add_argument("--to", required=True, metavar="CAST", help="the low-precision cast to try, such as mxfp4")
     p.add_argument(
-        "--exact", action="store_true", help="measure backward places, too, each with passes of its own"
+        "--exact", action="store_true", help="also measure backward places, each with separate passes"
     )
 
 
@@ -245,27 +234,29 @@ def _search(p: KeyParser) -> None:
     _subject(p, batches=4)
     p.add_argument("--formats", required=True, metavar="A,B,C", help="casts to choose from: mxfp4,mxfp8,bf16")
     budget = p.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--budget", type=float, metavar="X", help="least share of the FLOPs in 4 bits")
-    budget.add_argument("--effective-bits", type=float, metavar="X", help="most bits an element, over FLOPs")
+    budget.add_argument("--budget", type=float, metavar="X", help="minimum share of the FLOPs in 4 bits")
+    budget.add_argument(
+        "--effective-bits", type=float, metavar="X", help="maximum bits per element, over FLOPs"
+    )
     text = "largest share of the GEMM time in the widest format, on --cluster"
     budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
     p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
-    text = "nats that twice the steps would remove from the loss (the run's own)"
+    text = "nats that twice the steps would remove from the loss (the run's)"
     p.add_argument("--loss-per-doubling", type=float, metavar="NATS", help=text)
     text = f"layers that stay in the widest format, '' for none ({HEAD})"
     p.add_argument("--keep", default=HEAD, metavar="A,B", help=text)
     p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
-    p.add_argument("--check", action="store_true", help="train it beside bf16 and four baselines")
-    p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds of each (3)")
+    p.add_argument("--check", action="store_true", help="train it along with bf16 and four baselines")
+    p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds per recipe (3)")
     p.add_argument("--steps", metavar="N", help="with --check: optimizer steps (the run's)")
 
 
 def _subject(p: KeyParser, batches: int) -> None:
     p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
-    p.add_argument("--data", metavar="SOURCE", help="other text than the run's")
-    text = f"of held-out text ({batches})"
+    p.add_argument("--data", metavar="SOURCE", help="text, if not the run's")
+    text = f"batches of held-out text ({batches})"
     p.add_argument("--batches", type=positive_integer, default=batches, metavar="N", help=text)
-    p.add_argument("--batch-size", type=positive_integer, metavar="N", help="sequences (the run's)")
+    p.add_argument("--batch-size", type=positive_integer, metavar="N", help="sequences per batch (the run's)")
     p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (the run's)")
     p.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (that of the model)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -277,11 +268,11 @@ def _predict(p: KeyParser) -> None:
         "--recipe", required=True, metavar="R[,R]", help="recipes, schemes of the atlas, .toml files"
     )
     size = p.add_mutually_exclusive_group(required=True)
-    size.add_argument("--params", metavar="N", help="parameters without embeddings, as 1.9e9 or 1.9B")
+    size.add_argument("--params", metavar="N", help="parameters without embeddings, as in 1.9B")
     size.add_argument(
         "--model", metavar="NAME", help="a named model in place of --params (narrowgauge models)"
     )
-    p.add_argument("--tokens", required=True, metavar="D", help="to train on, as 38e9 or 38B")
+    p.add_argument("--tokens", required=True, metavar="D", help="training tokens, as in 38e9 or 38B")
     text = "your own: a folder of compare, or run directories with the reference first"
     p.add_argument("--runs", type=Path, nargs="+", metavar="DIR", help=text)
     text = "what probe --json printed, of the recipe and of one with points, such as nvfp4"
@@ -291,23 +282,21 @@ def _predict(p: KeyParser) -> None:
     )
     p.add_argument("--explain", action="store_true", help="the points behind it, and what published laws say")
     p.add_argument("--out", type=Path, metavar="FILE", help="write a picture (.svg), .json, .csv or .txt")
-    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _launch(p: KeyParser) -> None:
     kind = p.add_mutually_exclusive_group()
-    kind.add_argument("--slurm", action="store_true", help="for sbatch: one process a device, by srun")
-    kind.add_argument("--torchrun", action="store_true", help="for each node, without a scheduler")
-    p.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes (1)")
-    p.add_argument("--gpus-per-node", type=int, metavar="G", help="processes on each (the site's, or 1)")
-    p.add_argument(
-        "--site", metavar="NAME", help=f"{', '.join(cluster.site_names())} or a .toml file of your own"
-    )
-    p.add_argument("--time", default="", metavar="HH:MM:SS", help="Slurm: the time limit, also D-HH:MM:SS")
-    p.add_argument("--account", default="", metavar="A", help="Slurm: who pays (the site's)")
-    p.add_argument("--partition", default="", metavar="P", help="Slurm: which queue (the site's)")
+    kind.add_argument("--slurm", action="store_true", help="for sbatch: srun starts one process per device")
+    kind.add_argument("--torchrun", action="store_true", help="to run on each node, without a scheduler")
+    p.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (1)")
+    p.add_argument("--gpus-per-node", type=int, metavar="G", help="processes per node (the site's, or 1)")
+    p.add_argument("--site", metavar="NAME", help=f"{', '.join(cluster.site_names())} or a .toml file")
+    p.add_argument("--time", default="", metavar="HH:MM:SS", help="Slurm: time limit, or D-HH:MM:SS")
+    p.add_argument("--account", default="", metavar="A", help="Slurm: account (the site's)")
+    p.add_argument("--partition", default="", metavar="P", help="Slurm: partition (the site's)")
     p.add_argument("--out", type=Path, metavar="SCRIPT", help="the script")
-    p.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ...", help="what to start")
+    p.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ...", help="the command to start")
 
 
 def _report(p: KeyParser) -> None:
@@ -317,32 +306,32 @@ def _report(p: KeyParser) -> None:
 
 
 def _recipes(p: KeyParser) -> None:
-    p.add_argument("name", metavar="NAME", nargs="?", help="one that ships, or a .toml file")
+    p.add_argument("name", metavar="NAME", nargs="?", help="a shipped recipe or a .toml file")
     p.add_argument(
         "--device",
         metavar="D",
-        help="native or emulated on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; "
+        help="show what is native on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; "
         "with NAME, place by place",
     )
-    p.add_argument("--diff", metavar="OTHER", help="with NAME: what differs from another recipe")
-    p.add_argument("--to", metavar="|".join(TARGETS), help="with NAME: the same for another tool")
+    p.add_argument("--diff", metavar="OTHER", help="with NAME: show the differences from another recipe")
+    p.add_argument("--to", metavar="|".join(TARGETS), help="with NAME: write the recipe for another tool")
     p.add_argument(
         "--from",
         dest="source",
         metavar="|".join(SOURCES),
-        help="NAME is that tool's file; prints its recipe, or with --to or --diff what those do",
+        help="NAME is a file of that tool: print its recipe, or pass it on to --to or --diff",
     )
-    p.add_argument("--blocks", metavar="N", type=int, help="for megatron: how many blocks the model has")
+    p.add_argument("--blocks", metavar="N", type=int, help="megatron: number of blocks of the model")
 
 
 def _name(p: KeyParser) -> None:
-    """Add the same option to each of these verbs."""
+    """Add the option that these verbs share."""
     p.add_argument("name", metavar="NAME", nargs="?")
 
 
 def _runs(p: KeyParser) -> None:
     p.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=FOLDER, help=f"where ({FOLDER})")
-    p.add_argument("--json", action="store_true", help="for programs: a list, a run without a loss has null")
+    p.add_argument("--json", action="store_true", help="print a JSON list; a missing loss is null")
 
 
 def _doctor(p: KeyParser) -> None:
@@ -351,7 +340,7 @@ def _doctor(p: KeyParser) -> None:
 
 
 def _completion(p: KeyParser) -> None:
-    p.add_argument("shell", metavar="bash|zsh|fish", help="for which the script is printed")
+    p.add_argument("shell", metavar="bash|zsh|fish", help="the shell")
 
 
 OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {

@@ -65,7 +65,7 @@ class Dropout(nn.Module):
             return x
         if not self.is_positioned and not x.is_meta:
             raise UserError(
-                "dropout draws its bits from the step, and this loop does not say which step it is in; call "
+                "dropout draws its bits from the step, and this loop does not set the step; call "
                 "narrowgauge.set_step before each forward pass, or set model.dropout and "
                 "model.attention_dropout to 0"
             )

@@ -382,7 +382,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self.spec = replace(self.spec, native=backend.name == "native")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move to another device, and choose its backend; from the meta device, begin anew."""
+        """Move to another device, and choose its backend; from the meta device, start again."""
         blank = [history for history in self.histories.values() if history.is_meta]
         is_blank = self.keys is not None and self.keys.is_meta
         weight: torch.Tensor | None = self._parameters.get("weight")

@@ -1,9 +1,9 @@
 """Checks against silent mistakes of a user's training loop.
 
-    another optimizer            would round a narrow weight at each of its operations, and lose small updates
-    DistributedDataParallel      would not sum gradients that are stored in a cast
-    fully_shard                  would shard values without their codes, masters and gradients
-    torch's encoder fast path    would multiply by the weights and bypass the recipe
+    other optimizers             round a low-precision weight after every operation and lose small updates
+    DistributedDataParallel      does not sum gradients that are stored in a cast
+    fully_shard                  shards values without their codes, masters and gradients
+    torch's encoder fast path    multiplies by the weights and bypasses the recipe
 
 The first three raise an error; the last is switched off.
 
@@ -32,17 +32,17 @@ class CountsSteps(Protocol):
         """Count a step of an optimizer."""
 
 
-#: Optimizer steps in what a loop calls one step. Adversarial training takes some, a loop that forgot more.
+#: Optimizer steps after one `set_step` before a warning. Adversarial training takes a few on purpose.
 MOST_UNSAID = 10
 
 _COUNTING: WeakSet[CountsSteps] = WeakSet()
 
 
 def count_steps(layer: CountsSteps) -> None:
-    """From now on, notify a layer of each step that an optimizer of torch's (or ours) takes in this process.
+    """From now on, notify a layer of each step of any optimizer in this process.
 
-    The optimizer may be that of another model. Its step then ends a step of this layer as well, which changes
-    nothing if the layer has seen nothing.
+    The optimizer may belong to another model. Its step then also ends a step of this layer, which has no
+    effect if the layer has not run since.
     """
     _COUNTING.add(layer)
     _listen_to_optimizers()
@@ -59,18 +59,18 @@ def _notify_layers(*_: Any) -> None:
 
 
 def warn_of_still_step(step: int | None, taken: int) -> None:
-    """Warn of a loop that set a step, and then took several without setting another."""
+    """Warn that a loop has set a step and has taken several since without setting another."""
     warnings.warn(
-        f"{taken} optimizer steps were taken since narrowgauge.set_step said step {step}, and random bits, "
-        "delayed scales and rules stay those of that step: call narrowgauge.set_step before each forward "
-        "pass, or narrowgauge.step after each update",
+        f"{taken} optimizer steps were taken since narrowgauge.set_step set step {step}; random bits, "
+        "delayed scales and rules are still those of that step: call narrowgauge.set_step before each "
+        "forward pass, or narrowgauge.step after each update",
         stacklevel=2,
     )
 
 
 @cache
 def refuse_other_optimizers() -> None:
-    """From now on, let no optimizer but ours take a step with a weight that is kept in a cast."""
+    """From now on, refuse a step of another optimizer on a weight that is stored in a cast."""
     register_optimizer_step_pre_hook(_require_narrow_state)
 
 
@@ -81,19 +81,19 @@ def _require_narrow_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for p in group["params"]:
             if (weight := state_of(p).weight) is not None:
                 raise UserError(
-                    f"{type(optimizer).__name__} cannot update a weight that is kept as "
+                    f"{type(optimizer).__name__} cannot update a weight that is stored as "
                     f"{weight.cast.name!r}: use narrowgauge.AdamW or narrowgauge.Muon with the model's "
                     "recipe, or a recipe whose weights are fp32"
                 )
 
 
 def require_sum(parameter: torch.Tensor, gradient: GradientState) -> None:
-    """Refuse a forward pass under a DistributedDataParallel that `prepare_ddp` has not prepared.
+    """Refuse a forward pass under DistributedDataParallel without `prepare_ddp`.
 
-    One that reduces the parameter itself is not the prepared one.
+    Without it, DistributedDataParallel reduces the parameter itself.
 
     Raises:
-        UserError: Its replicas would drift apart.
+        UserError: The replicas would diverge.
     """
     if (ddp := active_ddp()) is None:
         return
@@ -102,9 +102,9 @@ def require_sum(parameter: torch.Tensor, gradient: GradientState) -> None:
 
 
 def refuse_wrapping(model: torch.nn.Module) -> None:
-    """Let DistributedDataParallel refuse a model with narrow gradients when it wraps it, not a step later.
+    """Make DistributedDataParallel raise an error when it wraps a model with low-precision gradients.
 
-    A module around the model is refused by `require_sum`.
+    `require_sum` handles modules that contain the model.
     """
     records = [state_of(p) for p in model.parameters()]
     if any(record.gradient is not None for record in records):
@@ -112,9 +112,9 @@ def refuse_wrapping(model: torch.nn.Module) -> None:
 
 
 class _Unprepared:
-    """Stands where DDP reads the names that it leaves out: there are none, or an error.
+    """The list of parameters for DDP to ignore: it is empty, or raises an error when DDP reads it.
 
-    It holds records, because another `convert` changes them.
+    It holds records, because a later `convert` changes them.
     """
 
     def __init__(self, records: Sequence[ParamState]) -> None:
@@ -128,21 +128,21 @@ class _Unprepared:
 
 def _needs_prepare_ddp() -> UserError:
     return UserError(
-        "DistributedDataParallel does not sum gradients that a recipe keeps in narrow numbers, and replicas "
-        "would drift apart: call narrowgauge.prepare_ddp(model) before DistributedDataParallel(model)"
+        "DistributedDataParallel does not sum gradients that a recipe stores in low precision, and replicas "
+        "would diverge: call narrowgauge.prepare_ddp(model) before DistributedDataParallel(model)"
     )
 
 
 def refuse_fsdp(state: ParamState | None) -> None:
-    """Refuse FSDP around a weight whose record it would leave behind.
+    """Refuse torch's FSDP on a weight with a record, which FSDP would not shard.
 
     Raises:
-        UserError: Weight or gradient are narrow.
+        UserError: The weight or its gradient is stored in a cast.
     """
     if state is not None:
         raise UserError(
-            "torch's fully_shard leaves behind what a recipe keeps for a weight in narrow numbers: call "
-            "narrowgauge.fully_shard in its place (FSDP2), or take a recipe whose weights and gradients are "
+            "torch's fully_shard does not shard the low-precision state of a weight: call "
+            "narrowgauge.fully_shard instead (FSDP2), or use a recipe whose weights and gradients are "
             "fp32: fp8, mxfp8, mxfp4, nvfp4, coat and others"
         )
 
@@ -151,6 +151,6 @@ def leave_fast_path(model: torch.nn.Module) -> None:
     """Make torch's transformer encoder call its linear layers in evaluation as well."""
     for module in model.modules():
         if isinstance(module, torch.nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # the fast path asks for one of the two
+            module.activation_relu_or_gelu = 0  # the fast path needs relu or gelu
         elif isinstance(module, torch.nn.TransformerEncoder):
             module.use_nested_tensor = False

@@ -26,8 +26,8 @@ from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.torch_compat import is_in_backward
 
-_NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
-_A_PROCESS = 2**20  # sequences; no pass has as many, so that processes draw bits from ranges of their own
+_NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that keys repeat only after 2^32 calls
+_A_PROCESS = 2**20  # sequences, more than any pass has, so that the ranges of processes are disjoint
 
 
 def stream_ids(layer: int) -> list[int]:
@@ -39,12 +39,12 @@ def stream_ids(layer: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepState:
-    """What a step fixes for a layer.
+    """The values that a step fixes for a layer.
 
     Attributes:
         keys: int32 [10, 2], the keys of the step's random streams (`stream_ids`); None if no cast is random.
         first_sample: The index in the global batch of the first sequence of this pass.
-        histories: What places remember of earlier steps.
+        histories: The state of places from earlier steps, such as amax histories.
         is_training: Whether a backward pass will follow, so that histories are updated.
     """
 
@@ -54,7 +54,7 @@ class StepState:
     is_training: bool = False
 
     def operand_stream(self, place: str, elements_per_sample: int) -> RandomStream:
-        """The random bits of an operand; a weight has the same in every part of the batch."""
+        """The random bits of an operand; those of a weight are the same in every part of the batch."""
         assert self.keys is not None
         offset = 0 if place.endswith(".w") else self.first_sample * elements_per_sample
         return RandomStream(self.keys[GEMM_PLACES.index(place)], offset)
@@ -75,20 +75,20 @@ class Stepped:
 
     Attributes:
         recipe: The recipe of this layer.
-        is_random: Whether any cast of it takes random bits.
+        is_random: Whether any of its casts needs random bits.
         keys: int32, a key for each random stream; None if no cast is random.
         first_sample: The index in the global batch of the first sequence of the pass.
-        process: The number of this process among those that train on other samples in the same step.
-        histories: What places remember of earlier steps; a module without operands has none.
-        observer: Sees what the layer computes with; attached for a step.
+        process: The index of this process among the data-parallel processes.
+        histories: The state of places from earlier steps; a module without operands has none.
+        observer: Sees the operands of the layer; attached for one step.
         step: The optimizer step; None before the first.
-        length: The steps of the run and the first one of its decay, if the loop passes them.
+        length: The number of steps of the run and the first step of its decay, if the loop passes them.
         step_is_set: Whether the loop sets the step.
-        begins_step: Whether the next pass that records gradients begins one.
+        begins_step: Whether the next pass that records gradients begins a step.
         hears_optimizer: Whether an optimizer has taken a step since the layer was made.
-        is_told: Whether `nn.step` was called, which alone counts from then on.
-        awaits_backward: The passes of this step that the backward pass may compute again.
-        unsaid: The optimizer steps, each after a pass, since the loop last set the step.
+        is_told: Whether `nn.step` was called; from then on only it counts steps.
+        awaits_backward: The passes of this step that the backward pass may recompute.
+        unsaid: The number of optimizer steps, each after a pass, since the loop last set the step.
     """
 
     recipe: Recipe
@@ -118,7 +118,7 @@ class Stepped:
     ) -> None:
         """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`.
 
-        With `is_ended` the histories have ended the step before already.
+        With `is_ended`, the histories have already finished the previous step.
         """
         if step != self.step:
             self._end_step(is_ended)
@@ -128,17 +128,17 @@ class Stepped:
         self._set_keys(seed, step, first_sample)
 
     def position(self) -> dict[str, Any]:
-        """The position of training as numbers: what random bits and the next forward pass depend on."""
+        """The position of training as numbers, which determine random bits and the next forward pass."""
         keys = [] if self.keys is None else self.keys.tolist()
         hears = {"hears_optimizer": self.hears_optimizer, "is_told": self.is_told}
         at = {"step": self.step, "length": list(self.length), "is_set": self.step_is_set}
         return {**at, "keys": keys, **hears}
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
-        """Go back to a `position`, between two steps."""
+        """Restore a `position`, between two steps."""
         self.begins_step = True
         self.step, self.step_is_set = position["step"], position["is_set"]
-        # A state of an older version does not have these.
+        # Older versions do not save these.
         self.hears_optimizer = position.get("hears_optimizer", self.hears_optimizer)
         self.is_told = position.get("is_told", self.is_told)
         steps, decay = self.length = tuple(position.get("length", self.length))
@@ -154,7 +154,7 @@ class Stepped:
         self._use_own_samples()
 
     def _begin_pass(self) -> bool:
-        """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`).
+        """Begin a forward pass; if the loop does not set steps, it may begin a step (`_is_new_step`).
 
         Returns:
             Whether a backward pass will follow.
@@ -163,32 +163,32 @@ class Stepped:
         if is_training and not self.step_is_set and not self._is_recomputing():
             if any(rule.is_timed for rule in self.recipe.rules):
                 raise UserError(
-                    f"a rule of recipe {self.recipe.name!r} waits for a step, and this loop does not say "
-                    "which step it is in; call narrowgauge.set_step before each forward pass"
+                    f"a rule of recipe {self.recipe.name!r} starts at a step, but this loop does not set "
+                    "the step; call narrowgauge.set_step before each forward pass"
                 )
             if self._is_new_step():
                 self._end_step()
             if not torch.compiler.is_compiling():
-                if self.begins_step:  # passes of earlier steps were computed again by now, or never are
+                if self.begins_step:  # passes of earlier steps have been recomputed by now, or never will be
                     self.awaits_backward = min(self.awaits_backward, 1)
                 self.begins_step = False
-            if self.keys is not None:  # a new tensor, since a backward pass may need the old one
+            if self.keys is not None:  # a new tensor, because a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
         elif is_training and not torch.compiler.is_compiling():
             self.begins_step = False
         return is_training
 
     def step_taken(self) -> None:
-        """Count an optimizer step; from now on only calls of this method count, until a step is set."""
+        """Count an optimizer step. Until a step is set, only calls of this method count from now on."""
         self.begins_step = self.hears_optimizer = self.is_told = True
         self.step_is_set = False
         self._use_own_samples()
 
     def optimizer_stepped(self) -> None:
-        """Count the step of an optimizer, unless the loop sets steps.
+        """Count a step of an optimizer, unless the loop sets steps.
 
         Warns:
-            UserWarning: The loop did set them, and has stopped.
+            UserWarning: The loop has stopped setting steps.
         """
         if self.is_told:
             return
@@ -199,16 +199,16 @@ class Stepped:
         self.begins_step = self.hears_optimizer = True
 
     def _follows_step(self) -> bool:
-        """Whether anything here depends on the step."""
+        """Whether any value of this module depends on the step."""
         has_memory = self.is_random or bool(self.histories)
         return has_memory or any(rule.is_timed for rule in self.recipe.rules)
 
     def _is_new_step(self) -> bool:
         """Whether a pass is the first since an optimizer took a step.
 
-        Before an optimizer is heard of, it is one unless the gradient of another micro-batch waits for more.
-        So each pass counts in a loop that moves weights without an optimizer, and also in compiled code: a
-        flag that changes would compile it anew.
+        Before the first optimizer step, a pass begins a step unless a gradient of an earlier micro-batch
+        exists. So each pass counts in a loop that updates weights without an optimizer, and in compiled code,
+        where a changing flag would cause recompilation.
         """
         if torch.compiler.is_compiling():
             return True
@@ -217,13 +217,13 @@ class Stepped:
         return not self._has_gradient()
 
     def _has_gradient(self) -> bool:
-        """Whether the gradient of a micro-batch waits for an optimizer."""
+        """Whether the gradient of a micro-batch has not been used by an optimizer yet."""
         return False
 
     def _is_recomputing(self) -> bool:
         """Whether this is the second forward pass of an activation checkpoint, within the backward pass.
 
-        A checkpoint of the reentrant kind records no gradients the first time, so its second is the step.
+        A reentrant checkpoint records no gradients in its first pass, so its second pass begins the step.
         """
         if torch.compiler.is_compiling():
             return False
@@ -236,7 +236,7 @@ class Stepped:
         if self.is_random:
             words = [stream_key(seed, step, i) for i in self._stream_ids()]
             device = self._device()
-            if is_gpu(device):  # from pinned memory: nothing waits for what a GPU still has to do
+            if is_gpu(device):  # from pinned memory, so that the host does not wait for the GPU
                 keys = torch.tensor(words, dtype=torch.int32)
                 keys = keys.pin_memory() if device.type == "cuda" else keys
                 self.keys = keys.to(device, non_blocking=True)
@@ -245,7 +245,7 @@ class Stepped:
             self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
 
     def _use_own_samples(self) -> None:
-        """Go to the samples of this process, if the loop does not set those of a pass."""
+        """Use the samples of this process, if the loop does not set those of a pass."""
         if self.first_sample is not None and not self.step_is_set:
             self.first_sample = torch.full_like(self.first_sample, self.process * _A_PROCESS)
 
@@ -254,11 +254,11 @@ class Stepped:
         raise NotImplementedError
 
     def _device(self) -> torch.device:
-        """The device that the keys lie on."""
+        """The device of the keys."""
         raise NotImplementedError
 
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
-        """Take the casts that hold in a step."""
+        """Switch to the casts that apply in a step."""
 
     def _end_step(self, is_ended: bool = False) -> None:
-        """Finish the step before a new one begins; with `is_ended` all but the histories."""
+        """Finish a step before the next begins; with `is_ended`, everything except the histories."""

@@ -1,26 +1,26 @@
 """The weight of a linear layer: its state in a recipe's casts, and its all-gather under FSDP2.
 
-**State.** A parameter whose weight is stored in a cast is a `quantization.NarrowTensor`: code outside sees
-values, and its record (`quantization.ParamState`) holds codes, scales, master and gradient. The optimizer
-finds them there, and the layer holds the same record. Master and gradient may be in host memory (`offload`).
+**State.** A parameter whose weight is stored in a cast is a `quantization.NarrowTensor`: other code sees
+values, and its record (`quantization.ParamState`), which the layer and the optimizer share, holds codes,
+scales, master and gradient. Master and gradient may be in host memory (`offload`).
 
-**Gradient.** Autograd carries the gradient of a weight to the parameter, whichever operation it comes from,
-and sums what arrives in one backward pass. A hook then adds the sum to the gradient in the record, rounded
+**Gradient.** Autograd sends the gradient of a weight to the parameter, whichever operation it comes from, and
+sums the contributions of one backward pass. A hook then adds the sum to the gradient in the record, rounded
 once, with the random bits of the layer's last pass (`collect_gradient`).
 
-Between the micro-batches of one step weights do not change and gradients are only summed. `Accumulation`
-makes use of that; it does not change the values.
+Between the micro-batches of a step, weights do not change and gradients are only summed. `Accumulation` uses
+this to save work, without changing values.
 
 **Gather.** FSDP calls two methods of a shard: `fsdp_pre_all_gather` returns what to send, and
 `fsdp_post_all_gather` makes the full weight from what arrived. Two tensor subclasses claim the dtype float32,
-so that gradients are float32 whatever travels, but hold no float32 values:
+so that gradients are float32 in any transfer format, but hold no float32 values:
 
-    PlaceholderShard    the shard of a weight whose narrow values are in its record
+    PlaceholderShard    the shard of a weight whose values are in its record
     GatheredWeight      the full weight: the codes or values that arrived, and their scale
 
 A weight that is fp32 at rest stays an ordinary shard, with these two methods attached. Its codes are those of
-the full weight, because their one scale comes from the largest magnitude of all shards. `sync_scales`
-computes the scales of many layers in one all-reduce; a layer whose weight has changed since does so alone.
+the full weight, because their scale comes from the amax over all shards. `sync_scales` computes the
+scales of many layers in one all-reduce; a layer whose weight has changed since computes its own.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -86,13 +86,13 @@ _VIEWS = {
 
 
 class GatheredWeight(torch.Tensor):
-    """A full weight (N, K) as it travelled; its dtype is float32, so that its gradient is float32.
+    """A full weight (N, K) in its transfer format; its dtype is float32, so that its gradient is float32.
 
     Attributes:
         numbers: uint8 codes, or values in bf16, fp16 or fp32; in memory that FSDP frees and fills again.
         scale: 0-dim float32 factor of the numbers, or None for 1.
         cast: the cast of the numbers.
-        is_operand: whether matmuls take the values as they are; else they quantize the weight first.
+        is_operand: whether matmuls use the values unchanged; otherwise they quantize the weight first.
     """
 
     numbers: torch.Tensor
@@ -107,7 +107,7 @@ class GatheredWeight(torch.Tensor):
     def __new__(
         cls, numbers: torch.Tensor, scale: torch.Tensor | None, cast: Cast, is_operand: bool
     ) -> "GatheredWeight":
-        """Make a tensor of the numbers' shape."""
+        """Make a tensor with the shape of the codes or values."""
         self = wrapper_subclass(cls, numbers.shape, numbers.stride(), torch.float32, numbers.device)
         self.numbers, self.scale, self.cast, self.is_operand = numbers, scale, cast, is_operand
         return self
@@ -123,7 +123,7 @@ class GatheredWeight(torch.Tensor):
         return self.numbers if self.scale is None else self.numbers.float() * self.scale
 
     def operand(self, dtype: torch.dtype, native: bool) -> Operand | QuantizedOperand:
-        """The operand of a product over the last axis, as `emulate` or (native) `quantize` would make it."""
+        """The operand of a matmul over the last axis, as `emulate` or (native) `quantize` would make it."""
         if self.scale is None:
             return Operand(self.numbers)
         if native:
@@ -135,7 +135,7 @@ class GatheredWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply a view to the numbers, and any other operation to the weight in float32."""
+        """Apply views to the codes or values, and other operations to the weight in float32."""
         first = args[0] if args else None
         if isinstance(first, GatheredWeight):
             if func is aten.as_strided.default:  # FSDP calls it with the weight's own shape
@@ -151,16 +151,16 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shape and cast; the numbers may be freed."""
+        """Shape and cast only: the memory may have been freed."""
         return f"GatheredWeight({tuple(self.shape)}, {self.cast.name})"
 
 
 @dataclass(slots=True, eq=False)
 class Accumulation:
-    """What a layer may do between the first and the last micro-batch of a step.
+    """The work that a layer may save between the first and last micro-batch of a step.
 
     Attributes:
-        parameter: The weight to whose waiting gradient a backward pass adds; None leaves it to autograd.
+        parameter: The weight whose existing gradient a backward pass adds to; None leaves it to autograd.
         keeps_codes: Whether the codes of the weight are kept from one micro-batch to the next.
         keeps_both: Whether those of a small weight are kept along both axes.
         kept: The operands that were kept.
@@ -172,10 +172,10 @@ class Accumulation:
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def add(self, dw: torch.Tensor, transposed: bool, factor: torch.Tensor | None = None) -> bool:
-        """Add to the gradient that waits, in one pass; False leaves it to autograd. `factor` is 0-dim.
+        """Add to the existing gradient in one pass; False leaves it to autograd. `factor` is 0-dim.
 
-        It reads `dw` as the product wrote it and widens each element, exactly, before the sum. Autograd adds
-        where no gradient waits yet, where a hook sees it, and where the sum is in a narrower dtype.
+        This reads `dw` in the dtype of the matmul and widens each element exactly before the sum. Autograd
+        adds if there is no gradient yet, if a hook needs to see it, or if the sum has a narrower dtype.
         """
         waiting = None if self.parameter is None else self.parameter.grad
         if self.parameter is None or waiting is None or has_hooks(self.parameter):
@@ -190,7 +190,7 @@ class Accumulation:
         return True
 
     def once(self, key: object, make: Callable[[], T]) -> T:
-        """What `make` returns, from the first call with this key on."""
+        """The result of the first call of `make` with this key."""
         if key not in self.kept:
             self.kept[key] = make()
         made: T = self.kept[key]
@@ -204,7 +204,7 @@ class WeightUse:
     Attributes:
         transposed: Whether the weight is stored (K, N).
         gradient: The gradient that is stored in a cast and not sharded; None leaves it to autograd.
-        accumulation: What is the same in all micro-batches of a step; None outside of `accumulating`.
+        accumulation: The work shared by the micro-batches of a step; None outside of `accumulating`.
     """
 
     transposed: bool = False
@@ -218,9 +218,9 @@ class WeightUse:
         return w_NK.stored_values() if isinstance(w_NK, NarrowTensor) else w_NK
 
     def add_gradient(self, dw_NK: torch.Tensor, stream: RandomStream | None) -> bool:
-        """Add to a gradient that waits for more; False leaves it to autograd.
+        """Add to an existing gradient; False leaves it to autograd.
 
-        A gradient in a cast will be rounded with the bits of `stream` when autograd has summed it.
+        A gradient in a cast is rounded with the bits of `stream` once autograd has summed it.
         """
         if self.gradient is None:
             return self.accumulation is not None and self.accumulation.add(dw_NK, self.transposed)
@@ -230,7 +230,7 @@ class WeightUse:
 
 @torch.no_grad()
 def collect_gradient(parameter: torch.Tensor) -> None:
-    """Add what autograd has accumulated to the gradient in a parameter's record, and free it."""
+    """Add the gradient that autograd has accumulated to the one in a parameter's record, and free it."""
     gradient, total = state_of(parameter).gradient, plain_gradient(parameter)
     if gradient is not None and total is not None:
         set_plain_gradient(parameter, None)
@@ -243,14 +243,14 @@ def make_weight_state(
     offload: Collection[str] = (),
     local: torch.Tensor | None = None,
 ) -> ParamState | None:
-    """Store a weight, its master and its gradient in casts, in place of those of another recipe.
+    """Store a weight, its master and its gradient in casts, replacing those of another recipe.
 
     Args:
-        parameter: The weight. Its values are rounded once, from the widest that exist; it becomes a
+        parameter: The weight. Its values are rounded once, from the widest available; it becomes a
             `NarrowTensor` unless `local` is given.
         casts: The casts of "weight", "master" (None: no master) and "grad".
-        offload: Those of "master" and "grad" that are stored in host memory.
-        local: float32, the local values of a parameter that FSDP2 has sharded, which holds none itself.
+        offload: The places, of "master" and "grad", that are stored in host memory.
+        local: float32, the local values of a parameter that FSDP2 has sharded and that holds no values.
 
     Returns:
         The parameter's record; None if weight and gradient are plain fp32.
@@ -281,8 +281,8 @@ def make_weight_state(
 def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> None:
     """Attach a record to a parameter, and move it to the parameter's device.
 
-    This is needed again after anything that gave the layer another parameter. A parameter that FSDP2 has
-    sharded is a DTensor, and autograd's sums of its gradient are collected elsewhere (`distributed.fsdp`).
+    Call it again after anything that replaces the layer's parameter. A parameter sharded by FSDP2 is a
+    DTensor, whose gradient is collected elsewhere (`distributed.fsdp`).
     """
     for tensor in state.by_place().values():
         tensor.move(parameter.device)
@@ -300,7 +300,7 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
 
 
 def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:
-    """Let `collect_gradient` take what autograd accumulates, also if the parameter is trained only later."""
+    """Call `collect_gradient` after each accumulation, also if the parameter is trained only later."""
     if is_called_after_accumulation(parameter, collect_gradient):
         return
     requires_grad = parameter.requires_grad
@@ -308,16 +308,16 @@ def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:
     parameter.requires_grad_(requires_grad)
 
 
-#: What FSDP2 does with a shard besides taking views: it makes tensors like it, and copies shards.
+#: The operations of FSDP2 on a shard besides views: new tensors like it, and copies of shards.
 _OF_FSDP = {"new_zeros", "new_empty", "empty_like", "zeros_like", "_to_copy", "copy_", "split_with_sizes"}
 
 
 class PlaceholderShard(torch.Tensor):
-    """A float32 tensor without values: an operation on it returns another one.
+    """A float32 tensor without values; operations on it return placeholders.
 
     Attributes:
-        cast: The cast that stores the values of the shard, once they are elsewhere; other code may then
-            neither read nor write the shard.
+        cast: The cast that stores the values of the shard, once they have moved there; from then on other
+            code may not read or write the shard.
     """
 
     cast: Cast | None = None
@@ -336,7 +336,7 @@ class PlaceholderShard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Ask a tensor on the meta device for the shape of the result."""
+        """Compute the shape of the result on the meta device."""
         leaves = tree_leaves((args, kwargs))
         placeholder = next(a for a in leaves if isinstance(a, PlaceholderShard))
         cast, others = placeholder.cast, (a for a in leaves if isinstance(a, torch.Tensor))
@@ -368,7 +368,7 @@ class PlaceholderShard(torch.Tensor):
         return tree_map_only(torch.Tensor, like_it, result)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shape, as there are no numbers."""
+        """Shape only, as there are no values."""
         return f"PlaceholderShard({tuple(self.shape)})"
 
     def fsdp_pre_all_gather(
@@ -386,22 +386,22 @@ class PlaceholderShard(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The full weight, made from the gathered numbers."""
+        """The full weight, made from the gathered codes or values."""
         gathering, scale, rows = metadata
         return gathering.post_all_gather(outputs[0][:rows], scale, out)
 
 
 class WeightGather:
-    """The all-gather of one layer's weight, in the numbers of a cast.
+    """The all-gather of one layer's weight in a cast.
 
     Attributes:
         parameter: the sharded parameter.
-        at_rest: the numbers of the shard, where the weight is narrow at rest.
+        at_rest: the state of the shard, if the weight is stored in a cast.
         shard: the position of the shard in the full weight, and the groups that hold the other shards.
         scale: 0-dim float32 (encode, decode) of the last `sync_scales`.
         version: version counter of the shard's tensor when `scale` was computed; -1 before.
-        codes: the codes of the shard under that scale; None before the first gather after it. They are made
-            once a step, though the weight is gathered twice for each micro-batch.
+        codes: the codes of the shard with that scale, from the first gather after it on; else None. They are
+            computed once per step, although the weight is gathered twice per micro-batch.
     """
 
     def __init__(
@@ -419,19 +419,19 @@ class WeightGather:
 
     @property
     def needs_scale(self) -> bool:
-        """Whether the scale depends on all shards; a weight at rest has its scale stored."""
+        """Whether the scale depends on all shards; a weight stored in a cast has its scale already."""
         return self.at_rest is None and self.cast.is_scaled
 
     def pre_all_gather(
         self, shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size
     ) -> tuple[tuple[torch.Tensor], Any]:
-        """The numbers that a shard of a weight of `size` sends, padded to the rows of the longest shard."""
+        """The codes or values that a shard of a weight of `size` sends, padded to the longest shard."""
         numbers, scale = self._numbers(shard)
         missing = -(-size[0] // mesh.size()) - len(numbers)
         return (pad(numbers, (0, 0, 0, missing)) if missing else numbers,), (self, scale, size[0])
 
     def _numbers(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The shard's numbers, in its shape, and their scale."""
+        """The shard's codes or values, in its shape, and their scale."""
         if self.at_rest is not None:
             if not self.cast.is_scaled and self.at_rest.cast.is_scaled:
                 return self.at_rest.read(), None
@@ -452,7 +452,7 @@ class WeightGather:
     def post_all_gather(
         self, numbers: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The gathered weight; if `out` is given, its numbers and scale are replaced instead."""
+        """The gathered weight; if `out` is given, it is updated in place instead."""
         if out is None:
             return GatheredWeight(numbers, scale, self.cast, self.at_rest is None), ()
         weight = local_tensor(out)
@@ -465,8 +465,8 @@ class WeightGather:
 def sync_scales(gatherings: Sequence[WeightGather]) -> None:
     """Compute the scales of weights that the same processes shard, in one all-reduce.
 
-    Those of all weights that travel in one cast are computed together: a launch for each of a dozen
-    operations would cost more than what it computes.
+    The scales of all weights with one cast are computed together: launching a dozen operations for each
+    weight would take longer than the operations.
     """
     tensors = [local_tensor(g.parameter) for g in gatherings]
     amaxes = all_reduce_max(amaxes_of(tensors), gatherings[0].shard.groups)

@@ -1,4 +1,4 @@
-"""How do weights move, and what is their state kept in? AdamW, Muon, the learning rate's schedule."""
+"""Optimizers with low-precision state: AdamW, Muon, and learning rate schedules."""
 
 from typing import TYPE_CHECKING
 

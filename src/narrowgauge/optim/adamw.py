@@ -1,9 +1,9 @@
-"""AdamW (Loshchilov & Hutter, arXiv 1711.05101) on state in any numbers.
+"""AdamW (Loshchilov & Hutter, arXiv 1711.05101) on state in any format.
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
     w = (1 - lr weight_decay) w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-The update is torch's, on float32 tensors. If a parameter's state is narrow and kernels run, one kernel
+The update is torch's, on float32 tensors. If a parameter's state is low-precision and kernels run, one kernel
 computes the same digits (`kernels.adamw`).
 """
 
@@ -33,7 +33,7 @@ def adamw_update(batch: UpdateBatch, options: Mapping[str, Any]) -> None:
 def adamw_fused(
     p: torch.Tensor, state: Mapping[str, Any], options: Mapping[str, Any], step: int, key_of: KeyOf
 ) -> bool:
-    """AdamW by the kernel (`kernels.adamw`); returns False if it does not take the parameter's state."""
+    """AdamW by the kernel (`kernels.adamw`); returns False if it does not support the parameter's state."""
     kept = state_of(p)
     w = kept.master or kept.weight or local_tensor(p)
     g: torch.Tensor | QuantizedState | None = kept.gradient
@@ -56,7 +56,7 @@ ADAMW = Algorithm(("m", "v"), adamw_update, adamw_fused)
 
 
 class AdamW(Optimizer):
-    """AdamW with moments, masters and gradients kept as a recipe says."""
+    """AdamW with moments, masters and gradients in the formats of a recipe."""
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {"adamw": ADAMW}
 
@@ -70,15 +70,15 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         seed: int = 0,
     ) -> None:
-        """Allocate the state, zeros.
+        """Allocate the state as zeros.
 
         Args:
             params: Tensors or groups of them.
             recipe: The recipe with the casts of the moments `m` and `v`.
             lr: The learning rate.
             betas: The decay rates of `m` and `v`.
-            eps: A term added to the root of `v`.
-            weight_decay: The share of the weight that each step takes away, times `lr`.
+            eps: Added to the square root of `v`.
+            weight_decay: Each step subtracts `lr * weight_decay` times the weight.
             seed: The seed of stochastic rounding.
         """
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "algorithm": "adamw"}

@@ -1,4 +1,4 @@
-"""An algorithm for an optimizer: a pure update in float32, and perhaps a fused one of narrow state."""
+"""An optimizer's algorithm: a pure update in float32 and, optionally, a fused low-precision update."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class UpdateBatch:
-    """Float32 tensors of some parameters, local ones if several processes hold a parameter together.
+    """Float32 tensors of some parameters; local shards if processes share a parameter.
 
     Attributes:
         w: The weights, updated in place.
         g: Their gradients.
         moments: The moments by place ("m", "v"), updated in place.
-        steps: The number of steps that each parameter has taken, 0-dim float32; counted up in place.
-        shards: The shard that each local tensor is; None for a full tensor.
+        steps: The steps taken by each parameter, 0-dim float32; incremented in place.
+        shards: The position of each local tensor in the full one; None for a full tensor.
     """
 
     w: Tensors
@@ -32,10 +32,10 @@ class UpdateBatch:
 
 #: `update(batch, options)`: `options` are those of the parameter group.
 Update = Callable[[UpdateBatch, Mapping[str, Any]], None]
-#: `key_of(place)`: the key words of the random bits with which the tensor of a place is rounded.
+#: `key_of(place)`: the key of the random bits that round the tensor of a place.
 KeyOf = Callable[[str], tuple[int, int]]
-#: `fused_update(parameter, its state, options, number of the step, key_of)`: updates a parameter and all that
-#: is kept for it in place, without float32 copies; returns False and changes nothing if it cannot.
+#: `fused_update(parameter, state, options, step, key_of)`: updates a parameter and its state in place,
+#: without float32 copies; returns False and changes nothing if it cannot.
 FusedUpdate = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any], int, KeyOf], bool]
 
 

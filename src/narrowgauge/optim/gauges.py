@@ -1,4 +1,4 @@
-"""The gauges of a step: on each layer under a recipe, and on the state of each matrix."""
+"""The gauges of a step: one on each layer under a recipe, and one on the state of each matrix."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from narrowgauge.quantization import QuantizedState, state_of
 
 
 def make_gauges(model: torch.nn.Module, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> Gauges:
-    """Make the gauges for one step; `names` are those of the parameters."""
+    """Make the gauges for one step; `names` are the names of the parameters."""
     layers = dict(filter(lambda named: isinstance(named[1], Stepped), model.named_modules()))
     state: dict[tuple[str, str], QuantizedState | torch.Tensor] = {}
     for p, name in names.items():

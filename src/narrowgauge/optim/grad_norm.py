@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, in any numbers and over any number of processes."""
+"""The norm of all gradients of a model, in any format and over any number of processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from narrowgauge.torch_compat import norm_each, scale_each
 
 @dataclass(frozen=True)
 class ModelGroup:
-    """The processes that hold a model together, and the number of them that hold each parameter."""
+    """The processes that share a model, and the number of copies of each parameter."""
 
     group: dist.ProcessGroup
     for_each: int
@@ -40,8 +40,8 @@ def clip_grad_norm(
 
 
 def _norms(parameters: Sequence[torch.Tensor], norm_type: float) -> dict[torch.Tensor, torch.Tensor]:
-    """The norm of each gradient, 0-dim float64, in the order of the parameters; narrow ones one by one."""
-    # the state first: `grad` of a narrow gradient decodes it, and keeps the values
+    """The norm of each gradient, 0-dim float64, in the order of the parameters."""
+    # the state first: `grad` would decode a low-precision gradient and keep the values
     wide = {p: p.grad for p in parameters if state_of(p).gradient is None and p.grad is not None}
     found = norm_each([local_tensor(g) for g in wide.values()], norm_type, torch.float64)
     norms = dict(zip(wide, found, strict=True))
@@ -54,7 +54,7 @@ def _norms(parameters: Sequence[torch.Tensor], norm_type: float) -> dict[torch.T
 def _global_norm(
     norms: Mapping[torch.Tensor, torch.Tensor], norm_type: float, model_group: ModelGroup | None
 ) -> torch.Tensor:
-    """The norm of all gradients of the model, from those of this process's parameters; 0-dim float64."""
+    """The norm of all gradients of the model, given the norms of this process; 0-dim float64."""
     device = next(iter(norms), torch.zeros(())).device
     if model_group is None:
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
@@ -74,7 +74,7 @@ def _global_norm(
 
 
 def _shard_groups(p: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups that hold the shards of a parameter; none if it is whole."""
+    """The process groups that hold the shards of a parameter; none if it is not sharded."""
     if not isinstance(p, DTensor):
         return ()
     mesh = p.device_mesh
@@ -82,7 +82,7 @@ def _shard_groups(p: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _norm_over(groups: Sequence[dist.ProcessGroup], norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of these norms, and of those that the other processes of the groups have; 0-dim float64."""
+    """The norm over these norms and those of the other processes in the groups; 0-dim float64."""
     total = torch.linalg.vector_norm(norms, norm_type)
     is_max = norm_type == torch.inf
     for group in groups:

@@ -9,8 +9,8 @@ import torch
 from narrowgauge.errors import UserError, unknown
 
 OPTIONS = ("weight_decay", "lr_factor")
-_UNSERVED = ("amsgrad", "maximize")  # of torch's AdamW; they would change the update
-# A row of one of these belongs to a token or a position.
+_UNSERVED = ("amsgrad", "maximize")  # options of torch's AdamW that change the update
+# Each row of these weights belongs to one token or position.
 _WIDE = ("embedding", "position_embedding", "head", "lm_head", "wte", "wpe", "embed_tokens")
 
 
@@ -20,20 +20,20 @@ def parameter_groups(
     patterns: Mapping[str, Mapping[str, float]] | None = None,
     muon: bool = False,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of a model as groups of one weight decay, lr factor and algorithm.
+    """The trainable parameters of a model, grouped by weight decay, lr factor and algorithm.
 
     Args:
         model: The model; patterns are compared with the names of its parameters.
         weight_decay: The weight decay of matrices; vectors (norms, biases) do not decay.
         patterns: Options by pattern, `{"embedding.*": {"weight_decay": 0.0, "lr_factor": 0.5}}`; the last
-            one that fits wins.
-        muon: Whether matrices that are neither embedding nor head move by Muon.
+            matching one wins.
+        muon: Whether Muon updates the matrices other than embeddings and head.
 
     Returns:
-        Groups for an optimizer of this package; those of matrices come first.
+        Groups for an optimizer of this package; groups of matrices come first.
 
     Raises:
-        UserError: A pattern fits no parameter, or an option does not exist.
+        UserError: A pattern matches no parameter, or an option does not exist.
     """
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     patterns = patterns or {}
@@ -43,8 +43,8 @@ def parameter_groups(
                 raise unknown("option of optimizer.groups", key, OPTIONS)
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise UserError(
-                f"optimizer.groups: {pattern!r} fits no parameter; use a name such as {named[0][0]!r}, or a "
-                "pattern such as '*.bias'"
+                f"optimizer.groups: {pattern!r} matches no parameter; use a name such as {named[0][0]!r}, or "
+                "a pattern such as '*.bias'"
             )
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, p in sorted(named, key=lambda item: item[1].ndim < 2):
@@ -65,14 +65,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def require_served(group: Mapping[str, Any]) -> None:
-    """Refuse options of torch's AdamW that change the update and that no algorithm of this package has.
+    """Refuse options of torch's AdamW that change the update and are not supported here.
 
     Raises:
-        UserError: A group has one.
+        UserError: A group has such an option.
     """
     for option in _UNSERVED:
         if group.get(option):
             raise UserError(
                 f"a parameter group has {option} = {group[option]!r}, which narrowgauge's optimizers do not "
-                "do: leave it out, or take torch.optim.AdamW under a recipe whose weights are fp32"
+                "support: remove it, or use torch.optim.AdamW with a recipe whose weights are fp32"
             )

@@ -1,14 +1,14 @@
-"""Parameters of 16 bits that `convert` left alone: norms, biases, embeddings of a bf16 model from a hub.
+"""16-bit parameters that `convert` does not change: norms, biases and embeddings of a bf16 model.
 
-bfloat16 has 8 significant bits. An update of a weight w that is smaller than |w| 2^-9 is less than half of
-the last bit, so rounding to nearest returns the old w, at every step: at a learning rate of 1e-5 most weights
-stand still. Two remedies, by what the recipe keeps weights in:
+bfloat16 has 8 significant bits. An update smaller than |w| 2^-9 is less than half of the last bit of w, so
+rounding to nearest returns the old w at every step: at a learning rate of 1e-5 most weights never change. The
+remedy depends on the format of weights in the recipe:
 
-    stochastic rounding to the parameter's own dtype    the update survives on average; no memory
-    anything else                                       a float32 master among the moments
+    stochastic rounding to the parameter's dtype    the update survives on average, without extra memory
+    any other                                       a float32 master, kept with the moments
 
-The parameter is the master rounded to nearest. An element for which that does not hold was written from
-outside since (`load_state_dict`, `torch.nn.init`), and its master starts again from the parameter.
+The parameter is the master rounded to nearest. If an element differs from that, other code has written it
+(`load_state_dict`, `torch.nn.init`), and its master restarts from the parameter.
 """
 
 import torch
@@ -21,14 +21,14 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def is_half(p: torch.Tensor) -> bool:
-    """Whether a parameter has 16 bits and `convert` does not keep its weight in a cast."""
+    """Whether a parameter has 16 bits and is not stored in a cast."""
     return p.dtype in HALF and not state_of(p).by_place().keys() & {"weight", "master"}
 
 
 def rounded_in_place(p: torch.Tensor, recipe: Recipe) -> QuantizedState | None:
-    """A 16-bit parameter as state whose memory is the parameter's own; writing rounds stochastically.
+    """A 16-bit parameter as state that shares its memory and rounds stochastically when written.
 
-    None where the recipe keeps weights in another format than the parameter's.
+    None if the recipe stores weights in another format.
     """
     cast = recipe.state["weight"]
     if not is_half(p) or cast is None or recipe.state["master"] is not None:
@@ -42,7 +42,7 @@ def rounded_in_place(p: torch.Tensor, recipe: Recipe) -> QuantizedState | None:
 
 
 def wide_values(local: torch.Tensor, master: QuantizedState | None) -> torch.Tensor:
-    """The float32 values of a parameter: its master's, or its own where it was written from outside."""
+    """The float32 values of a parameter: the master's, or the parameter's where other code has written it."""
     if master is None:
         return local.float()
     wide = master.read()

@@ -1,12 +1,12 @@
-"""Muon (Jordan et al., 2024): the momentum of a matrix, made orthogonal, is the step.
+"""Muon (Jordan et al., 2024): the step of a matrix is its momentum, orthogonalized.
 
     m = mu m + (1 - mu) g
     O = orthogonal((1 - mu) g + mu m)                     nearest to U V^T of the singular value decomposition
     w = (1 - lr weight_decay) w - lr 0.2 sqrt(max(rows, columns)) O
 
-Orthogonal by five Newton-Schulz steps X <- a X + (b X X^T + c (X X^T)^2) X in bfloat16, which bring all
-singular values near 1. The factor 0.2 sqrt(max(...)) gives a step the size of AdamW's (arXiv 2502.16982), so
-one learning rate serves both. Embeddings, the head, norms and biases are moved by AdamW.
+Five Newton-Schulz steps X <- a X + (b X X^T + c (X X^T)^2) X in bfloat16 bring all singular values close to
+1. The factor 0.2 sqrt(max(...)) makes a step as large as AdamW's (arXiv 2502.16982), so both use one learning
+rate. AdamW updates the embeddings, the head, norms and biases.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
 
 
 def muon_update(batch: UpdateBatch, options: Mapping[str, Any]) -> None:
-    """Muon on float32 matrices, in place; the momentum of a sharded one is gathered to be orthogonalized."""
+    """Muon on float32 matrices, in place; the momentum of a sharded matrix is gathered first."""
     lr, mu, m = options["lr"], options["momentum"], batch.moments["m"]
     for w_NK, g_NK, m_NK, step, shard in zip(batch.w, batch.g, m, batch.steps, batch.shards, strict=True):
         step += 1
@@ -55,7 +55,7 @@ MUON = Algorithm(("m",), muon_update)
 
 
 class Muon(Optimizer):
-    """Muon for matrices, AdamW for everything else, with state kept as a recipe says."""
+    """Muon for matrices and AdamW for everything else, with state in the formats of a recipe."""
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {"muon": MUON, "adamw": ADAMW}
 
@@ -70,18 +70,18 @@ class Muon(Optimizer):
         weight_decay: float = 1e-2,
         seed: int = 0,
     ) -> None:
-        """Allocate the state, zeros.
+        """Allocate the state as zeros.
 
         Args:
             params: Tensors or groups of them. A group's `algorithm` is "muon" or "adamw"; in a group without
-                one, matrices move by Muon. Give embeddings and the head a group with
+                one, Muon updates the matrices. Give embeddings and the head a group with
                 `algorithm="adamw"`, as `parameter_groups` does.
             recipe: The recipe with the casts of the moments `m` and `v`.
             lr: The learning rate of both algorithms.
             momentum: Muon's mu.
             betas: AdamW's decay rates of `m` and `v`.
-            eps: A term added to the root of AdamW's `v`.
-            weight_decay: The share of the weight that each step takes away, times `lr`.
+            eps: Added to the square root of AdamW's `v`.
+            weight_decay: Each step subtracts `lr * weight_decay` times the weight.
             seed: The seed of stochastic rounding.
         """
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
@@ -89,7 +89,7 @@ class Muon(Optimizer):
         super().__init__(params, recipe, options, seed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one without an `algorithm` becomes two, of its matrices and of its other tensors."""
+        """Add a group; one without an `algorithm` is split into its matrices and its other tensors."""
         if "algorithm" in param_group:
             super().add_param_group(param_group)
             return
@@ -102,5 +102,5 @@ class Muon(Optimizer):
 
 
 def _tensor_of(p: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
-    """A parameter, which torch takes with its name, too."""
+    """A parameter, given alone or, as torch allows, as (name, parameter)."""
     return p[1] if isinstance(p, tuple) else p

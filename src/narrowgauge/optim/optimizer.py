@@ -1,15 +1,15 @@
-"""The base optimizer: it reads state in any numbers as float32, updates it, and writes it back.
+"""The base optimizer: reads state in any format as float32, updates it, and writes it back.
 
     read       weight (or its master), gradient, moments    exactly, as float32
     update     moments, weight                              a pure function: `adamw.py`, `muon.py`
-    write      each in the cast of its place, rounded once, in memory allocated once
+    write      each in the cast of its place, rounded once, into memory allocated once
 
-The numbers of a tensor's state depend on the tensor: moments are narrow for matrices of 4096 elements or more
-(smaller ones cost nothing, and rounding hurts them most), weights and gradients where `convert` made them
-so. Random bits of stochastic rounding are a function of (seed, step, tensor, element).
+Moments are low-precision only for matrices of 4096 elements or more: smaller ones save no memory, and
+rounding hurts them most. Weights and gradients are low-precision where `convert` made them so. The random
+bits of stochastic rounding are a function of (seed, step, tensor, element).
 
-A parameter of 16 bits that `convert` did not touch would lose every update below half of its last bit. It is
-rounded stochastically where the recipe keeps weights so; otherwise the optimizer keeps a float32 master
+A 16-bit parameter that `convert` does not change would lose every update below half of its last bit. If the
+recipe rounds weights stochastically, so is this one; otherwise the optimizer keeps a float32 master
 (`half_precision.py`).
 """
 
@@ -41,25 +41,25 @@ from narrowgauge.quantization import (
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 
-SMALLEST_NARROW = 4096  # elements of a matrix whose moments may be narrow
+SMALLEST_NARROW = 4096  # elements of the smallest matrix with low-precision moments
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.operands`)
 _WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
 
 
 def is_large(p: torch.Tensor) -> bool:
-    """Whether the moments of a parameter may be narrow."""
+    """Whether a parameter is large enough for low-precision moments."""
     shard = shard_of(p)
     return p.ndim >= 2 and (p.numel() if shard is None else shard.shape.numel()) >= SMALLEST_NARROW
 
 
 class Optimizer(SavedOptimizer):
-    """Moves parameters by the algorithm of their group, with state kept as a recipe says.
+    """Updates parameters with the algorithm of their group; state is in the formats of a recipe.
 
-    If several processes hold a parameter together, each updates its shard (`ParamState.shard`).
+    If processes share a parameter, each updates its shard (`ParamState.shard`).
 
     Attributes:
-        model_group: The processes that hold the model together; None for one process.
+        model_group: The processes that share the model; None for one process.
         algorithms: The algorithms by the name that a parameter group has under "algorithm".
     """
 
@@ -74,42 +74,41 @@ class Optimizer(SavedOptimizer):
         defaults: dict[str, Any],
         seed: int,
     ) -> None:
-        """Allocate the state, zeros.
+        """Allocate the state as zeros.
 
         Args:
-            params: Tensors or groups of them, as for any optimizer of torch; those of a model that
-                `convert` put under the same recipe bring their masters and gradients with them.
-            recipe: The recipe with the casts of the moments, and the places that the host's memory keeps.
-            defaults: Options of groups that do not name them; "algorithm" is one of them.
+            params: Tensors or groups of them, as for any torch optimizer. Parameters of a model that
+                `convert` changed with the same recipe bring their masters and gradients.
+            recipe: The recipe with the casts of the moments and the places that are kept in host memory.
+            defaults: Default options of the groups, including "algorithm".
             seed: The seed of stochastic rounding.
 
         Raises:
-            UserError: `recipe` is none, or has a rule about `m` or `v` of some layers.
+            UserError: `recipe` is not a recipe, or has a rule about `m` or `v` of some layers.
         """
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
         if not isinstance(self.recipe, Recipe):  # torch's optimizers take the learning rate in this place
             raise UserError(
-                f"recipe = {recipe!r} is no recipe; after the parameters comes the recipe, and the learning "
-                f"rate has its name: {type(self).__name__}(params, recipe='msamp-o2', lr=1e-3)"
+                f"recipe = {recipe!r} is not a recipe; pass the recipe after the parameters, and the "
+                f"learning rate by name: {type(self).__name__}(params, recipe='msamp-o2', lr=1e-3)"
             )
         if any({"m", "v"} & rule.state.keys() for rule in self.recipe.rules):
             raise UserError(
-                f"a rule of recipe {self.recipe.name!r} is about m or v of some layers, whose names an "
-                "optimizer does not know; `narrowgauge train` serves it, and in a loop of your own m and v "
-                "stand outside of rules"
+                f"a rule of recipe {self.recipe.name!r} sets m or v of some layers, but an optimizer does "
+                "not know the names of layers; use `narrowgauge train`, or set m and v outside of rules"
             )
         self.seed = seed
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as for any optimizer of torch; its state is zeros.
+        """Add a group, as for any torch optimizer; its state is zeros.
 
         Args:
-            param_group: Tensors under "params", and options. Where it has an `lr_factor` and no `lr`, its
-                learning rate is the optimizer's times the factor.
+            param_group: Tensors under "params", and options. With an `lr_factor` and no `lr`, its learning
+                rate is the optimizer's times the factor.
 
         Raises:
-            UserError: An option asks for what no algorithm of this package does.
+            UserError: An option is not supported by any algorithm of this package.
         """
         require_served(param_group)
         if "lr_factor" in param_group and "lr" not in param_group:
@@ -130,7 +129,7 @@ class Optimizer(SavedOptimizer):
     def _ensure_master(self, p: torch.Tensor) -> None:
         """Keep a float32 master of a 16-bit parameter that is not rounded stochastically.
 
-        Its zeros stand for "the parameter has been written since", as `wide_values` reads them.
+        It starts as zeros, which `wide_values` reads as "other code has written the parameter".
         """
         if "master" in self.state[p] or not is_half(p) or rounded_in_place(p, self.recipe):
             return
@@ -142,7 +141,7 @@ class Optimizer(SavedOptimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the gradients first, as for any optimizer of torch; its result is returned.
+            closure: Computes the gradients first, as for any torch optimizer; its result is returned.
         """
         loss = None
         if closure is not None:
@@ -171,7 +170,7 @@ class Optimizer(SavedOptimizer):
         return loss
 
     def _step_numbers(self, parameters: Tensors) -> dict[torch.Tensor, int]:
-        """The number of the step that each parameter is about to take; waits once for the device."""
+        """The number of the next step of each parameter; waits once for the device."""
         taken = [self.state[p]["step"] for p in parameters]
         if not taken or taken[0].is_meta:
             return dict.fromkeys(parameters, 1)
@@ -179,7 +178,7 @@ class Optimizer(SavedOptimizer):
         return {p: int(count) + 1 for p, count in zip(parameters, counts, strict=True)}
 
     def _update_plain(self, plain: Tensors, group: Mapping[str, Any]) -> None:
-        """Update, in place and all at once, parameters whose state is fp32 on their device."""
+        """Update in place, all at once, the parameters whose state is fp32 on their device."""
         if not plain:
             return
         states = [self.state[p] for p in plain]
@@ -201,9 +200,9 @@ class Optimizer(SavedOptimizer):
         number: int,
         feedbacks: list[Feedback],
     ) -> Iterator[Write]:
-        """Update a parameter with state that is not fp32, or on the host; yields what is to be written.
+        """Update a parameter whose state is not fp32, or on the host; yields the tensors to write.
 
-        What can be written only after the weight is added to `feedbacks`.
+        Tensors that have to be written after the weight are added to `feedbacks`.
         """
         s, kept = self.state[p], state_of(p)
         algorithm = self.algorithms[group["algorithm"]]
@@ -241,17 +240,17 @@ class Optimizer(SavedOptimizer):
             local.copy_(w)
 
     def _is_plain(self, p: torch.Tensor) -> bool:
-        """Whether all state of a parameter is fp32 and on its device, so that it is updated in place."""
+        """Whether all state of a parameter is fp32 and on its device, so that it can be updated in place."""
         is_wide = p.dtype == torch.float32 and not state_of(p).by_place()
         return is_wide and all(m.cast == FP32 and not m.on_host for m in self.moments(p).values())
 
     def _fetch(self, p: torch.Tensor) -> None:
-        """Start copying a parameter's state from the host, while another parameter is updated."""
+        """Start copying a parameter's state from the host while another parameter is updated."""
         for state in (*self.moments(p).values(), *state_of(p).by_place().values()):
             state.fetch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, narrow ones included."""
+        """Drop the gradients, including low-precision ones."""
         for p in self.parameters():
             if (narrow := state_of(p).gradient) is not None:
                 narrow.replace(None)
@@ -259,10 +258,9 @@ class Optimizer(SavedOptimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients, narrow ones too, to a global norm of at most `max_norm`.
+        """Scale all gradients, including low-precision ones, to a global norm of at most `max_norm`.
 
-        Squares are summed in float64, so that neither the order of tensors nor their division over processes
-        matters.
+        Squares are summed in float64, so that neither the order of tensors nor the sharding matters.
 
         Returns:
             The norm before scaling, 0-dim float32; 0 if there are no gradients.
@@ -271,7 +269,7 @@ class Optimizer(SavedOptimizer):
 
     @torch.no_grad()
     def recast(self, p: torch.Tensor, place: str, cast: Cast) -> None:
-        """Keep a moment in another cast from now on: its numbers are rounded once."""
+        """Store a moment in another cast from now on; its values are rounded once."""
         old: QuantizedState = self.state[p][place]
         new = QuantizedState(old.shape, cast, old.device, old.on_host, old.shard)
         if p.device.type != "meta":

@@ -1,6 +1,6 @@
-"""The state of an optimizer, saved and restored bit for bit.
+"""Saves and restores the state of an optimizer bit for bit.
 
-Whether a saved state is that of this optimizer is asked before anything is copied.
+A saved state is checked against the optimizer before anything is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import QuantizedState
 from narrowgauge.recipes import Recipe
 
-MASTER = ".master.values"  # the end of the name of a 16-bit parameter's master (`half_precision.py`)
+MASTER = ".master.values"  # suffix of the name of a 16-bit parameter's master (`half_precision.py`)
 
 
 class SavedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose moments are kept in casts, as far as it is saved and restored.
+    """The part of an optimizer with moments in casts that saves and restores its state.
 
     Attributes:
         recipe: The recipe with the casts of the moments.
@@ -28,7 +28,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     seed: int
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` are those of parameters."""
+        """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` names the parameters."""
         return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
 
     def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
@@ -42,22 +42,22 @@ class SavedOptimizer(torch.optim.Optimizer):
             UserError: It is the state of another model or of another recipe; the first difference is named.
         """
         current = self.tensors(names)
-        absent = {k for k in current.keys() - saved.keys() if k.endswith(MASTER)}  # of an older release
+        absent = {k for k in current.keys() - saved.keys() if k.endswith(MASTER)}  # from an older release
         require_same_tensors({k: t for k, t in current.items() if k not in absent}, saved)
         for key in absent:
-            current[key].zero_()  # it starts again from the parameter
+            current[key].zero_()  # it restarts from the parameter
         for key, tensor in saved.items():
             current[key].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by the position of the parameter, and the groups: tensors and numbers only."""
+        """The state by position of the parameter, and the groups; only tensors and numbers."""
         positions = {p: i for i, p in enumerate(self.parameters())}
         state = {i: self._tensors_of(p) for p, i in positions.items()}
         groups = [{**g, "params": [positions[p] for p in g["params"]]} for g in self.param_groups]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a `state_dict` back, every tensor in its own dtype (torch's method would cast them).
+        """Copy a `state_dict` back without changing dtypes, as torch's method would.
 
         Raises:
             UserError: It is the state of another model, recipe or division into groups; nothing was changed.
@@ -70,7 +70,7 @@ class SavedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in options.items() if key != "params"})
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes along: what torch's optimizers have, the recipe and the seed."""
+        """The state for pickling and copying: that of torch's optimizers, the recipe and the seed."""
         return super().__getstate__() | {"recipe": self.recipe, "seed": self.seed}
 
     def parameters(self) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
 
 def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors of other names, shapes or dtypes.
+    """Require the same names, shapes and dtypes.
 
     Raises:
         UserError: It is the state of another model or of another recipe; the first difference is named.
@@ -97,29 +97,29 @@ def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str
     if unknown := sorted(saved.keys() - current.keys()) or sorted(current.keys() - saved.keys()):
         owner = "the checkpoint" if unknown[0] in saved else "this optimizer"
         raise UserError(
-            f"the checkpoint's optimizer is another's: only {owner} has {unknown[0]!r}; "
-            "use the run's own configuration, or `narrowgauge convert` to go on under another recipe"
+            f"the checkpoint is of another optimizer: only {owner} has {unknown[0]!r}; use the run's "
+            "configuration, or `narrowgauge convert` to continue under another recipe"
         )
     for key, tensor in saved.items():
         if tensor.dtype != current[key].dtype or tensor.shape != current[key].shape:
             saved_as, kept_as = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, current[key]))
             raise UserError(
-                f"the checkpoint's optimizer state {key!r} is {saved_as}, and this recipe keeps it as "
-                f"{kept_as}; use the run's own recipe, or `narrowgauge convert` to go on under another"
+                f"the checkpoint's optimizer state {key!r} is {saved_as}, but this recipe stores it as "
+                f"{kept_as}; use the run's recipe, or `narrowgauge convert` to continue under another"
             )
 
 
 def require_same_groups(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse the options of parameters that are divided into groups in another way.
+    """Require the same division of parameters into groups.
 
     Raises:
-        UserError: A group has another number of parameters, or there is another number of groups.
+        UserError: The number of groups, or of parameters in a group, differs.
     """
     sizes = [len(group["params"]) for group in current]
-    # An older state does not say how many parameters its groups have.
+    # An older state does not record the sizes of its groups.
     saved_sizes = [len(g["params"]) if "params" in g else n for g, n in zip(saved, sizes, strict=False)]
     if len(saved) != len(current) or saved_sizes != sizes:
         raise UserError(
             f"the saved optimizer has {len(saved)} groups of {saved_sizes} parameters, and this one has "
-            f"{len(current)} of {sizes}: make the optimizer with the groups that it was saved with"
+            f"{len(current)} of {sizes}: make the optimizer with the groups that were saved"
         )

@@ -33,14 +33,14 @@ def learning_rate(
         lr: The peak.
         steps: The number of steps of the run.
         kind: One of `ScheduleKind`.
-        warmup_steps: The number of steps of the linear rise.
+        warmup_steps: The length of the linear rise, in steps.
         final_lr_fraction: The final rate as a share of the peak.
         decay_fraction: For "wsd", the share of all steps over which the rate falls.
         decay_steps: The step at which the fall ends; 0 = the last.
     """
     steps = decay_steps or steps
     if step <= warmup_steps:
-        return lr * (step / warmup_steps)  # in this order the last step of warm-up has exactly lr
+        return lr * (step / warmup_steps)  # in this order, the last step of warm-up gets exactly lr
     start = _last_at_peak(steps, kind, warmup_steps, decay_fraction)
     if kind == "constant" or step <= start:
         return lr
@@ -57,7 +57,7 @@ def decay_start(
     decay_fraction: float,
     decay_steps: int = 0,
 ) -> int | None:
-    """The first step of a run whose learning rate falls, None under "constant"; see `learning_rate`."""
+    """The first step at which the learning rate falls, None for "constant"; see `learning_rate`."""
     if kind == "constant":
         return None
     return _last_at_peak(decay_steps or steps, kind, warmup_steps, decay_fraction) + 1

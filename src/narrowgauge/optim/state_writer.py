@@ -1,10 +1,9 @@
-"""Writes updated state in batches, so that processes find the scales of many tensors in one collective.
+"""Writes updated state in batches, so that processes compute the scales of many tensors in one collective.
 
-A tensor with one scale that several processes hold together is scaled by its largest magnitude, and each
-process knows that of its own shard. One tensor at a time would cost a round trip for each, a hundred and more
-a step. So such parameters are updated in batches of a few million elements: all in float32, then one
-all-reduce, then each is rounded. A parameter that one process holds alone is updated alone, and takes memory
-for one.
+The scale of a sharded tensor comes from its amax, and each process knows only the amax of its shard. One
+tensor at a time would cost a round trip each, more than a hundred per step. So sharded parameters are updated
+in batches of a few million elements: all in float32, then one all-reduce, then each is rounded. A parameter
+that is not sharded is updated alone, which needs float32 memory for one only.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,13 +18,13 @@ from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 TENSORS_A_BATCH = 2**22  # elements of a batch
 
 NarrowParameter = tuple[torch.Tensor, Mapping[str, Any], int]  # a parameter, its group, its first stream
-Write = tuple[QuantizedState, torch.Tensor, RandomStream | None]  # to write where, what, with which bits
+Write = tuple[QuantizedState, torch.Tensor, RandomStream | None]  # destination, values, random bits
 
 
 def batches(narrow: Iterable[NarrowParameter]) -> Iterator[list[NarrowParameter]]:
-    """Parameters that are updated together: each alone, unless several processes hold it.
+    """Parameters that are updated together: each alone, unless it is sharded.
 
-    These have shards of different sizes and must make the same batches, so the mean size counts.
+    Shards differ in size, but all processes must form the same batches, so the mean size counts.
     """
     batch: list[NarrowParameter] = []
     size = 0
@@ -42,7 +41,7 @@ def batches(narrow: Iterable[NarrowParameter]) -> Iterator[list[NarrowParameter]
 
 
 def write_all(writes: list[Write]) -> None:
-    """Store updated tensors; one collective finds all scales that several processes share."""
+    """Store updated tensors; one collective computes the scales of all sharded ones."""
     sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
     amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [to.shard for to, _ in sharing]))
     for to, x, random in writes:
@@ -50,5 +49,5 @@ def write_all(writes: list[Write]) -> None:
 
 
 def is_random(state: QuantizedState) -> bool:
-    """Whether a tensor is rounded with random bits when it is written."""
+    """Whether writing the tensor needs random bits."""
     return state.cast.is_random

@@ -42,7 +42,7 @@ class QuantContext:
             is finite; or None.
         channels: bool, for each channel of the local tensor whether the cast keeps it apart; None takes
             those with the tensor's largest norms.
-        shard: The position of the tensor in a global one. All processes that hold it quantize together.
+        shard: The position of the tensor in a global one. Its processes quantize at the same time.
         amax: 0-dim float32, max |x| of the local tensor, if the kernel that wrote it has computed it; then
             `kernels` need not read the tensor for it.
         limits: The two 0-dim values that `outliers.clamp_outliers` clamps to; None computes them.

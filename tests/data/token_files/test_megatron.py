@@ -123,7 +123,7 @@ def test_a_damaged_index_is_refused_by_name_with_the_reason(tmp_path, damage, wo
         open_megatron(index)
     assert f"{index} cannot be read as tokens: " in str(caught.value)
     assert words in str(caught.value)
-    assert str(caught.value).endswith("; copy the file again, or create it anew")
+    assert str(caught.value).endswith("; copy the file again, or create it again")
 
 
 def test_a_bin_of_another_length_or_none_is_refused(tmp_path):

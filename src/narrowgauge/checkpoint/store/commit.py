@@ -81,7 +81,7 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
         raise UserError(
             f"{str(directory)!r} has checkpoints, but none that can be used ({reasons}), "
             f"and a run does not start again from step 0 unasked; restore a step from a copy, or delete that "
-            f"directory to start anew"
+            f"directory to start over"
         )
     return None, []
 

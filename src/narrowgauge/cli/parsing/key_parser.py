@@ -52,7 +52,7 @@ class HelpAction(argparse.Action):
     def take_topic(self) -> None:
         """Allow the option to take a topic."""
         self.nargs, self.metavar = "?", "all|SECTION"
-        self.help = "show this and end; all: every key; SECTION: the keys of one"
+        self.help = "show this and exit; all: every key; SECTION: its keys"
 
     def __call__(
         self,
@@ -71,7 +71,7 @@ def sections_text(verb: str) -> str:
     width = _width()
     lines = [
         "",
-        "keys of the configuration, as --SECTION.KEY, or --KEY where one section alone has it (--lr X):",
+        "keys of the configuration, as --SECTION.KEY, or --KEY if it is unique (--lr X):",
     ]
     for section, keys in _sections().items():
         lines += _row(f"  --{section}.*", _listed(key.partition(".")[2] for key in keys), 18, width)
@@ -137,7 +137,7 @@ class KeyParser(Parser):
         super().__init__(**settings, add_help=False)
         self._negative_number_matcher = _NEGATIVE
         self.names: tuple[str, ...] = ()
-        self.help_option = HelpAction(("-h", "--help"), "help", help="show this and end")
+        self.help_option = HelpAction(("-h", "--help"), "help", help="show this and exit")
         self._add_action(self.help_option)
 
     def take_keys(self) -> None:
@@ -190,7 +190,7 @@ class KeyParser(Parser):
         """The error for an argument that no option takes; it suggests the nearest option."""
         if argument.endswith(("}", ",")) or argument.startswith("{"):
             return UserError(
-                f"{argument!r} is a piece of a table that the shell has cut at its blanks; put the table in "
+                f"{argument!r} is part of a table that the shell has split at its spaces; put the table in "
                 "single quotes, as in --recipe.fprop.x '{cast = \"fp4-row\", outliers = 0.99}'"
             )
         name = argument.split("=")[0]

@@ -62,7 +62,7 @@ def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Nested values of the TOML file, overridden by those of the command line."""
     if options.config and plain(str(options.config).partition("=")[0]) in other_names(training.config_keys()):
         raise UserError(
-            f"{str(options.config)!r} is no configuration file; options begin with --, as in --steps 100"
+            f"{str(options.config)!r} is not a configuration file; options begin with --, as in --steps 100"
         )
     values: dict[str, dict[str, Any]] = training.load_values(options.config) if options.config else {}
     given = {key: value for key, value in vars(options).items() if "." in key and value is not None}

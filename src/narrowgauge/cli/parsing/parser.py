@@ -88,8 +88,8 @@ def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Mapping[str, P]]:
     """The parser of the command, and the parsers of its verbs by name, still without options."""
     parser = Parser(
         prog="narrowgauge",
-        description="Pre-train language models in narrow numbers, and see what the numbers did.",
-        epilog="'narrowgauge VERB --help' explains each verb; 'narrowgauge doctor' looks at this machine.",
+        description="Pre-train language models in low precision, and see what each format did.",
+        epilog="'narrowgauge VERB --help' explains a verb; 'narrowgauge doctor' checks this machine.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -33,63 +33,63 @@ class Verb:
 
 
 VERBS: Mapping[str, Verb] = {
-    "train": Verb("train a model; the same line again continues a run that stopped", "train:run_train"),
+    "train": Verb("train a model, or continue a run that stopped", "train:run_train"),
     "compare": Verb(
-        "train the same model under several recipes, settings and seeds, side by side", "compare:run"
+        "train a model under several recipes, settings and seeds, and compare the losses", "compare:run"
     ),
-    "plan": Verb(
-        "what a run will take, before it is started: memory by class, traffic, time, cost", "machine:run_plan"
-    ),
-    "bench": Verb("how fast a step is, against this machine's ceilings and beside plain torch", "bench:run"),
+    "plan": Verb("estimate a run before it starts: memory by class, traffic, time, cost", "machine:run_plan"),
+    "bench": Verb("time a step; compare it with the machine's ceilings and plain torch", "bench:run"),
     "doctor": Verb(
-        "what is wrong with this machine, and how to fix it; exit code 1 if something is missing",
+        "check this machine and say how to fix what is missing (then exit code 1)",
         "doctor:run",
         has_torch=False,
         has_posix=False,
     ),
     "scaling": Verb(
-        "measure the same training on 1..N processes: speed-up, efficiency, communication",
+        "train on 1 to N processes: speed-up, efficiency, communication",
         "machine:run_scaling",
     ),
-    "convert": Verb("a run's newest state under another recipe, in a new run directory", "train:run_convert"),
+    "convert": Verb("copy a run's newest state to a new run under another recipe", "train:run_convert"),
     "prepare": Verb("turn documents into token files", "prepare:run"),
-    "sample": Verb("text from a run, or from a model of another program", "models:sample"),
-    "eval": Verb("losses and scores of a run, or of a model of another program", "models:evaluate"),
-    "export": Verb("a run's model for other programs", "models:export"),
-    "import": Verb("a model of another program as a run", "models:import_"),
-    "probe": Verb("what recipes do to a model's loss and gradient, without training", "analysis:run_probe"),
-    "sensitivity": Verb(
-        "what narrowing each layer and place alone would cost a model", "analysis:run_sensitivity"
+    "sample": Verb("generate text with a run or a model of another program", "models:sample"),
+    "eval": Verb("evaluate a run or a model of another program: losses and scores", "models:evaluate"),
+    "export": Verb("write a run's model for other programs", "models:export"),
+    "import": Verb("make a run of a model of another program", "models:import_"),
+    "probe": Verb(
+        "measure the effect of recipes on loss and gradient, without training", "analysis:run_probe"
     ),
-    "search": Verb("the recipe that costs a model least, with a share of its FLOPs in 4 bits", "search:run"),
+    "sensitivity": Verb(
+        "measure the cost of low precision in each layer and place separately", "analysis:run_sensitivity"
+    ),
+    "search": Verb("find the cheapest recipe for a model, with a share of its FLOPs in 4 bits", "search:run"),
     "predict": Verb(
-        "what a recipe will cost in loss at a size and a length, from published runs",
+        "forecast a recipe's loss gap at a size and length, from published runs",
         "predict:run",
         has_torch=False,
         has_posix=False,
     ),
-    "launch": Verb("write the script that starts a run on a cluster", "launch:run"),
-    "report": Verb("(re)make the HTML report of one run or several", "runs:run_report", has_torch=False),
+    "launch": Verb("write a script that starts a run on a cluster", "launch:run"),
+    "report": Verb("write the HTML report of one or more runs", "runs:run_report", has_torch=False),
     "recipes": Verb(
-        "the recipes that ship, or the TOML of one; with --device, what another device multiplies",
+        "list the shipped recipes, or print one; with --device, what is native on another device",
         "recipes:run_recipes",
         has_torch=False,
         has_posix=False,
     ),
     "formats": Verb(
-        "the number formats, or the facts of one", "recipes:run_formats", has_torch=False, has_posix=False
+        "list the number formats, or describe one", "recipes:run_formats", has_torch=False, has_posix=False
     ),
     "models": Verb(
-        "the named sizes with their parameters", "recipes:run_models", has_torch=False, has_posix=False
+        "list the named models with their parameters", "recipes:run_models", has_torch=False, has_posix=False
     ),
     "runs": Verb(
-        "the run directories of a folder, with state and loss",
+        "list the runs in a folder, with state and loss",
         "runs:run_runs",
         has_torch=False,
         has_posix=False,
     ),
     "completion": Verb(
-        "a script that completes verbs, options and names in bash, zsh or fish",
+        "print a script that completes verbs, options and names in bash, zsh or fish",
         "completion:run",
         has_torch=False,
         has_posix=False,

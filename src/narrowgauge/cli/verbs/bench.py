@@ -1,4 +1,4 @@
-"""`bench`: whether it is right, how fast a step is and could be, its cost elsewhere, files of others."""
+"""`bench`: measures a step, verifies its values, counts it for another GPU, reads files of findings."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ from narrowgauge.training import Config, make_config
 
 
 def run(options: argparse.Namespace) -> int | None:
-    """Measure, verify, count or read, and print; 1 if what was verified differs."""
+    """Measure, verify, count or read, and print; returns 1 if a verified value differs."""
     if options.read is not None:
         found = read(options.read)
         for line in in_words(found):
@@ -34,11 +34,11 @@ def run(options: argparse.Namespace) -> int | None:
         return EXIT_DONE if is_right(found) else EXIT_FAILED
     if options.count is not None:
         if options.verify:
-            raise UserError("--verify and --count exclude each other: what is verified has to be here")
+            raise UserError("--verify and --count exclude each other: --verify runs on this device")
         _count(options)
         return None
     if not options.rounds.isdecimal() or (int(options.rounds) < 1 and not options.verify):
-        raise UserError(f"--rounds {options.rounds}: it is a whole number above 0")
+        raise UserError(f"--rounds {options.rounds}: it must be a whole number above 0")
     peers = None
     if options.peers is not None:
         peers = [name.strip() for name in options.peers.split(",") if name.strip() not in ("", "none")]

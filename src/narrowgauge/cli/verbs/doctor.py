@@ -9,9 +9,9 @@ from narrowgauge.cluster.doctor.doctor import as_json, examine, print_items
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Add the options of the verb."""
-    p.add_argument("--json", action="store_true", help="a list of {item, status, found, fix}")
-    p.add_argument("--data", metavar="SOURCE", help="look at this data too: whatever train --data takes")
-    p.add_argument("--tokenizer", metavar="T", help="look at this tokenizer too: bytes, bpe-N, or its file")
+    p.add_argument("--json", action="store_true", help="print a JSON list of {item, status, found, fix}")
+    p.add_argument("--data", metavar="SOURCE", help="also check this data (as for train --data)")
+    p.add_argument("--tokenizer", metavar="T", help="also check this tokenizer: bytes, bpe-N or a file")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -100,7 +100,7 @@ def _words(options: argparse.Namespace) -> list[str]:
 def _write(path: Path, text: str) -> None:
     """Write an executable file; only an older script of this verb is overwritten."""
     if path.exists() and (path.is_dir() or MARK.encode() not in path.read_bytes()[:4096]):
-        raise UserError(f"{path} is there and no script of launch; name another file by --out, or remove it")
+        raise UserError(f"{path} exists and is not from launch; name another file by --out, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)

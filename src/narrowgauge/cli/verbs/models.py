@@ -107,5 +107,5 @@ def import_(options: argparse.Namespace) -> None:
     run = import_model(options.path, options.out, options.tokenizer, options.data)
     event = RunDirectory(run).lines()[0]
     _print(f"run directory: {run}")
-    _print(f"the weights were found in {event['precision']} ({event['kind']}), and are kept in fp32")
-    _print(f"to train on from it: narrowgauge train --model.weights {run} --data SOURCE --out NEW")
+    _print(f"the weights were stored in {event['precision']} ({event['kind']}) and are kept in fp32")
+    _print(f"to continue training: narrowgauge train --model.weights {run} --data SOURCE --out NEW")

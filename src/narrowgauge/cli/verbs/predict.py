@@ -1,4 +1,4 @@
-"""`predict`: what a recipe will cost at a size and a length, from published runs."""
+"""`predict`: forecasts the loss gap of a recipe at a size and a length, from published runs."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`recipes`, `formats` and `models`: tables of what exists, or the facts of one entry."""
+"""`recipes`, `formats` and `models`: print tables, or the facts of one entry."""
 
 import argparse
 from dataclasses import asdict
@@ -82,7 +82,7 @@ def _print_differences(console: Console, a: Recipe, b: Recipe) -> None:
     """Print the keys in which two recipes differ, with both values."""
     rows = differences(a, b)
     if not rows:
-        _say(console, f"{a.name} and {b.name} say the same of every place")
+        _say(console, f"{a.name} and {b.name} are equal in every place")
         return
     table = Table("where they differ", a.name, b.name, box=None, header_style="bold")
     for row in rows:
@@ -118,7 +118,7 @@ def _print_places(console: Console, chosen: Recipe, device: Device) -> None:
         gemms.append(product.gemm)
         a, b = product.operands
         why = product.obstacle.removeprefix(f"{product.gemm} ").removeprefix("attention ").partition(";")[0]
-        why = why or product.scheme or f"a plain product of {a.name}"
+        why = why or product.scheme or f"a plain matmul of {a.name}"
         table.add_row(where, f"{a.name}, {b.name}", "emulated" if product.obstacle else "native", why)
         for place, cast, code in zip(product.places, product.operands, product.made_by or (), strict=False):
             if cast.is_scaled and place not in (known := made.setdefault((cast.name, code), [])):

@@ -21,7 +21,7 @@ def run_runs(options: argparse.Namespace) -> None:
     """Print a line for each run, and below the table why some of them failed or stopped."""
     folder = options.folder
     if not folder.is_dir() and (folder.exists() or folder != FOLDER):
-        state = "is no directory" if folder.exists() else "does not exist"
+        state = "is not a directory" if folder.exists() else "does not exist"
         raise UserError(
             f"{folder} {state}; name a folder with run directories, as in: narrowgauge runs {FOLDER}"
         )

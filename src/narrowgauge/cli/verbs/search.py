@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _figures(choices: Choices, assignment: Assignment, budget: Budget) -> dict[str, float]:
-    """An assignment's use of the budget, and its predicted cost."""
+    """The amount of the budget that an assignment uses, and its predicted cost."""
     return {"amount": choices.amount(assignment, budget), "predicted_cost": choices.cost(assignment)}
 
 
@@ -186,7 +186,7 @@ def _budget(options: argparse.Namespace, casts: Mapping[str, Cast]) -> Budget:
 def _check(options: argparse.Namespace, probed: Probed, recipes: Mapping[str, str], console: Console) -> None:
     """Train bf16 and the recipes, paired by seed, in the folder named after --out; print the verdicts.
 
-    Each is compared with bf16, then each baseline with the answer of the search, the first of the recipes.
+    Each recipe is compared with bf16; then each baseline with the result of the search, the first recipe.
     """
     folder = options.out.with_suffix("")
     make_directory(folder)
@@ -208,7 +208,7 @@ def _check(options: argparse.Namespace, probed: Probed, recipes: Mapping[str, st
     _, found, *others = (list(group.runs.values()) for group in groups(runs))
     beside = " ".join(summary([*found, *(run for other in others for run in other)]))
     console.print(
-        f"\nThe answer of the search beside its baselines: {beside}",
+        f"\nThe result of the search and its baselines: {beside}",
         style="bold",
         markup=False,
         highlight=False,

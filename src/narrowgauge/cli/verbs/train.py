@@ -33,7 +33,7 @@ def run_train(options: argparse.Namespace) -> None:
     is_first = not world_from(os.environ, 0).rank  # rank 0 reports for all
     try:
         path = run(config, options.out, console, allowed, options.profile)
-    except Diverged:  # this is a result as well: the page shows how it happened
+    except Diverged:  # also a result: the page shows how it happened
         if is_first:
             _report(options.out or default_out(config, allowed), console)
         raise
@@ -54,7 +54,7 @@ def _trunk(text: str) -> tuple[Path, int]:
 
 
 def _report(path: Path, console: Console) -> None:
-    """Write the page of a run, and print its path, unless `compare` shows the run."""
+    """Write the page of a run and print its path, unless `compare` shows the run."""
     report = write_report([path], path / "report.html")
     if not is_compared():
         console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
@@ -65,5 +65,5 @@ def run_convert(options: argparse.Namespace) -> None:
     step = convert_run(options.run, options.recipe, options.out)
     print(f"{options.out}: the state of {options.run} after step {step}, under recipe {options.recipe}")
     if left := left_out(RunDirectory(options.run).config(own_recipe=True)):
-        print(f"left out: {', '.join(left)}, set over the old recipe; a recipe file that has them keeps them")
-    print(f"to go on: narrowgauge train {options.out}/config.toml --out {options.out}")
+        print(f"left out: {', '.join(left)}, set on top of the old recipe; a recipe file keeps them")
+    print(f"to continue: narrowgauge train {options.out}/config.toml --out {options.out}")

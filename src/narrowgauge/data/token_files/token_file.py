@@ -170,7 +170,7 @@ def damaged(path: Path, what: str) -> UserError:
 
 def unfit(path: Path, what: str) -> UserError:
     """The error for another program's token file that cannot be read, with the way out."""
-    return UserError(f"{path} cannot be read as tokens: {what}; copy the file again, or create it anew")
+    return UserError(f"{path} cannot be read as tokens: {what}; copy the file again, or create it again")
 
 
 def _header(dtype: np.dtype[Any], count: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The position of a local tensor in the global one, when several ranks hold the tensor together.
+"""The position of a local tensor in the global one, when several ranks share the tensor.
 
 Blocks and scales are laid out on the global tensor, so that sharding never changes a value. A rank needs
 little for that: the amax of a block that it shares with other ranks (one all-reduce with MAX), and the global

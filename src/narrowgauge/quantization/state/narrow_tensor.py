@@ -346,7 +346,7 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def substitute(x: torch.Tensor, written: bool) -> torch.Tensor:
         if isinstance(x, NarrowTensor):
             return _through(x.views, wide[id(x.narrowgauge)]) if written else x.values().float()
-        # Beside float32 targets an operand of the weight's dtype is float32, as in an operation on one dtype.
+        # With float32 targets, an operand in the weight's dtype is float32, as in an operation on one dtype.
         has_weights_dtype = x.is_floating_point() and any(x.dtype == t.dtype for t in targets)
         return x.float() if has_weights_dtype and not written and x.ndim else x
 

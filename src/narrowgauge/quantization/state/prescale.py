@@ -1,13 +1,13 @@
 """Automatic pre-scaling of gradients (FP8-LM, arXiv 2310.18313, equation 3).
 
-A gradient's scale leaves room for its largest element and no more: what is added up afterwards, over
-devices, may overflow, and a scale that always leaves more room loses small elements instead. So the scale is
-multiplied by a factor mu that learns how much room is needed:
+A gradient's scale has room for its largest element only, so a later sum over devices may overflow. A scale
+with more room would lose small elements. So the scale is multiplied by a factor mu that adapts to the room
+needed:
 
     more than 0.001 % of the elements overflowed      mu is halved for the next step
     otherwise                                         mu grows, doubling over 1000 steps
 
-What is applied is mu cut to its power of two, so that multiplying by it is exact.
+The applied factor is mu rounded down to a power of two, so that multiplication is exact.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from narrowgauge.quantization.sharding.shard import TensorShard
 
 LIMIT = 1e-5  # share of elements that may overflow
 STEPS_TO_DOUBLE = 1000
-UNUSED = -1.0  # in place of the share of elements that overflowed, in a step that had none to look at
+UNUSED = -1.0  # replaces the overflow share in a step without gradients
 
 
 def next_mu(mu: torch.Tensor, overflowed: torch.Tensor) -> torch.Tensor:
-    """The factor for the next step from this one's and the share of elements that overflowed with it."""
+    """The factor for the next step, from the current one and the share of elements that overflowed."""
     return torch.where(overflowed > LIMIT, mu / 2, mu * 2 ** (1 / STEPS_TO_DOUBLE))
 
 
@@ -38,16 +38,16 @@ def applied(mu: torch.Tensor) -> torch.Tensor:
 class PreScale:
     """The factor of one gradient, and the share of its elements that overflowed in this step.
 
-    Of a gradient at rest, where the sum over micro-batches needs room, or of one on the wire, where that over
-    devices does.
+    It applies to a stored gradient, where the sum over micro-batches needs room, or to one that is sent,
+    where the sum over devices does.
 
     Attributes:
-        mu: What the factor begins with.
-        tensors: "mu" and "overflowed", 0-dim float32, the same objects for its lifetime, except for `move`.
+        mu: The initial factor.
+        tensors: "mu" and "overflowed", 0-dim float32, the same objects for its lifetime except after `move`.
     """
 
     def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
-        """A factor of `mu`; of 0 where it is not known yet what it begins with (`begin`)."""
+        """A factor of `mu`; 0 if the initial value is not known yet (`begin`)."""
         self.mu = mu
         overflowed = torch.full((), UNUSED, dtype=torch.float32, device=device)
         self.tensors = {
@@ -62,35 +62,35 @@ class PreScale:
         self.end_step()
 
     def scale_for(self, amax: torch.Tensor, cast: Cast) -> torch.Tensor:
-        """The encoding scale of a gradient with that largest magnitude; both 0-dim float32."""
+        """The encoding scale of a gradient with this amax; both 0-dim float32."""
         amax = torch.where(amax.isfinite(), amax, 0.0)
         encode, _ = scales.fp32_scale(amax, cast.element, cast.scales.power_of_two)
         return (encode * applied(self.tensors["mu"])).clamp(max=scales.FLOAT_MAX)
 
     def see(self, share: torch.Tensor) -> None:
-        """Note the share of a gradient's elements that overflowed, 0-dim float32."""
+        """Record the share of a gradient's elements that overflowed, 0-dim float32."""
         overflowed = self.tensors["overflowed"]
         overflowed.copy_(torch.maximum(overflowed, share))
 
     def begin(self, devices: int) -> None:
-        """Begin with 1 / sqrt(devices), MS-AMP's constant, for a sum over so many devices."""
+        """Begin with 1 / sqrt(devices), MS-AMP's constant for a sum over devices."""
         mu = self.tensors["mu"]
         mu.copy_(torch.where(mu == 0, devices**-0.5, mu))
 
     def end_step(self) -> None:
-        """Learn from the share of the step that is over, if it was used in that."""
+        """Update the factor from the share of the last step, if the factor was used in it."""
         mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
         mu.copy_(torch.where(overflowed < 0, mu, next_mu(mu, overflowed)))
         overflowed.fill_(UNUSED)
 
     def discard_step(self) -> None:
-        """Be as before this step."""
+        """Return to the state before this step."""
         self.tensors["overflowed"].fill_(UNUSED)
         for name, tensor in self._before.items():
             self.tensors[name].copy_(tensor)
 
     def move(self, device: torch.device) -> None:
-        """Go to another device; from the meta device, begin anew."""
+        """Move to another device; from the meta device, start again."""
         if self.tensors["mu"].is_meta and torch.device(device).type != "meta":
             self.tensors = PreScale(device, self.mu).tensors
         self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
@@ -110,10 +110,10 @@ class Prescaled(NamedTuple):
 
 
 def prescaled(gradients: Sequence[Prescaled]) -> list[torch.Tensor]:
-    """The encoding scale of each gradient, 0-dim float32; its factor is shown what overflows.
+    """The encoding scale of each gradient, 0-dim float32; records the share that overflows in its factor.
 
-    Processes that hold gradients together agree on all of them in two collectives: the largest magnitudes,
-    and how many elements overflow.
+    Processes with shards agree on all gradients in two collectives: one for amaxes, one for counts of
+    elements that overflow.
     """
     shards = [g.shard for g in gradients]
     amaxes = all_reduce_amaxes([g.x for g in gradients], shards)

@@ -1,21 +1,21 @@
-"""Quantized state: a tensor that lives from step to step in the numbers of a cast, in memory allocated once.
+"""Quantized state: a tensor that is stored from step to step in a cast, in memory allocated once.
 
-Weights, gradients and moments are read as float32, changed, and written again. What is stored depends on the
+Weights, gradients and moments are read as float32, updated, and written back. The stored form depends on the
 cast:
 
     fp32, bf16, fp16        the tensor in that dtype
     with scales, 16 bits    values on the fp16 or bf16 grid, and the scales
-    with scales, 8 bits     codes and scales, as `quantize` gives them; fewer bits packed into bytes
+    with scales, 8 bits     codes and scales, as from `quantize`; codes of fewer bits are packed into bytes
     range expansion         also the k and c of each block (`stages.state`)
     a codebook              codes into a table, and the amax of each block (`stages.state`)
-    bf16-split              bf16, and the 16 more bits that make it float32 again
+    bf16-split              bf16, and 16 more bits that restore float32
 
-Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling block NaN, as anywhere.
+Reading is exact; writing rounds once. A NaN or an infinity makes its scaling block NaN, as everywhere.
 
-State may be kept in the host's memory while a GPU computes with it: reading copies it to the GPU, writing
-copies the result back. A kernel that changes it in place is given copies (`on_device`), which are then put
-back (`keep`). The numbers are the same in both memories. Copies to the host are under way when the call that
-made them returns; who reads or writes the stored tensors there waits first (`wait`).
+State may be in host memory while a GPU computes with it: reading copies it to the GPU, writing copies the
+result back. A kernel that updates state in place gets copies (`on_device`), which are then copied back
+(`keep`). Values are the same in both memories. Copies to the host are asynchronous: call `wait` before you
+read or write the stored tensors there.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,7 +47,7 @@ _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]]
 
 
 class _Prefetched(NamedTuple):
-    """Copies from the host, the event after which they are there, and the versions of what was copied."""
+    """Copies from the host, the event that marks their arrival, and the versions of the tensors copied."""
 
     copies: dict[str, torch.Tensor]
     event: torch.cuda.Event | None
@@ -55,18 +55,17 @@ class _Prefetched(NamedTuple):
 
 
 class QuantizedState:
-    """A tensor of a fixed shape in the numbers of a cast.
+    """A tensor of a fixed shape, stored in a cast.
 
     Attributes:
-        shape: The shape of the tensor; the local one if several processes hold the tensor together.
-        cast: The cast of its numbers.
-        shard: The shard that the local numbers are, or None.
+        shape: The shape of the tensor; the local shape if it is sharded.
+        cast: The cast that it is stored in.
+        shard: The position of the local shard, or None.
         tensors: The stored tensors by name; the same objects for the state's lifetime, so that a checkpoint
             can hold them and a restart can copy into them.
-        device: The device that computes with the numbers.
-        on_host: Whether they are kept in the host's memory (pinned) instead of a GPU's.
-        gauge: Called as `gauge(x, self)` with every float32 tensor that was written, if one is attached
-            (`nn.observer`).
+        device: The device that computes with the tensor.
+        on_host: Whether the tensor is in (pinned) host memory instead of a GPU's.
+        gauge: If attached, called as `gauge(x, self)` with every float32 tensor written (`nn.observer`).
     """
 
     def __init__(
@@ -77,15 +76,15 @@ class QuantizedState:
         on_host: bool = False,
         shard: TensorShard | None = None,
     ) -> None:
-        """Allocate zeros. Processes that hold shards of the tensor have to call `write` at the same time.
+        """Allocate zeros. Processes with shards of one tensor have to call `write` at the same time.
 
         Raises:
-            UserError: State cannot have the cast.
+            UserError: The cast is not for state.
         """
         if unknown := cast.beyond(STATE_KEYS):
             raise UserError(
-                f"cast {cast.name!r} of state: {', '.join(unknown)} belongs to operands of a product; remove "
-                "the key"
+                f"cast {cast.name!r} of state: {', '.join(unknown)} is for operands of a matmul; remove the "
+                "key"
             )
         self.shape, self.cast, self.shard = torch.Size(shape), cast, shard
         self.device, self.on_host = torch.device(device), on_host
@@ -101,7 +100,7 @@ class QuantizedState:
 
     def _blank(self) -> dict[str, torch.Tensor]:
         """`_zeros` on the meta device: real zeros are encoded once for each shape and cast."""
-        if self.shard is not None and self.shard.groups:  # what is stored does not depend on the other shards
+        if self.shard is not None and self.shard.groups:  # zeros do not depend on the other shards
             return QuantizedState(self.shape, self.cast, self.device).tensors
         key = self.shape, self.cast
         if key not in _BLANK:
@@ -111,11 +110,11 @@ class QuantizedState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """The memory of the stored tensors, in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def read(self) -> torch.Tensor:
-        """The stored numbers as float32, contiguous; for fp32 on its device the stored tensor itself."""
+        """The values as float32, contiguous; fp32 state on its device returns the stored tensor itself."""
         t, cast = self.on_device(), self.cast
         if cast.state.split:
             return _join(t["values"], t["rest"])
@@ -136,7 +135,7 @@ class QuantizedState:
 
     @property
     def shares_scale(self) -> bool:
-        """Whether `write` needs the largest magnitude of a tensor that several processes hold together."""
+        """Whether `write` needs the amax over the shards of several processes."""
         return self.shard is not None and self.cast.is_scaled and self.cast.block is None
 
     def write(
@@ -146,14 +145,14 @@ class QuantizedState:
         encode_scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Store float32 numbers.
+        """Store float32 values.
 
         Args:
             x: float32, of the local shape.
-            stream: The random bits of a cast that rounds stochastically; without it, it rounds to nearest.
+            stream: The random bits of a cast that rounds stochastically; without them it rounds to nearest.
             encode_scale: 0-dim float32, used instead of the scale from `x` (one scale per tensor).
-            amax: 0-dim float32, the largest magnitude of the global tensor, if the processes that hold
-                shards of it know it already; without it, they find it now.
+            amax: 0-dim float32, the amax of the global tensor, if it is known; otherwise the processes with
+                shards compute it now.
         """
         shard = replace(self.shard, global_amax=amax) if self.shard is not None else None
         for name, tensor in self._encoded(x, stream, encode_scale, shard).items():
@@ -162,10 +161,10 @@ class QuantizedState:
             self.gauge(x, self)
 
     def move(self, device: torch.device) -> None:
-        """Compute on another device from now on, and keep the numbers there unless they are on the host."""
+        """Compute on another device from now on, and move the tensors there unless they are on the host."""
         self.device, self.prefetched = device, None
         if device.type != "meta" and any(t.is_meta for t in self.tensors.values()):
-            self.tensors = self._zeros()  # there were no numbers
+            self.tensors = self._zeros()  # there were no values
         to_host = self.on_host and device.type == "cuda"
         self.tensors = {n: t.cpu().pin_memory() if to_host else t.to(device) for n, t in self.tensors.items()}
 
@@ -177,22 +176,22 @@ class QuantizedState:
             self.prefetched = _Prefetched(self._copies(), None, self._versions())
             return
         stream = _copies(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # a copy back has then ended
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # any copy back is complete then
         with torch.cuda.stream(stream):
             copies = self._copies()
         self.prefetched = _Prefetched(copies, stream.record_event(), self._versions())
 
     @property
     def is_apart(self) -> bool:
-        """Whether the numbers lie in another memory than that of the device which computes with them."""
+        """Whether the tensors are in another memory than that of the device that computes with them."""
         return self.on_host and is_gpu(self.device)
 
     def on_device(self) -> dict[str, torch.Tensor]:
-        """The stored tensors on the device that computes with them; copies, if they lie apart."""
+        """The stored tensors on the device that computes with them; copies if they are elsewhere."""
         if not self.is_apart:
             return self.tensors
         fetched, self.prefetched = self.prefetched, None
-        if fetched is None or fetched.versions != self._versions():  # they were written since
+        if fetched is None or fetched.versions != self._versions():  # written since then
             return self._copies()
         if fetched.event is not None:
             now = torch.cuda.current_stream(self.device)
@@ -202,13 +201,13 @@ class QuantizedState:
         return fetched.copies
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep what was changed in place in the tensors of `on_device`, in their order."""
+        """Store the tensors of `on_device`, in their order, after an in-place update."""
         if self.is_apart:
             for to, changed in zip(self.tensors.values(), tensors, strict=True):
                 to.copy_(changed, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait for the copies to the host, before the host itself reads or writes the stored tensors."""
+        """Wait for copies to the host; call it before host code reads or writes the stored tensors."""
         if self.is_apart and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -219,7 +218,7 @@ class QuantizedState:
         return {n: t.to(self.device, non_blocking=True, copy=True) for n, t in self.tensors.items()}
 
     def scale_by(self, factor: torch.Tensor) -> None:
-        """Multiply by a 0-dim factor: float32 scales if there are any, which leaves the codes as they are."""
+        """Multiply by a 0-dim factor; with float32 scales, only the scales change."""
         for name in ("c", "tensor_scale", "scale", "scales"):
             if name in self.tensors and self.tensors[name].dtype == torch.float32:
                 self.tensors[name].mul_(factor.to(self.tensors[name].device))
@@ -233,7 +232,7 @@ class QuantizedState:
         encode_scale: torch.Tensor | None = None,
         shard: TensorShard | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The contents of `tensors` for `x`."""
+        """The new contents of `tensors` for the values `x`."""
         cast = self.cast
         if cast.state.split:
             return _split(x)
@@ -274,12 +273,12 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def stored_scales(scales: torch.Tensor, cast: Cast) -> torch.Tensor:
-    """The float32 block scales of a cast from what state stores: codes, bf16 or fp32."""
+    """The float32 block scales of a cast from their stored form: codes, bf16 or fp32."""
     return decode(scales, format(cast.scales.format)) if cast.scales.are_codes else scales.float()
 
 
 def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.Tensor]:
-    """The "codes" of a float32 tensor, and the "scales" that its blocks were divided by."""
+    """The "codes" of a float32 tensor and the "scales" that divided its blocks."""
     split = blocks.split(x)
     largest = split.abs().amax(blocks.inner, keepdim=True)
     divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
@@ -288,8 +287,8 @@ def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.
 
 
 def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """float32 as bf16 (ties away from zero) and an int16 that, added to the 32 bits, gives float32 back."""
-    x = torch.where(x.isnan(), torch.nan, x)  # one NaN for all, which no carry turns into a number
+    """float32 as bf16 (ties away from zero) and an int16 that, added to the 32 bits, restores float32."""
+    x = torch.where(x.isnan(), torch.nan, x)  # one NaN for all, which a carry cannot turn into a number
     bits = x.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return {

@@ -1,8 +1,8 @@
 """Recipes of other tools: written for them by `write_recipe`, read from their files by `read_recipe`.
 
-A tool is a module with functions of a recipe: `refusals` (what the tool cannot express of it), `text`, and
-`notes` (where the tool's values differ all the same, and what its user has to do); and `read` of a file. Both
-directions look things up in one table of the tool's names. `VERSION` is the version that the table is of.
+A tool is a module with these functions: `refusals` (the parts of a recipe that it cannot express), `text`,
+`notes` (where its values still differ, and what its user has to do), and `read`, which reads a file. Both
+directions use one table of the tool's names. `VERSION` is the version that the table describes.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ SOURCES: Mapping[str, Reader] = {name: t.read for name, t in TARGETS.items() if 
 
 
 def refusals(recipe: Recipe, target: str) -> list[Refusal]:
-    """What a target cannot express of a recipe, key by key; empty if it expresses all of it.
+    """The parts of a recipe that a target cannot express, key by key; empty if there are none.
 
     Raises:
         UserError: No target has that name.
@@ -65,10 +65,10 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None) -> str:
     Args:
         recipe: The recipe.
         target: A name of `TARGETS`.
-        blocks: How many blocks the model has; Megatron's file needs it where some of the last stay wide.
+        blocks: The number of blocks of the model; Megatron's file needs it if some of the last stay wide.
 
     Raises:
-        Refused: The target cannot say all of the recipe; the sentence names each key.
+        Refused: The target cannot express all of the recipe; the sentence names each key.
         UserError: No target has that name, or `blocks` is missing.
     """
     if found := refusals(recipe, target):
@@ -76,8 +76,8 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None) -> str:
     key = megatron.needs_blocks(recipe) if target == "megatron" else ""
     if key and blocks is None:
         raise UserError(
-            f"recipe {recipe.name!r} for megatron: keep.{key} counts the blocks of a model, and Megatron's "
-            "file wants their numbers; say how many the model has with --blocks N"
+            f"recipe {recipe.name!r} for megatron: keep.{key} counts the blocks of a model, but Megatron's "
+            "file needs their indices; give the number of blocks with --blocks N"
         )
     body = megatron.text(recipe, blocks) if target == "megatron" else TARGETS[target].text(recipe)
     target_notes = TARGETS[target].notes(recipe)
@@ -88,13 +88,13 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None) -> str:
 def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Recipe:
     """The recipe that a file of another tool specifies; nothing in the file is executed.
 
-    The recipe's `text` begins with a comment for each thing that the file specifies, or leaves to its user,
-    and the recipe does not hold. Everything that is not narrow is in bf16.
+    The recipe's `text` begins with a comment for each part of the file that the recipe does not hold, or that
+    the file leaves to its user. Everything that is not low-precision is bf16.
 
     Args:
         path: The file.
         source: A name of `SOURCES`.
-        blocks: How many blocks the model has; Megatron's file needs it where some of the last stay wide.
+        blocks: The number of blocks of the model; Megatron's file needs it if some of the last stay wide.
 
     Raises:
         UserError: No source has that name, the file cannot be read, or a recipe cannot hold what it

@@ -1,9 +1,8 @@
-"""A recipe for Megatron-LM: the YAML of --te-precision-config-file, which gives modules a recipe by globs.
+"""Megatron-LM: the YAML file of --te-precision-config-file, which assigns recipes to modules by globs.
 
-Megatron names those of TransformerEngine's recipes that it knows. Any other is a quantizer factory, which is
-the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extensions/transformer_engine.py
-(TEQuantizationRecipe), core/quantization/quant_config.py (matchers, of which the first wins),
-core/fp8_utils.py.
+Megatron has names for some of TransformerEngine's recipes. Any other recipe needs a quantizer factory, which
+is the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extensions/transformer_engine.py
+(TEQuantizationRecipe), core/quantization/quant_config.py (matchers; the first match wins), core/fp8_utils.py.
 """
 
 import re
@@ -22,7 +21,7 @@ from narrowgauge.recipes.exchange.te_recipes import delayed_scaling, named_field
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "Megatron-LM 0.20.0 (d98e8a6, 2026-08-22)"
-# The output head has no quantization in Megatron, unless --fp8-output-proj asks for it.
+# Megatron does not quantize the output head without --fp8-output-proj.
 HEADS = ("head", "lm_head", "output_layer")
 _TYPE, _PARAMS = "transformer_engine_config_type", "TEQuantizationParams"
 _ALL, _BLOCK = "*layers.*", re.compile(r"\*?layers\.(\d+)\.\*")
@@ -30,43 +29,43 @@ _DELAYED = re.compile(
     r"--fp8-format (hybrid|e4m3) --fp8-recipe delayed --fp8-margin (\d+)\s+(?:#\s+)?"
     r"--fp8-amax-history-len (\d+) --fp8-amax-compute-algo (max|most_recent)"
 )
-#: Fields of a training recipe under which the GEMMs compute the same values.
+#: Fields of a training recipe that do not change the values of the GEMMs.
 _NO_VALUES = ("override_nonquantized_autocast", "override_quantized_autocast", "tp_only_amax_red")
 
 
 def refusals(recipe: Recipe) -> list[Refusal]:
-    """What Megatron cannot say of a recipe."""
+    """The parts of a recipe that Megatron cannot express."""
     modules, first, last = kept(recipe)
     found = [*outside_products(recipe, "megatron"), *other_rules(recipe, "megatron")]
     products = te.of_products(recipe, "megatron")
     found += products
     for name in modules:
         if name not in HEADS:
-            why = f"keep.modules = {name!r}, a name of another model than Megatron's"
+            why = f"keep.modules = {name!r}, which is not a module of Megatron's models"
             found.append(Refusal("", "keep.modules", why))
     if not set(HEADS) & set(modules) and not products:
-        why = "no head is kept, but Megatron's output layer is not quantized"
+        why = "the head is quantized, but Megatron does not quantize its output layer"
         found.append(Refusal("", "keep.modules", why))
     own = own_recipe(recipe)
     if own is not None and "Delayed" in own.text and (first or last):
         found.append(
-            Refusal("", "keep", "keep with history, but Megatron's delayed scaling holds for all blocks")
+            Refusal("", "keep", "keep with a history, but Megatron's delayed scaling applies to all blocks")
         )
     return found
 
 
 def needs_blocks(recipe: Recipe) -> str:
-    """The key of [keep] for which the number of blocks has to be known; "" if there is none."""
+    """The key of [keep] that needs the number of blocks; "" if none does."""
     _, first, last = kept(recipe)
     return "last_blocks" if last else "first_blocks" if isinstance(first, float) and first else ""
 
 
 def text(recipe: Recipe, blocks: int | None) -> str:
-    """The YAML file; `blocks` is how many the model has, where the recipe keeps some of its last."""
+    """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last."""
     own = own_recipe(recipe)
     if own is not None and "Delayed" in own.text:
         return (
-            "# Delayed scaling is no matter of this file in Megatron. These arguments say the same:\n"
+            "# Megatron does not set delayed scaling in this file. These arguments are equivalent:\n"
             f"#   {own.arguments}\nconfigs: {{}}\nmatchers: {{}}\n"
         )
     if own is not None and own.megatron:
@@ -104,20 +103,20 @@ def _matcher(name: str, config: str, pattern: str) -> list[str]:
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """The places where the numbers of Megatron differ from the recipe, and what its user has to do."""
+    """The places where Megatron's values differ from the recipe, and what its user has to do."""
     own = own_recipe(recipe)
     found = [
-        "Give it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage: without "
-        "pipelining these are the model's."
+        "Pass it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage; without "
+        "pipelining these are the layers of the model."
     ]
     if te.needs_factory(recipe):
         module = f"te_{recipe.name.replace('-', '_')}"
         found.append(
-            f"The factory is the file of `narrowgauge recipes {recipe.name} --to te`, kept as {module}.py."
+            f"The factory is the file of `narrowgauge recipes {recipe.name} --to te`, saved as {module}.py."
         )
     elif own and own.megatron and own.megatron.get("fp8_quantization_recipe") == "tensorwise":
         found.append(
-            "On sm_90, fprop adds up with fast accumulation, which is less than fp32: Megatron has no key."
+            "On sm_90, fprop uses fast accumulation, which is less than fp32; Megatron has no key for it."
         )
     te_notes = [
         n for n in te.notes(recipe)[1:] if "other random" in n or "is reused" in n or "FP8 adds up" in n
@@ -126,14 +125,14 @@ def notes(recipe: Recipe) -> list[str]:
 
 
 def read(path: Path, blocks: int | None = None) -> Reading:
-    """The YAML of --te-precision-config-file: one narrow configuration, and blocks that stay wide.
+    """Read the YAML of --te-precision-config-file: one low-precision configuration and wide blocks.
 
     Args:
-        path: The file. A factory that it names is read from the Python file beside it.
-        blocks: How many blocks the model has; needed if some of the last stay wide.
+        path: The file. A factory that it names is read from a Python file in the same folder.
+        blocks: The number of blocks of the model; needed if some of the last stay wide.
 
     Raises:
-        UserError: A part of the file is more than a recipe holds; the sentence names it.
+        UserError: A recipe cannot express a part of the file; the sentence names it.
     """
     (file, *_) = yaml_documents(path) or [None]
     if not isinstance(file, Mapping) or not {"configs", "matchers"} <= set(file):
@@ -169,14 +168,14 @@ def _matched(path: Path, file: Mapping[str, Any]) -> tuple[str, list[int]]:
         else:
             raise UserError(
                 f"{path}: matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe for "
-                f"Megatron's layers has one narrow configuration for {_ALL} below wide ones of whole blocks, "
-                "such as *layers.0.*; write other rules in a recipe of your own"
+                f"Megatron's layers has one low-precision configuration for {_ALL} below wide ones of whole "
+                "blocks, such as *layers.0.*; write other rules into a recipe file"
             )
-    raise UserError(f"{path}: no enabled matcher has a narrow configuration for {_ALL}; add one")
+    raise UserError(f"{path}: no enabled matcher has a low-precision configuration for {_ALL}; add one")
 
 
 def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Cast], list[str]]:
-    """The casts of a configuration, and what is lost of it."""
+    """The casts of a configuration, and the parts that a recipe does not hold."""
     if config.get(_TYPE) != _PARAMS:
         raise UserError(f"{path}: configuration {name!r} has no {_TYPE}: {_PARAMS}; add it")
     fields = {k: v for k, v in config["training_recipe"].items() if k not in _NO_VALUES}
@@ -190,8 +189,8 @@ def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[st
         beside = path.with_name(f"{module.rpartition('.')[2]}.py")
         if not beside.is_file() or function != te.FACTORY:
             raise UserError(
-                f"{path}: configuration {name!r} takes its casts from {factory}, a Python function; put the "
-                f"file that `narrowgauge recipes NAME --to te` writes beside it as {beside.name}"
+                f"{path}: configuration {name!r} takes its casts from {factory}, a Python function; write "
+                f"it with `narrowgauge recipes NAME --to te`, as {beside.name} in the same folder"
             )
         reading = te.read(beside)
         return reading.casts, [*lost, *(w for w in reading.lost if "which layers" not in w)]
@@ -199,25 +198,25 @@ def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[st
     if own is None:
         said = ", ".join(f"{key}: {value}" for key, value in fields.items()) or "nothing"
         raise UserError(
-            f"{path}: configuration {name!r} has {said}, which is no recipe of TransformerEngine's that "
-            "narrowgauge knows; name tensorwise, blockwise, mxfp8 or nvfp4"
+            f"{path}: configuration {name!r} has {said}, which narrowgauge does not know as a recipe of "
+            "TransformerEngine; name tensorwise, blockwise, mxfp8 or nvfp4"
         )
     return own.casts, lost
 
 
 def _keep(path: Path, wide: list[int], blocks: int | None) -> Keep:
-    """The numbers of wide blocks as counts from both ends of the model."""
+    """The wide blocks as counts from both ends of the model."""
     numbers = sorted(set(wide))
     first = next((i for i, number in enumerate(numbers) if i != number), len(numbers))
     rest = numbers[first:]
     if rest and blocks is None:
         raise UserError(
             f"{path}: blocks {', '.join(map(str, rest))} stay wide, and a recipe counts them from the end of "
-            "the model; say how many blocks it has with --blocks N"
+            "the model; give the number of blocks with --blocks N"
         )
     if rest and rest != list(range(blocks - len(rest), blocks or 0)):  # type: ignore[operator]
         raise UserError(
-            f"{path}: blocks {', '.join(map(str, rest))} of {blocks} stay wide, and a recipe has blocks from "
-            "the two ends of the model; name these blocks in a [[rule]] of your own"
+            f"{path}: blocks {', '.join(map(str, rest))} of {blocks} stay wide, but a recipe counts blocks "
+            "from the ends of the model; name these blocks in a [[rule]]"
         )
     return Keep(HEADS[:2], first, len(rest))

@@ -267,7 +267,7 @@ def _cast(path: Path, name: str, cfg: Any) -> Cast:
 
 
 def _bits(value: Any) -> Any:
-    """The name of a format: E and M in brackets are one, too."""
+    """The name of a format; a pair (E, M) is also one."""
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     return f"e{value[0]}m{value[1]}" if is_pair else value
 

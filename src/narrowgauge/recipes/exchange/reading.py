@@ -105,7 +105,7 @@ class PythonFile:
         """An expression as a call with all arguments.
 
         Raises:
-            UserError: It is no call, or of something that the signatures do not have.
+            UserError: It is not a call, or calls something that is not in the signatures.
         """
         try:
             return call_of(node, self.signatures)
@@ -162,7 +162,7 @@ def call_of(node: ast.expr | str, signatures: Signatures) -> Call:
     """An expression, or its text, as a call with all arguments.
 
     Raises:
-        UserError: It is no call, or of something that the signatures do not have.
+        UserError: It is not a call, or calls something that is not in the signatures.
     """
     if isinstance(node, str):
         node = ast.parse(node, mode="eval").body

@@ -1,8 +1,8 @@
-"""TransformerEngine's own recipe classes that say a recipe as a whole: a line of Python, and six casts.
+"""TransformerEngine's recipe classes that express a whole recipe: a line of Python, and six casts.
 
-Source: TransformerEngine @ d0067d0, common/recipe/__init__.py and, for what each makes of its options,
-pytorch/custom_recipes/quantizer_factories.py. Float8CurrentScaling is given exact accumulation in fprop,
-which it leaves out by default.
+Source: TransformerEngine @ d0067d0, common/recipe/__init__.py and, for the effect of each option,
+pytorch/custom_recipes/quantizer_factories.py. Float8CurrentScaling gets exact accumulation in fprop, which is
+not its default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from narrowgauge.recipes.recipe import Recipe
 _ATTENTION = {"fp8_dpa": "False", "fp8_mha": "False", "backward_override": "None"}
 _EXACT = "MMParams(use_split_accumulator=True)"
 _GEMMS = {f"fp8_gemm_{gemm}": _EXACT for gemm in ("fprop", "dgrad", "wgrad")}
-#: The parameters of each recipe class, with what they are if no environment variable is set.
+#: The parameters of each recipe class, with their values if no environment variable is set.
 SIGNATURES: Signatures = {
     "MMParams": {"use_split_accumulator": "True"},
     "DelayedScaling": {
@@ -73,10 +73,10 @@ class OwnRecipe:
     """One of TransformerEngine's recipes.
 
     Attributes:
-        text: The Python that makes it.
-        casts: What it puts into the six places.
-        megatron: The same as fields of a Megatron quantization recipe; None if Megatron has no name for it.
-        arguments: The same as arguments of Megatron.
+        text: The Python expression that makes it.
+        casts: Its casts for the six places.
+        megatron: Its fields in a Megatron quantization recipe; None if Megatron has no name for it.
+        arguments: Its command-line arguments for Megatron.
     """
 
     text: str
@@ -86,7 +86,7 @@ class OwnRecipe:
 
 
 def own_recipe(recipe: Recipe) -> OwnRecipe | None:
-    """The recipe of TransformerEngine's whose six casts are those of a recipe."""
+    """The recipe of TransformerEngine with the same six casts as a recipe, if there is one."""
     delayed = _delayed(recipe)
     candidates = (*_own_recipes(), *([delayed] if delayed else []))
     return next((own for own in candidates if own.casts == dict(recipe.casts)), None)
@@ -147,7 +147,7 @@ def _nvfp4_recipes() -> Iterator[OwnRecipe]:
 
 
 def _delayed(recipe: Recipe) -> OwnRecipe | None:
-    """DelayedScaling with the history of a recipe's first operand, if it has one."""
+    """DelayedScaling with the amax history of a recipe's first operand, if it has one."""
     x, dy = recipe.casts["fprop.x"], recipe.casts["dgrad.dy"]
     words = {"e5m2": "HYBRID", "e4m3": "E4M3"}
     if not x.amax.history or dy.element.name not in words:
@@ -156,7 +156,7 @@ def _delayed(recipe: Recipe) -> OwnRecipe | None:
 
 
 def delayed_scaling(word: str, history: int, algorithm: str, margin: int) -> OwnRecipe:
-    """DelayedScaling under a format, HYBRID or E4M3."""
+    """DelayedScaling with a format, HYBRID or E4M3."""
     keys = {"history": history, "history_algorithm": algorithm, "margin": margin}
     of_dy = {"element": "e5m2" if word == "HYBRID" else "e4m3"} | keys
     return OwnRecipe(
@@ -169,7 +169,7 @@ def delayed_scaling(word: str, history: int, algorithm: str, margin: int) -> Own
 
 
 def named_fields(fields: Mapping[str, object]) -> OwnRecipe | None:
-    """The recipe that Megatron's fields name; without `fp8_format` it is Megatron's default, e4m3."""
+    """The recipe that Megatron's fields name; `fp8_format` defaults to Megatron's default, e4m3."""
     given = {key: str(value) for key, value in fields.items()}
     if "fp8_quantization_recipe" in given:
         given.setdefault("fp8_format", "e4m3")
@@ -177,10 +177,10 @@ def named_fields(fields: Mapping[str, object]) -> OwnRecipe | None:
 
 
 def named_recipe(call: Call) -> tuple[OwnRecipe, list[str]]:
-    """The row of the table that a call makes, and what the call specifies beyond a recipe.
+    """The recipe that a call makes, and the parts of the call that a recipe does not hold.
 
     Raises:
-        UserError: No row has these arguments; the sentence names those that differ from the nearest.
+        UserError: No recipe has these arguments; the sentence names those that differ from the nearest.
     """
     given = call.arguments
     rows = [own for own in _own_recipes() if own.text.startswith(f"{call.name}(")]
@@ -194,11 +194,11 @@ def named_recipe(call: Call) -> tuple[OwnRecipe, list[str]]:
         for own, row in made.items()
     }
     if not differing:
-        raise UserError(f"{call.name} with these arguments has no row in the table of recipes")
+        raise UserError(f"{call.name} with these arguments is not in the table of recipes")
     nearest = min(differing, key=lambda own: len(differing[own]))
     if keys := differing[nearest]:
         said = ", ".join(f"{key} = {given[key]!r}" for key in keys)
-        raise UserError(f"{call.name} with {said}, where recipes have {nearest.text}; change it there")
+        raise UserError(f"{call.name} with {said} is not supported; change it to {nearest.text}")
     lost = [
         f"{key} with use_split_accumulator=False: the recipe accumulates in fp32"
         for key in ACCUMULATION

@@ -107,7 +107,7 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
     late = [v for v in apart if v not in early]
     why = f"Not compared with {to}, of which a run failed:"
     if not reference.has_failed:
-        why = f"Not compared, for want of {to}'s seed or tokens:"
+        why = f"Not compared, because {to}'s seed or tokens are missing:"
     waiting = [v for v in of("not finite") if v.loss is not None and math.isfinite(v.loss)]
     broken = [v for v in of("not finite") if v not in waiting]
     proven = [v for v in others if v.is_proven]
