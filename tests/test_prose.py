@@ -37,6 +37,8 @@ EXAMPLES = (
     "In no need of a network.",
     "Not compared, for want of a seed.",
     "Create it anew.",
+    "The run goes on.",
+    "Nothing but zeros.",
     "Processes that hold a tensor together.",
     "Whom to time.",
     "Only the own step.",

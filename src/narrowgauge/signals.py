@@ -131,7 +131,7 @@ def is_compared() -> bool:
 def die_with_launcher(environ: Mapping[str, str]) -> None:
     """Have the kernel kill this process when its parent exits, if that is a launcher such as torchrun.
 
-    A killed launcher cannot notify its processes; they would go on training and writing. Linux only.
+    A killed launcher cannot notify its processes; they would continue to train and write. Linux only.
     """
     if sys.platform != "linux" or not any(environ.get(name) for name in _LAUNCHED):
         return

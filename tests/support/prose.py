@@ -29,6 +29,8 @@ PATTERNS = {
     r"\bin no need of\b": '"does not need"',
     r"\bfor want of\b": '"without", "because ... is missing"',
     r"\banew\b": '"again"',
+    r"\bgo(?:es)? on\b(?! with)": '"continue"',
+    r"\bnothing but\b": '"only"',
     r"\bholds? (?!for\b)[a-z ]{1,20} together\b": '"share", "shards of"',
     r"\bwhom\b": "the noun",
     r"\bthe own\b": '"our", "its"',

@@ -111,7 +111,7 @@ def _judge(
     if min(gaps) > gate.limit:
         return GateResult(group.name, "fail", f"{text}, above the gate for every seed")
     if half is None:
-        return GateResult(group.name, "open", f"{text}: one seed has no interval; --seeds 3 or more go on")
+        return GateResult(group.name, "open", f"{text}: one seed has no interval; add --seeds 3")
     if mean - half > gate.limit:
         return GateResult(group.name, "fail", f"{text}, above the gate")
     if mean + half <= gate.limit:

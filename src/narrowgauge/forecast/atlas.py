@@ -2,7 +2,7 @@
 
     gap_percent = 100 (loss - reference_loss) / reference_loss
 
-The reference is the run of the same source that differs in nothing but precision: the same model, tokens and
+The reference is the run of the same source that differs only in precision: the same model, tokens and
 data in bf16 (the column `matched` records how it was found). `atlas.csv` lies in this folder; `docs/atlas.md`
 names its sources. A user's own file has the same columns, and may have more.
 """

@@ -7,7 +7,7 @@ With theta all coefficients, T_ig the term of GEMM g at point i and G_ig the der
     V     = (S^-1 + J' W J)^-1,    W = diag(1 / var e_i), S the prior covariance
     theta <- V (S^-1 m + J' W (gap - f(theta) + J theta))
 
-sigma_i = sigma_family (N / 10^8)^-1/4 is the noise of a pair of runs that differ in nothing but their luck,
+sigma_i = sigma_family (N / 10^8)^-1/4 is the noise of a pair of runs that differ only in their luck,
 unless the source of a point states its own error; rho is how far points lie off the law.
 
 After each such step, each variance becomes what its effects are expected to have (Dempster, Laird and Rubin

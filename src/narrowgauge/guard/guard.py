@@ -142,7 +142,7 @@ class Guard:
             raise Diverged(
                 f"step {step} is a spike ({verdict.reason}), and the run has gone back {self.rollbacks} "
                 "times, which is guard.max_rollbacks; lower optimizer.lr or use a wider recipe in a new run, "
-                "or go on with a larger one and --allow-change guard.max_rollbacks"
+                "or continue with a larger one and --allow-change guard.max_rollbacks"
             )
         if verdict.action == "skip" and self.skips_in_a_row > self.rules.max_skips:
             had = "a spike" if verdict.is_finite else "a non-finite loss or gradient"

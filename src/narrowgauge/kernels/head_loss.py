@@ -214,7 +214,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> None:
     if out.dtype == torch.float32 == a.dtype:
         torch.addmm(out, a, b, beta=int(adds), out=out)
     elif is_shape_only(out):
-        return  # a matmul would allocate nothing but `out`
+        return  # a matmul would allocate only `out`
     elif is_slow(a) or (out.dtype == torch.float32 and not sums_in_fp32(out.device)):
         product = a.float() @ b.float()
         out.copy_(out + product if adds else product)

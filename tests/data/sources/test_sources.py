@@ -155,8 +155,8 @@ def test_a_place_without_text_is_refused(tmp_path):
     assert "cannot read" in refusal(tmp_path / "d" / "a.bin")
     for name in "ab":
         write(tmp_path / "e" / f"{name}.txt", "\n \n")
-    assert "nothing but white space" in refusal(tmp_path / "e")
-    assert "nothing but white space" in refusal(write(tmp_path / "empty.txt", ""))
+    assert "only white space" in refusal(tmp_path / "e")
+    assert "only white space" in refusal(write(tmp_path / "empty.txt", ""))
 
 
 def test_bytes_that_are_not_utf8_are_refused_with_file_and_place(tmp_path):

@@ -144,7 +144,7 @@ def test_a_record_that_cannot_be_written_ends_nothing(train, look, at_step, tmp_
     path = train("run", {"gauges.every": 1}, said)
     expected = train("other", {"gauges.every": 1})
     assert said.getvalue().count("NOT RECORDED") == 1
-    assert f"{file} cannot be written (No space left on device); training goes on" in said.getvalue()
+    assert f"{file} cannot be written (No space left on device); training continues" in said.getvalue()
     assert look(path).column("step") == [1, 2, 3, 4, 5, 6], "nothing is missing"
     assert look(path).column("loss") == look(expected).column("loss")
     assert [line["step"] for line in read_jsonl(path / "gauges.jsonl")] == [

@@ -81,7 +81,8 @@ def test_a_sink_that_is_down_is_told_once_and_tried_again(monkeypatch):
     assert [step for step, _ in book.pages] == [3, 4]
     (warning,) = said
     assert warning == (
-        "NOT SENT to book (ConnectionError: nobody there); training goes on, and metrics.jsonl has every step"
+        "NOT SENT to book (ConnectionError: nobody there); training continues, and metrics.jsonl has "
+        "every step"
     )
 
 

@@ -17,7 +17,7 @@ from narrowgauge.units import human_bytes
 
 
 class SaveError(UserError, Failed):
-    """A checkpoint could not be written. The older ones are untouched, and training can go on."""
+    """A checkpoint could not be written. The older ones are untouched, and training can continue."""
 
     exit_code = 1
 

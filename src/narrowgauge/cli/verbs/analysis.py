@@ -166,7 +166,7 @@ _COST_NOTES = (
 _NOTES = (
     "loss +: nats a token more than the same weights in fp32",
     "cosine, bias, bits: of the gradient, against a backward pass of the same numbers that rounds nothing",
-    "slope: bits gained when draws are averaged; 0.5 is unbiased, 0 is nothing but bias",
+    "slope: bits gained when draws are averaged; 0.5 is unbiased, 0 is only bias",
     "g/noise: norm of that gradient over the noise of the random bits; ±: 95 % interval over the batches",
 )
 

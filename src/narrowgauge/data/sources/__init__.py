@@ -84,7 +84,7 @@ def documents(name: str, text_key: str = "text") -> Iterator[Document]:
 
 def no_text(source: str) -> UserError:
     """The error for a source without a document."""
-    return UserError(f"data source {source!r} holds nothing but white space; give one with text in it")
+    return UserError(f"data source {source!r} holds only white space; give one with text in it")
 
 
 def _documents(source: Source) -> Iterator[Document]:

@@ -1,7 +1,7 @@
 """Expands Slurm's lists of hosts and of tasks of each node, and derives a port from the job's number.
 
 Slurm writes `frontier[00123-00125,00200]` for four hosts and `8(x3),4` for the tasks of four nodes. Slurm
-itself is not called: a process needs nothing but its environment.
+itself is not called: a process needs only its environment.
 
 Source: https://slurm.schedmd.com/srun.html, section OUTPUT ENVIRONMENT VARIABLES.
 """

@@ -17,7 +17,7 @@ row this is the same as quantizing exp(z - max z), as kernels with a running max
 A kernel never holds p, and this function holds only some rows of it: `SCORES` elements at a time, in whole
 heads if one fits. A scale over all of p (or ds) is computed in a first round over the pieces, which are then
 recomputed; a block that spans all queries needs all rows of a head. The backward pass keeps q, k, v and
-recomputes the rest, except the amax of p. Splitting into pieces changes nothing but the order of the sums
+recomputes the rest, except the amax of p. Splitting into pieces changes only the order of the sums
 over T.
 
 Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, Y = B K matrices, T queries, S keys,

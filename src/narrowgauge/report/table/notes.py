@@ -56,7 +56,7 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
     if any(v.gap is not None and v.half_width is None for v in others):
         notes.append(
             "A gap of one seed has no confidence interval: another seed would give another gap. "
-            "--seeds 3 or more goes on from these runs."
+            "--seeds 3 or more continues from these runs."
         )
     notes += [note for v in others if (note := _unpaired_note(v, reference))]
     tokens = {run.tokens for run in runs}

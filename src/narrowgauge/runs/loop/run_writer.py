@@ -94,7 +94,7 @@ class RunWriter(RunDirectory):
         """Log a warning once, until writing succeeds again."""
         if not self.waiting:
             reason = error.strerror or str(error)
-            self.log(f"NOT RECORDED: {file} cannot be written ({reason}); training goes on, and lines wait")
+            self.log(f"NOT RECORDED: {file} cannot be written ({reason}); training continues, and lines wait")
 
 
 class NullRunWriter(RunWriter):

@@ -106,7 +106,7 @@ class Feed:
             self._is_down = True
             reason = " ".join(why.split())[:300]
             self.log(
-                f"NOT SENT to {self.name} ({reason}); training goes on, and metrics.jsonl has every step"
+                f"NOT SENT to {self.name} ({reason}); training continues, and metrics.jsonl has every step"
             )
 
 
