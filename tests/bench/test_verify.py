@@ -188,5 +188,5 @@ def test_a_backward_pass_that_does_not_repeat_is_seen(monkeypatch):
 
 def test_what_excludes_each_other_is_refused(capsys):
     assert main(["bench", "--verify", "--count", "h200"]) == 2
-    said = "narrowgauge: --verify and --count exclude each other: what is verified has to be here\n"
+    said = "narrowgauge: --verify and --count exclude each other: --verify runs on this device\n"
     assert capsys.readouterr().err == said

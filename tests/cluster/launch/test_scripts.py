@@ -299,7 +299,7 @@ def test_a_short_limit_has_a_short_warning_and_a_cpu_run_asks_for_no_gpus(write)
             "--slurm --site frontier --gpus-per-node 16 --out s.sh -- train",
             "16, but a node of frontier has 8",
         ),
-        ("--slurm --out mine.txt -- train", "no script of launch"),
+        ("--slurm --out mine.txt -- train", "is not from launch"),
         ("--torchrun --gpus-per-node 2 --out s.sh -- train --training.micro_batch_size 8", "8 cannot be cut"),
         ("--torchrun --nodes 3 --gpus-per-node 3 --out s.sh -- train", "set --training.batch_size 9"),
         (

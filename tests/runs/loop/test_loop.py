@@ -207,7 +207,7 @@ def write_corpus(directory, sizes, seed=0):
     ("sizes", "words"),
     [
         ([], "leads to no file that can be read"),
-        ([0, 0], "leads to no file that can be read|nothing but white space"),
+        ([0, 0], "leads to no file that can be read|only white space"),
         ([20, 20], "the training part .* 21 tokens.* data.sequence_length"),
         ([100, 20], "part of the data holds 21 tokens.* data.sequence_length"),
     ],
