@@ -30,6 +30,7 @@ __all__ = [
     "SeesFSDP",
     "SwizzleType",
     "TorchDispatchMode",
+    "accept_any_gradient",
     "active_ddp",
     "after_backward",
     "all_gather_single",
@@ -48,6 +49,7 @@ __all__ = [
     "group_of_collective",
     "has_hooks",
     "ignore_in_ddp",
+    "is_accumulated",
     "is_called_after_accumulation",
     "is_in_backward",
     "is_in_place",
@@ -208,6 +210,27 @@ def has_hooks(of: torch.nn.Module | torch.Tensor, before: bool = False) -> bool:
 def is_called_after_accumulation(p: torch.Tensor, hook: Callable[..., Any]) -> bool:
     """Whether a parameter has a hook that sees its accumulated gradient. None is listed publicly."""
     return hook in (p._post_accumulate_grad_hooks or {}).values()
+
+
+def accept_any_gradient(p: torch.Tensor) -> None:
+    """Let autograd accumulate gradients of any float dtype in a leaf, from torch 2.13 on.
+
+    Older versions convert each gradient to the dtype of the leaf (`Tensor.grad_dtype` is not there).
+    """
+    if hasattr(torch.Tensor, "grad_dtype"):
+        p.grad_dtype = None
+
+
+def is_accumulated(node: Any) -> bool:
+    """Whether the backward pass that is running adds to the gradient of the leaf that a node stands for.
+
+    False under `torch.autograd.grad`, which returns it: torch refuses the question there with an error. It
+    has no public name; `register_multi_grad_hook` asks the same way.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
 
 
 def attach_hooks_again(p: torch.Tensor) -> None:
