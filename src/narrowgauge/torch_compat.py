@@ -48,6 +48,7 @@ __all__ = [
     "fp8_product",
     "group_of_collective",
     "has_hooks",
+    "has_result",
     "ignore_in_ddp",
     "is_accumulated",
     "is_called_after_accumulation",
@@ -74,6 +75,7 @@ __all__ = [
     "without_hooks",
     "without_torch_function",
     "wrapper_subclass",
+    "writes_result",
     "written_arguments",
 ]
 
@@ -385,6 +387,16 @@ def is_view_operation(func: Any) -> bool:
     """Whether an operation, as `__torch_dispatch__` receives it, only creates a view."""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def has_result(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` receives it, returns anything."""
+    return bool(func._schema.returns)
+
+
+def writes_result(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` receives it, writes its result to an argument `out`."""
+    return any(argument.is_out for argument in func._schema.arguments)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:

@@ -48,7 +48,8 @@ def batch(seed=0, m=64):
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13 widens gradients")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("msamp-o2", torch.bfloat16), ("msamp-o3", torch.bfloat16), ("bf16-sr", torch.float32)]
+    ("name", "dtype"),
+    [("msamp-o2", torch.bfloat16), ("msamp-o3", torch.bfloat16), ("bf16-sr", torch.float32)],
 )
 def test_fp8_gradients_come_from_the_product_as_it_wrote_them(name, dtype):
     """Not widened to fp32 and back; unless other code reads the weight, whose gradients are then summed."""

@@ -228,11 +228,9 @@ class WeightUse:
     ) -> torch.Tensor | None:
         """Add to a gradient that waits for more; or return what autograd is to carry to the parameter.
 
-        A gradient in a cast will be rounded with the bits of `stream` when autograd has summed it.
-
         Args:
             dw_NK: The gradient, as the product wrote it.
-            stream: The random bits of the layer's pass.
+            stream: The random bits with which a gradient in a cast is rounded when autograd has summed it.
             dtype: The dtype of the weight.
             node: Where autograd carries the gradient.
 
@@ -311,9 +309,8 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
     attach_state(parameter, state)
     if is_sharded:
         return
-    if state.weight is not None:
-        if not isinstance(parameter, NarrowTensor):
-            make_narrow(parameter, state)
+    if state.weight is not None and not isinstance(parameter, NarrowTensor):
+        make_narrow(parameter, state)
     if state.gradient is not None:
         if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = NarrowGradParameter
