@@ -68,6 +68,8 @@ def test_operations_tell_whether_they_write():
     assert compat.is_in_place(torch.ops.aten.add_.Tensor)
     assert compat.is_in_place(torch.ops.aten.copy_.default)
     assert not compat.is_in_place(torch.ops.aten.add.Tensor)
+    assert not compat.is_collective(torch.ops.aten.add_.Tensor)
+    assert compat.is_collective(torch.ops.c10d.broadcast_.default)
     assert compat.has_result(torch.ops.aten.add_.Tensor)
     assert not compat.has_result(torch.ops.aten._foreach_add_.Scalar)
     assert compat.writes_result(torch.ops.aten.add.out)

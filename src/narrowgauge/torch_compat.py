@@ -52,6 +52,7 @@ __all__ = [
     "ignore_in_ddp",
     "is_accumulated",
     "is_called_after_accumulation",
+    "is_collective",
     "is_in_backward",
     "is_in_place",
     "is_view_operation",
@@ -72,6 +73,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "version_of",
+    "wait_for",
     "without_hooks",
     "without_torch_function",
     "wrapper_subclass",
@@ -249,6 +251,22 @@ def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:
     """The process group among the arguments of a `c10d` operation, which are those of a C++ function."""
     boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
     return dist.ProcessGroup.unbox(boxed)
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` receives it, is one of `torch.distributed`.
+
+    Schemas of these do not say which of their arguments they write to.
+    """
+    return str(func._schema.name).startswith("c10d::")
+
+
+def wait_for(result: Any) -> Any:
+    """The result of a `c10d` operation, once it is there."""
+    for boxed in tree_leaves(result):
+        if isinstance(boxed, torch.ScriptObject) and "Work" in str(boxed._type()):
+            dist.Work.unbox(boxed).wait()
+    return result
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

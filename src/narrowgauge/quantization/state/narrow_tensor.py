@@ -36,6 +36,7 @@ from narrowgauge.torch_compat import (
     attach_hooks_again,
     disabled_torch_function,
     has_result,
+    is_collective,
     is_in_place,
     is_view_operation,
     operation_name,
@@ -43,6 +44,7 @@ from narrowgauge.torch_compat import (
     tree_leaves,
     tree_map_only,
     version_of,
+    wait_for,
     without_torch_function,
     wrapper_subclass,
     writes_result,
@@ -206,6 +208,8 @@ class NarrowTensor(torch.Tensor):
     ) -> Any:
         """Take a view, write to the weight, or read its values."""
         kwargs = kwargs or {}
+        if is_collective(func):
+            return _communicate(func, args, kwargs)
         if is_in_place(func):
             return _write(func, args, kwargs)
         first = args[0] if args else None
@@ -368,6 +372,32 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not has_result(func):  # `_foreach_add_`, `_fused_adamw_`
         return None
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a collective on the values, wait for it, and write what it gave.
+
+    A sum or a broadcast is of the widest values, and is written on every process, so that weights and masters
+    are the same on all of them.
+    """
+    given: list[tuple[NarrowTensor, torch.Tensor, torch.Tensor]] = []
+    is_shared = operation_name(func) in ("broadcast_", "allreduce_")
+
+    def values(x: NarrowTensor) -> torch.Tensor:
+        record = x.narrowgauge
+        wide = record.widest() if is_shared else record.require_weight().read()
+        before = _through(x.views, wide).to(x.dtype).contiguous()
+        given.append((x, before, before.clone()))
+        return given[-1][2]
+
+    args, kwargs = tree_map_only(NarrowTensor, values, (tuple(args), kwargs))
+    result = wait_for(func(*args, **kwargs))
+    for x, before, after in given:
+        if is_shared or not torch.equal(before, after):
+            whole = x.narrowgauge.widest()
+            _through(x.views, whole).copy_(after)
+            x.narrowgauge.write(whole)
+    return result
 
 
 def _substituted(value: Any, written: bool, substitute: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
