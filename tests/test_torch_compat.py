@@ -68,6 +68,34 @@ def test_operations_tell_whether_they_write():
     assert compat.is_in_place(torch.ops.aten.add_.Tensor)
     assert compat.is_in_place(torch.ops.aten.copy_.default)
     assert not compat.is_in_place(torch.ops.aten.add.Tensor)
+    assert not compat.is_collective(torch.ops.aten.add_.Tensor)
+    assert compat.is_collective(torch.ops.c10d.broadcast_.default)
+    assert compat.has_result(torch.ops.aten.add_.Tensor)
+    assert not compat.has_result(torch.ops.aten._foreach_add_.Scalar)
+    assert compat.writes_result(torch.ops.aten.add.out)
+    assert not compat.writes_result(torch.ops.aten.add_.Tensor)
+
+
+def test_a_leaf_takes_gradients_of_the_dtype_that_they_have():
+    """And an edge to it tells whether they are accumulated, which `torch.autograd.grad` does not do."""
+    found = []
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            found.append(compat.is_accumulated(ctx.next_functions[0][0]))
+            return dy.bfloat16()
+
+    leaf = torch.zeros(2, requires_grad=True)
+    compat.accept_any_gradient(leaf)
+    Half.apply(leaf).sum().backward()
+    assert leaf.grad.dtype == (torch.bfloat16 if hasattr(torch.Tensor, "grad_dtype") else torch.float32)
+    torch.autograd.grad(Half.apply(leaf).sum(), leaf)
+    assert found == [True, False]
 
 
 def test_trees_are_walked_through():

@@ -30,6 +30,7 @@ __all__ = [
     "SeesFSDP",
     "SwizzleType",
     "TorchDispatchMode",
+    "accept_any_gradient",
     "active_ddp",
     "after_backward",
     "all_gather_single",
@@ -47,8 +48,11 @@ __all__ = [
     "fp8_product",
     "group_of_collective",
     "has_hooks",
+    "has_result",
     "ignore_in_ddp",
+    "is_accumulated",
     "is_called_after_accumulation",
+    "is_collective",
     "is_in_backward",
     "is_in_place",
     "is_view_operation",
@@ -69,9 +73,11 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "version_of",
+    "wait_for",
     "without_hooks",
     "without_torch_function",
     "wrapper_subclass",
+    "writes_result",
     "written_arguments",
 ]
 
@@ -210,6 +216,27 @@ def is_called_after_accumulation(p: torch.Tensor, hook: Callable[..., Any]) -> b
     return hook in (p._post_accumulate_grad_hooks or {}).values()
 
 
+def accept_any_gradient(p: torch.Tensor) -> None:
+    """Let autograd accumulate gradients of any float dtype in a leaf, from torch 2.13 on.
+
+    Older versions convert each gradient to the dtype of the leaf (`Tensor.grad_dtype` is not there).
+    """
+    if hasattr(torch.Tensor, "grad_dtype"):
+        p.grad_dtype = None
+
+
+def is_accumulated(node: Any) -> bool:
+    """Whether the backward pass that is running adds to the gradient of the leaf that a node stands for.
+
+    False under `torch.autograd.grad`, which returns it: torch refuses the question there with an error. It
+    has no public name; `register_multi_grad_hook` asks the same way.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
+
+
 def attach_hooks_again(p: torch.Tensor) -> None:
     """Let the hooks of a parameter see the gradients of the tensor that it has become (`swap_tensors`).
 
@@ -224,6 +251,22 @@ def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:
     """The process group among the arguments of a `c10d` operation, which are those of a C++ function."""
     boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
     return dist.ProcessGroup.unbox(boxed)
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` receives it, is one of `torch.distributed`.
+
+    Schemas of these do not say which of their arguments they write to.
+    """
+    return str(func._schema.name).startswith("c10d::")
+
+
+def wait_for(result: Any) -> Any:
+    """The result of a `c10d` operation, once it is there."""
+    for boxed in tree_leaves(result):
+        if isinstance(boxed, torch.ScriptObject) and "Work" in str(boxed._type()):
+            dist.Work.unbox(boxed).wait()
+    return result
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -362,6 +405,16 @@ def is_view_operation(func: Any) -> bool:
     """Whether an operation, as `__torch_dispatch__` receives it, only creates a view."""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def has_result(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` receives it, returns anything."""
+    return bool(func._schema.returns)
+
+
+def writes_result(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` receives it, writes its result to an argument `out`."""
+    return any(argument.is_out for argument in func._schema.arguments)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:

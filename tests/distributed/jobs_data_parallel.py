@@ -298,3 +298,24 @@ def uses_of_a_shard(recipe):
         except UserError as error:
             sentences.append(str(error))
     return sentences
+
+
+def collectives_of_weights(recipe):
+    """Whether a sum, an average and a broadcast of a weight are those of its values; and on all ranks."""
+    torch.manual_seed(dist.get_rank())
+    layer = ng.convert(nn.Sequential(nn.Linear(32, 16)), recipe, keep=[])[0]
+    own, found = layer.weight.detach().clone(), []
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, layer.weight.detach())
+    found.append(torch.equal(every[dist.get_rank()], own))
+    dist.all_reduce(layer.weight.data, async_op=True).wait()
+    error, sizes = layer.weight.detach() - sum(every), sum(w.abs() for w in every)
+    # E4M3 rounds by 2^-4: each value from its master, whose sum is sent, and the sum.
+    found.append(bool((error.abs() <= 2.2 * 2**-4 * sizes + 2**-8 * sizes.max()).all()))
+    found.append(same_everywhere(recipe_tensors(layer) | {"w": layer.weight.detach().clone()}))
+    with torch.no_grad():
+        layer.weight.copy_(own)
+    dist.broadcast(layer.weight.data, 1)
+    found.append(torch.equal(layer.weight.detach().clone(), every[1]))
+    found.append(same_everywhere(recipe_tensors(layer) | {"w": layer.weight.detach().clone()}))
+    return found

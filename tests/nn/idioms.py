@@ -6,10 +6,14 @@ format that stores gradients; `WRITES` end in the weights and are rounded to the
 
 import copy
 import io
+import tempfile
+import warnings
 
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn import functional
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -492,6 +496,17 @@ def load_by_assignment(m):
 @write
 def load_by_copy(m):
     m.load_state_dict({k: 0.5 * v for k, v in m.state_dict().items()})
+
+
+@write
+def distributed_checkpoint(m):
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        halved = {k: 0.5 * v for k, v in get_model_state_dict(m).items()}
+        dcp.save({"model": halved}, checkpoint_id=folder, no_dist=True)
+        state = {"model": get_model_state_dict(m)}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(m, state["model"])
 
 
 @write

@@ -11,7 +11,6 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import gradient_of
 
 NARROW_GRADIENTS = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3")
-NARROW_WEIGHTS = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat")
 ONLY_GRADIENT = {"weight": "fp32", "master": "none"}
 
 
@@ -82,21 +81,6 @@ def test_torchs_optimizer_moves_plain_weights_by_narrow_gradients():
     torch.optim.SGD(m.parameters(), lr=0.01).step()
     for p, moved in zip(m.parameters(), expected, strict=True):
         torch.testing.assert_close(p.detach(), moved, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", NARROW_WEIGHTS)
-def test_torchs_optimizer_is_refused_where_weights_are_narrow(name):
-    m = model(name)
-    if not any(type(p) is not nn.Parameter for p in m.parameters()):
-        pytest.skip(f"{name} keeps fp32 weights")
-    before = weights(m)
-    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
-    backward(m)
-    with pytest.raises(
-        UserError, match=r"AdamW cannot update a weight that is stored as .*narrowgauge\.AdamW"
-    ):
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(m), strict=True))
 
 
 @pytest.mark.parametrize("name", NARROW_GRADIENTS)

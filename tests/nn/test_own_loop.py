@@ -13,27 +13,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import gradient_of, has_gradient, state_of
-from nn.own_loop import NARROW, WIDE, assert_same, batch, is_on_page, model, numbers_of, row, train
+from nn.own_loop import NARROW, WIDE, assert_same, batch, model, numbers_of, row, train
 
 
-@row("optimizers of torch's")
+@row("optimizers of torch's, schedule-free, bitsandbytes")  # all of them in test_other_optimizers.py
 def test_an_optimizer_of_torchs(name):
     m, alone = model(name), model(name)
-    before = numbers_of(m)
     for each in (m, alone):
         each(batch()).square().mean().backward()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-    if name in NARROW:
-        with pytest.raises(UserError) as refused:
-            optimizer.step()
-        assert_same(numbers_of(m), before)
-        assert name != "bf16-sr" or is_on_page(refused.value)
-        return
     optimizer.step()
+    # E4M3 rounds by 2^-4, once before and once after the step, which moves the master.
+    rounding = {"rtol": 2 * 2**-4, "atol": 2**-8} if name in NARROW else {}
     for p, other in zip(m.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, other - 0.1 * other.grad)
+        torch.testing.assert_close(p.detach().clone(), other - 0.1 * other.grad, **rounding)
 
 
 @row("`nn.init`, writing to a weight in place")

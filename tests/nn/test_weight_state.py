@@ -46,6 +46,25 @@ def batch(seed=0, m=64):
     return torch.randn(m, K, generator=g), torch.randn(m, N, generator=g)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13 widens gradients")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("msamp-o2", torch.bfloat16), ("msamp-o3", torch.bfloat16), ("bf16-sr", torch.float32)],
+)
+def test_fp8_gradients_come_from_the_product_as_it_wrote_them(name, dtype):
+    """Not widened to fp32 and back; unless other code reads the weight, whose gradients are then summed."""
+    layers, seen = [make(name) for _ in range(2)], []
+    layers[1].weight.square().sum()
+    for layer in layers:
+        layer.weight.register_hook(lambda g: seen.append(g.dtype))
+        layer(batch()[0]).square().mean().backward()
+    assert seen == [dtype, torch.float32]
+    a, b = (state_of(layer.weight).gradient.tensors for layer in layers)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    w, x = layers[0].weight, batch()[0]
+    assert torch.autograd.grad(layers[0](x).square().mean(), w)[0].dtype == w.dtype
+
+
 def stored(parameter, optimizer):
     """Every tensor that is kept for a parameter."""
     state = state_of(parameter)

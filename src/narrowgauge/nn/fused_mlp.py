@@ -83,17 +83,14 @@ def _backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     del dy_MF
     y = QuantizedOperand(codes.y_FM, codes.y_scale, dz.tensor_scale, y_cast)
     dv = multiply(dz.transposed(), y, compute)
-    dv_DF = _left_for_autograd(second, dv, ctx.dtypes[1])
+    stream, (_, (to_w, _), (to_v, _)) = second.gradient_stream(dv), ctx.next_functions
+    dv_DF = second.weight.left_for_autograd(dv, stream, ctx.dtypes[1], to_v)
     del dv
     dg = QuantizedOperand(codes.grad_M2F, codes.grad_scale, dz.tensor_scale, cast, codes.grad_2FM)
     dx_MD = multiply(dg, w, compute)
-    dw_GD = _left_for_autograd(first, multiply(dg.transposed(), x, compute), ctx.dtypes[0])
+    dw = multiply(dg.transposed(), x, compute)
+    dw_GD = first.weight.left_for_autograd(dw, first.gradient_stream(dw), ctx.dtypes[0], to_w)
     return dx_MD, dw_GD, dv_DF, None
-
-
-def _left_for_autograd(operands: Operands, dw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The gradient of a weight in its dtype, or None if it was added directly."""
-    return None if operands.weight.add_gradient(dw, operands.gradient_stream(dw)) else dw.to(dtype)
 
 
 def _swiglu(gate_up_MG: torch.Tensor, operands: Operands) -> tuple[QuantizedOperand, torch.Tensor]:

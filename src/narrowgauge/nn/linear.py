@@ -41,7 +41,6 @@ from narrowgauge.nn.weight import (
     make_weight_state,
 )
 from narrowgauge.quantization import (
-    GradientState,
     NarrowTensor,
     ParamState,
     PreScale,
@@ -295,22 +294,21 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             self.shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
             WeightUse(
                 self.spec.transposed,
-                self._gradient_at_rest(),
+                self._record_at_rest(),
                 None if is_compiling else self.accumulation,
             ),
             self.observer,
             input_amax,
         )
 
-    def _gradient_at_rest(self) -> GradientState | None:
-        """The gradient of the weight in a cast; None for a sharded weight, and for one of another code's.
+    def _record_at_rest(self) -> ParamState | None:
+        """The record of the weight; None for a plain or sharded weight, and for one of another code's.
 
         `torch.func.functional_call`, weight norm and the like put a tensor in the place of the parameter.
         """
         if self.is_sharded or self.state_at_rest is None:
             return None
-        is_own = state_of(self.weight) is self.state_at_rest
-        return self.state_at_rest.gradient if is_own else None
+        return self.state_at_rest if state_of(self.weight) is self.state_at_rest else None
 
     def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any, **options: Any) -> None:
         """As `Stepped.set_position`; the pass may have more sequences than this process."""

@@ -123,8 +123,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if layer.casts["fprop.w"].estimator.k:
             w_context = QuantContext(shard=operands.shard("fprop.w"))
             dw_NK = through_rounding(dw_NK, operands.weight.values(w_NK), layer.casts["fprop.w"], w_context)
-        is_added = operands.weight.add_gradient(dw_NK, operands.gradient_stream(dw_NK))
-        dw_NK = None if is_added else dw_NK.to(w_dtype)
+        stream = operands.gradient_stream(dw_NK)
+        dw_NK = operands.weight.left_for_autograd(dw_NK, stream, w_dtype, ctx.next_functions[1][0])
     if bias_dtype is not None and needs_dbias:
         dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_MK, dw_NK, dbias_N, None

@@ -1,14 +1,14 @@
 """Checks against silent mistakes of a user's training loop.
 
-    other optimizers             round a low-precision weight after every operation and lose small updates
     DistributedDataParallel      does not sum gradients that are stored in a cast
     fully_shard                  shards values without their codes, masters and gradients
     torch's encoder fast path    multiplies by the weights and bypasses the recipe
 
-The first three raise an error; the last is switched off.
+The first two raise an error; the last is switched off.
 
 Micro-batches are not optimizer steps. `count_steps` notifies layers whenever an optimizer steps. If a loop
-called `set_step` once and never again, a warning is raised.
+called `set_step` once and never again, a warning is raised. What another optimizer has computed for narrow
+weights is rounded at the end of its step.
 """
 
 import warnings
@@ -18,10 +18,11 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import GradientState, ParamState, state_of
+from narrowgauge.quantization.state.parameter_state import round_updates
 from narrowgauge.torch_compat import active_ddp, ask_at_wrapping, parameters_of_ddp
 
 
@@ -54,6 +55,7 @@ def _listen_to_optimizers() -> None:
 
 
 def _notify_layers(*_: Any) -> None:
+    round_updates()
     for layer in list(_COUNTING):
         layer.optimizer_stepped()
 
@@ -66,25 +68,6 @@ def warn_of_still_step(step: int | None, taken: int) -> None:
         "forward pass, or narrowgauge.step after each update",
         stacklevel=2,
     )
-
-
-@cache
-def refuse_other_optimizers() -> None:
-    """From now on, refuse a step of another optimizer on a weight that is stored in a cast."""
-    register_optimizer_step_pre_hook(_require_narrow_state)
-
-
-def _require_narrow_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if getattr(optimizer, "takes_narrow_state", False):
-        return
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if (weight := state_of(p).weight) is not None:
-                raise UserError(
-                    f"{type(optimizer).__name__} cannot update a weight that is stored as "
-                    f"{weight.cast.name!r}: use narrowgauge.AdamW or narrowgauge.Muon with the model's "
-                    "recipe, or a recipe whose weights are fp32"
-                )
 
 
 def require_sum(parameter: torch.Tensor, gradient: GradientState) -> None:

@@ -38,7 +38,6 @@ from narrowgauge.formats import RandomStream, decode, torch_dtype
 from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.nn.gemm import Operand, QuantizedOperand
-from narrowgauge.nn.loop_checks import refuse_other_optimizers
 from narrowgauge.quantization import (
     Cast,
     GradientState,
@@ -59,9 +58,11 @@ from narrowgauge.quantization.state.parameter_state import (
     set_plain_gradient,
 )
 from narrowgauge.torch_compat import (
+    accept_any_gradient,
     attach_fsdp_extension,
     disabled_torch_function,
     has_hooks,
+    is_accumulated,
     is_called_after_accumulation,
     is_in_place,
     is_view_operation,
@@ -203,13 +204,18 @@ class WeightUse:
 
     Attributes:
         transposed: Whether the weight is stored (K, N).
-        gradient: The gradient that is stored in a cast and not sharded; None leaves it to autograd.
+        record: The record of a weight that is not sharded; None for a plain weight.
         accumulation: The work shared by the micro-batches of a step; None outside of `accumulating`.
     """
 
     transposed: bool = False
-    gradient: GradientState | None = None
+    record: ParamState | None = None
     accumulation: Accumulation | None = None
+
+    @property
+    def gradient(self) -> GradientState | None:
+        """The gradient that is stored in a cast and not sharded; None leaves it to autograd."""
+        return None if self.record is None else self.record.gradient
 
     def values(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The values of a weight, in the dtype that stores them."""
@@ -217,15 +223,29 @@ class WeightUse:
             return w_NK if w_NK.is_operand else w_NK.wide()
         return w_NK.stored_values() if isinstance(w_NK, NarrowTensor) else w_NK
 
-    def add_gradient(self, dw_NK: torch.Tensor, stream: RandomStream | None) -> bool:
-        """Add to an existing gradient; False leaves it to autograd.
+    def left_for_autograd(
+        self, dw_NK: torch.Tensor, stream: RandomStream | None, dtype: torch.dtype, node: Any
+    ) -> torch.Tensor | None:
+        """Add to a gradient that waits for more, or return what autograd carries to the parameter.
 
-        A gradient in a cast is rounded with the bits of `stream` once autograd has summed it.
+        Args:
+            dw_NK: The gradient, as the matmul wrote it.
+            stream: The random bits that round a gradient in a cast once autograd has summed it.
+            dtype: The dtype of the weight.
+            node: The node to which autograd carries the gradient.
+
+        Returns:
+            None if the gradient was added. Otherwise the gradient in the weight's dtype, or as the matmul
+            wrote it if only the layer reads the weight, so that it is summed with nothing of another dtype.
         """
         if self.gradient is None:
-            return self.accumulation is not None and self.accumulation.add(dw_NK, self.transposed)
+            is_added = self.accumulation is not None and self.accumulation.add(dw_NK, self.transposed)
+            return None if is_added else dw_NK.to(dtype)
         self.gradient.stream = stream
-        return False
+        assert self.record is not None
+        is_alone = self.record.weight is not None and not self.record.reads and not self.transposed
+        is_wide = is_alone and torch.finfo(dw_NK.dtype).bits > self.gradient.cast.element.bits
+        return dw_NK if is_wide and is_accumulated(node) else dw_NK.to(dtype)
 
 
 @torch.no_grad()
@@ -289,10 +309,8 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
     attach_state(parameter, state)
     if is_sharded:
         return
-    if state.weight is not None:
-        refuse_other_optimizers()
-        if not isinstance(parameter, NarrowTensor):
-            make_narrow(parameter, state)
+    if state.weight is not None and not isinstance(parameter, NarrowTensor):
+        make_narrow(parameter, state)
     if state.gradient is not None:
         if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = NarrowGradParameter
@@ -301,6 +319,7 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
 
 def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:
     """Call `collect_gradient` after each accumulation, also if the parameter is trained only later."""
+    accept_any_gradient(parameter)
     if is_called_after_accumulation(parameter, collect_gradient):
         return
     requires_grad = parameter.requires_grad

@@ -64,7 +64,6 @@ class Optimizer(SavedOptimizer):
     """
 
     model_group: ModelGroup | None = None
-    takes_narrow_state: ClassVar[bool] = True  # asked by `nn.loop_checks`
     algorithms: ClassVar[Mapping[str, Algorithm]]
 
     def __init__(

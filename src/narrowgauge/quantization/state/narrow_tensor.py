@@ -12,9 +12,11 @@ and perhaps a master.
                                   result is rounded once into the weight and once into the master
 
 A write that computes a new value from the old one (`add_`, `mul_`, `lerp_`) is an update, and rounds as the
-recipe rounds updates, perhaps stochastically. A write that replaces values (`copy_`, `normal_`) rounds
-to nearest. A recipe that feeds the rounding error of a weight back into AdamW's moment has no place for the
-error of another update, which is therefore refused.
+recipe rounds updates, perhaps stochastically. Updates that follow one another without a read, as those of an
+optimizer do, are rounded as one. A write that replaces values (`copy_`, `normal_`) rounds to nearest; while a
+gradient waits, `copy_` is an update as well, for optimizers that compute in float32 and copy the result. A
+recipe that feeds the rounding error of a weight back into AdamW's moment has no place for the error of
+another update, which is therefore refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +25,18 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import random_stream
 from narrowgauge.quantization.state.parameter_state import (
     NarrowGradParameter,
     ParamState,
     attach_state,
+    round_updates,
     state_of,
 )
 from narrowgauge.torch_compat import (
     attach_hooks_again,
     disabled_torch_function,
+    has_result,
+    is_collective,
     is_in_place,
     is_view_operation,
     operation_name,
@@ -40,15 +44,16 @@ from narrowgauge.torch_compat import (
     tree_leaves,
     tree_map_only,
     version_of,
+    wait_for,
     without_torch_function,
     wrapper_subclass,
+    writes_result,
     written_arguments,
 )
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
-_UPDATES = 2**36  # the first stream of random bits of updates from outside, above those of optimizers
-_REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "exponential_", "bernoulli_")
+_REPLACING = ("fill_", "zero_", "normal_", "uniform_", "set_", "exponential_", "bernoulli_")
 
 
 class NarrowTensor(torch.Tensor):
@@ -203,19 +208,27 @@ class NarrowTensor(torch.Tensor):
     ) -> Any:
         """Take a view, write to the weight, or read its values."""
         kwargs = kwargs or {}
+        if is_collective(func):
+            return _communicate(func, args, kwargs)
         if is_in_place(func):
             return _write(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, NarrowTensor) and is_view_operation(func) and "dtype" not in str(func):
             return _view(first, func, args[1:], kwargs)
-        for read in {x.narrowgauge for x in tree_leaves((args, kwargs)) if isinstance(x, NarrowTensor)}:
-            read.reads += 1
+        name = operation_name(func)
+        if isinstance(first, NarrowTensor) and (name.endswith("_like") or name.startswith("new_")):
+            like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
+            return func(like, *args[1:], **kwargs)
+        if torch.is_grad_enabled():
+            leaves = tree_leaves((args, kwargs))
+            for record in {x.narrowgauge for x in leaves if isinstance(x, NarrowTensor)}:
+                record.reads += 1
         args, kwargs = tree_map_only(NarrowTensor, NarrowTensor.values, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The values, and the cast that stores them."""
-        cast = self.narrowgauge.require_weight().cast
+        cast = self.narrowgauge.cast
         shown = f"shape={tuple(self.shape)}" if self.is_meta else repr(self.detach().clone())
         return f"NarrowTensor({shown}, cast={cast.name!r})"
 
@@ -336,12 +349,12 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     targets = [t for value in named.values() for t in tree_leaves(value) if isinstance(t, NarrowTensor)]
     if name == "copy_" and _is_itself(args[0], args[1]):
         return args[0]
-    is_update = name.endswith("_") and not name.removeprefix("_foreach_").startswith(_REPLACING)
     records = {id(t.narrowgauge): t.narrowgauge for t in targets}
-    if is_update:
-        for record in records.values():
-            _require_no_feedback(record, name)
-    wide = {key: record.widest() for key, record in records.items()}
+    updated = {key for key, record in records.items() if _is_update(func, record)}
+    for key, record in records.items():
+        _require_place(record, name, key in updated)
+    round_updates(besides=records.values())
+    wide = {key: r.widest() if r.updated is None else r.updated for key, r in records.items()}
 
     def substitute(x: torch.Tensor, written: bool) -> torch.Tensor:
         if isinstance(x, NarrowTensor):
@@ -354,11 +367,37 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     options = {k: _substituted(value, k in named, substitute) for k, value in kwargs.items()}
     func(*positions.values(), **options)
     for key, record in records.items():
-        record.write(wide[key], _bits(record) if is_update else None)
+        (record.update if key in updated else record.write)(wide[key])
     results = [*named.values()]
-    if name.startswith("_foreach_"):
+    if not has_result(func):  # `_foreach_add_`, `_fused_adamw_`
         return None
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a collective on the values, wait for it, and write what it gave.
+
+    A sum or a broadcast is of the widest values, and is written on every process, so that weights and masters
+    are the same on all of them.
+    """
+    given: list[tuple[NarrowTensor, torch.Tensor, torch.Tensor]] = []
+    is_shared = operation_name(func) in ("broadcast_", "allreduce_")
+
+    def values(x: NarrowTensor) -> torch.Tensor:
+        record = x.narrowgauge
+        wide = record.widest() if is_shared else record.require_weight().read()
+        before = _through(x.views, wide).to(x.dtype).contiguous()
+        given.append((x, before, before.clone()))
+        return given[-1][2]
+
+    args, kwargs = tree_map_only(NarrowTensor, values, (tuple(args), kwargs))
+    result = wait_for(func(*args, **kwargs))
+    for x, before, after in given:
+        if is_shared or not torch.equal(before, after):
+            whole = x.narrowgauge.widest()
+            _through(x.views, whole).copy_(after)
+            x.narrowgauge.write(whole)
+    return result
 
 
 def _substituted(value: Any, written: bool, substitute: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
@@ -379,26 +418,33 @@ def _through(views: Sequence[View], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _bits(record: ParamState) -> Any:
-    """The random bits of an update from outside; None where the weight rounds to nearest."""
-    if not record.require_weight().cast.is_random:
-        return None
-    record.updates += 1
-    return random_stream(0, record.updates, _UPDATES + max(record.index, 0), record.device)
+def _is_update(func: Any, record: ParamState) -> bool:
+    """Whether an operation that writes computes new values from the old ones."""
+    name = operation_name(func).removeprefix("_foreach_")
+    if name == "copy_":
+        return record.gradient is not None and not record.gradient.is_empty
+    return not writes_result(func) and not name.startswith(_REPLACING)
 
 
-def _require_no_feedback(record: ParamState, operation: str) -> None:
-    cast = record.require_weight().cast
-    if cast.state.feedback:
+def _require_place(record: ParamState, operation: str, is_update: bool) -> None:
+    """Refuse a write that a tracer would record without its master, or whose rounding error has no place."""
+    cast = record.cast
+    if record.is_traced:
+        raise UserError(
+            f"{operation} in compiled code cannot change a weight that is kept as {cast.name!r}: compiled "
+            "code knows neither its master nor its random bits; run it under "
+            "torch.compiler.set_stance('force_eager')"
+        )
+    if is_update and cast.state.feedback:
         raise UserError(
             f"{operation} cannot update a weight that is kept as {cast.name!r} without a master, because its "
             "rounding error goes into the first moment of AdamW: update it with narrowgauge.AdamW, or give "
-            "it new values with copy_ or load_state_dict"
+            "it new values with load_state_dict"
         )
 
 
 def _has_no_memory(x: NarrowTensor) -> UserError:
-    cast = x.narrowgauge.require_weight().cast
+    cast = x.narrowgauge.cast
     return UserError(
         f"a weight that is kept as {cast.name!r} has no memory with its values: take a copy, "
         "weight.detach().clone(), or the model's state_dict()"
