@@ -15,15 +15,14 @@ the casts c adds, in percent of the loss of the bf16 run,
     recipe      what the parts of a recipe do together beyond their sum
     family      what a laboratory, its architecture and its corpus have in common
     reference   what all gaps to one bf16 run have in common
-    size        a random walk over ln N from 100 million parameters outwards. It lets gaps of sizes that
-    were seen
-                leave the curve, and makes those beyond less certain by each decade
+    size        a random walk over ln N from 100 million parameters outwards. It lets gaps of sizes that were
+                seen leave the curve, and makes those beyond less certain by each decade
 
 **One part.** A cast that no run has tried resembles those that quantize as finely. With e the noise of the
 operands of a GEMM (`noise`), and delta what is particular to the casts,
 
-    ln kappa_g(c) = alpha_side + eta ln(e / 0.02) + delta_c      side: forward, or backward for dgrad and
-    wgrad
+    ln kappa_g(c) = alpha_side + eta ln(e / 0.02) + delta_c
+                    side: forward, or backward for dgrad and wgrad
 
 **Everything is Gaussian in the logarithm.** Each coefficient has a normal prior; each group of effects
 (deltas of a side, recipes, families, references, steps of the walk) has one variance, which the points

@@ -140,8 +140,8 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     if not isinstance(file, Mapping) or not {"configs", "matchers"} <= set(file):
         raise UserError(f"{path} has no configs and matchers; name a file for --te-precision-config-file")
     heads = Keep(HEADS[:2])
-    if not file["configs"] and (found := _DELAYED.search(read_text(path))):
-        word, margin, history, algorithm = found.groups()
+    if not file["configs"] and (said := _DELAYED.search(read_text(path))):
+        word, margin, history, algorithm = said.groups()
         own = delayed_scaling(word.upper(), int(history), algorithm, int(margin))
         return Reading(casts=own.casts, keep=heads)
     found = _matched(path, file)
