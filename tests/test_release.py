@@ -115,3 +115,8 @@ def test_an_interpreter_that_does_not_start_is_not_here(tmp_path, monkeypatch):
     assert not workflows.runs("python9.9")
     assert not workflows.runs("python9.8")
     assert workflows.runs(sys.executable)
+
+
+def test_the_small_part_of_each_tier_has_tests_of_it():
+    assert 'tier("thorough"' in (ROOT / workflows._SMALL["make test-thorough"]).read_text(encoding="utf-8")
+    assert (ROOT / workflows._SMALL["make test "]).is_file()
