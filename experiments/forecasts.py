@@ -1,22 +1,20 @@
 """Remakes the tables of docs/forecast.md and docs/registered-forecasts.md, from data alone.
 
     python experiments/forecasts.py              writes both pages again: the same bytes from the same data
-    python experiments/forecasts.py --register   adds forecasts to the registry that are not in it; none is
-    changed python experiments/forecasts.py --noise      measures the noise of all casts again, which takes
-    torch
+    python experiments/forecasts.py --register   adds forecasts that are new or have changed to the registry;
+                                                 no row of it changes
+    python experiments/forecasts.py --noise      measures the noise of all casts again, which takes torch
 
 A table stands between the lines `<!-- NAME -->` and `<!-- end NAME -->` of a page.
 """
 
 import argparse
-import csv
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from io import StringIO
 from pathlib import Path
 
 from narrowgauge.files import write_whole
@@ -28,22 +26,19 @@ from narrowgauge.forecast import (
     read_atlas,
     scheme,
     scheme_names,
-    traits,
 )
-from narrowgauge.forecast.hints import Reading, read_probe_file, readings
+from narrowgauge.forecast.hints import hints, read_probe_file
 from narrowgauge.forecast.law import Law, Predicted
 from narrowgauge.forecast.noise import TABLE, noise_csv
 from narrowgauge.forecast.parts import described, in_nats, observations
 from narrowgauge.forecast.published import loss_of, published_laws
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
+from registry import read_registry, register, setting_of, with_outcomes
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-REGISTRY = DOCS / "evidence" / "forecasts.csv"
-LADDER = DOCS / "evidence" / "ladder2" / "runs.csv"
 PROBE = DOCS / "evidence" / "probe.json"
-COLUMNS = ("registered", "recipe", "params", "tokens", "low", "mean", "high", "outcome", "source")
 SMALL = 5.1e7  # parameters: the runs from which the gaps at 1.9 billion are forecast
 #: The gaps of Quartet II's nanochat runs, bits per byte of its notebook at 8776a90: .6925 in bf16.
 NANOCHAT = {
@@ -60,24 +55,6 @@ LARGE = (
     ("nvfp4", 8e9, 1.6e11, 0.125, 0.87, "arXiv 2610.00053, four wide blocks"),
     ("mxfp4-square-hadamard", 8e9, 1.6e11, 0.125, 2.11, "arXiv 2610.00053, four wide blocks"),
 )
-#: Settings of which nobody has published a gap on the day of registration.
-UNPUBLISHED = (
-    ("nvfp4", 1e9, 2e10),
-    ("nvfp4", 7e9, 2e12),
-    ("nvfp4-4over6", 3e9, 6e10),
-    ("nvfp4-finish", 3e9, 1e12),
-    ("mxfp4", 1e9, 2e10),
-    ("mxfp4-amd", 1e9, 2e10),
-    ("quartet", 1e9, 1e11),
-    ("quartet2", 7e9, 1.4e11),
-    ("tetrajet2", 3e9, 6e10),
-    ("averis", 2e9, 4e10),
-    ("fp4-all", 1e9, 2e10),
-    ("mxfp6-e3m2", 1e9, 2e10),
-    ("mxfp8", 7e9, 2e12),
-    ("fp8-block", 7e9, 2e12),
-)
-LADDER_SIZE, LADDER_LENGTH = 851_968, 25
 CURVES = ("power", "shares", "both")
 Fold = tuple[str, list[Observed], list[Observed]]  # what is left out, the rest, the held-out points
 
@@ -115,14 +92,25 @@ class Score:
         return math.exp(statistics.median(logs)) if logs else math.nan
 
 
-def scored(folds: Iterator[Fold]) -> dict[str, dict[str, Score]]:
-    """The score of each curve, and of both together, in each fold."""
+def scored(folds: Iterator[Fold], losses: Mapping[int, float] | None = None) -> dict[str, dict[str, Score]]:
+    """The score of each curve, and of both together, in each fold, in percent.
+
+    Args:
+        folds: The folds.
+        losses: The loss of the reference of each point by its id, where gaps are in nats.
+    """
     found: dict[str, dict[str, Score]] = {name: {} for name in CURVES}
     for name, rest, held in folds:
         laws = fit_laws(rest)
-        gaps = [one.gap for one in held]
+        units = [1 / losses[id(one)] if losses else 1.0 for one in held]
+        gaps = [one.gap * unit for one, unit in zip(held, units, strict=True)]
         for curve, law in zip(CURVES, (*laws.each, laws), strict=True):
-            found[curve][name] = Score([law.predict(one.setting) for one in held], gaps)
+            raw = [law.predict(one.setting) for one in held]
+            predicted = [
+                Predicted(p.gap * unit, p.structure, p.noise * unit)
+                for p, unit in zip(raw, units, strict=True)
+            ]
+            found[curve][name] = Score(predicted, gaps)
     return found
 
 
@@ -135,6 +123,14 @@ def folds(observed: Sequence[Observed], key: Callable[[Observed], str], least: i
             yield value, [one for one in observed if key(one) != value], held
 
 
+LEFT_OUT: tuple[tuple[str, Callable[[Observed], str]], ...] = (
+    ("one size", lambda one: f"{one.setting.params / 1e6:.3g} M"),
+    ("one scheme", lambda one: one.setting.recipe),
+    ("one paper", lambda one: one.setting.family),  # or a thread
+)
+(_, _BY_SIZE), (_, _BY_SCHEME), _ = LEFT_OUT
+
+
 def pooled(scores: dict[str, Score]) -> Score:
     """All folds as one."""
     return Score(
@@ -142,50 +138,41 @@ def pooled(scores: dict[str, Score]) -> Score:
     )
 
 
-def by_size(one: Observed) -> str:
-    """The size of a point, in words."""
-    return f"{one.setting.params / 1e6:.3g} M"
-
-
-def by_scheme(one: Observed) -> str:
-    """The recipe of a point."""
-    return one.setting.recipe
-
-
-def by_paper(one: Observed) -> str:
-    """The family of a point: a paper, or a thread."""
-    return one.setting.family
-
-
 def calibration() -> str:
-    """Error and coverage, leaving out one size, one scheme, one paper at a time; at one size, in "
-    "nats as well."""
+    """Error and coverage, leaving out one size, one scheme, one paper at a time."""
+    observed = observations(read_atlas())
+    lines: list[Sequence[str]] = [("left out", "curve", "folds", *_SCORED)]
+    for what, key in LEFT_OUT:
+        for curve, scores in scored(folds(observed, key)).items():
+            lines.append((what, curve, f"{len(scores)}", *_words_of(pooled(scores))))
+    return table(lines)
+
+
+_SCORED = ("points", "mean error, %", "median factor", "in the 90 % interval")
+
+
+def _words_of(score: Score) -> tuple[str, ...]:
+    return f"{len(score)}", f"{score.error:.3f}", f"{score.factor:.3f}", f"{score.coverage:.1%}"
+
+
+def units() -> str:
+    """The same of a law of gaps in percent and of one in nats, on the points that have losses."""
     atlas = read_atlas()
-    percent = observations(atlas)
-    head = (
-        "left out",
-        "unit",
-        "curve",
-        "folds",
-        "points",
-        "mean error",
-        "median factor",
-        "in the 90 % interval",
-    )
-    lines: list[Sequence[str]] = [head]
-    for what, key in (("one size", by_size), ("one scheme", by_scheme), ("one paper", by_paper)):
-        for unit in ("%", "nats / 100") if key is by_size else ("%",):
-            observed = percent if unit == "%" else in_nats(percent, atlas.points)
-            for curve, scores in scored(folds(observed, key)).items():
-                both = pooled(scores)
-                figures = (f"{both.error:.3f} {unit}", f"{both.factor:.2f}", f"{both.coverage:.1%}")
-                lines.append((what, unit, curve, f"{len(scores)}", f"{len(both)}", *figures))
+    pairs = zip(observations(atlas), atlas.points, strict=True)
+    known = [(one, point) for one, point in pairs if point.gap_nats is not None]
+    percent, points = [one for one, _ in known], [point for _, point in known]
+    nats = in_nats(percent, points)
+    losses = {id(one): float(point.reference_loss or 0) for one, point in zip(nats, points, strict=True)}
+    lines: list[Sequence[str]] = [("left out", "law of", *_SCORED)]
+    for what, key in LEFT_OUT:
+        for unit, observed, of in (("percent", percent, None), ("nats", nats, losses)):
+            lines.append((what, unit, *_words_of(pooled(scored(folds(observed, key), of)["both"]))))
     return table(lines)
 
 
 def sizes() -> str:
     """Leaving out one size: the error at each."""
-    scores = scored(folds(observations(read_atlas()), by_size))
+    scores = scored(folds(observations(read_atlas()), _BY_SIZE))
     lines: list[Sequence[str]] = [("left out", "points", *(f"{c}: error, factor, covered" for c in CURVES))]
     for name, one in scores["both"].items():
         found = [scores[curve][name] for curve in CURVES]
@@ -221,7 +208,7 @@ def laws() -> str:
     """Four published laws on the same held-out points: 4-bit forward passes, one size left out."""
     atlas = read_atlas()
     held: list[tuple[Observed, float]] = []
-    for _, rest, points in folds(observations(atlas), by_size):
+    for _, rest, points in folds(observations(atlas), _BY_SIZE):
         law = fit_laws(rest)
         held += [(one, law.predict(one.setting).gap) for one in points]
     factors: dict[str, list[float]] = {}
@@ -256,15 +243,9 @@ def kappas() -> str:
     atlas = read_atlas()
     observed = observations(atlas)
     full = Forecaster().law
-    probed = read_probe_file(PROBE) if PROBE.is_file() else {}
-    read = {
-        name: readings(figures)
-        for name, figures in probed.items()
-        if name in atlas.recipes or name in recipe_names()
-    }
     lines: list[Sequence[str]] = [("scheme", "kappa", "without its points, from its parts", "factor")]
     factors = []
-    for name, rest, _ in folds(observed, by_scheme, least=3):
+    for name, rest, _ in folds(observed, _BY_SCHEME, least=3):
         setting = described(atlas.recipes[name]).setting(name, UNIT_PARAMS, UNIT_TOKENS, 0.0)
         known, blind = full.predict(setting), fit_laws(rest).predict(setting)
         if known.gap < 0.1:
@@ -274,37 +255,34 @@ def kappas() -> str:
     within = sum(1 / 1.3 < x < 1.3 for x in factors) / len(factors)
     text = table(lines)
     text += f"\n\nFrom the parts, {within:.0%} of {len(factors)} schemes lie within a factor of 1.3."
-    return text + "\n\n" + _probe_text(full, read, atlas.recipes)
+    return text + "\n\n" + _probe_text(full)
 
 
-def _probe_text(law: Laws, read: dict[str, dict[str, Reading]], recipes: object) -> str:
-    """How well the probe tells kappa, leaving one recipe out of its anchors."""
+def _probe_text(law: Laws) -> str:
+    """How well the probe shows kappa, leaving one recipe out of its anchors."""
+    probed, known = read_probe_file(PROBE), {*recipe_names(), *scheme_names()}
+    recipes = {name: described(scheme(name).recipe) for name in probed if name in known}
     seen = {one.setting.recipe for one in law.observed}
-    lines: list[Sequence[str]] = [("recipe", "pass", "kappa of the law", "from the probe", "factor")]
-    count, good = 0, 0
+    lines: list[Sequence[str]] = [("recipe", "pass", "kappa of the law", "from the probe (90 %)", "factor")]
+    good = inside = 0
     for side in (FORWARD, BACKWARD):
-        logs = {}
-        for name, found in read.items():
-            if side not in found or (name not in seen):
+        for name in sorted(seen & recipes.keys(), key=list(probed).index):
+            found = [one for one in hints(law, probed, recipes, [name]) if one.part.side == side]
+            if not found:
                 continue
-            setting = described(scheme(name).recipe).setting(name, UNIT_PARAMS, UNIT_TOKENS, 0.0)
-            terms = law.terms(setting)
-            total = sum(t for part, t in zip(setting.parts, terms, strict=True) if part.side == side)
-            if total > 0:
-                logs[name] = (math.log(total), found[side].log)
-        for name, (known, own) in logs.items():
-            others = [k - x for other, (k, x) in logs.items() if other != name]
-            if not others:
-                continue
-            told = own + statistics.fmean(others)
-            count, good = count + 1, good + (abs(told - known) < math.log(1.3))
-            cells = (f"{math.exp(known):.2f}", f"{math.exp(told):.2f}", f"{math.exp(told - known):.2f}")
-            lines.append((f"`{name}`", side, *cells))
-    if not count:
-        return "No probed recipe has points."
+            setting = recipes[name].setting(name, UNIT_PARAMS, UNIT_TOKENS, 0.0)
+            terms = zip(setting.parts, law.terms(setting), strict=True)
+            total = sum(term for part, term in terms if part.side == side)
+            off = found[0].shift - law.shift(found[0].part, name)[0]
+            ends = [off + sign * 1.645 * found[0].deviation for sign in (-1, 1)]
+            good, inside = good + (abs(off) < math.log(1.3)), inside + (ends[0] < 0 < ends[1])
+            low, high = (total * math.exp(end) for end in ends)
+            told = f"{total * math.exp(off):.2f} ({low:.2f} to {high:.2f})"
+            lines.append((f"`{name}`", side, f"{total:.2f}", told, f"{math.exp(off):.2f}"))
     return (
         table(lines)
-        + f"\n\nFrom the probe of one model of 0.85 million parameters, {good} of {count} lie within 1.3."
+        + f"\n\nFrom the probe of one model of 0.85 million parameters, {good} of {len(lines) - 1} "
+        f"lie within 1.3, {inside} in their intervals."
     )
 
 
@@ -338,99 +316,29 @@ def coefficients() -> str:
 
 def registered() -> str:
     """The registry, with outcomes as far as they are known."""
-    outcomes = _of_ladder()
     lines: list[Sequence[str]] = [
         ("registered", "recipe", "parameters, tokens", "forecast, % (90 %)", "outcome", "verdict", "source")
     ]
-    inside = tried = 0
-    for row in read_registry():
-        key = row["recipe"], float(row["params"]), float(row["tokens"])
-        outcome = row["outcome"] or outcomes.get(key, "")
+    rows, verdicts = read_registry(), []
+    for row, outcome in with_outcomes(rows):
         word = ""
         if outcome:
-            is_inside = float(row["low"]) <= float(outcome) <= float(row["high"])
-            word, tried, inside = ("inside" if is_inside else "outside"), tried + 1, inside + is_inside
+            word = "inside" if float(row["low"]) <= float(outcome) <= float(row["high"]) else "outside"
+            verdicts.append(word)
         size = f"{float(row['params']) / 1e6:,.4g} M, {float(row['tokens']) / 1e6:,.4g} M"
         gap = f"{float(row['mean']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})"
         lines.append((row["registered"], f"`{row['recipe']}`", size, gap, outcome, word, row["source"]))
-    total = len(lines) - 1
-    return table(lines) + f"\n\n{total} forecasts; {tried} have an outcome, {inside} of them inside."
-
-
-def _of_ladder() -> dict[tuple[str, float, float], str]:
-    """The mean gap in percent of each arm of ladder 2 at the registered length, from scratch."""
-    if not LADDER.is_file():
-        return {}
-    with LADDER.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["own_loss"]]
-    gaps: dict[str, list[float]] = {}
-    for row in rows:
-        size, tokens = float(row["params"]), float(row["tokens"])
-        if abs(size / LADDER_SIZE - 1) > 0.02 or abs(tokens / size / LADDER_LENGTH - 1) > 0.05:
-            continue
-        same = [
-            float(r["own_loss"])
-            for r in rows
-            if r["arm"] in ("bf16", "bf16-again")
-            and all(r[key] == row[key] for key in ("design", "seed", "size", "rung"))
-        ]
-        if same and row["design"] == "scratch":
-            gaps.setdefault(row["arm"], []).append(
-                100 * (float(row["own_loss"]) / statistics.fmean(same) - 1)
-            )
-    tokens = float(LADDER_SIZE * LADDER_LENGTH)
-    return {
-        (arm, float(LADDER_SIZE), tokens): f"{statistics.fmean(values):.2f}" for arm, values in gaps.items()
-    }
-
-
-def read_registry() -> list[dict[str, str]]:
-    """The rows of the registry."""
-    if not REGISTRY.is_file():
-        return []
-    with REGISTRY.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def register(today: date) -> int:
-    """Add what is not registered yet; returns how many rows were added."""
-    rows = read_registry()
-    known = {(row["recipe"], float(row["params"]), float(row["tokens"])) for row in rows}
-    ladder = [(name, float(LADDER_SIZE), float(LADDER_SIZE * LADDER_LENGTH)) for name in recipe_names()]
-    wanted = [(*one, "ladder 2") for one in ladder] + [(*one, "") for one in UNPUBLISHED]
-    forecaster, added = Forecaster(), 0
-    for name, params, tokens, source in wanted:
-        recipe, ours = scheme(name).recipe, {}
-        if source:  # the models of ladder 2 have four blocks, and are of the family of the ladder
-            ours = {"family": "ladder", "tail": traits(recipe, blocks=4).tail_share}
-        found = forecaster.forecast(recipe, params, tokens, name, **ours)
-        if (name, params, tokens) in known or found.gap_percent is None or not found.setting.parts:
-            continue
-        gap, added = found.gap_percent, added + 1
-        figures = {"low": f"{gap.low:.3f}", "mean": f"{gap.mean:.3f}", "high": f"{gap.high:.3f}"}
-        size = {"params": f"{params:.0f}", "tokens": f"{tokens:.0f}"}
-        rows.append(
-            {
-                "registered": today.isoformat(),
-                "recipe": name,
-                **size,
-                **figures,
-                "outcome": "",
-                "source": source,
-            }
-        )
-    text = StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(REGISTRY, text.getvalue())
-    return added
+    return table(lines) + (
+        f"\n\n{len(rows)} forecasts of {len({setting_of(row) for row in rows})} settings; "
+        f"{len(verdicts)} have an outcome, {verdicts.count('inside')} of them inside."
+    )
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "forecast.md": {
         "coefficients": coefficients,
         "calibration": calibration,
+        "units": units,
         "sizes": sizes,
         "nanochat": nanochat,
         "large": large,

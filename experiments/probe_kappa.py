@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from narrowgauge.errors import UserError
@@ -80,6 +80,16 @@ def compared(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def spreads(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The deviation of ln kappa - ln x about its mean over the schemes of each kind."""
+    found = {}
+    for kind in ("forward", "backward"):
+        logs = [math.log(row["kappa"] / row["x"]) for row in rows if row["kind"] == kind]
+        if len(logs) > 1:
+            found[kind] = {"deviation": round(stdev(logs), 3), "schemes": len(logs)}
+    return found
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a table, and how well each kind forecasts."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
@@ -107,6 +117,7 @@ def compare(files: list[str]) -> None:
         }
         merged |= {key: parts[0][key] for key in ("step", "tokens", "draws")}
         recipes = {n: f | {"batches": p["batches"]} for p in parts for n, f in p["recipes"].items()}
+        merged["spread"] = spreads(compared({"recipes": recipes}))
         merged["recipes"] = recipes
         write_whole(TABLE, json.dumps(merged, indent=1) + "\n")
     print(markdown(compared(json.loads(TABLE.read_text(encoding="utf-8")))))

@@ -66,7 +66,7 @@ def tested(tool: str) -> dict[str, str]:
     failed = counts["failures"] + counts["errors"]
     return {
         "tool": tool,
-        "version": installed(tool),
+        "version": installed(tool).partition("+")[0],
         "torch": installed("torch").partition("+")[0],
         "python": platform.python_version(),
         "passed": str(counts["tests"] - counts["skipped"] - failed),

@@ -1,6 +1,7 @@
 """What a release is made of: one version, workflows whose steps exist, forms that ask for facts."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -99,3 +100,23 @@ def test_the_locked_versions_have_hashes_and_no_address():
     assert "://" not in text
     for block in re.split(r"\n(?=\w)", text.strip()):
         assert "--hash=sha256:" in block, block[:60]
+
+
+def test_a_step_takes_nothing_from_the_make_that_runs_the_workflows():
+    """`make workflows ARGS=--small` gave --small to the tests of each step, by MAKEFLAGS."""
+    assert workflows.clean({"MAKEFLAGS": " -- ARGS=--small", "ARGS": "--small", "HOME": "/"}) == {"HOME": "/"}
+
+
+def test_an_interpreter_that_does_not_start_is_not_here(tmp_path, monkeypatch):
+    shim = tmp_path / "python9.9"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert not workflows.runs("python9.9")
+    assert not workflows.runs("python9.8")
+    assert workflows.runs(sys.executable)
+
+
+def test_the_small_part_of_each_tier_has_tests_of_it():
+    assert 'tier("thorough"' in (ROOT / workflows._SMALL["make test-thorough"]).read_text(encoding="utf-8")
+    assert (ROOT / workflows._SMALL["make test "]).is_file()

@@ -1,17 +1,18 @@
-"""`predict`: its answer for every recipe and model, its JSON, the gaps at 1.9 billion parameters, "
-"and its files."""
+"""`predict`: its answer for every recipe and model, its JSON and files, gaps at 1.9 billion parameters."""
 
 import csv
 import json
 import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 import forecasts
 import narrowgauge as ng
+import registry
 from narrowgauge.errors import UserError
 from narrowgauge.forecast import COLUMNS, Forecaster, described, read_atlas, scheme
 from narrowgauge.forecast.noise import TABLE, cast_text, measured_noise
@@ -149,7 +150,7 @@ def test_a_probe_moves_a_recipe_without_points_and_narrows_it(tmp_path):
     recipes = {
         "mxfp4": figures(0.034, 0.979),
         "nvfp4": figures(0.0146, 0.984),
-        "tetrajet2": figures(0.034, 0.984),
+        "tetrajet2": figures(0.068, 0.984),
     }
     path.write_text(json.dumps({"recipes": recipes}))
     free, told = (ng.predict("tetrajet2", 1e9, 2e10, probe=p)[0] for p in (None, path))
@@ -204,8 +205,31 @@ def test_the_pages_have_the_tables_of_the_data(name):
 
 
 def test_registered_forecasts_stay_as_they_were_registered():
-    rows = forecasts.read_registry()
-    assert len(rows) >= 30
-    assert {"recipe", "params", "tokens", "low", "mean", "high", "registered"} <= set(rows[0])
-    keys = [(row["recipe"], row["params"], row["tokens"]) for row in rows]
-    assert len(set(keys)) == len(keys)
+    """A row of the first day, as it was sealed, and what the changed law gives as a second registration."""
+    rows = registry.read_registry()
+    first = [row for row in rows if row["registered"] == "2026-11-25"]
+    assert len(first) == 41
+    (row,) = (r for r in first if (r["recipe"], r["params"]) == ("nvfp4", "1000000000"))
+    assert (row["low"], row["mean"], row["high"]) == ("0.317", "0.797", "1.811")
+    settings = [(row["registered"], *registry.setting_of(row)) for row in rows]
+    assert len(set(settings)) == len(settings)
+
+
+def test_a_forecast_is_registered_once_until_it_changes(tmp_path, monkeypatch):
+    """The outcomes of ladder 2 and those of the file score each row of their setting."""
+    path, day = tmp_path / "forecasts.csv", date(2030, 1, 1)
+    monkeypatch.setattr(registry, "REGISTRY", path)
+    monkeypatch.setattr(registry, "recipe_names", lambda: [])
+    monkeypatch.setattr(registry, "UNPUBLISHED", [("nvfp4", 1e9, 2e10), ("mxfp8", 1e9, 2e10)])
+    assert [registry.register(day), registry.register(day)] == [2, 0]
+    rows = path.read_text(encoding="utf-8").splitlines()
+    first = rows[1].split(",")
+    path.write_text(
+        "\n".join([rows[0], ",".join([*first[:5], "9.999", first[6], "0.7", "a paper"]), *rows[2:]]) + "\n"
+    )
+    assert registry.register(date(2030, 1, 2)) == 1
+    text = path.read_text(encoding="utf-8").splitlines()
+    assert text[1].split(",")[5] == "9.999"  # what was registered stays
+    assert text[3].startswith("2030-01-02,nvfp4,")
+    monkeypatch.setattr(registry, "LADDER", tmp_path / "none.csv")
+    assert [outcome for _, outcome in registry.with_outcomes(registry.read_registry())] == ["0.7", "", ""]

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+import probe_kappa
 from narrowgauge.forecast import scheme
+from narrowgauge.forecast.hints import spreads
 from probe_kappa import TABLE, compared, kappa
 
 
@@ -17,6 +19,8 @@ def test_every_recipe_of_the_table_is_a_scheme_with_a_kappa():
     for row in rows:
         assert scheme(row["scheme"]).recipe.is_narrow
         assert row["factor"] >= 1
+    assert table["spread"] == probe_kappa.spreads(rows)  # which `predict --probe` counts with
+    assert spreads() == {"forward": 0.35, "backward": 0.197}
 
 
 def test_kappa_is_the_gap_at_a_hundred_tokens_per_parameter():

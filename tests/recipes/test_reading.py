@@ -131,6 +131,55 @@ def test_a_file_of_megatron_that_was_written_by_hand(tmp_path):
         read(matchers(), "megatron", tmp_path)
 
 
+# As NeMo-RL's examples/te_precision have them.
+EXPERTS = """
+configs:
+  bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+  nvfp4:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {fp4_quantization_recipe: nvfp4, override_quantized_autocast: true}
+  wide:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {override_quantized_autocast: true}
+matchers:
+  qkv: {config: bf16, type: glob, pattern: "*.linear_qkv", enabled: true}
+  fc1: {config: nvfp4, type: glob, pattern: "*.experts.linear_fc1", enabled: true}
+  fc2: {config: nvfp4, type: glob, pattern: "*.experts.linear_fc2", enabled: true}
+  shared: {config: bf16, type: glob, pattern: "*.shared_experts.*", enabled: true}
+  rest: {config: wide, type: glob, pattern: "*", enabled: true}
+"""
+
+
+def test_a_file_of_megatron_with_narrow_experts(tmp_path):
+    """The first matcher wins: wide modules above the narrow ones are kept, those below are the rest."""
+    pytest.importorskip("yaml")
+    found = read(EXPERTS, "megatron", tmp_path)
+    narrow, keep = found.rules
+    assert narrow.modules == ("*.experts.linear_fc1", "*.experts.linear_fc2")
+    assert narrow.casts == recipe("nvfp4").casts
+    assert keep.modules == ("*.linear_qkv",)
+    assert found.casts == recipe("bf16").casts
+    assert not lost(found)
+    open_end = EXPERTS.replace("  rest:", "  rest: {enabled: false}\n  other:").replace('"*"', '"*.proj"')
+    assert [
+        "modules that no matcher names" in sentence for sentence in lost(read(open_end, "megatron", tmp_path))
+    ] == [True]
+    with pytest.raises(UserError, match=r"cannot be written for megatron: \[\[rule\]\] with other casts"):
+        write_recipe(found, "megatron", BLOCKS)
+
+
+def test_the_recipes_of_nemo_rl_narrow_the_routed_experts_alone():
+    nvfp4, mxfp8 = (recipe(name) for name in recipe_names("nemo-rl"))
+    for found, same in ((nvfp4, "nvfp4"), (mxfp8, "mxfp8")):
+        assert "NeMo-RL" in found.source
+        experts = ["model.layers.1.mlp.experts.3.up_proj", "decoder.layers.1.mlp.experts.linear_fc1"]
+        others = ["model.layers.1.mlp.shared_experts.up_proj", "decoder.layers.1.self_attention.linear_qkv"]
+        for name in experts:
+            assert found.for_layer([(name, 1)], 4).casts == recipe(same).casts
+        for name in others:
+            assert found.for_layer([(name, 1)], 4).casts == recipe("bf16").casts
+
+
 @pytest.fixture
 def modelopt(tmp_path):
     """A recipe of ModelOpt's beside the files that it imports, of other words than ModelOpt's."""
@@ -192,7 +241,9 @@ def test_what_a_recipe_of_modelopt_has_beyond_ours_is_refused_by_name(modelopt, 
         ("te", "def qfactory(role):\n    if role.name == 'a':\n        return None", "a branch of qfactory"),
         ("torchao", "A = MXFP8TrainingOpConfig(wgrad_with_hp=True, weather=1)", "'weather'"),
         ("torchao", 'A = Float8LinearConfig.from_recipe_name("columns")', "'columns'"),
-        ("megatron", matchers(pattern="*linear_fc1*"), r"matcher 'rest' gives '\*linear_fc1\*'"),
+        ("megatron", EXPERTS.replace("shared: {config: bf16", "shared: {config: other"), "'shared' is not a"),
+        ("megatron", EXPERTS.replace("config: nvfp4", "config: bf16"), "no enabled matcher has a narrow"),
+        ("megatron", EXPERTS.replace("rest: {config: wide", "rest: {config: nvfp4"), "'rest' gives '[*]'"),
         ("megatron", matchers(recipe="delayed"), "has fp8_quantization_recipe: delayed"),
         ("megatron", "a: 1", "has no configs and matchers"),
         ("megatron", "a: !!python/object/apply:os.system ['true']", "is not YAML"),

@@ -1,29 +1,40 @@
-"""Fits the law to points: coefficients by Gauss and Newton, variances by expectation and maximization.
+"""Fits the law to points: coefficients by Fisher's scoring, variances by their marginal probability.
 
 With theta all coefficients, T_ig the term of GEMM g at point i and G_ig the derivatives of its logarithm,
 
-    gap_i = sum_g T_ig + e_i,      var e_i = sigma_i^2 / seeds_i + (rho gap_i)^2
+    gap_i = sum_g T_ig + e_i,      var e_i = v_i = sigma_i^2 / seeds_i + (rho gap_i)^2
     J_i   = sum_g T_ig G_ig
-    V     = (S^-1 + J' W J)^-1,    W = diag(1 / var e_i), S the prior covariance
-    theta <- V (S^-1 m + J' W (gap - f(theta) + J theta))
+    w_i   = (nu + 1) / (nu + (gap_i - f_i)^2 / v_i)       f_i = sum_g T_ig; e_i is Student's t with nu degrees
+    P     = S^-1 + c J' diag(1 / v) J,    c = (nu + 1) / (nu + 3), S the prior covariance
+    theta <- theta + P^-1 (S^-1 (m - theta) + J' diag(w / v) (gap - f))
 
 sigma_i = sigma_family (N / 10^8)^-1/4 is the noise of a pair of runs that differ only in their luck,
-unless the source of a point states its own error; rho is how far points lie off the law.
+unless the source of a point states its own error; rho is how far points lie off the law. c / v_i is what a
+point of Student's distribution shows of its mean (Lange, Little and Taylor 1989): less than its weights add
+up to, which would make intervals an eighth too narrow. V = P^-1 is the covariance of theta.
 
-After each such step, each variance becomes what its effects are expected to have (Dempster, Laird and Rubin
-1977): the mean of theta_k^2 + V_kk over its group, and of shares of the residuals for sigma and rho, with a
-few prior degrees of freedom, so that a group of one member still has a spread.
+Each step also moves each variance s^2 towards the maximum of the probability of the points, whose
+logarithm is, by Laplace's approximation,
 
-Curves are compared by the Laplace approximation of the probability of the points,
+    ln P = -1/2 [ sum_i (nu + 1) ln(1 + (gap_i - f_i)^2 / (nu v_i)) + ln v_i
+                  + (theta - m)' S^-1 (theta - m) + ln|S| + ln|P| ]
 
-    ln P = -1/2 [ (gap - f)' W (gap - f) - ln|W| + (theta - m)' S^-1 (theta - m) + ln|S| - ln|V| ]
+times a prior: d degrees of freedom at s_0, so that a group of one member still has a spread. Where its
+derivative by ln s^2 is zero (MacKay 1992),
+
+    s^2 (d + sum_k a_k left_k) = d s_0^2 + s^2 sum_k a_k q_k
+
+    of a group of effects: a_k = 1, q_k = (theta_k - m_k)^2 / s^2, left_k = 1 - V_kk / s^2
+    of sigma and rho:      a_i their share of v_i, q_i = w_i (gap_i - f_i)^2 / v_i,
+                           left_i = 1 - c J_i V J_i' / v_i
+
+The steps end when neither a coefficient nor the logarithm of a deviation moves. ln P also compares curves.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from narrowgauge.forecast.curve import CURVES, Curve, log_size, log_tokens
 from narrowgauge.forecast.law import (
@@ -47,7 +58,8 @@ NOISE_PRIOR = (
     3.0,
 )  # deviation in percent of a pair at 100 million parameters, and its degrees of freedom
 SCATTER_PRIOR = (0.03, 4.0)  # of a point about the law, as a share of its gap
-_ROUNDS, _ENOUGH = 60, 2e-3
+_INFORMATION = (TAILS + 1) / (TAILS + 3)  # of one point on its mean, over that of a Gaussian
+_ROUNDS, _ENOUGH = 200, 2e-3
 
 
 def fit_law(observed: Sequence[Observed], hints: Sequence[Hint] = (), curve: Curve = CURVES[0]) -> Law:
@@ -113,13 +125,12 @@ class _Fit:
         self.of_curve = [self.columns["curve", name] for name in self.curve.priors]
         self.deviations = {name: deviation for name, (deviation, _) in GROUPS.items()}
         self.theta = self.means.copy()
+        self._here = self._at()
 
     def law(self) -> Law:
         """Iterate to the end; the law."""
         for _ in range(_ROUNDS):
-            change = self._step()
-            self._update_variances()
-            if change < _ENOUGH:
+            if max(self._step(), self._update_variances()) < _ENOUGH:
                 break
         noise = dict(zip(self.names, map(float, self.noise), strict=True))
         return Law(
@@ -135,22 +146,23 @@ class _Fit:
         )
 
     def _step(self) -> float:
-        """One step of Gauss and Newton; returns the largest change of a coefficient."""
-        gaps, jacobian = self._at()
+        """One step of Fisher's scoring; returns the largest change of a coefficient."""
+        gaps, jacobian = self._here
         _, total = self._variances(gaps)
+        residual = self.gaps - gaps
         prior = 1 / self._prior_variance()
-        square = (self.gaps - gaps) ** 2
-        weighted = jacobian * (self._weights(square, total) / total)[:, None]
-        self.precision = np.diag(prior) + jacobian.T @ weighted
-        right = prior * self.means + weighted.T @ (self.gaps - gaps + jacobian @ self.theta)
+        self.precision = np.diag(prior) + jacobian.T @ (jacobian * (_INFORMATION / total)[:, None])
+        slope = prior * (self.means - self.theta)
+        slope += jacobian.T @ (self._weights(residual**2, total) * residual / total)
         if len(self.hint_values):
             self.precision += (self.hint_design.T * self.hint_weights) @ self.hint_design
-            right += self.hint_design.T @ (self.hint_weights * self.hint_values)
+            away = self.hint_values - self.hint_design @ self.theta
+            slope += self.hint_design.T @ (self.hint_weights * away)
         self.covariance = np.asarray(np.linalg.inv(self.precision), dtype=np.float64)
-        change = self.covariance @ right - self.theta
+        change = self.covariance @ slope
         change *= min(1.0, 0.5 / max(1e-12, float(np.abs(change).max())))  # far from the end, small steps
         self.theta = self.theta + change
-        self._gaps, self._jacobian = self._at()
+        self._here = self._at()
         return float(np.abs(change).max())
 
     def _at(self) -> tuple[Array, Array]:
@@ -162,7 +174,7 @@ class _Fit:
         logs[0] += log_h
         self.slopes[0][:, self.of_curve] = by_curve
         terms = np.where(self.is_term, np.exp(np.clip(logs, -30, 8)), 0.0)
-        return terms.sum(axis=0), (terms[:, :, None] * self.slopes).sum(axis=0)
+        return terms.sum(axis=0), np.einsum("gp,gpk->pk", terms, self.slopes)
 
     def _variances(self, gaps: Array) -> tuple[Array, Array]:
         """The variance of the noise of each point, and of all by which it may leave the law."""
@@ -175,21 +187,26 @@ class _Fit:
         """How much each point counts: less, if it lies farther off than its variance explains."""
         return np.asarray((TAILS + 1) / (TAILS + square / total))
 
-    def _update_variances(self) -> None:
-        gaps, jacobian = self._gaps, self._jacobian
+    def _update_variances(self) -> float:
+        """One step of each variance to the most probable one; returns the largest change of a logarithm."""
+        before = np.log([self.scatter, *self.noise, *self.deviations.values()])
+        gaps, jacobian = self._here
         additive, total = self._variances(gaps)
-        square = (self.gaps - gaps) ** 2 + ((jacobian @ self.covariance) * jacobian).sum(axis=1)
-        square *= self._weights(square, total)
-        share = additive / total
-        scatter = ((1 - share) ** 2 * square + (total - additive) * share) / np.maximum(gaps, 1e-3) ** 2
-        noise = (share**2 * square + additive * (1 - share)) * self.seeds / self.of_size**2
-        self.scatter = _pooled(scatter, *SCATTER_PRIOR)
+        square = (self.gaps - gaps) ** 2
+        square *= self._weights(square, total) / total
+        left = 1 - _INFORMATION * ((jacobian @ self.covariance) * jacobian).sum(axis=1) / total
+        of_noise = additive / total
+        self.scatter = _next(self.scatter, SCATTER_PRIOR, 1 - of_noise, square, left)
         for number in range(len(self.names)):
-            of_family = (self.family == number) & ~(self.stated > 0)
-            self.noise[number] = _pooled(noise[of_family], *NOISE_PRIOR)
-        effects = (self.theta - self.means) ** 2 + np.diag(self.covariance)
+            own = of_noise * (self.family == number) * ~(self.stated > 0)
+            self.noise[number] = _next(self.noise[number], NOISE_PRIOR, own, square, left)
+        effects, known = (self.theta - self.means) ** 2, np.diag(self.covariance)
         for name, members in self.groups.items():
-            self.deviations[name] = _pooled(effects[members], *GROUPS[name])
+            variance, ones = self.deviations[name] ** 2, np.ones(len(members))
+            ratio, free = effects[members] / variance, 1 - known[members] / variance
+            self.deviations[name] = _next(self.deviations[name], GROUPS[name], ones, ratio, free)
+        after = np.log([self.scatter, *self.noise, *self.deviations.values()])
+        return float(np.abs(after - before).max())
 
     def _prior_variance(self) -> Array:
         variance = self.scales**2
@@ -200,7 +217,7 @@ class _Fit:
     def _evidence(self) -> float:
         if not len(self.gaps):
             return 0.0
-        gaps, _ = self._at()
+        gaps, _ = self._here
         _, total = self._variances(gaps)
         variance = self._prior_variance()
         square = (self.gaps - gaps) ** 2 / total
@@ -215,6 +232,17 @@ def _by_gemm(setting: Setting) -> list[Part | None]:
     return [parts.get(gemm) for gemm in GEMMS]
 
 
-def _pooled(squares: NDArray[np.float64], deviation: float, degrees: float) -> float:
-    """The deviation of expected squares, with prior degrees of freedom."""
-    return math.sqrt((degrees * deviation**2 + float(squares.sum())) / (degrees + len(squares)))
+def _next(deviation: float, prior: tuple[float, float], shares: Array, square: Array, left: Array) -> float:
+    """A deviation after one step: the squares of its share, over the degrees of freedom that they have left.
+
+    Args:
+        deviation: The deviation.
+        prior: Its prior, and the degrees of freedom of that.
+        shares: The share of the deviation's variance in that of each square.
+        square: Squares, over their variance.
+        left: What the coefficients leave of the degree of freedom of each.
+    """
+    first, degrees = prior
+    found = degrees * first**2 + deviation**2 * float(shares @ square)
+    found /= degrees + max(0.0, float(shares @ left))
+    return min(max(math.sqrt(found), deviation / 2), 2 * deviation)

@@ -2,9 +2,9 @@
 
     gap_percent           of the loss of the bf16 run, with an interval of 90 % for one pair of runs
     gap_nats              the same at the loss that Quartet's law gives for the size and length
-    extra_tokens_percent  D' / D - 1, where L(N, D') (1 + gap / 100) = L(N, D): the tokens that buy the gap
-    back kappa                 the gap at 100 million parameters and 10 billion tokens extrapolation
-    factors beyond the points that support it
+    extra_tokens_percent  D' / D - 1, where L(N, D') (1 + gap / 100) = L(N, D): they buy the gap back
+    kappa                 the gap at 100 million parameters and 10 billion tokens
+    extrapolation         factors beyond the points that support it
 
 A forecast is of a new family, whose level is unknown, unless your own runs are given: they have a
 family, which the forecast then shares.
@@ -202,8 +202,7 @@ class Forecaster:
         return tuple(found)
 
     def as_json(self) -> dict[str, Any]:
-        """The law for programs; `exponent` is that of the power law, over the points with a narrow "
-        "forward pass."""
+        """The law for programs; `exponent`: of the power law, over the points with narrow forward passes."""
         power = self.law.each[0]
         settings = [one.setting for one in power.observed]
         forward = [s for s in settings if any(part.side == FORWARD for part in s.parts)]

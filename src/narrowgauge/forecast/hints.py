@@ -7,15 +7,21 @@ gradient. Both rank recipes as training does. Across recipes that were probed on
     ln kappa_back  = ln x_b + a_b          x_b = 1 - c^2, the share of the gradient's power that is error
 
 a_f and a_b belong to the model. Recipes of the file whose kappa the points know give them: their mean
-difference, with the spread of such differences, is the error of the probe (`DEVIATION`, measured leaving
-one scheme out: docs/forecast.md). So a file needs a recipe with points next to the new one, such as mxfp4 or
-nvfp4.
+difference. So a file needs a recipe with points next to the new one, such as mxfp4 or nvfp4. The variance of
+a kappa that is found like this comes from the spread s of such differences, and from what the points leave
+unknown of the other recipes, u:
+
+    deviation^2 = s^2 (1 + 1 / n) + mean u^2        n: the recipes with points
+
+s was measured on 16 schemes with known kappas, of which this room's `probe.json` holds the figures
+(docs/atlas.md; `experiments/probe_kappa.py` measures it again).
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +30,13 @@ from narrowgauge.forecast.laws import Laws
 from narrowgauge.forecast.parts import Described
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS, Hint, Part
 
-#: The deviation of ln kappa by the probe, leaving one scheme out.
-DEVIATION: Mapping[str, float] = {FORWARD: 0.25, BACKWARD: 0.6}
+MEASURED = Path(__file__).with_name("probe.json")
 _Z95 = 1.96
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The logarithm of what the probe measured of one pass of a recipe, and its deviation."""
+    """The logarithm of a figure of one pass of a recipe, and its deviation."""
 
     log: float
     deviation: float
@@ -52,6 +57,13 @@ def read_probe_file(path: Path) -> dict[str, dict[str, Any]]:
             f"{words_of(error) if isinstance(error, OSError) else 'it is not of probe'}; "
             "write one with narrowgauge probe RUN --recipes A,B --json"
         ) from None
+
+
+@cache
+def spreads() -> dict[str, float]:
+    """How much ln kappa - ln x deviates between schemes of one model: the measured figure of each pass."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["spread"]
+    return {side: float(measured[side]["deviation"]) for side in (FORWARD, BACKWARD)}
 
 
 def readings(figures: Mapping[str, Any]) -> dict[str, Reading]:
@@ -87,36 +99,41 @@ def hints(
     read = {name: readings(figures) for name, figures in probed.items() if name in recipes}
     seen = {one.setting.recipe for one in law.observed}
     found = []
-    for side, deviation in DEVIATION.items():
+    for side, deviation in spreads().items():
         for name in wanted:
             if side not in read.get(name, {}):
                 continue
             anchors = [other for other in read if other != name and other in seen and side in read[other]]
-            shifts = [
-                log - read[other][side].log
+            known = [
+                (kappa.log - read[other][side].log, kappa.deviation)
                 for other in anchors
-                if (log := _log_kappa(law, other, recipes[other], side)) is not None
+                if (kappa := _kappa(law, other, recipes[other], side)) is not None
             ]
-            if not shifts:
+            if not known:
                 continue
-            reading = read[name][side]
-            level = sum(shifts) / len(shifts)
-            spread = math.sqrt(deviation**2 * (1 + 1 / len(shifts)) + reading.deviation**2)
-            found += _of_parts(law, name, recipes[name], side, reading.log + level, spread)
+            reading, count = read[name][side], len(known)
+            level = sum(log for log, _ in known) / count
+            unknown = sum(u**2 for _, u in known) / count
+            variance = deviation**2 * (1 + 1 / count) + unknown + reading.deviation**2
+            found += _of_parts(law, name, recipes[name], side, reading.log + level, math.sqrt(variance))
     return found
 
 
-def _log_kappa(law: Laws, name: str, recipe: Described, side: str) -> float | None:
-    """ln of what the parts of one side cost together; None without such parts."""
+def _kappa(law: Laws, name: str, recipe: Described, side: str) -> Reading | None:
+    """ln of what the parts of one side cost together, and its deviation; None without such parts."""
     terms = _terms(law, name, recipe, side)
-    return math.log(sum(terms.values())) if terms else None
+    if not terms:
+        return None
+    total = sum(terms.values())
+    deviation = sum(term * law.shift(part, name)[1] for part, term in terms.items()) / total
+    return Reading(math.log(total), deviation)
 
 
 def _of_parts(law: Laws, name: str, recipe: Described, side: str, log: float, deviation: float) -> list[Hint]:
     """The same shift for each part of a side, so that together they cost what the probe shows."""
     terms = _terms(law, name, recipe, side)
     more = log - math.log(sum(terms.values())) if terms else 0.0
-    return [Hint(part, name, law.shift(part, name) + more, deviation) for part in terms]
+    return [Hint(part, name, law.shift(part, name)[0] + more, deviation) for part in terms]
 
 
 def _terms(law: Laws, name: str, recipe: Described, side: str) -> dict[Part, float]:

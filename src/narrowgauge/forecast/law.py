@@ -15,15 +15,14 @@ the casts c adds, in percent of the loss of the bf16 run,
     recipe      what the parts of a recipe do together beyond their sum
     family      what a laboratory, its architecture and its corpus have in common
     reference   what all gaps to one bf16 run have in common
-    size        a random walk over ln N from 100 million parameters outwards. It lets gaps of sizes that
-    were seen
-                leave the curve, and makes those beyond less certain by each decade
+    size        a random walk over ln N from 100 million parameters outwards. It lets gaps of sizes that were
+                seen leave the curve, and makes those beyond less certain by each decade
 
 **One part.** A cast that no run has tried resembles those that quantize as finely. With e the noise of the
 operands of a GEMM (`noise`), and delta what is particular to the casts,
 
-    ln kappa_g(c) = alpha_side + eta ln(e / 0.02) + delta_c      side: forward, or backward for dgrad and
-    wgrad
+    ln kappa_g(c) = alpha_side + eta ln(e / 0.02) + delta_c
+                    side: forward, or backward for dgrad and wgrad
 
 **Everything is Gaussian in the logarithm.** Each coefficient has a normal prior; each group of effects
 (deltas of a side, recipes, families, references, steps of the walk) has one variance, which the points
@@ -90,8 +89,7 @@ class Predicted:
     noise: float
 
     def interval(self, seeds: float = 1.0, z: float = Z90) -> tuple[float, float]:
-        """The ends of the interval of a gap that is measured with some seeds; `math.inf`: of the gap "
-        "itself."""
+        """The ends of the interval of a gap that is measured with some seeds; of the gap itself for `inf`."""
         noise = z * self.noise / math.sqrt(seeds)
         low = self.gap - math.hypot(self.gap * -math.expm1(-z * self.structure), noise)
         return low, self.gap + math.hypot(self.gap * math.expm1(z * self.structure), noise)
@@ -151,10 +149,13 @@ class Law:
         """The gap in percent of each GEMM of a setting."""
         return self._terms(setting)[0]
 
-    def shift(self, part: Part, recipe: str) -> float:
-        """ln kappa of a part beyond what the noise of its casts makes it."""
+    def shift(self, part: Part, recipe: str) -> tuple[float, float]:
+        """ln kappa of a part beyond what the noise of its casts makes it, and its deviation."""
         effects = effects_of(part, recipe)
-        return sum(float(self.theta[self.columns[c]]) for c in effects if c in self.columns)
+        known = [self.columns[c] for c in effects if c in self.columns]
+        variance = float(self.covariance[np.ix_(known, known)].sum())
+        variance += sum(self._deviation(c) ** 2 for c in effects if c not in self.columns)
+        return float(self.theta[known].sum()), math.sqrt(variance)
 
     def kappa(self, setting: Setting) -> Predicted:
         """The gap of a setting's recipe at 100 million parameters and 10 billion tokens."""

@@ -53,9 +53,10 @@ class Laws:
         terms = np.exp(np.mean([np.log(law.terms(setting)) for law in self.each], axis=0))
         return np.asarray(terms * (self.predict(setting).gap / terms.sum()))
 
-    def shift(self, part: Part, recipe: str) -> float:
-        """ln kappa of a part beyond what the noise of its casts makes it."""
-        return float(np.mean([law.shift(part, recipe) for law in self.each]))
+    def shift(self, part: Part, recipe: str) -> tuple[float, float]:
+        """ln kappa of a part beyond what the noise of its casts makes it, and its deviation."""
+        mean, deviation = np.mean([law.shift(part, recipe) for law in self.each], axis=0)
+        return float(mean), float(deviation)
 
 
 def fit_laws(observed: Sequence[Observed], hints: Sequence[Hint] = ()) -> Laws:

@@ -1,5 +1,4 @@
-"""A recipe as the law sees it: the narrow GEMMs of a layer, the share of wide blocks, and what the "
-"law cannot price."""
+"""A recipe as the law sees it: its narrow GEMMs, the share of wide blocks, and what the law cannot price."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
     Kumar et al. 2024, arXiv 2411.04330, appendix K
         A (N e)^-alpha - A N^-alpha,      e = (1 - exp(-P_w / gamma_w)) (1 - exp(-P_a / gamma_a)), P bits
     Sun et al. 2025, arXiv 2501.02423, table 2
-        (D^beta / N^alpha) log2 B / (gamma (E + 1/2)^delta (M + 1/2)^nu)        blocks of B, exponent and
-        mantissa bits
+        (D^beta / N^alpha) log2 B / (gamma (E + 1/2)^delta (M + 1/2)^nu)        blocks of B; E exponent bits,
+                                                                                M mantissa bits
     Chen et al. 2025, arXiv 2505.14302, table 1 ("QAT law"): 4-bit weights and activations in groups of G
         k D^gamma_D (log2 G)^gamma_G / N^gamma_N
     Panferov et al. 2025, arXiv 2505.14669 ("Quartet"), constants of its notebook
@@ -49,8 +49,7 @@ def tokens_for(params: float, loss: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The forward GEMM as published laws see it: bits, exponent and mantissa of an element, elements "
-    "of a block."""
+    """The forward GEMM as published laws see it: bits, exponent and mantissa of elements; sizes of blocks."""
 
     weight_bits: int
     input_bits: int
@@ -60,8 +59,7 @@ class Operands:
 
 
 def operands_of(recipe: Recipe, params: float) -> Operands:
-    """The forward operands of a recipe; a scale of a row or a tensor has as many elements as the "
-    "model is wide."""
+    """The forward operands of a recipe; a scale of a row or tensor has as many elements as the width."""
     x, w = recipe.casts["fprop.x"], recipe.casts["fprop.w"]
     element = min((x.element, w.element), key=lambda e: e.bits)
     width = max(128.0, math.sqrt(params / 100))  # about 12 L d^2 with d = 128 L / 10

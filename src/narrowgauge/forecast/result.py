@@ -1,5 +1,4 @@
-"""Forecasts of several recipes as one result: a table, a picture, JSON, CSV, and pandas where it is "
-"installed."""
+"""Forecasts of several recipes as one result: a table, a picture, JSON, CSV, and pandas if installed."""
 
 import csv
 import json
@@ -205,9 +204,9 @@ def span(interval: Interval) -> str:
 def _tokens(percent: float) -> str:
     """Extra tokens: a percentage, a factor, or that no number of tokens is enough.
 
-    >>> [_tokens(x) for x in (7.2, 250.0, float("inf"))]
-    ['+7 %', '3.5x', 'never']
+    >>> [_tokens(x) for x in (7.2, 250.0, float("inf"), -1e-14)]
+    ['+7 %', '3.5x', 'never', '+0 %']
     """
     if percent >= 1e4:
         return "never"
-    return f"{percent:+.0f} %" if percent < 200 else f"{1 + percent / 100:.1f}x"
+    return f"{round(percent) + 0:+d} %" if percent < 200 else f"{1 + percent / 100:.1f}x"

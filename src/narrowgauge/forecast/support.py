@@ -82,8 +82,7 @@ def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | Non
 
 
 def nearest(setting: Setting, kin: Sequence[Observed], count: int) -> list[int]:
-    """The numbers of the points of `kin` that are nearest in size and length, those of the same "
-    "recipe first."""
+    """The numbers of the nearest points of `kin` in size and length, those of the same recipe first."""
 
     def distance(one: Observed) -> float:
         apart = abs(math.log(one.setting.params / setting.params))

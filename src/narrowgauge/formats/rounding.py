@@ -118,7 +118,7 @@ def _round_(
         x.clamp_(min=fmt.smallest_normal)
         if rounding == "nearest-even":  # like ml_dtypes and torch: rounds up between the two smallest scales
             x.copy_(torch.where(above_smallest & (x == fmt.smallest_normal), 2 * x, x))
-    return x if fmt.has_negative_zero else x.add_(0.0)  # -0 + 0 = +0
+    return x if fmt.has_negative_zero else x.masked_fill_(x == 0, 0.0)  # compilers drop x + 0
 
 
 def exponent_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -52,8 +52,8 @@ _SHIPPED = (
     "tetrajet2-outliers",
 )
 
-# Recipes that were read from a tool's own files (`exchange`), each in the tool's folder. They are about the
-# forward pass, so the tables of training formats leave them out.
+# Recipes that were read from a tool's own files (`exchange`), each in the tool's folder. ModelOpt's are about
+# the forward pass, NeMo-RL's about mixtures of experts, so the tables of training formats leave them out.
 _OF_TOOLS: Mapping[str, tuple[str, ...]] = {
     "modelopt": (
         "fp8-default",
@@ -73,6 +73,7 @@ _OF_TOOLS: Mapping[str, tuple[str, ...]] = {
         "nvfp4-weight-only",
         "nvfp4-mlp-weight-only",
     ),
+    "nemo-rl": ("nvfp4-routed-experts", "mxfp8-routed-experts"),
 }
 _FILES = {name: name for name in _SHIPPED} | {
     f"{tool}-{name}": f"{tool}/{name}" for tool, names in _OF_TOOLS.items() for name in names
@@ -83,7 +84,7 @@ def recipe_names(tool: str = "") -> list[str]:
     """Names of the shipped recipes.
 
     Args:
-        tool: "" for those that train, or "modelopt" for those read from that tool's files.
+        tool: "" for those that train, or "modelopt" or "nemo-rl" for those read from that tool's files.
     """
     return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_SHIPPED)
 

@@ -101,8 +101,11 @@ def _print_recipes(console: Console, device: Device, where: str) -> None:
         if r.is_narrow or backend.name == "emulated":
             reasons.setdefault(f"{backend.name}: {backend.reason}", []).append(name)
     console.print(table)
-    others = ", ".join(recipe_names("modelopt"))
-    _say(console, f"of ModelOpt's files, for the forward pass: {others}")
+    for tool, whose in (
+        ("modelopt", "ModelOpt's files, for the forward pass"),
+        ("nemo-rl", "NeMo-RL's files, for mixtures of experts"),
+    ):
+        _say(console, f"of {whose}: {', '.join(recipe_names(tool))}")
     for reason, names in reasons.items():
         _say(console, reason if len(reasons) == 1 else f"{', '.join(names)} {reason}")
 

@@ -7,6 +7,7 @@ is the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extension
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -138,20 +139,44 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     if not isinstance(file, Mapping) or not {"configs", "matchers"} <= set(file):
         raise UserError(f"{path} has no configs and matchers; name a file for --te-precision-config-file")
     heads = Keep(HEADS[:2])
-    if not file["configs"] and (found := _DELAYED.search(read_text(path))):
-        word, margin, history, algorithm = found.groups()
+    if not file["configs"] and (said := _DELAYED.search(read_text(path))):
+        word, margin, history, algorithm = said.groups()
         own = delayed_scaling(word.upper(), int(history), algorithm, int(margin))
         return Reading(casts=own.casts, keep=heads)
-    narrow, wide = _matched(path, file)
-    casts, lost = _casts(path, narrow, file["configs"][narrow])
-    return Reading(casts=casts, keep=_keep(path, wide, blocks), lost=lost)
+    found = _matched(path, file)
+    casts, lost = _casts(path, found.narrow, file["configs"][found.narrow])
+    keep = _keep(path, found.blocks, blocks)
+    if found.only:
+        keep = Keep(tuple(found.wide), keep.first_blocks, keep.last_blocks)
+        if not found.has_rest:
+            lost.append("modules that no matcher names: the file leaves them to Megatron's other arguments")
+    return Reading(casts=casts, only=tuple(found.only), keep=keep, lost=lost)
 
 
-def _matched(path: Path, file: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """The configuration of most layers, and the numbers of blocks that stay wide."""
-    wide: list[int] = []
+@dataclass(slots=True)
+class _Matched:
+    """What the matchers of a file say: the first that fits a module wins.
+
+    Attributes:
+        narrow: The one narrow configuration.
+        blocks: The numbers of blocks that stay wide.
+        wide: Patterns of other modules that stay wide, above the narrow ones.
+        only: Patterns of the modules that are narrow; none for all others.
+        has_rest: Whether a matcher names all other modules.
+    """
+
+    narrow: str = ""
+    blocks: list[int] = field(default_factory=list)
+    wide: list[str] = field(default_factory=list)
+    only: list[str] = field(default_factory=list)
+    has_rest: bool = False
+
+
+def _matched(path: Path, file: Mapping[str, Any]) -> _Matched:
+    """The enabled matchers: wide modules first, then narrow ones of one configuration, then the rest."""
+    found, is_past = _Matched(), False
     for name, matcher in file["matchers"].items():
-        if not matcher.get("enabled", False):
+        if not matcher.get("enabled", False) or found.has_rest:
             continue
         pattern, config = str(matcher.get("pattern")), str(matcher.get("config"))
         if matcher.get("type") != "glob" or config not in file["configs"]:
@@ -159,26 +184,46 @@ def _matched(path: Path, file: Mapping[str, Any]) -> tuple[str, list[int]]:
                 f"{path}: matcher {name!r} is not a glob with one of the configurations "
                 f"{', '.join(file['configs'])}; correct it"
             )
-        is_narrow = bool((file["configs"][config] or {}).get("training_recipe"))
-        number = _BLOCK.fullmatch(pattern)
-        if number and not is_narrow:
-            wide.append(int(number[1]))
-        elif pattern in (_ALL, "*") and is_narrow:
-            return config, wide
-        else:
+        number, is_narrow = _BLOCK.fullmatch(pattern), bool(_fields(file["configs"][config] or {}))
+        found.has_rest = pattern in (_ALL, "*")
+        if is_narrow and (is_past or found.narrow not in ("", config)):
             raise UserError(
-                f"{path}: matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe for "
-                f"Megatron's layers has one low-precision configuration for {_ALL} below wide ones of whole "
-                "blocks, such as *layers.0.*; write other rules into a recipe file"
+                f"{path}: matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe of "
+                "such a file has one narrow configuration, and wide modules above or below all narrow ones; "
+                "write other rules into a recipe file"
             )
-    raise UserError(f"{path}: no enabled matcher has a low-precision configuration for {_ALL}; add one")
+        if is_narrow:
+            found.narrow = config
+            found.only = [] if found.has_rest else [*found.only, pattern]
+        elif found.narrow:
+            is_past = True  # the rest is wide in any case
+        elif number:
+            found.blocks.append(int(number[1]))
+        else:
+            found.wide.append(pattern)
+    if not found.narrow:
+        raise UserError(
+            f"{path}: no enabled matcher has a narrow configuration; give one to {_ALL}, or to modules"
+        )
+    if found.wide and not found.only:
+        raise UserError(
+            f"{path}: {', '.join(found.wide)} stay wide and all other modules are narrow, but [keep] takes "
+            "whole blocks of such a file; name the narrow modules, or write a [[rule]]"
+        )
+    return found
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that change values; none for one that is wide."""
+    recipe = config.get("training_recipe") or {}
+    return {key: value for key, value in recipe.items() if key not in _NO_VALUES}
 
 
 def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Cast], list[str]]:
     """The casts of a configuration, and the parts that a recipe does not hold."""
     if config.get(_TYPE) != _PARAMS:
         raise UserError(f"{path}: configuration {name!r} has no {_TYPE}: {_PARAMS}; add it")
-    fields = {k: v for k, v in config["training_recipe"].items() if k not in _NO_VALUES}
+    fields = _fields(config)
     lost = [
         f"{key} of configuration {name!r}: a recipe is for training"
         for key in config

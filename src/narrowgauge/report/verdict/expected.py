@@ -141,8 +141,7 @@ def _tokens(group: Group, reference: Group) -> float:
 
 
 def _deviation(judgement: Judgement | None, run: Run, seeds: int) -> float:
-    """The deviation in percent of a mean gap: as measured, else as runs of such a length are known "
-    "to have."""
+    """The deviation in percent of a mean gap: as measured, else as runs of such a length usually have."""
     if judgement is not None and judgement.spread is not None:
         return judgement.spread.deviation / math.sqrt(seeds)
     return (known_of(run) or 0.5) / math.sqrt(seeds)
