@@ -57,6 +57,10 @@ VERBS: Mapping[str, Verb] = {
     "eval": Verb("losses and scores of a run, or of a model of another program", "models:evaluate"),
     "export": Verb("a run's model for other programs", "models:export"),
     "import": Verb("a model of another program as a run", "models:import_"),
+    "lint": Verb(
+        "what is wrong with a quantized checkpoint of any program; exit code 1 if something is",
+        "checkpoints:run_lint",
+    ),
     "probe": Verb("what recipes do to a model's loss and gradient, without training", "analysis:run_probe"),
     "sensitivity": Verb(
         "what narrowing each layer and place alone would cost a model", "analysis:run_sensitivity"
@@ -107,6 +111,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("benchmark", "profile"), "bench"),
     **dict.fromkeys(("check", "env", "info"), "doctor"),
     **dict.fromkeys(("estimate", "dry-run"), "plan"),
+    **dict.fromkeys(("inspect", "verify", "validate-checkpoint"), "lint"),
     **dict.fromkeys(("forecast", "extrapolate"), "predict"),
     "quantize": "convert RUN --recipe R --out DIR",
 }
