@@ -208,7 +208,7 @@ def _export(p: KeyParser) -> None:
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--to", required=True, metavar="FORMAT", help=" | ".join(EXPORT_FORMATS))
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
-    p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; compressed-tensors: bf16)")
+    p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; of quantized weights: bf16)")
     p.add_argument("--shard-gb", type=float, default=5.0, help="size of a safetensors file (5)")
 
 
