@@ -27,8 +27,8 @@ from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open_run
 
-#: The formats that hold the codes and scales of the forward matmul, and their writers.
-QUANTIZED = {"compressed-tensors": write_compressed, "modelopt": write_modelopt}
+#: The formats that hold the codes and scales of the forward matmul.
+QUANTIZED = ("compressed-tensors", "modelopt")
 
 
 def export_run(
@@ -65,7 +65,8 @@ def export_run(
         if to == "hf":
             write_folder(folder, config, weights, *settings)
         elif to in QUANTIZED:
-            QUANTIZED[to](folder, source.model, weights, *settings)
+            write = write_compressed if to == "compressed-tensors" else write_modelopt
+            write(folder, source.model, weights, *settings)
             narrow = narrow_layers(source.model)
             expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
         elif to == "llmc":
