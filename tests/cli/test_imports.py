@@ -22,8 +22,9 @@ print(json.dumps(sorted(sys.modules)))
 """
 #: The verbs that compute with torch on every line.
 WITH_TORCH = {
+    "lint",
     *("train", "compare", "plan", "bench", "scaling", "convert", "prepare", "sample", "eval", "export"),
-    *("import", "probe", "sensitivity", "search", "launch"),
+    *("import", "lint", "probe", "sensitivity", "search", "launch"),
 }
 
 

@@ -197,7 +197,7 @@ def _export(p: KeyParser) -> None:
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--to", required=True, metavar="FORMAT", help=" | ".join(EXPORT_FORMATS))
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
-    p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; compressed-tensors: bf16)")
+    p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; bf16 for quantized weights)")
     p.add_argument("--shard-gb", type=float, default=5.0, help="size of each safetensors file in GB (5)")
 
 
@@ -206,6 +206,13 @@ def _import(p: KeyParser) -> None:
     p.add_argument("--out", required=True, type=Path, metavar="RUN", help="a new run directory")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
     p.add_argument("--data", metavar="SOURCE", default="stdlib", help="text to evaluate it on (stdlib)")
+
+
+def _lint(p: KeyParser) -> None:
+    text = "a folder of safetensors or GGUF, or one file, of any program"
+    p.add_argument("path", metavar="CHECKPOINT", type=Path, help=text)
+    p.add_argument("--all", action="store_true", help="read every code and scale, in place of samples")
+    p.add_argument("--json", action="store_true", help="for programs")
 
 
 def _model(p: KeyParser) -> None:
@@ -356,6 +363,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "eval": _eval,
     "export": _export,
     "import": _import,
+    "lint": _lint,
     "probe": _probe,
     "sensitivity": _sensitivity,
     "search": _search,

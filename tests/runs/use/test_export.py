@@ -148,19 +148,21 @@ WRITERS = {
     "llmc": "write_llmc",
     "megatron": "write_megatron",
     "compressed-tensors": "write_compressed",
+    "modelopt": "write_modelopt",
 }
 
 
 @pytest.mark.parametrize("to", EXPORT_FORMATS)
 def test_an_export_that_does_not_hold_the_weights_is_not_published(train, tmp_path, to, monkeypatch):
     """One number of a layer differs, as a faulty writer would leave it."""
-    path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    name = "mxfp8" if to == "modelopt" else "fp8"
+    path = train(changes={"recipe.name": name, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
     write = getattr(export, WRITERS[to])
 
     def faulty(folder, of, weights, *settings):
         wrong = weights["blocks.1.down.weight"].clone()
         wrong[3, 5] += 0.05
-        if to == "compressed-tensors":  # it takes narrow weights from the model
+        if to in export.QUANTIZED:  # it takes narrow weights from the model
             of = copy.deepcopy(of)
             of.blocks[1].down.weight.data.copy_(wrong)
         write(folder, of, {**weights, "blocks.1.down.weight": wrong}, *settings)

@@ -127,9 +127,24 @@ def write_compressed(
         UserError: The recipe quantizes no weights, or uses casts that the layout cannot express, or the model
             is GPT-2, whose linear layers it does not know.
     """
+    tensors, layers = quantized_tensors(model, weights, dtype)
+    values = to_config(model.config) | {"quantization_config": _describe(layers)}
+    write_tensors(folder, tensors, None, shard_bytes)
+    write_settings(folder, values, tokenizer, dtype, special_tokens)
+
+
+def quantized_tensors(
+    model: Transformer, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[list[tuple[str, torch.Tensor]], dict[str, CompressionScheme | None]]:
+    """The tensors of a model by their names in the layout, and the scheme of each linear layer.
+
+    Raises:
+        UserError: As `write_compressed`.
+    """
     if family_of(model.config) == "gpt2":
         raise UserError(
-            "compressed-tensors describes linear layers, and those of GPT-2 are Conv1D there; use --to hf"
+            "layouts of quantized weights describe linear layers, and those of GPT-2 are Conv1D there; use "
+            "--to hf"
         )
     narrow = narrow_layers(model)
     if not narrow:
@@ -152,9 +167,7 @@ def write_compressed(
         for name, parts in _split(counterpart, narrow[module].forward_codes()):
             tensors += [(f"{name}.{part}", tensor) for part, tensor in parts.items()]
             layers[name] = schemes[module]
-    values = to_config(model.config) | {"quantization_config": _describe(layers)}
-    write_tensors(folder, tensors, None, shard_bytes)
-    write_settings(folder, values, tokenizer, dtype, special_tokens)
+    return tensors, layers
 
 
 def narrow_layers(model: torch.nn.Module) -> dict[str, Linear]:

@@ -55,6 +55,10 @@ VERBS: Mapping[str, Verb] = {
     "eval": Verb("evaluate a run or a model of another program: losses and scores", "models:evaluate"),
     "export": Verb("write a run's model for other programs", "models:export"),
     "import": Verb("make a run of a model of another program", "models:import_"),
+    "lint": Verb(
+        "find faults in a quantized checkpoint of any program; exit code 1 if it has any",
+        "checkpoints:run_lint",
+    ),
     "probe": Verb(
         "measure the effect of recipes on loss and gradient, without training", "analysis:run_probe"
     ),
@@ -107,6 +111,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("benchmark", "profile"), "bench"),
     **dict.fromkeys(("check", "env", "info"), "doctor"),
     **dict.fromkeys(("estimate", "dry-run"), "plan"),
+    **dict.fromkeys(("inspect", "verify", "validate-checkpoint"), "lint"),
     **dict.fromkeys(("forecast", "extrapolate"), "predict"),
     "quantize": "convert RUN --recipe R --out DIR",
 }

@@ -1,7 +1,7 @@
 """Exports runs to the formats of other programs, and imports their models as runs.
 
     export    RUN -> plain weights under another program's names     hf, llmc, megatron
-                  -> the quantized weights themselves                compressed-tensors
+                  -> the quantized weights themselves                compressed-tensors, modelopt
     import    a model of another program -> RUN, to sample, evaluate or train from
 
 Both create their folder atomically. An export is read back and compared with the weights that the run
@@ -16,6 +16,7 @@ from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.megatron import write_megatron
+from narrowgauge.checkpoint.interop.modelopt import write_modelopt
 from narrowgauge.checkpoint.interop.read_back import require_read_back
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.data import load_tokenizer
@@ -25,6 +26,9 @@ from narrowgauge.nn import DTYPES
 from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open_run
+
+#: The formats that hold the codes and scales of the forward matmul.
+QUANTIZED = ("compressed-tensors", "modelopt")
 
 
 def export_run(
@@ -37,7 +41,7 @@ def export_run(
         to: one of `EXPORT_FORMATS`.
         out: the new folder, which must not exist.
         dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None for fp32, or bf16 with
-            compressed-tensors.
+            quantized weights.
         shard_bytes: the approximate maximum size of a safetensors file.
 
     Returns:
@@ -48,7 +52,7 @@ def export_run(
     """
     if to not in EXPORT_FORMATS:
         raise unknown("format", to, EXPORT_FORMATS)
-    dtype = dtype or ("bf16" if to == "compressed-tensors" else "fp32")
+    dtype = dtype or ("bf16" if to in QUANTIZED else "fp32")
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if shard_bytes < 1:
@@ -60,8 +64,9 @@ def export_run(
         settings = (source.tokenizer_file, numbers, shard_bytes, source.special_tokens)
         if to == "hf":
             write_folder(folder, config, weights, *settings)
-        elif to == "compressed-tensors":
-            write_compressed(folder, source.model, weights, *settings)
+        elif to in QUANTIZED:
+            write = write_compressed if to == "compressed-tensors" else write_modelopt
+            write(folder, source.model, weights, *settings)
             narrow = narrow_layers(source.model)
             expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
         elif to == "llmc":

@@ -1,0 +1,1 @@
+"""What is wrong with a quantized checkpoint of another program? Reads headers and samples."""
