@@ -61,7 +61,9 @@ VERBS: Mapping[str, Verb] = {
     "sensitivity": Verb(
         "what narrowing each layer and place alone would cost a model", "analysis:run_sensitivity"
     ),
-    "search": Verb("the recipe that costs a model least, with a share of its FLOPs in 4 bits", "search:run"),
+    "search": Verb(
+        "the recipe that costs a model least, with a share of its FLOPs in 4 bits", "analysis:run_search"
+    ),
     "predict": Verb(
         "what a recipe will cost in loss at a size and a length, from published runs",
         "predict:run",
