@@ -60,7 +60,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experiment": (),
     "bench": (),
     "cluster": ("plan", "launch", "doctor", "scaling"),
-    "laboratory": ("chart", "settings", "subject"),
+    "laboratory": ("chart", "settings", "subject", "advise"),
     "integrations": (),
     "cli": (),
 }
@@ -337,7 +337,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 # Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
-SOURCE_LINES, READING_PATH_LINES = 70_300, 3_712
+SOURCE_LINES, READING_PATH_LINES = 71_091, 3_712
 
 
 def lines_of(path: Path) -> int:

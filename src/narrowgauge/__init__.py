@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from narrowgauge.formats import format_names as format_names
     from narrowgauge.formats import register_format as register_format
     from narrowgauge.formats import round_to as round_to
+    from narrowgauge.laboratory.advise.advise import advise as advise
     from narrowgauge.laboratory.compare import compare as compare
     from narrowgauge.laboratory.gauges import gauges as gauges
     from narrowgauge.laboratory.plan import plan as plan

@@ -22,8 +22,20 @@ print(json.dumps(sorted(sys.modules)))
 """
 #: The verbs that compute with torch on every line.
 WITH_TORCH = {
-    *("train", "compare", "plan", "bench", "scaling", "convert", "prepare", "sample", "eval", "export"),
-    *("import", "probe", "sensitivity", "search", "launch"),
+    *(
+        "train",
+        "compare",
+        "plan",
+        "bench",
+        "scaling",
+        "convert",
+        "prepare",
+        "sample",
+        "eval",
+        "export",
+        "advise",
+    ),
+    *("export", "import", "probe", "sensitivity", "search", "launch"),
 }
 
 

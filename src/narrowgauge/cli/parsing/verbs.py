@@ -70,6 +70,7 @@ VERBS: Mapping[str, Verb] = {
         has_torch=False,
         has_posix=False,
     ),
+    "advise": Verb("the line that trains a model best on a machine, and why others lost", "advise:run"),
     "launch": Verb("write the script that starts a run on a cluster", "launch:run"),
     "report": Verb("(re)make the HTML report of one run or several", "runs:run_report", has_torch=False),
     "recipes": Verb(
