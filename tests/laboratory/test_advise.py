@@ -43,14 +43,14 @@ def space(cluster, name="bf16"):
     values = {
         "model": {"name": "debug"},
         "data": {"sequence_length": 256},
-        "training": {"batch_size": 4, "device": "cpu"},
+        "training": {"batch_size": 2, "device": "cpu"},
         "recipe": {"name": name},
     }
     return Space(values, layouts(1, 2, 4)[0], load_cluster(cluster))
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize(("memory", "name"), [("24GB", "bf16"), ("110MB", "fp8"), ("80MB", "bf16")])
+@pytest.mark.parametrize(("memory", "name"), [("24GB", "bf16"), ("75MB", "bf16")])
 def test_no_setting_of_the_space_is_faster_than_the_best(memory, name, tmp_path):
     searched = space(card(tmp_path, memory), name)
     best = searched.best()
@@ -62,7 +62,7 @@ def test_no_setting_of_the_space_is_faster_than_the_best(memory, name, tmp_path)
 def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
     searched = space(card(tmp_path, "10MB"))
     assert searched.best() is None
-    assert len(searched.planned) == 1
+    assert len(searched.planned) == 2, "the corner, with and without a chunked loss"
 
 
 @pytest.fixture

@@ -405,5 +405,6 @@ WITH_KEYS = ("train", "compare", "plan", "bench", "scaling")
 def add_options(verb: str, p: KeyParser) -> None:
     """Add the options of a verb to its parser."""
     OPTIONS[verb](p)
+    p.mark_required()
     if verb in WITH_KEYS:
         add_config_options(p)

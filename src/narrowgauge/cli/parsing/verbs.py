@@ -98,6 +98,24 @@ VERBS: Mapping[str, Verb] = {
         has_posix=False,
     ),
 }
+#: The verbs by what they are for, in the order of the help; a verb in no group stands under "more".
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "plan": ("advise", "plan", "predict", "doctor"),
+    "data and models": ("prepare", "import", "export", "convert", "sample", "eval"),
+    "train": ("train", "compare", "launch"),
+    "look": ("report", "runs", "probe", "sensitivity", "search"),
+    "measure this machine": ("bench", "scaling"),
+    "what exists": ("recipes", "formats", "models", "completion"),
+}
+
+
+def grouped() -> dict[str, list[str]]:
+    """Every verb, by group."""
+    found = {group: [verb for verb in names if verb in VERBS] for group, names in GROUPS.items()}
+    others = [verb for verb in VERBS if not any(verb in names for names in GROUPS.values())]
+    return found | ({"more": others} if others else {})
+
+
 #: Verbs of other programs, and what to write instead.
 OTHER_VERBS = {
     **dict.fromkeys(("help", "man", "usage"), "--help"),

@@ -5,10 +5,10 @@
     chunked loss       no, yes
     offload            none, of all state
 
-Each step along an axis lowers the memory and does not raise the speed. So the fastest settings that fit are
-among those whose every neighbor one step back does not fit: the search begins at the fastest corner, walks
-from settings that do not fit to their neighbors, and computes the time only at the border. `every_point` is
-the slow way.
+Each step along the axes of micro-batch, recomputation and offload lowers the memory and the speed. A chunked
+loss may be faster or slower, so both are searched. For each, the fastest settings that fit are among those
+whose every neighbor one step back does not fit: the search begins at the fastest corner, walks from settings
+that do not fit to their neighbors, and computes times only at the border. `every_point` is the slow way.
 """
 
 from collections.abc import Iterator, Mapping
@@ -140,21 +140,24 @@ class Space:
             point = self.planned[index] = replace(point, seconds=seconds)
         return point
 
-    @property
-    def corner(self) -> Index:
-        """The indices of the settings that need the least memory."""
-        a, b, c, d = (len(axis) - 1 for axis in self.axes)
-        return a, b, c, d
+    def corners(self) -> list[Index]:
+        """The indices of the settings that need the least memory, with and without a chunked loss."""
+        a, b, _, d = (len(axis) - 1 for axis in self.axes)
+        return [(a, b, chunked, d) for chunked in range(len(self.axes[2]))]
 
     def least(self) -> Point:
         """The point that needs the least memory."""
-        return self.at(self.corner)
+        return min(map(self.at, self.corners()), key=lambda point: point.needed)
 
     def border(self) -> list[Index]:
         """The settings that fit and whose faster neighbors do not."""
-        if not self.least().fits:
+        return [index for corner in self.corners() for index in self._border(corner)]
+
+    def _border(self, corner: Index) -> list[Index]:
+        """The border of the settings up to a corner, with its kind of loss."""
+        if not self.at(corner).fits:
             return []
-        waiting: list[Index] = [(0, 0, 0, 0)]
+        waiting: list[Index] = [(0, 0, corner[2], 0)]
         seen, found = set(waiting), list[Index]()
         while waiting:
             index = waiting.pop(0)
@@ -163,7 +166,7 @@ class Space:
             if self.at(index).fits:
                 found.append(index)
                 continue
-            for neighbor in _neighbors(index, self.corner):
+            for neighbor in _neighbors(index, corner):
                 if neighbor not in seen:
                     seen.add(neighbor)
                     waiting.append(neighbor)
