@@ -21,6 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "once": (),
     "t_interval": (),
     "files": (),
+    "result": (),
     "json_lines": (),
     "toml_text": (),
     "torch_compat": (),
@@ -59,6 +60,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experiment": (),
     "bench": (),
     "cluster": ("plan", "launch", "doctor", "scaling"),
+    "laboratory": ("chart", "settings", "subject", "advise"),
     "integrations": (),
     "cli": (),
 }
@@ -335,7 +337,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 # Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
-SOURCE_LINES, READING_PATH_LINES = 69_764, 3_633
+SOURCE_LINES, READING_PATH_LINES = 71_166, 3_712
 
 
 def lines_of(path: Path) -> int:

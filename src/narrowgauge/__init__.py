@@ -15,9 +15,19 @@ if TYPE_CHECKING:
     from narrowgauge.distributed import prepare_ddp as prepare_ddp
     from narrowgauge.experiment.forecast import predict as predict
     from narrowgauge.formats import Format as Format
+    from narrowgauge.formats import Specials as Specials
     from narrowgauge.formats import format as format
     from narrowgauge.formats import format_names as format_names
+    from narrowgauge.formats import register_format as register_format
     from narrowgauge.formats import round_to as round_to
+    from narrowgauge.laboratory.advise.advise import advise as advise
+    from narrowgauge.laboratory.compare import compare as compare
+    from narrowgauge.laboratory.gauges import gauges as gauges
+    from narrowgauge.laboratory.plan import plan as plan
+    from narrowgauge.laboratory.probe import probe as probe
+    from narrowgauge.laboratory.search import search as search
+    from narrowgauge.laboratory.sensitivity import sensitivity as sensitivity
+    from narrowgauge.laboratory.train import train as train
     from narrowgauge.nn import audit as audit
     from narrowgauge.nn import convert as convert
     from narrowgauge.nn import kept_layers as kept_layers
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
     from narrowgauge.optim import state_dict as state_dict
     from narrowgauge.quantization import QTensor as QTensor
     from narrowgauge.quantization import quantize as quantize
+    from narrowgauge.quantization import register_cast as register_cast
     from narrowgauge.recipes import Recipe as Recipe
     from narrowgauge.recipes import load_recipe as load_recipe
     from narrowgauge.recipes import recipe as recipe

@@ -22,9 +22,8 @@ print(json.dumps(sorted(sys.modules)))
 """
 #: The verbs that compute with torch on every line.
 WITH_TORCH = {
-    "lint",
-    *("train", "compare", "plan", "bench", "scaling", "convert", "prepare", "sample", "eval", "export"),
-    *("import", "lint", "probe", "sensitivity", "search", "launch"),
+    *("train", "compare", "plan", "bench", "scaling", "convert", "prepare", "sample", "eval", "advise"),
+    *("export", "import", "lint", "probe", "sensitivity", "search", "launch"),
 }
 
 

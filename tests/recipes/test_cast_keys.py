@@ -202,6 +202,7 @@ VALUES = {
     "prescale": True,
     "estimator_k": 5.0,
     "estimator_cap": 2.0,
+    "function": "mine",
 }
 
 

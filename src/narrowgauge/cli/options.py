@@ -270,6 +270,24 @@ def _subject(p: KeyParser, batches: int) -> None:
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+def _advise(p: KeyParser) -> None:
+    p.add_argument("--model", required=True, metavar="NAME", help="a named model (narrowgauge models)")
+    names = ", ".join(cluster.cluster_names())
+    p.add_argument("--cluster", metavar="SPEC", help=f"{names}, or a .toml file (this machine)")
+    p.add_argument("--devices", type=positive_integer, default=1, metavar="N", help="in all (1)")
+    p.add_argument("--tokens", metavar="D", help="to train on, as 10B (those of the published training)")
+    p.add_argument("--hours", type=float, metavar="H", help="the most, of the whole training")
+    p.add_argument("--money", type=float, metavar="M", help="the most, in the currency of the price")
+    p.add_argument("--price", metavar="P", help="of a device-hour, as 2.50USD (the cluster's)")
+    p.add_argument("--recipes", metavar="A,B,C", help="to choose from (those that the device multiplies)")
+    p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (as published)")
+    p.add_argument(
+        "--batch-size", type=positive_integer, metavar="N", help="sequences of a step (as published)"
+    )
+    p.add_argument("--data", metavar="SOURCE", help="the text that the lines name")
+    p.add_argument("--json", action="store_true", help="for programs")
+
+
 def _predict(p: KeyParser) -> None:
     p.add_argument(
         "--recipe", required=True, metavar="R[,R]", help="recipes, schemes of the atlas, .toml files"
@@ -368,6 +386,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "sensitivity": _sensitivity,
     "search": _search,
     "predict": _predict,
+    "advise": _advise,
     "launch": _launch,
     "report": _report,
     "recipes": _recipes,
@@ -383,5 +402,6 @@ WITH_KEYS = ("train", "compare", "plan", "bench", "scaling")
 def add_options(verb: str, p: KeyParser) -> None:
     """Add the options of a verb to its parser."""
     OPTIONS[verb](p)
+    p.mark_required()
     if verb in WITH_KEYS:
         add_config_options(p)

@@ -15,11 +15,12 @@ from narrowgauge.forecast import (
     scheme_names,
 )
 from narrowgauge.models import count_block_weights, model_config
-from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
+from narrowgauge.recipes import Recipe, RecipeLike, load_recipe, recipe_names
+from narrowgauge.recipes import recipe as named_recipe
 from narrowgauge.report import read_runs
 from narrowgauge.report.verdict.expected import own_points
 
-Named = str | Path | Recipe
+Named = RecipeLike
 
 
 def predict(
@@ -35,7 +36,8 @@ def predict(
     """Forecast the loss gap of one recipe or several to bf16, without training.
 
     Args:
-        recipe: A shipped recipe or a scheme of the atlas by name, a `.toml` file, a `Recipe`, or several.
+        recipe: A shipped recipe or a scheme of the atlas by name, a `.toml` file, a dictionary with its
+            keys, a `Recipe`, or several.
         params: Parameters without embeddings, such as 1.9e9.
         tokens: Tokens of training, such as 38e9.
         atlas: Points in place of those that ship: a file of the same columns, or an `Atlas`.
@@ -49,7 +51,7 @@ def predict(
     Raises:
         UserError: A recipe, model or file is not what it should be, or a number is not above 0.
     """
-    several = [recipe] if isinstance(recipe, str | Path | Recipe) else list(recipe)
+    several = [recipe] if isinstance(recipe, str | Path | Mapping | Recipe) else list(recipe)
     if not several:
         raise UserError("predict needs a recipe, such as nvfp4")
     recipes: dict[str, Recipe] = {}
@@ -73,15 +75,16 @@ def predict(
 
 def _named(one: Named) -> tuple[str, Recipe]:
     """The name of a recipe, and the recipe."""
-    if isinstance(one, Recipe):
-        return one.name, one
+    if isinstance(one, Recipe | Mapping):
+        found = named_recipe(one)
+        return found.name, found
     text = str(one)
     if text.endswith(".toml"):
         found = load_recipe(text)
         return found.name, found
     if text in scheme_names() and text not in recipe_names():
         return text, scheme(text).recipe
-    return text, recipe(text)
+    return text, named_recipe(text)
 
 
 def _size(params: float | None, model: str | None) -> float:

@@ -47,6 +47,7 @@ def run_experiment(
     gate: Gate | None = None,
     command: str = "",
     is_expected: bool = False,
+    has_logs: bool = False,
 ) -> int:
     """Print which gap the experiment will detect, train the remaining runs, and report the results.
 
@@ -58,6 +59,7 @@ def run_experiment(
         gate: The largest acceptable gap; with several rungs, at the highest.
         command: The command line, for the page.
         is_expected: Whether each gap is compared with its forecast.
+        has_logs: Whether runs that take turns write logs next to their directories, not to the terminal.
 
     Returns:
         The exit code: 1 if a run failed, or if a variant does not pass the gate.
@@ -68,7 +70,7 @@ def run_experiment(
     """
     for sentence in _sight(experiment, out):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
-    failed = train_runs(experiment, out, console, rank, command)
+    failed = train_runs(experiment, out, console, rank, command, has_logs)
     runs = read_runs(_at_highest_rung(experiment, out))
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
@@ -110,7 +112,12 @@ def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
 
 
 def train_runs(
-    experiment: Experiment, out: Path, console: Console, rank: int = 0, command: str = ""
+    experiment: Experiment,
+    out: Path,
+    console: Console,
+    rank: int = 0,
+    command: str = "",
+    has_logs: bool = False,
 ) -> list[str]:
     """Train the remaining runs of an experiment; returns the names of the failed runs.
 
@@ -132,7 +139,7 @@ def train_runs(
         if experiment.is_measured:
             failed = _side_by_side(experiment, out, console, command)
         else:
-            failed = _in_turns(experiment, out, files, console)
+            failed = _in_turns(experiment, out, files, console, has_logs and rank == 0)
     names = [
         run.name
         for run in experiment.runs
@@ -141,8 +148,8 @@ def train_runs(
     return [name for name in names if not (experiment.is_measured and state_of(out / name) == "diverged")]
 
 
-def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console) -> list[str]:
-    """Train one run after the other, each showing its steps."""
+def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console, has_logs: bool) -> list[str]:
+    """Train one run after the other, each showing its steps, or writing a log."""
 
     def announced(number: int, chain: Chain) -> Iterator[Job]:
         name = chain.trunk.name
@@ -153,7 +160,7 @@ def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console) 
         yield from jobs_of(chain, out, files, is_measured=False)
 
     chains = [announced(number, chain) for number, chain in enumerate(experiment.chains, start=1)]
-    return Engine(1, {}, lambda jobs, ended: None, has_logs=False).run(chains)
+    return Engine(1, {}, lambda jobs, ended: None, has_logs=has_logs).run(chains)
 
 
 def _side_by_side(experiment: Experiment, out: Path, console: Console, command: str) -> list[str]:

@@ -73,6 +73,8 @@ def _beyond(recipe: Recipe, is_timed: bool) -> str:
     """What the recipe changes in addition to GEMMs, in words."""
     state = [place for place, cast in recipe.state.items() if cast is not None and cast.name != "fp32"]
     found = [f"state in few bits ({', '.join(state)})"] if state else []
+    if any(c.function for casts in (recipe.casts, *(r.casts for r in recipe.rules)) for c in casts.values()):
+        found.append("casts that are custom functions")
     if recipe.narrows_attention:
         found.append("narrow GEMMs of attention")
     if recipe.stream.element.bits < 32 and recipe.stream.element.name not in ("bf16", "fp32"):

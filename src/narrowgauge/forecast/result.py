@@ -1,25 +1,17 @@
 """Forecasts of several recipes as one result: a table, a picture, JSON, CSV, and pandas if installed."""
 
-import csv
-import json
-from collections.abc import Iterator, Sequence
-from importlib import import_module
-from io import StringIO
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from narrowgauge.errors import UserError
-from narrowgauge.files import write_whole
 from narrowgauge.forecast.forecast import Forecast, Forecaster
 from narrowgauge.forecast.picture import picture
 from narrowgauge.forecast.published import LOSS_LAW
+from narrowgauge.result import Result, Row, text_table
 from narrowgauge.t_interval import Interval
 from narrowgauge.units import human_count
 
-Row = dict[str, str | float | None]
 
-
-class Forecasts(Sequence[Forecast]):
+class Forecasts(Result, Sequence[Forecast]):
     """The forecasts of some recipes at one size and length.
 
     Attributes:
@@ -92,11 +84,7 @@ class Forecasts(Sequence[Forecast]):
                     beyond or "inside",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        text = text_table(lines)
         first = self._forecasts[0]
         title = (
             f"{human_count(first.params)} parameters, {human_count(first.tokens)} tokens, "
@@ -143,52 +131,13 @@ class Forecasts(Sequence[Forecast]):
         )
         return "\n".join(blocks)
 
-    def to_pandas(self) -> Any:
-        """A DataFrame of `rows`.
-
-        Raises:
-            UserError: pandas is not installed.
-        """
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise UserError("to_pandas needs pandas; install it with: pip install pandas") from None
-        return pandas.DataFrame(self.rows())
-
     def plot(self) -> str:
         """An SVG: the gap over tokens per parameter, with its interval and the points that support it."""
         return picture(list(self), self.forecaster)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the forecasts to a file, as its name ends: .json, .csv, .svg or .txt; returns the path.
-
-        Raises:
-            UserError: The name ends otherwise, or the file cannot be written.
-        """
-        path = Path(path)
-        writers = {".json": self._json_text, ".csv": self._csv_text, ".svg": self.plot, ".txt": self._text}
-        if path.suffix not in writers:
-            raise UserError(
-                f"{path}: its name must end in {', '.join(writers)}, which decides what is written"
-            )
-        try:
-            write_whole(path, writers[path.suffix]())
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; name another file") from None
-        return path
-
-    def _json_text(self) -> str:
-        return json.dumps(self.as_json(), indent=1) + "\n"
-
-    def _text(self) -> str:
-        return f"{self.table()}\n\n{self.explain()}\n"
-
-    def _csv_text(self) -> str:
-        text, rows = StringIO(), self.rows()
-        writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+    def writers(self) -> dict[str, Callable[[], str]]:
+        """What `save` writes: as text, the evidence follows the table."""
+        return super().writers() | {".txt": lambda: f"{self.table()}\n\n{self.explain()}\n"}
 
 
 def percent(interval: Interval | None) -> str:

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from narrowgauge.formats.table import RANDOM_BITS as RANDOM_BITS
     from narrowgauge.formats.table import ROUNDINGS as ROUNDINGS
     from narrowgauge.formats.table import format as format
+    from narrowgauge.formats.table import format_facts as format_facts
+    from narrowgauge.formats.table import format_from_facts as format_from_facts
     from narrowgauge.formats.table import format_names as format_names
     from narrowgauge.formats.table import is_in_torch as is_in_torch
+    from narrowgauge.formats.table import known_format as known_format
+    from narrowgauge.formats.table import own_formats as own_formats
+    from narrowgauge.formats.table import register_format as register_format
     from narrowgauge.formats.table import torch_dtype as torch_dtype
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

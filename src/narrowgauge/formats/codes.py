@@ -104,21 +104,20 @@ def pack(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     Args:
         codes: uint8 codes of shape (..., K).
-        fmt: A format of 4, 6 or 8 bits.
+        fmt: A format of at most 8 bits.
 
     Returns:
         uint8 bytes of shape (..., ceil(K * bits / 8)). A last, partial group is filled with code 0.
     """
     if fmt.bits == 8:
         return codes
-    assert fmt.bits in (4, 6), fmt.name
-    per_group, bytes_per_group = (2, 1) if fmt.bits == 4 else (4, 3)
+    per_group, bytes_per_group, dtype = _groups(fmt)
     width = codes.shape[-1]
     codes = torch.nn.functional.pad(codes, (0, -width % per_group))
-    groups = codes.unflatten(-1, (-1, per_group)).to(torch.int32)
-    shifts = torch.arange(per_group, device=codes.device, dtype=torch.int32) * fmt.bits
+    groups = codes.unflatten(-1, (-1, per_group)).to(dtype)
+    shifts = torch.arange(per_group, device=codes.device, dtype=dtype) * fmt.bits
     word = (groups << shifts).sum(-1)
-    positions = torch.arange(bytes_per_group, device=codes.device, dtype=torch.int32) * 8
+    positions = torch.arange(bytes_per_group, device=codes.device, dtype=dtype) * 8
     packed = (word.unsqueeze(-1) >> positions & 255).to(torch.uint8).flatten(-2)
     return packed[..., : math.ceil(width * fmt.bits / 8)]
 
@@ -127,11 +126,18 @@ def unpack(packed: torch.Tensor, fmt: Format, width: int) -> torch.Tensor:
     """Unpack bytes of shape (..., B) to uint8 codes of shape (..., width): the inverse of `pack`."""
     if fmt.bits == 8:
         return packed
-    per_group, bytes_per_group = (2, 1) if fmt.bits == 4 else (4, 3)
+    per_group, bytes_per_group, dtype = _groups(fmt)
     packed = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bytes_per_group))
-    groups = packed.unflatten(-1, (-1, bytes_per_group)).to(torch.int32)
-    positions = torch.arange(bytes_per_group, device=packed.device, dtype=torch.int32) * 8
+    groups = packed.unflatten(-1, (-1, bytes_per_group)).to(dtype)
+    positions = torch.arange(bytes_per_group, device=packed.device, dtype=dtype) * 8
     word = (groups << positions).sum(-1)
-    shifts = torch.arange(per_group, device=packed.device, dtype=torch.int32) * fmt.bits
+    shifts = torch.arange(per_group, device=packed.device, dtype=dtype) * fmt.bits
     codes = (word.unsqueeze(-1) >> shifts & (2**fmt.bits - 1)).to(torch.uint8).flatten(-2)
     return codes[..., :width]
+
+
+def _groups(fmt: Format) -> tuple[int, int, torch.dtype]:
+    """(codes, bytes) of the smallest group that fills whole bytes, and a dtype that holds its bits."""
+    shared = math.gcd(fmt.bits, 8)
+    per_group, size = 8 // shared, fmt.bits // shared
+    return per_group, size, torch.int32 if size < 4 else torch.int64

@@ -5,7 +5,10 @@ Reading the table does not import torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats.format import Format, Specials
@@ -86,8 +89,119 @@ def format(name: str) -> Format:
 
 
 def format_names() -> list[str]:
-    """Names of all formats, widest first."""
+    """Names of all formats, widest first; registered ones follow."""
     return list(_FORMATS)
+
+
+_SHIPPED = frozenset(_FORMATS)
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
+#: The facts of a format in a table, and the type of each value; `specials` is a name of `_SPECIALS`.
+_FACTS: Mapping[str, type] = {
+    **dict.fromkeys(("exponent_bits", "mantissa_bits", "bias"), int),
+    **dict.fromkeys(("signed", "zero", "twos_complement"), bool),
+    **dict.fromkeys(("specials", "source"), str),
+}
+_SPECIALS = {member.name.lower().replace("_", "-"): member for member in Specials}
+
+
+def register_format(fmt: Format) -> Format:
+    """Make a custom format known by its name, for this process.
+
+    The name then stands wherever the name of an element does, as in `{"element": "e3m4", "block": 32,
+    "scale": "e8m0"}`. Everything that computes with formats derives its limits from the record, so casts,
+    kernels and recipes need nothing else. A recipe from a dictionary carries the facts of such a format in
+    its text, so its runs resume in any process.
+
+    Args:
+        fmt: The format: a name, and bits and codes of at most a byte, with values that float32 holds.
+
+    Returns:
+        The same format.
+
+    Raises:
+        UserError: The name is taken by another format or is not a name, or a fact is out of bounds.
+    """
+    if not _NAME.fullmatch(fmt.name):
+        raise UserError(
+            f"format {fmt.name!r}: a name is small letters, digits, - and _, begins with a letter, and has "
+            "at most 31 of them, as in e3m4"
+        )
+    if fmt.name in _FAMILIES or fmt.name in _TORCH_DTYPES.values():
+        raise UserError(f"format {fmt.name!r}: the name belongs to formats that ship; take another")
+    known = _FORMATS.get(fmt.name)
+    if known is not None and format_facts(known) != format_facts(fmt):
+        raise UserError(f"format {fmt.name!r}: {known!r} has this name and other facts; take another name")
+    _require_bounds(fmt)
+    _FORMATS.setdefault(fmt.name, fmt)
+    return _FORMATS[fmt.name]
+
+
+def own_formats() -> list[Format]:
+    """The registered formats, in the order of their registration."""
+    return [fmt for name, fmt in _FORMATS.items() if name not in _SHIPPED]
+
+
+def known_format(fmt: Format) -> Format:
+    """A format as it is, whether registered or not.
+
+    Raises:
+        UserError: Another format has its name, so that codes and dtypes would be those of the other.
+    """
+    known = _FORMATS.get(fmt.name)
+    if known is not None and format_facts(known) != format_facts(fmt):
+        raise UserError(f"format {fmt.name!r}: {known!r} has this name and other facts; take another name")
+    if known is None:
+        _require_bounds(fmt)
+    return fmt
+
+
+def format_facts(fmt: Format) -> dict[str, Any]:
+    """The facts that define a format, as a table of a recipe's file writes them."""
+    facts = {key: getattr(fmt, key) for key in _FACTS if key not in ("source", "specials")}
+    return facts | {"specials": next(name for name, member in _SPECIALS.items() if member is fmt.specials)}
+
+
+def format_from_facts(name: str, facts: Mapping[str, Any]) -> Format:
+    """The format that a table of a recipe's file describes; `signed`, `zero` and `specials` have defaults.
+
+    Raises:
+        UserError: A key is unknown or missing, or a value has another type.
+    """
+    for key, value in facts.items():
+        if key not in _FACTS:
+            raise unknown(f"key of [format.{name}]", key, _FACTS)
+        if type(value) is not _FACTS[key]:
+            raise UserError(f"[format.{name}] {key} = {value!r}, but it must be {_FACTS[key].__name__}")
+    for key in ("exponent_bits", "mantissa_bits", "bias"):
+        if key not in facts:
+            raise UserError(f"[format.{name}] has no {key}; write exponent_bits, mantissa_bits and bias")
+    specials = facts.get("specials", "none")
+    if specials not in _SPECIALS:
+        raise unknown(f"specials of [format.{name}]", specials, _SPECIALS)
+    return Format(name, **{**facts, "specials": _SPECIALS[specials]})
+
+
+def _require_bounds(fmt: Format) -> None:
+    """Refuse a format whose codes do not fit into a byte, or whose values do not fit into float32."""
+    rules = {
+        "exponent_bits and mantissa_bits": (fmt.exponent_bits >= 0 <= fmt.mantissa_bits, "not negative"),
+        "bits": (2 <= fmt.bits <= 8, "from 2 to 8, because a code is stored in a byte"),
+        "exponent_bits": (fmt.exponent_bits or fmt.specials is Specials.NONE, "above 0 for special codes"),
+        "zero": (fmt.zero, "True: only scales have no zero, and those ship"),
+        "specials": (
+            not fmt.twos_complement or fmt.specials is Specials.NONE,
+            "NONE in two's complement",
+        ),
+    }
+    for fact, (is_right, rule) in rules.items():
+        if not is_right:
+            raise UserError(f"format {fmt.name!r}: {fact} must be {rule}")
+    smallest, largest = fmt.smallest_subnormal, fmt.max
+    if not (largest > 0 and smallest >= 2.0**-149 and largest < 2.0**128 and math.isfinite(largest)):
+        raise UserError(
+            f"format {fmt.name!r}: its values reach from {smallest:g} to {largest:g}, and float32, in which "
+            "casts compute, has to hold them; choose another bias"
+        )
 
 
 def is_in_torch(fmt: Format) -> bool:

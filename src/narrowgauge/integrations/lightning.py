@@ -23,7 +23,7 @@ from narrowgauge.distributed import prepare_ddp
 from narrowgauge.errors import UserError
 from narrowgauge.nn import convert, set_step
 from narrowgauge.optim import load_recipe_state, recipe_state
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import RecipeLike
 from narrowgauge.torch_compat import tensors_in
 
 
@@ -39,7 +39,7 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
 
     def __init__(
         self,
-        recipe: str | Recipe,
+        recipe: RecipeLike,
         *,
         keep: str | Sequence[str] = (),
         seed: int = 0,

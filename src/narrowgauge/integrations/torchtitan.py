@@ -31,7 +31,7 @@ from narrowgauge.integrations.torchtitan_optimizers import NarrowOptimizers
 from narrowgauge.nn import Linear, convert
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
 from narrowgauge.nn.step_state import StepState
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import Recipe, RecipeLike
 
 OPTIMIZER = "narrowgauge.integrations.torchtitan.narrow_optimizer"
 
@@ -127,7 +127,7 @@ _HISTORIES: dict[type[History], type[History]] = {
 @override(  # type: ignore[untyped-decorator, unused-ignore]
     target=BaseModel.Config, description="Linear layers compute under a recipe of narrowgauge."
 )
-def narrow_linear(cfg: Any, *, recipe: str | Recipe, keep: list[str] | None = None) -> Any:
+def narrow_linear(cfg: Any, *, recipe: RecipeLike, keep: list[str] | None = None) -> Any:
     """Put the linear layers of a model's configuration under a recipe.
 
     Args:

@@ -25,9 +25,10 @@ from narrowgauge.distributed import prepare_ddp
 from narrowgauge.errors import UserError
 from narrowgauge.guard import Guard, GuardRules
 from narrowgauge.nn import Gauges, convert, discard_step, set_step
+from narrowgauge.nn.gauges import means
 from narrowgauge.optim import AdamW, Optimizer, load_recipe_state, recipe_state
 from narrowgauge.optim.gauges import make_gauges
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import RecipeLike
 
 STATE = "narrowgauge"  # the key in the optimizer's state
 WEIGHTS = "weights"  # the key in it for the sums of `_bit_sums`
@@ -36,7 +37,7 @@ PREFIX = "narrowgauge/"  # of entries in the log
 
 def trainer_kwargs(
     model: torch.nn.Module,
-    recipe: str | Recipe,
+    recipe: RecipeLike,
     *,
     keep: str | Sequence[str] = (),
     seed: int = 0,
@@ -203,7 +204,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         """Read the gauges of the update's results."""
         if self.gauges is not None:
             self.gauges.after_step()
-            self.entries |= _means(self.gauges.lines(state.global_step + 1))
+            self.entries |= means(self.gauges.lines(state.global_step + 1), PREFIX)
             self.gauges = None
 
     def on_log(
@@ -321,13 +322,3 @@ def _complete(optimizer: dict[str, Any], args: TrainingArguments) -> None:
             f"weight_decay = {given} was given to trainer_kwargs, and the trainer gives its groups of "
             f"parameters that of TrainingArguments, {args.weight_decay}; give it there"
         )
-
-
-def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each place's figures over layers, by the name of the entry."""
-    values: dict[str, list[float]] = {}
-    for line in lines:
-        for figure in ("underflow", "clipped", "sqnr_db", "cosine"):
-            if line.get(figure) is not None:
-                values.setdefault(f"{PREFIX}{line['place']}/{figure}", []).append(line[figure])
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

@@ -22,21 +22,30 @@ from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_
 from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
 from narrowgauge.nn.transformer.unreached import hidden_layers, hidden_text, warn_of_unreached
 from narrowgauge.quantization import ParamState
-from narrowgauge.recipes import ModelPlan, Outline, Recipe, matches, nearest, require_matches, resolve
+from narrowgauge.recipes import (
+    ModelPlan,
+    Outline,
+    Recipe,
+    RecipeLike,
+    matches,
+    nearest,
+    require_matches,
+    resolve,
+)
 from narrowgauge.recipes import recipe as recipe_named
 
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
 
 
 def convert(
-    model: torch.nn.Module, recipe: str | Recipe, keep: str | Sequence[str] = (), backend: str = "auto"
+    model: torch.nn.Module, recipe: RecipeLike, keep: str | Sequence[str] = (), backend: str = "auto"
 ) -> torch.nn.Module:
     """Make the Linears of any module compute under a recipe; parameters stay the same objects.
 
     Args:
         model: Any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place.
             Experts of transformers' mixtures, stacked in one parameter, are also converted.
-        recipe: A recipe, its name, or the path of its TOML file.
+        recipe: A recipe, its name, the path of its TOML file, or a dictionary with the keys of such a file.
         keep: Names or patterns of layers that stay in the recipe's `compute` format, in addition to those
             that the recipe keeps. A pattern is compared with the full name and with its last component;
             `head` is the layer that produces the model's output, whatever its name.
@@ -64,12 +73,12 @@ def convert(
 def convert_but(
     model: torch.nn.Module,
     left_out: Container[str],
-    recipe: str | Recipe,
+    recipe: RecipeLike,
     keep: Sequence[str] = (),
     backend: str = "auto",
 ) -> torch.nn.Module:
     """Like `convert`, but leaves the layers with some names unchanged."""
-    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    recipe = recipe_named(recipe)
     outline = _outline(model, left_out)
     for pattern in keep:
         names = [*outline.layer_names, *outline.untouched]

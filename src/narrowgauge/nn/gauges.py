@@ -16,7 +16,7 @@ Readings stay on the device as small vectors until `lines`, which syncs once for
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class Gauges:
 
     def after_step(self) -> None:
         """Detach all gauges, and read the state that was updated in place."""
-        self._attach(lambda place: False)
+        self.detach()
         for key, tensor in self.state.items():
             if isinstance(tensor, torch.Tensor):
                 self._read_plain(key, tensor.detach())
@@ -101,6 +101,10 @@ class Gauges:
             {"step": step, **key._asdict(), "cast": casts.get(key), **_rounded(values)}
             for key, values in (readings | products).items()
         ]
+
+    def detach(self) -> None:
+        """Detach all gauges of state."""
+        self._attach(lambda place: False)
 
     def _attach(self, is_wanted: Callable[[str], bool]) -> None:
         for key, tensor in self.state.items():
@@ -138,6 +142,16 @@ class LayerGauge:
         if key not in self.gauges.products:
             wide_RN = evenly(a_RK).float() @ b_NK.float().T
             self.gauges.products[key] = gauge_product(evenly(c_MN), wide_RN)
+
+
+def means(lines: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, float]:
+    """The mean of each place's figures over layers, by the name of an entry: PREFIX, PLACE/FIGURE."""
+    values: dict[str, list[float]] = {}
+    for line in lines:
+        for figure in ("underflow", "clipped", "sqnr_db", "cosine"):
+            if line.get(figure) is not None:
+                values.setdefault(f"{prefix}{line['place']}/{figure}", []).append(line[figure])
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def _fetched(vectors: Mapping[Key, torch.Tensor]) -> dict[Key, list[float]]:

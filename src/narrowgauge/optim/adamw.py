@@ -18,7 +18,7 @@ from narrowgauge.optim.algorithm import Algorithm, KeyOf, UpdateBatch
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.state_writer import is_random
 from narrowgauge.quantization import QuantizedState, local_tensor, shard_of, state_of
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import RecipeLike
 
 
 def adamw_update(batch: UpdateBatch, options: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class AdamW(Optimizer):
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        recipe: str | Recipe = "fp32",
+        recipe: RecipeLike = "fp32",
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

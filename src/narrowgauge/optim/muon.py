@@ -17,7 +17,7 @@ import torch
 from narrowgauge.optim.adamw import ADAMW
 from narrowgauge.optim.algorithm import Algorithm, UpdateBatch
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import RecipeLike
 
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
@@ -62,7 +62,7 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        recipe: str | Recipe = "fp32",
+        recipe: RecipeLike = "fp32",
         lr: float = 1e-3,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),

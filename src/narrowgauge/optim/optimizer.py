@@ -15,6 +15,7 @@ recipe rounds weights stochastically, so is this one; otherwise the optimizer ke
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +39,7 @@ from narrowgauge.quantization import (
     shard_of,
     state_of,
 )
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.recipes import recipe as recipe_named
 
 SMALLEST_NARROW = 4096  # elements of the smallest matrix with low-precision moments
@@ -69,7 +70,7 @@ class Optimizer(SavedOptimizer):
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        recipe: str | Recipe,
+        recipe: RecipeLike,
         defaults: dict[str, Any],
         seed: int,
     ) -> None:
@@ -85,12 +86,13 @@ class Optimizer(SavedOptimizer):
         Raises:
             UserError: `recipe` is not a recipe, or has a rule about `m` or `v` of some layers.
         """
-        self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
-        if not isinstance(self.recipe, Recipe):  # torch's optimizers take the learning rate in this place
+        is_one = isinstance(recipe, str | Path | Mapping | Recipe)
+        if not is_one:  # torch's optimizers take the learning rate in this place
             raise UserError(
                 f"recipe = {recipe!r} is not a recipe; pass the recipe after the parameters, and the "
                 f"learning rate by name: {type(self).__name__}(params, recipe='msamp-o2', lr=1e-3)"
             )
+        self.recipe = recipe_named(recipe)
         if any({"m", "v"} & rule.state.keys() for rule in self.recipe.rules):
             raise UserError(
                 f"a rule of recipe {self.recipe.name!r} sets m or v of some layers, but an optimizer does "

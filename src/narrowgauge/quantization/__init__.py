@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.named_casts import cast_names as cast_names
     from narrowgauge.quantization.named_casts import is_cast_table as is_cast_table
     from narrowgauge.quantization.named_casts import make_cast as make_cast
+    from narrowgauge.quantization.named_casts import register_cast as register_cast
     from narrowgauge.quantization.named_casts import state_cast_names as state_cast_names
     from narrowgauge.quantization.quantize import QTensor as QTensor
     from narrowgauge.quantization.quantize import emulate as emulate

@@ -51,7 +51,7 @@ _WRITTEN = (  # the order in which keys are written
     *("keep_channels", "keep_cast", "keep_steps", "keep_every", "refresh", "center", "center_cast"),
     *("correct", "block", "scale_rule", "rounding", "hadamard", "headroom", "power_of_two", "signs"),
     *("random_bits", "history", "history_algorithm", "margin", "outliers", "compensate"),
-    *("expand", "codebook", "split", "prescale", "estimator_k", "estimator_cap"),
+    *("expand", "codebook", "split", "prescale", "estimator_k", "estimator_cap", "function"),
 )
 _SCALES, _CHOICE, _ROUNDING, _CHANNELS, _MEAN = Scales(), Choice(), Rounding(), Channels(), Mean()
 _HADAMARD, _CLAMP, _AMAX, _ESTIMATOR, _STATE = Hadamard(), Clamp(), AmaxOverTime(), Estimator(), StateFormat()
@@ -77,6 +77,7 @@ class Cast:
         estimator: The gradient through the rounding of a weight.
         state: The storage of state.
         of: The place whose values are used instead of the tensor's own, such as "fprop.w".
+        function: The name of a custom function that gives the values (`register_cast`); "" for none.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Cast:
     estimator: Estimator = _ESTIMATOR
     state: StateFormat = _STATE
     of: str = ""
+    function: str = ""
 
     def __post_init__(self) -> None:
         require_valid(self)

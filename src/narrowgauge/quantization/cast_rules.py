@@ -32,6 +32,10 @@ def require_valid(cast: Any) -> None:
 
 def require_codes(cast: Any) -> None:
     """Refuse a cast whose elements are not scaled codes of at most a byte."""
+    if cast.function:
+        raise UserError(
+            f"cast {cast.name!r} is a function, which gives values and no codes; call the function itself"
+        )
     if not cast.is_scaled:
         raise UserError(f"cast {cast.name!r} stores no scales; use torch's .to() or narrowgauge.round_to")
     if cast.element.bits > 8 or cast.state.codebook:
@@ -48,6 +52,11 @@ def _rules_of_blocks(cast: Any) -> Rules:
     rows = "a row needs several blocks, and a block one row; name a block such as 16"
     divides = not scales.outer_columns or not block or not block[1] or scales.outer_columns % block[1] == 0
     return [
+        (
+            "function",
+            not cast.function or not (cast.is_scaled or cast.transforms),
+            "the function is the whole cast; leave the other keys out",
+        ),
         ("element", cast.element.signed, "it is a format of scales; write it as the key scale"),
         ("scale", cast.is_scaled or bits > 8, f"narrow elements need one; name {', '.join(FORMATS[1:])}"),
         ("scale", cast.is_scaled or block is None, "a block shares a scale; name one, or leave block out"),

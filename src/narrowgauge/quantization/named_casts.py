@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import Format, format
+from narrowgauge.formats import Format, format, format_names, known_format
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.own_casts import Function, has_own_cast, register
 from narrowgauge.quantization.stages.scales import ROUNDED
 
 Table = Mapping[str, Any]
@@ -61,9 +62,39 @@ def cast(name: str) -> Cast:
     Raises:
         UserError: There is no cast of that name; the message suggests the nearest.
     """
-    if name not in _CASTS:
-        raise unknown("cast", name, _CASTS)
-    return _CASTS[name]
+    if name in _CASTS:
+        return _CASTS[name]
+    if has_own_cast(name):
+        return Cast(name=name, element=format("fp32"), function=name)
+    if name in format_names():
+        raise UserError(
+            f'unknown cast {name!r}; it is a format, which a table makes a cast: {{element = "{name}", '
+            'block = 32, scale = "e8m0"}'
+        )
+    raise unknown("cast", name, _CASTS)
+
+
+def register_cast(name: str, function: Function) -> Function:
+    """Make a function a cast, whose name stands wherever the name of a cast of operands does.
+
+    The function gets a matrix, in the dtype in which the layer computes, and returns a tensor of the same
+    shape and dtype: the values that the GEMM sees. The last axis is the one that the GEMM contracts, so
+    blocks along it are those of other casts. It is called without gradients, for each operand that has the
+    cast. It must be a pure function of the tensor, or a resumed run would not repeat the digits.
+
+    Args:
+        name: The name, which no cast and no format has; registering a name again replaces its function.
+        function: From a floating tensor to one of the same shape and dtype.
+
+    Returns:
+        The function, so that this also is a decorator's second half.
+
+    Raises:
+        UserError: The name is taken or is not a name; or the function, on small tensors in float32 and
+            bfloat16, changes shape or dtype, is not the same twice, changes its argument, or makes a finite
+            number of one that is not.
+    """
+    return register(name, function, (*SHORTHANDS, *STATE_SHORTHANDS, *format_names()))
 
 
 def cast_names() -> list[str]:
@@ -91,11 +122,12 @@ KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
     **dict.fromkeys(("choose", "of", "center", "center_cast", "correct", "feedback"), str),
     "tensor_scale": str | int,
+    "function": str,
     "candidates": list | tuple,
     "block": str | int | list | tuple,
     "signs": str | list | tuple,
 }
-_OF_NAMES = ("codebook", "split")  # keys that only named casts have
+_OF_NAMES = ("codebook", "split", "function")  # keys that only named casts have
 _WORDS: Mapping[object, str] = {
     str: "text in quotes",
     bool: "true or false",
@@ -110,8 +142,8 @@ def is_cast_table(value: object) -> bool:
     return isinstance(value, Mapping) and ("cast" in value or "element" in value)
 
 
-def make_cast(value: str | Table) -> Cast:
-    """A cast from a recipe's value: a name, or a table.
+def make_cast(value: str | Table | Format | Cast) -> Cast:
+    """A cast from a recipe's value: a name, or a table; or from a format, or a cast as it is.
 
     A table changes a named cast, as in `{cast = "nvfp4", rounding = "stochastic", ...}`, or stands alone:
     `{element = "e2m1", block = 16, scale = "e5m3"}`. Without `block` the block is the tensor; without
@@ -120,8 +152,14 @@ def make_cast(value: str | Table) -> Cast:
     Raises:
         UserError: Unknown cast, unknown key, or incompatible values.
     """
+    if isinstance(value, Cast):
+        return value
     if isinstance(value, str):
         return cast(value)
+    if isinstance(value, Format):
+        known_format(value)
+        scaled = {"scale": "fp32", "scale_rule": None} if value.bits <= 8 else {}
+        return _named(Cast.from_keys(_described({"element": value, **scaled}), element=value, **scaled))
     _check_keys(value)
     changes = dict(value)
     name = changes.pop("cast", "(none named)" if "element" not in changes else None)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import Randomness, decode, encode, format, pack, torch_dtype
+from narrowgauge.errors import UserError
+from narrowgauge.formats import Format, Randomness, decode, encode, format, pack, torch_dtype
 from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
@@ -19,6 +20,7 @@ from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
+from narrowgauge.quantization.own_casts import values_of
 from narrowgauge.quantization.passes.rounding import round_blocks, round_elements
 from narrowgauge.quantization.stages.channels import joined, may_pick, parted
 from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
@@ -106,7 +108,7 @@ class QTensor:
 
 def quantize(
     x: torch.Tensor,
-    cast: str | Mapping[str, Any] | Cast,
+    cast: str | Mapping[str, Any] | Format | Cast,
     axis: int = -1,
     scale_rule: str | None = None,
     rounding: str | None = None,
@@ -116,8 +118,8 @@ def quantize(
 
     Args:
         x: A floating tensor of any shape; computed with as float32.
-        cast: A cast, its name such as "mxfp4", or a recipe's table such as
-            {"element": "e2m1", "block": 16, "scale": "e5m3"}.
+        cast: A cast, its name such as "mxfp4", a recipe's table such as
+            {"element": "e2m1", "block": 16, "scale": "e5m3"}, or a format, which has one scale a tensor.
         axis: The axis that a GEMM would contract; blocks lie along it.
         scale_rule: For E8M0 scales, another rule than the cast's ("floor", "ceil", "even", "rceil").
         rounding: Another rounding than the cast's, such as "stochastic".
@@ -129,7 +131,7 @@ def quantize(
     Raises:
         UserError: Unknown cast, rule or rounding; a cast without scales; a shape that the blocks do not fit.
     """
-    c = cast if isinstance(cast, Cast) else make_cast(cast)
+    c = make_cast(cast)
     if scale_rule or rounding:
         c = c.having(scale_rule=scale_rule or c.scales.rule, rounding=rounding or c.rounding.mode)
     return quantize_in_context(x, c, axis, QuantContext(random=generator))
@@ -191,6 +193,13 @@ def emulate(
         values, scale = emulate(rest, cast.of_the_rest, axis, dtype, context)
         values = values if scale is None else values.float().mul_(scale)
         return joined(values, _as_long(kept, values.shape), channels), None
+    if cast.function:
+        if context.shard is not None:
+            raise UserError(
+                f"cast {cast.name!r} is a function, which sees the part of a tensor that one process holds, "
+                "and its values would depend on their number; train in one process, or with whole tensors"
+            )
+        return values_of(cast.function, x, axis), None
     prepared = prepared_by(x, cast, axis, context)
     x = prepared.x
     if not cast.is_scaled:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.capability import device_facts as device_facts
     from narrowgauge.recipes.capability import named_device as named_device
     from narrowgauge.recipes.parse import RECIPE_KEYS as RECIPE_KEYS
-    from narrowgauge.recipes.parse import parse_recipe as parse_recipe
     from narrowgauge.recipes.placement import cut_blocks as cut_blocks
     from narrowgauge.recipes.placement import kept_text as kept_text
     from narrowgauge.recipes.places import CAST_TABLE as CAST_TABLE
@@ -35,7 +34,9 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.places import WIRE_PLACES as WIRE_PLACES
     from narrowgauge.recipes.recipe import ROUTER as ROUTER
     from narrowgauge.recipes.recipe import Recipe as Recipe
+    from narrowgauge.recipes.registry import RecipeLike as RecipeLike
     from narrowgauge.recipes.registry import load_recipe as load_recipe
+    from narrowgauge.recipes.registry import parse_recipe as parse_recipe
     from narrowgauge.recipes.registry import recipe as recipe
     from narrowgauge.recipes.registry import recipe_names as recipe_names
     from narrowgauge.recipes.resolve import HEAD as HEAD

@@ -216,7 +216,7 @@ def products_on(recipe: Recipe, device: Device) -> list[Product]:
 def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Product:
     first, second = (place for place in GEMM_PLACES if place.startswith(f"{gemm}."))
     places, scheme = (first, second), None
-    if a == b and not a.is_scaled:
+    if a == b and not a.is_scaled and not a.function:
         obstacle = _lacks_units(a.name, device)
     else:
         scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)

@@ -51,6 +51,8 @@ def cast_keys(c: Cast) -> tuple[str, dict[str, Any]]:
     """The name that a cast begins with ("" for none), and its remaining keys."""
     if c.of and not c.is_scaled:
         return c.of, {}
+    if c.function:
+        return c.function, {}
     if c.name in (*cast_names(), *state_cast_names()):
         return c.name, changed_keys(c, cast(c.name))
     return "", changed_keys(c)

@@ -1,4 +1,4 @@
-"""Parses a recipe: TOML in, a `Recipe` out, and one sentence for every mistake.
+"""Parses a recipe: a table in, the fields of a `Recipe` out, and one sentence for every mistake.
 
 name, title, source     text
 compute = "bf16"        the format of everything that is not narrow ("bf16", "fp16", "fp32")
@@ -34,13 +34,16 @@ until_share = 0.95      learning rate falls; the rule ends with until_step, unti
 fprop = "bf16"          both operands of a GEMM,
 wgrad.dy = "mxfp8"      or one
 v = "fp32"              or state: m and v of any parameter, weight, master and grad of a linear layer
+
+[format.e3m4]           a custom format, which the casts above may then name (`formats.format`)
+exponent_bits = 3       with mantissa_bits and bias; specials = "ieee", "nan-only", "negative-zero" or "none"
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.formats import format_from_facts, register_format
 from narrowgauge.quantization import Cast, cast_keys, is_cast_table, make_cast
 from narrowgauge.recipes.attention_places import ALL_WIDE, ATTENTION, STREAM, attention_casts
 from narrowgauge.recipes.places import (
@@ -54,42 +57,45 @@ from narrowgauge.recipes.places import (
     casts_from,
     recipe_fields,
 )
-from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
-from narrowgauge.toml_text import parse_toml
 
 _SET_OVER = ("saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)  # besides the casts of the GEMMs
-RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, ATTENTION, *_SET_OVER)
+RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", "format", *GEMMS, ATTENTION, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
 _RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, ATTENTION, *STATE_PLACES)
 
 
-def parse_recipe(text: str, where: str) -> Recipe:
-    """Parse the text of a TOML file into a recipe; `where` names the file in errors.
+def fields_of(table: Mapping[str, Any], where: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the recipe that a table describes, and the places that its text sets over them.
+
+    Args:
+        table: The table of a recipe's file.
+        where: The name of the file, for errors.
+        name: The recipe's name if the table has none.
 
     Raises:
-        UserError: The TOML is broken, a key or cast is unknown, or a value has the wrong type.
+        UserError: A key or cast is unknown, or a value has the wrong type.
     """
-    table = parse_toml(text, f"recipe {where}")
     if not table:
         raise UserError(f"recipe {where} is empty; 'narrowgauge recipes fp8' prints one to start from")
     _check_root(table, where)
+    for of_format, facts in _table(table.get("format", {}), "format", where).items():
+        register_format(format_from_facts(of_format, _table(facts, f"format.{of_format}", where)))
     compute = table.get("compute", "bf16")
     if compute not in COMPUTE:
         raise UserError(f"recipe {where}: compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
     wide = dict.fromkeys(GEMM_PLACES, make_cast(compute))
-    base = Recipe(
-        name=_text(table, "name", Path(where).stem, where),
-        title=_text(table, "title", "", where),
-        source=_text(table, "source", "", where),
-        compute=compute,
-        casts=wide | _casts(table, where),
-        attention=_attention(table, where),
-        rules=(*_rules(table, where), *_kept(table, wide, where)),
-        text=text,
-    )
-    return base.with_places({p: table[p] for p in _SET_OVER if p in table})
+    fields = {
+        "name": _text(table, "name", name, where),
+        "title": _text(table, "title", "", where),
+        "source": _text(table, "source", "", where),
+        "compute": compute,
+        "casts": wide | _casts(table, where),
+        "attention": _attention(table, where),
+        "rules": (*_rules(table, where), *_kept(table, wide, where)),
+    }
+    return fields, {p: table[p] for p in _SET_OVER if p in table}
 
 
 def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:

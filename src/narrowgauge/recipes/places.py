@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import is_in_torch
+from narrowgauge.formats import Format, is_in_torch
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, STATE_KEYS
 from narrowgauge.recipes.attention_places import (
@@ -52,7 +52,7 @@ SAVED = ("input", "operand")
 #: The keys of a cast that each kind of place implements.
 GEMM_KEYS = (
     *(*CODES_AND_SCALES, *BY_LAYER, "elements", "hadamard", "signs", "center", "center_cast"),
-    *("outliers", "compensate", "keep_channels"),
+    *("outliers", "compensate", "keep_channels", "function"),
 )
 SAVED_KEYS = (*CODES_AND_SCALES, "outliers")
 #: The keys of fprop.x under which its codes and scales represent the tensor, and can be kept.
@@ -65,6 +65,7 @@ _NOT_IN_STATE = {
     "elements": "a choice between elements belongs to operands",
     "hadamard": "transforms belong to GEMM operands",
     "outliers": "clamping belongs to GEMM operands",
+    "function": "a function gives values and no codes, which state stores",
     "history": "state takes its scales from the tensor at hand",
 }
 
@@ -160,7 +161,7 @@ def offload_from(value: Any) -> tuple[str, ...]:
 
 def cast_in(place: str, value: Any) -> Cast:
     """The cast that a recipe's text puts in a place."""
-    if not isinstance(value, str | Mapping):
+    if not isinstance(value, str | Mapping | Format | Cast):
         raise UserError(
             f'recipe place {place!r} = {value!r}, but it must be a cast such as "mxfp4", or a table such as '
             f"{CAST_TABLE}"

@@ -14,8 +14,11 @@ rules. Later rules win.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from narrowgauge.errors import UserError
+from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.attention_places import (
     ALL_WIDE,
@@ -24,6 +27,7 @@ from narrowgauge.recipes.attention_places import (
     require_attention,
 )
 from narrowgauge.recipes.kept_channels import require_channels
+from narrowgauge.recipes.parse import fields_of
 from narrowgauge.recipes.places import (
     FP32,
     GEMM_PLACES,
@@ -38,6 +42,7 @@ from narrowgauge.recipes.places import (
 )
 from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
+from narrowgauge.toml_text import parse_toml, toml_key, toml_value
 
 ROUTER = "router"  # the last component of the name of a layer that chooses experts
 
@@ -98,6 +103,37 @@ class Recipe:
         require_state(self.state, where)
         require_gather(self.gather, self.weight_operands, self.state["weight"], where)
         require_reduce(self.reduce, where)
+
+    @classmethod
+    def from_toml(cls, text: str, where: str) -> "Recipe":
+        """The recipe that the text of a TOML file describes; `where` names the file in errors.
+
+        Raises:
+            UserError: The TOML is broken, a key or cast is unknown, or a value has the wrong type.
+        """
+        fields, over = fields_of(parse_toml(text, f"recipe {where}"), where, Path(where).stem)
+        return cls(**fields, text=text).with_places(over)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], name: str = "own") -> "Recipe":
+        """The recipe that a dictionary describes, with the keys of a recipe's file.
+
+            Recipe.from_dict({"fprop": "mxfp4", "keep": {"modules": ["head"]}})
+
+        Args:
+            table: The keys of the file; `"fprop.x"` is the same as `x` in the table `fprop`. A `Format` may
+                stand where a cast does. Registered formats that it names become part of its text.
+            name: Its name, unless the table has one.
+
+        Returns:
+            The recipe; its `text` is the file, which a run directory keeps.
+
+        Raises:
+            UserError: As for a file; or a value cannot be written as TOML.
+        """
+        if not isinstance(table, Mapping):
+            raise UserError(f"a recipe from {type(table).__name__}, but from_dict takes a dictionary")
+        return cls.from_toml(_text({"name": name, **table}), str(table.get("name", name)))
 
     def __repr__(self) -> str:
         """Two lines: the title, and the casts of operands by name; `text` has every key."""
@@ -241,3 +277,35 @@ class Recipe:
                 operands.
         """
         return self._with(**recipe_fields(places, self.casts, self.state, self.attention))
+
+
+def _text(table: Mapping[str, Any]) -> str:
+    """A recipe's table as TOML, a line for each key."""
+    nested: dict[str, Any] = {}
+    names: set[str] = set()
+    for key, value in table.items():
+        outer, _, inner = str(key).partition(".")
+        if inner and not isinstance(of_outer := nested.setdefault(outer, {}), dict):
+            raise UserError(f"recipe: {key!r} and {outer} = {of_outer!r}; give {outer} one value or a table")
+        (nested[outer] if inner else nested)[inner or outer] = _plain(value, key, names)
+    facts = {fmt.name: format_facts(fmt) for fmt in own_formats() if fmt.name in names}
+    if facts:
+        nested["format"] = {**facts, **nested.get("format", {})}
+    return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in nested.items())
+
+
+def _plain(value: Any, key: str, names: set[str]) -> Any:
+    """A value of a dictionary as TOML has it; collects all text in it in `names`."""
+    if isinstance(value, Format):
+        value = value.name if value.bits > 8 else {"element": value.name}
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, f"{key}.{k}", names) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(one, key, names) for one in value]
+    if not isinstance(value, str | int | float):
+        raise UserError(
+            f"recipe: {key} = {value!r}, but a value is text, a number, true or false, or a table"
+        )
+    if isinstance(value, str):
+        names.add(value)
+    return value

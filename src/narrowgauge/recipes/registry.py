@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import shipped_text
 from narrowgauge.quantization import cast_names
-from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.recipe import Recipe
 
 # The order in which tables list them: references first, then from wide to narrow.
@@ -89,17 +89,35 @@ def recipe_names(tool: str = "") -> list[str]:
     return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_SHIPPED)
 
 
+def parse_recipe(text: str, where: str) -> Recipe:
+    """Parse the text of a TOML file into a recipe (`Recipe.from_toml`)."""
+    return Recipe.from_toml(text, where)
+
+
 @cache
 def _shipped(name: str) -> Recipe:
     return parse_recipe(shipped_text("recipes/shipped", _FILES[name]), f"{name}.toml")
 
 
-def recipe(name: str) -> Recipe:
-    """A shipped recipe by its name, or another by the path of its `.toml` file.
+#: What stands wherever a recipe goes: a name, the path of a file, the keys of one, or a recipe.
+RecipeLike = str | Path | Mapping[str, Any] | Recipe
+
+
+def recipe(name: RecipeLike) -> Recipe:
+    """A shipped recipe by its name, another by the path of its `.toml` file, or one from a dictionary.
+
+    Args:
+        name: A name such as "mxfp8", a path, a dictionary with the keys of a file (`Recipe.from_dict`), or a
+            recipe, which is returned as it is.
 
     Raises:
         UserError: There is no such recipe (the message suggests the nearest), or the file is invalid.
     """
+    if isinstance(name, Recipe):
+        return name
+    if isinstance(name, Mapping):
+        return Recipe.from_dict(name)
+    name = str(name)
     if name.endswith(".toml"):
         return load_recipe(name)
     if name not in _FILES:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from narrowgauge.cli.verbs.analysis import _cell as cli_cell
+from narrowgauge.laboratory.probe import _cell as cli_cell
 from narrowgauge.report import read_run, render_report
 from narrowgauge.t_interval import Interval
 

@@ -35,6 +35,28 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "narrowgauge plan --model llama3-1b --recipe msamp-o2 --memory-limit 24GB",
         "narrowgauge plan my.toml --cluster h100 --devices 64 --tokens 300B",
     ),
+    "advise": (
+        "narrowgauge advise --model gpt2-124m --cluster rtx4090",
+        "narrowgauge advise --model llama3-8b --cluster b200 --devices 8 --tokens 100B",
+    ),
+    "predict": ("narrowgauge predict --recipe mxfp8,nvfp4 --params 8e9 --tokens 1T",),
+    "prepare": ("narrowgauge prepare my-texts/ --out data/mine --tokenizer bpe-4096",),
+    "sample": ("narrowgauge sample runs/mine --prompt 'def main'",),
+    "eval": ("narrowgauge eval runs/mine --task val --batches 8",),
+    "export": ("narrowgauge export runs/mine --to hf --out exported",),
+    "import": ("narrowgauge import gpt2/ --out runs/gpt2",),
+    "lint": ("narrowgauge lint downloaded-nvfp4/ --all",),
+    "convert": ("narrowgauge convert runs/mine --recipe mxfp8 --out runs/mxfp8",),
+    "probe": ("narrowgauge probe runs/mine --recipes mxfp8,nvfp4",),
+    "sensitivity": ("narrowgauge sensitivity runs/mine --to mxfp4",),
+    "search": ("narrowgauge search runs/mine --formats mxfp4,mxfp8,bf16 --budget 0.5 --out found.toml",),
+    "launch": ("narrowgauge launch --torchrun --gpus-per-node 8 --out run.sh -- train my.toml",),
+    "report": ("narrowgauge report runs/mine runs/other --out both.html",),
+    "recipes": ("narrowgauge recipes nvfp4 --diff mxfp4",),
+    "formats": ("narrowgauge formats e4m3",),
+    "models": ("narrowgauge models llama3-8b",),
+    "runs": ("narrowgauge runs runs/",),
+    "completion": ("narrowgauge completion bash",),
     "bench": ("narrowgauge bench --model gpt2-debug --recipe fp8 --peers none",),
     "scaling": ("narrowgauge scaling --procs 1,2 --device cpu --seconds 5",),
 }
@@ -66,8 +88,8 @@ class HelpAction(argparse.Action):
         parser.exit()
 
 
-def sections_text(verb: str) -> str:
-    """The sections with the names of their keys, and examples: the end of a verb's help."""
+def sections_text() -> str:
+    """The sections with the names of their keys."""
     width = _width()
     lines = [
         "",
@@ -75,9 +97,13 @@ def sections_text(verb: str) -> str:
     ]
     for section, keys in _sections().items():
         lines += _row(f"  --{section}.*", _listed(key.partition(".")[2] for key in keys), 18, width)
-    if verb in EXAMPLES:
-        lines += ["", "examples:", *(f"  {line}" for line in EXAMPLES[verb])]
     return "\n".join(lines) + "\n"
+
+
+def examples_text(verb: str) -> str:
+    """Lines of a verb: the end of its help."""
+    lines = [f"  {line}" for line in EXAMPLES.get(verb, ())]
+    return "\n".join(["", "examples:", *lines]) + "\n" if lines else ""
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -147,6 +173,12 @@ class KeyParser(Parser):
         self.formatter_class = partial(argparse.HelpFormatter, max_help_position=COLUMN)
         self.help_option.take_topic()
 
+    def mark_required(self) -> None:
+        """Begin the help of each option that a line has to have with the word."""
+        for action in self._actions:
+            if action.option_strings and action.required:
+                action.help = f"required: {action.help}" if action.help else "required"
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words, with each option under its canonical name."""
         words = [self._named(word) for word in args] if self.names else args
@@ -183,8 +215,8 @@ class KeyParser(Parser):
 
     def format_help(self) -> str:
         """The help on one screen."""
-        text = super().format_help()
-        return text + sections_text(self.prog.split()[-1]) if self.names else text
+        verb = self.prog.split()[-1]
+        return super().format_help() + (sections_text() if self.names else "") + examples_text(verb)
 
     def unknown_argument(self, argument: str) -> UserError:
         """The error for an argument that no option takes; it suggests the nearest option."""

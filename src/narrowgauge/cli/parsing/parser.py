@@ -1,14 +1,16 @@
 """A command-line parser whose errors are one sentence, and the parser of the whole command."""
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import narrowgauge
-from narrowgauge.cli.parsing.verbs import OTHER_VERBS, VERBS
+from narrowgauge.cli.parsing.verbs import OTHER_VERBS, VERBS, grouped
 from narrowgauge.errors import UserError, nearest, unknown
 
 _OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
@@ -81,12 +83,32 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+class CommandParser(Parser):
+    """The parser of the command, whose help shows the verbs in groups."""
+
+    def format_help(self) -> str:
+        """The usage, the verbs by group, and the options."""
+        usage, _, rest = super().format_help().partition("\n\n")
+        options = rest[rest.index("options:") :].partition("\n\n")
+        width = shutil.get_terminal_size().columns - 2
+        lines = [usage, "", str(self.description)]
+        for group, names in grouped().items():
+            lines += ["", f"{group}:"]
+            for name in names:
+                indent = " " * 18
+                text = textwrap.fill(
+                    VERBS[name].line, max(width, 40), initial_indent=indent, subsequent_indent=indent
+                )
+                lines.append(f"    {name}".ljust(18) + text.lstrip())
+        return "\n".join([*lines, "", options[0].rstrip(), "", str(self.epilog), ""])
+
+
 P = TypeVar("P", bound=Parser)
 
 
 def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Mapping[str, P]]:
     """The parser of the command, and the parsers of its verbs by name, still without options."""
-    parser = Parser(
+    parser = CommandParser(
         prog="narrowgauge",
         description="Pre-train language models in low precision, and see what each format did.",
         epilog="'narrowgauge VERB --help' explains a verb; 'narrowgauge doctor' checks this machine.",

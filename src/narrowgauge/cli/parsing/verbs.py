@@ -65,13 +65,16 @@ VERBS: Mapping[str, Verb] = {
     "sensitivity": Verb(
         "measure the cost of low precision in each layer and place separately", "analysis:run_sensitivity"
     ),
-    "search": Verb("find the cheapest recipe for a model, with a share of its FLOPs in 4 bits", "search:run"),
+    "search": Verb(
+        "find the cheapest recipe for a model, with a share of its FLOPs in 4 bits", "analysis:run_search"
+    ),
     "predict": Verb(
         "forecast a recipe's loss gap at a size and length, from published runs",
         "predict:run",
         has_torch=False,
         has_posix=False,
     ),
+    "advise": Verb("find the best recipe, layout and settings for a machine and a budget", "advise:run"),
     "launch": Verb("write a script that starts a run on a cluster", "launch:run"),
     "report": Verb("write the HTML report of one or more runs", "runs:run_report", has_torch=False),
     "recipes": Verb(
@@ -99,6 +102,24 @@ VERBS: Mapping[str, Verb] = {
         has_posix=False,
     ),
 }
+#: The verbs by what they are for, in the order of the help; a verb in no group stands under "more".
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "plan": ("advise", "plan", "predict", "doctor"),
+    "data and models": ("prepare", "import", "export", "lint", "convert", "sample", "eval"),
+    "train": ("train", "compare", "launch"),
+    "look": ("report", "runs", "probe", "sensitivity", "search"),
+    "measure this machine": ("bench", "scaling"),
+    "what exists": ("recipes", "formats", "models", "completion"),
+}
+
+
+def grouped() -> dict[str, list[str]]:
+    """Every verb, by group."""
+    found = {group: [verb for verb in names if verb in VERBS] for group, names in GROUPS.items()}
+    others = [verb for verb in VERBS if not any(verb in names for names in GROUPS.values())]
+    return found | ({"more": others} if others else {})
+
+
 #: Verbs of other programs, and what to write instead.
 OTHER_VERBS = {
     **dict.fromkeys(("help", "man", "usage"), "--help"),

@@ -8,41 +8,29 @@ from pathlib import Path
 from rich.console import Console
 
 from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.cluster import (
-    load_cluster,
-    make_plan,
-    measure,
-    parse_price,
-    print_plan,
-    print_scaling,
-    read_sizes,
-    tokens_of,
-)
-from narrowgauge.cluster.plan.pays import pays
-from narrowgauge.cluster.plan.plan import as_json as plan_as_json
+from narrowgauge.cluster import load_cluster, measure, print_scaling, read_sizes, tokens_of
 from narrowgauge.cluster.scaling.scaling import scaling
 from narrowgauge.errors import UserError
+from narrowgauge.laboratory.plan import plan_config
 from narrowgauge.training import make_config
 
 
 def run_plan(options: argparse.Namespace) -> None:
     """Print the plan of a configuration."""
     config = make_config(config_values(options))
-    cluster = load_cluster(options.cluster) if options.cluster else None
-    if cluster is None and (options.tokens or options.price or options.gap):
-        raise UserError("--tokens, --price and --gap need to know the machine; name one with --cluster")
-    devices = int(_number("--devices", options.devices, int))
-    price = None if options.price is None else parse_price("--price", options.price)
-    tokens = tokens_of(options.tokens) if options.tokens else 0
-    plan = make_plan(config, devices, cluster)
-    decision = pays(plan, devices, cluster, tokens) if cluster is not None and options.gap else None
+    found = plan_config(
+        config,
+        load_cluster(options.cluster) if options.cluster else None,
+        tokens_of(options.tokens) if options.tokens else 0,
+        int(_number("--devices", options.devices, int)),
+        options.price,
+        options.gap,
+        options.command_line,
+    )
     if options.json:
-        more = {} if decision is None else {"gap": decision.as_json()}
-        print(json.dumps(plan_as_json(plan, tokens, price) | more, indent=2))
-        return
-    print_plan(plan, Console(), tokens, price, options.command_line)
-    if decision is not None:
-        print(decision.line)
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        found.show(Console())
 
 
 def _number(option: str, text: str, kind: type[int] | type[float]) -> float:

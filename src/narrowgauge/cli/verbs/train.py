@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -9,41 +10,26 @@ from rich.console import Console
 from narrowgauge.cli.parsing.options import config_values, key_names
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
-from narrowgauge.report import print_comparison, read_run, write_report
-from narrowgauge.runs import branch_run, convert_run, default_out, run
+from narrowgauge.laboratory.train import train_config
+from narrowgauge.runs import convert_run
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.convert import left_out
-from narrowgauge.signals import is_compared
-from narrowgauge.training import Diverged, make_config
+from narrowgauge.training import make_config
 
 
 def run_train(options: argparse.Namespace) -> None:
     """Train or continue a run; the first rank writes the report and prints the summary."""
-    console = Console()
-    names = key_names()
+    console, names = Console(), key_names()
     allowed = [names.get(key.strip(), key.strip()) for key in options.allow_change.split(",") if key.strip()]
-    trunk, at = _trunk(options.branch) if options.branch else (None, 0)
-    if trunk is not None and options.config is None:
-        options.config = trunk / "config.toml"
+    branch = _branch(options.branch) if options.branch else None
+    if branch is not None and options.config is None:
+        options.config = branch[0] / "config.toml"
     config = make_config(config_values(options))
-    if trunk is not None:
-        options.out = options.out or default_out(config, allowed)
-        if not (options.out / "config.toml").exists():
-            branch_run(trunk, at, config, options.out)
-    is_first = not world_from(os.environ, 0).rank  # rank 0 reports for all
-    try:
-        path = run(config, options.out, console, allowed, options.profile)
-    except Diverged:  # also a result: the page shows how it happened
-        if is_first:
-            _report(options.out or default_out(config, allowed), console)
-        raise
-    if is_first:
-        if not is_compared():
-            print_comparison([read_run(path)], console)
-        _report(path, console)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    train_config(config, options.out, console, allowed, options.profile, branch, say)
 
 
-def _trunk(text: str) -> tuple[Path, int]:
+def _branch(text: str) -> tuple[Path, int]:
     """Run directory and step of `--branch RUN@STEP`."""
     run, _, step = text.rpartition("@")
     if not run or not step.isdecimal():
@@ -51,13 +37,6 @@ def _trunk(text: str) -> tuple[Path, int]:
     if world_from(os.environ, 0).size > 1:
         raise UserError("--branch makes a run directory in one process; start it once without the launcher")
     return Path(run), int(step)
-
-
-def _report(path: Path, console: Console) -> None:
-    """Write the page of a run and print its path, unless `compare` shows the run."""
-    report = write_report([path], path / "report.html")
-    if not is_compared():
-        console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 
 def run_convert(options: argparse.Namespace) -> None:

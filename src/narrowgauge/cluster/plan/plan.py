@@ -112,7 +112,7 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     layout = lay_out(config, devices)
     config, parallel_dims = layout.config, layout.parallel_dims
     chosen = tuple(filter(None, (batch_choice, layout.choice)))
-    room, gpu = _room(config, cluster), cluster.facts if cluster else _device_here(config)
+    room, gpu = room_of(config, cluster), cluster.facts if cluster else _device_here(config)
     with imagine(gpu):
         step = estimate_step(config, parallel_dims)
         if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
@@ -125,18 +125,26 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     if cluster is None:
         backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend) if gpu else None
         return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen, fitting=change)
-    time = estimate(config, parallel_dims, cluster, step)
-    measured = expectation(cluster.measured, devices, step.memory.parameters, time.format)
-    is_counted = cluster.facts.is_gpu and parallel_dims.size == 1 and not config.training.compile
-    counted = time.count if is_counted else None
-    expected = counted_expectation(counted, time.seconds, measured, time.copies)
+    time, expected = expected_time(config, parallel_dims, cluster, step)
     return Plan(
         *(config, parallel_dims, step, room, fewest, time.backend, gpu),
         *(time, expected, cluster, chosen, change),
     )
 
 
-def _room(config: Config, cluster: Cluster | None) -> Room:
+def expected_time(
+    config: Config, parallel_dims: ParallelDims, cluster: Cluster, step: StepEstimate
+) -> tuple[Estimate, Expectation | None]:
+    """The time of a step at best, and the share of it that a run is expected to reach."""
+    time = estimate(config, parallel_dims, cluster, step)
+    measured = expectation(cluster.measured, parallel_dims.size, step.memory.parameters, time.format)
+    is_counted = cluster.facts.is_gpu and parallel_dims.size == 1 and not config.training.compile
+    counted = time.count if is_counted else None
+    return time, counted_expectation(counted, time.seconds, measured, time.copies)
+
+
+def room_of(config: Config, cluster: Cluster | None) -> Room:
+    """The memory that a step of a configuration may take."""
     limit, copies_saves = config.training.memory_limit, config.checkpoint.asynchronous
     if cluster is not None:
         size, source = cluster.memory_bytes, cluster.device or cluster.title

@@ -54,6 +54,8 @@ def implementation_on(cast: Cast, device: Device, by_rows: bool = False) -> Impl
 
     `by_rows`: whether the operand may stay in the parts that the row kernel writes.
     """
+    if cast.function:
+        return Implementation(TORCH, "the cast is a custom function")
     if not cast.is_scaled:
         return Implementation(CONVERSION, "")
     if device.maker == "cpu":

@@ -15,7 +15,6 @@ from narrowgauge.recipes.exchange.header import header, words
 from narrowgauge.recipes.exchange.reading import Reader, read_text
 from narrowgauge.recipes.exchange.refusal import Refusal, Refused, refused
 from narrowgauge.recipes.exchange.toml import recipe_toml
-from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.recipe import Recipe
 
 __all__ = ["SOURCES", "TARGETS", "Refusal", "Refused", "read_recipe", "refusals", "write_recipe"]
@@ -109,4 +108,4 @@ def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Rec
         "title": f"{file.name}, read as a file of {source}",
         "source": f"{file.name}, by the names of {TARGETS[source].version}",
     }
-    return parse_recipe(recipe_toml(reading, named, "bf16"), str(path))
+    return Recipe.from_toml(recipe_toml(reading, named, "bf16"), str(path))

@@ -76,6 +76,12 @@ def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
     for place, c in recipe.casts.items():
         if place not in GEMM_PLACES and c != make_cast(recipe.compute):
             found.append(Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set it"))
+    for casts in (recipe.casts, *(rule.casts for rule in recipe.rules)):
+        found += [
+            Refusal(place, place, f"{place} = {c.name}, a custom function, which {target} cannot call")
+            for place, c in casts.items()
+            if c.function
+        ]
     found += [
         Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set attention")
         for place, c in recipe.attention.items()

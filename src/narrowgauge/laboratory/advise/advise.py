@@ -1,0 +1,373 @@
+"""`advise`: from a machine, a model and a budget to the line that trains best."""
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from narrowgauge.cluster import Cluster, Price, cluster_names, load_cluster, parse_price
+from narrowgauge.cluster.plan.plan import make_plan
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.errors import UserError
+from narrowgauge.forecast import Forecast, Forecaster
+from narrowgauge.laboratory.advise.result import Advice, Answer
+from narrowgauge.laboratory.advise.space import Point, Space, layouts
+from narrowgauge.laboratory.settings import Values
+from narrowgauge.models import count_block_weights, model_config
+from narrowgauge.models.published import Published, published
+from narrowgauge.recipes import choose_backend, recipe
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.monitor.hardware import device_name
+from narrowgauge.training import make_config
+from narrowgauge.units import human_count, parse_count
+
+RECIPES = ("bf16", "fp8", "mxfp8", "nvfp4", "nvfp4-finish", "msamp-o2")
+FIRST = 3
+_SMALL = ("debug", "gpt2-debug", "ladder-1m", "moe-debug")  # no one published a training of these
+Show = Callable[[str], object]
+
+
+def advise(
+    model: str,
+    cluster: str | None = None,
+    tokens: float | str | None = None,
+    *,
+    hours: float | None = None,
+    money: float | None = None,
+    devices: int = 1,
+    recipes: Sequence[str] = (),
+    price: str | None = None,
+    sequence_length: int | None = None,
+    batch_size: int | None = None,
+    data: str | Path | None = None,
+    show: Show | None = None,
+) -> Advice:
+    """Find the line that trains a model best on a machine, and why the alternatives lost.
+
+    It searches recipe, micro-batch, recomputation, offload, chunked loss and parallel layout. The best takes
+    the fewest device-hours for the loss that bf16 reaches: days by `plan`, times the tokens that buy the gap
+    of `predict` back.
+
+    Args:
+        model: A named model.
+        cluster: A shipped cluster, or a .toml file; None for this machine.
+        tokens: Tokens to train on; None for the published ones, or those that hours or money pay for.
+        hours: The most hours of all devices together in wall-clock time.
+        money: The most money, in the currency of the price.
+        devices: Devices in all.
+        recipes: Recipes to choose from; none for those that the machine multiplies natively.
+        price: The price of a device-hour, such as "2.50USD"; None for the cluster's.
+        sequence_length: Tokens of a sequence; None for the published ones.
+        batch_size: Sequences of a step; None for the published ones.
+        data: The text or corpus that the lines name.
+        show: Called with a sentence before each recipe and layout.
+
+    Returns:
+        At most three answers; `refused` holds the reason if there is none.
+
+    Raises:
+        UserError: A name or value is wrong.
+    """
+    machine, name = _machine(cluster)
+    found = published(model)
+    defaults, notes = _defaults(model, found, sequence_length, batch_size)
+    sized = model_config(name=model)
+    budget = _tokens(tokens)
+    if budget is None and hours is None and money is None:
+        budget = None if found is None else found.tokens
+    for option, value in (("hours", hours), ("money", money), ("devices", devices)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{option} = {value}: it must be above 0")
+    hour = parse_price("--price", price) if price else machine.device_hour
+    missing = _missing(budget, hours, money, hour is not None)
+    if missing:
+        return Advice([], missing, notes=notes)
+    limit = min(
+        hours or math.inf, math.inf if money is None or hour is None else money / hour.amount / devices
+    )
+    line = _Line(model, name, defaults, found, None if data is None else str(data))
+    size, forecaster = count_block_weights(sized), Forecaster()
+
+    def forecast(one: str, trained: float) -> Forecast:
+        return forecaster.forecast(recipe(one), size, trained, one)
+
+    def answered(point: Point, one: str, dims: ParallelDims) -> Answer:
+        return _answer(point, one, dims, line, (budget, limit), hour, forecast)
+
+    candidates, lost = {}, {}
+    for one in recipes or RECIPES:
+        if why := _unfit(one, machine, bool(recipes)):
+            lost[one] = why
+        else:
+            candidates[one] = layouts(devices, machine.devices_per_node, sized.heads)
+    answers, least = _search(candidates, defaults, machine, answered, lost, show)
+    return _advice(answers, least, lost, notes, machine, (budget, limit), model, devices)
+
+
+def _search(
+    candidates: Mapping[str, Sequence[ParallelDims]],
+    defaults: Values,
+    machine: Cluster,
+    answered: Callable[[Point, str, ParallelDims], Answer],
+    lost: dict[str, str],
+    show: Show | None,
+) -> tuple[list[tuple[Answer, Point, ParallelDims]], list[tuple[Point, str, ParallelDims]]]:
+    """The best answer of each recipe and layout that fits, and the least memory of each; fills `lost`."""
+    answers: list[tuple[Answer, Point, ParallelDims]] = []
+    least: list[tuple[Point, str, ParallelDims]] = []
+    batch = defaults["training"]["batch_size"]
+    for name, dims in ((name, dims) for name, found in candidates.items() for dims in found):
+        label = f"{name} {dims.text}".strip()
+        if batch % dims.data:
+            lost[label] = f"{dims.data} processes cannot share a batch of {batch}"
+            continue
+        if show is not None:
+            show(f"advise {label} ...")
+        space = Space({**defaults, "recipe": {"name": name}}, dims, machine)
+        best, corner = space.best(), space.least()
+        least.append((corner, name, dims))
+        if best is None:
+            lost[label] = f"does not fit: {corner.needed / 2**30:.1f} GiB with {corner.setting.words}"
+        else:
+            answers.append((answered(best, name, dims), best, dims))
+    return answers, least
+
+
+def _advice(
+    answers: list[tuple[Answer, Point, ParallelDims]],
+    least: Sequence[tuple[Point, str, ParallelDims]],
+    lost: dict[str, str],
+    notes: list[str],
+    machine: Cluster,
+    budget: tuple[float | None, float],
+    model: str,
+    devices: int,
+) -> Advice:
+    """Order the answers, and give the reasons."""
+    tokens, limit = budget
+    if not answers:
+        if not least:
+            return Advice([], "no recipe is left to choose from; name some with recipes", (), lost, notes)
+        point, name, dims = min(least, key=lambda one: one[0].needed)
+        device = machine.device or machine.title
+        fewest = make_plan(point.config, dims.size, machine).fewest
+        more = f"; it fits on {fewest.parallel_dims.size} of these devices" if fewest else ""
+        least_text = f"{point.needed / 2**30:.1f} GiB, {name} with {point.setting.words}"
+        return Advice(
+            [],
+            f"{model} does not fit on {devices} x {device} ({machine.memory}): the least is "
+            f"{least_text}{more}; take more devices, or a smaller model",
+            (),
+            lost,
+            notes,
+        )
+    known = sorted(answers, key=lambda one: (one[0].forecast.gap_percent is None, one[0].score))
+    first = known[0][0]
+    if tokens is not None and 24 * first.days > limit * 1.000001:
+        most = human_count(tokens * limit / 24 / first.days)
+        return Advice(
+            [],
+            f"{human_count(tokens)} tokens take {24 * first.days:,.3g} hours with {first.recipe}, and the "
+            f"budget is {limit:,.3g}; leave out tokens to train on the {most} that fit, or raise the budget",
+            (),
+            lost,
+            notes,
+        )
+    chosen = [replace(answer, why=_why(answer, first)) for answer, _, _ in known[:FIRST]]
+    for answer, _, dims in known[FIRST:]:
+        lost[f"{answer.recipe} {dims.text}".strip()] = _why(answer, first)
+    return Advice(chosen, None, _changes(known, first, machine), lost, notes)
+
+
+def _why(answer: Answer, first: Answer) -> str:
+    """The reason of an answer's place."""
+    extra = answer.extra_tokens
+    if extra is None:
+        return f"after those with evidence: {answer.forecast.refused}"
+    if answer is first:
+        return "fewest device-hours for the loss of bf16"
+    return f"{answer.score / first.score:.2f} times the device-hours of {first.recipe} for the same loss"
+
+
+def _changes(
+    known: Sequence[tuple[Answer, Point, ParallelDims]], first: Answer, machine: Cluster
+) -> list[str]:
+    """What would make another answer the first: tokens that a gap costs, memory, time."""
+    found = []
+    for other, _, _ in known[1:]:
+        extra = other.forecast.extra_tokens_percent
+        if other.recipe == first.recipe:
+            continue
+        speed = (other.days / other.tokens) / (first.days / first.tokens)
+        least = 100 * ((1 + (first.extra_tokens or 0.0) / 100) / speed - 1)
+        most = 100 * ((1 + (other.extra_tokens or 0.0) / 100) * speed - 1)
+        if extra is not None and first.extra_tokens and most > 0:
+            ends = _ends(first.forecast)
+            found.append(f"{other.recipe} wins if {first.recipe} needs {most:+.0f} % tokens or more ({ends})")
+        elif least > 0:
+            ends = _ends(other.forecast)
+            found.append(f"{other.recipe} wins if it needs less than {least:+.0f} % tokens ({ends})")
+    point = known[0][1]
+    if point.setting.recompute or point.setting.offload or point.setting.micro_batch_size == 1:
+        found.append(
+            f"a device with more than {machine.memory} allows faster settings than {point.setting.words}"
+        )
+    if first.days > 365:
+        month = human_count(first.tokens * 30 / first.days)
+        found.append(f"it takes {first.days / 365:,.0f} years; 30 days train on {month} tokens")
+    return found
+
+
+def _ends(forecast: Forecast) -> str:
+    """The interval of the extra tokens."""
+    extra = forecast.extra_tokens_percent
+    if extra is None:
+        return "nothing is forecast"
+    high = f"{extra.high:+.0f} %" if extra.high < 1e4 else "never"
+    return f"forecast {extra.low:+.0f} to {high}"
+
+
+def _answer(
+    point: Point,
+    name: str,
+    dims: ParallelDims,
+    line: "_Line",
+    budget: tuple[float | None, float],
+    price: Price | None,
+    forecast: Callable[[str, float], Forecast],
+) -> Answer:
+    """The answer of a planned point: its tokens, days and cost, and the lines that train and plan it."""
+    t = point.config.training
+    per_step = t.batch_size * point.config.data.sequence_length
+    tokens, limit = budget
+    steps = max(1, math.ceil(tokens / per_step) if tokens else math.floor(limit * 3600 / point.seconds))
+    days = steps * point.seconds / 86_400
+    train, plan = line.of(name, dims, point, steps)
+    return Answer(
+        line=train,
+        plan_line=plan,
+        recipe=name,
+        layout=dims.text,
+        setting=point.setting.words,
+        memory_gib=point.needed / 2**30,
+        tokens=float(steps * per_step),
+        days=days,
+        cost=None if price is None else days * 24 * dims.size * price.amount,
+        currency="" if price is None else price.currency,
+        forecast=forecast(name, float(steps * per_step)),
+        why="",
+    )
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The words that the lines of all answers share."""
+
+    model: str
+    cluster: str
+    defaults: Values
+    published: Published | None
+    data: str | None
+
+    def of(self, name: str, dims: ParallelDims, point: Point, steps: int) -> tuple[str, str]:
+        """(the line that trains, the line that plans it)."""
+        t = self.defaults["training"]
+        words = ["--model", self.model, "--recipe", name, "--steps", str(steps)]
+        words += ["--data.sequence_length", str(self.defaults["data"]["sequence_length"])]
+        words += ["--training.batch_size", str(t["batch_size"]), *point.setting.options]
+        for axis in ("replicate", "shard", "tensor"):
+            if (count := getattr(dims, axis)) > 1:
+                words += [f"--parallel.{axis}", str(count)]
+        if (p := self.published) is not None:
+            warmup = max(1, min(p.warmup_steps, steps // 10))
+            words += ["--optimizer.lr", f"{p.lr:g}", "--optimizer.weight_decay", f"{p.weight_decay:g}"]
+            words += [
+                "--schedule.warmup_steps",
+                str(warmup),
+                "--schedule.final_lr_fraction",
+                f"{p.final:.4g}",
+            ]
+        words += [] if self.data is None else ["--data", self.data]
+        planned = ["narrowgauge", "plan", *words, "--cluster", self.cluster, "--devices", str(dims.size)]
+        start = ["narrowgauge"]
+        if dims.size > 1:
+            start = ["torchrun", "--standalone", "--nproc-per-node", str(dims.size), "-m", "narrowgauge"]
+        return shlex.join([*start, "train", *words]), shlex.join(planned)
+
+
+def _machine(name: str | None) -> tuple[Cluster, str]:
+    """The cluster, and its name; without a name that of this machine's device.
+
+    Raises:
+        UserError: No file describes this machine.
+    """
+    if name is not None:
+        return load_cluster(str(name)), str(name)
+    device = choose_device("auto")
+    if device.type == "cpu":
+        return load_cluster("cpu"), "cpu"
+    here = device_name(device)
+    for one in cluster_names():
+        found = load_cluster(one)
+        if found.device and set(found.device.split()) <= set(here.split()):
+            return found, one
+    raise UserError(
+        f"no cluster file describes this machine's {here}; name one with --cluster, one of "
+        f"{', '.join(cluster_names())}, or a .toml file of its figures"
+    )
+
+
+def _defaults(
+    model: str, found: Published | None, sequence_length: int | None, batch_size: int | None
+) -> tuple[Values, list[str]]:
+    """The values that all settings share, and where they come from."""
+    sized = model_config(name=model)
+    if found is None:
+        notes = [
+            f"defaults: nobody published how {model} was trained; rate and batch are those of narrowgauge"
+        ]
+        length, batch = min(1024, sized.max_sequence_length), 64
+        length, batch = (256, 8) if model in _SMALL else (length, batch)
+    else:
+        notes = [f"defaults: {found.source}" + (f"; {found.note}" if found.note else "")]
+        length, batch = found.sequence_length, found.batch_size
+    values: Values = {
+        "model": {"name": model},
+        "data": {"sequence_length": sequence_length or length},
+        "training": {"batch_size": batch_size or batch, "device": "cpu"},
+        "recipe": {"name": "bf16"},
+    }
+    make_config({**values, "training": {**values["training"], "micro_batch_size": 1}})
+    return values, notes
+
+
+def _tokens(tokens: float | str | None) -> float | None:
+    if tokens is None:
+        return None
+    if not (number := parse_count(str(tokens))):
+        raise UserError(f"--tokens {str(tokens)!r}: it must be a number such as 300B, 1T or 1.5e12")
+    return number
+
+
+def _missing(tokens: float | None, hours: float | None, money: float | None, has_price: bool) -> str | None:
+    """What an advice lacks, in a sentence; None if nothing."""
+    if money is not None and not has_price:
+        return (
+            "money needs the price of a device-hour, which this cluster's file lacks; add --price, as 2.50USD"
+        )
+    if tokens is None and hours is None and money is None:
+        return (
+            "a budget is missing, and no published training of this model gives one; add --tokens, --hours "
+            "or --money"
+        )
+    return None
+
+
+def _unfit(name: str, machine: Cluster, is_asked: bool) -> str:
+    """Why a recipe is not a candidate on a machine; "" if it is one. Emulated ones are if asked for."""
+    found = recipe(name)
+    backend = choose_backend(found, machine.facts)
+    if backend.name == "emulated" and not is_asked and name != "bf16":
+        return f"emulated on this device: {backend.reason}"
+    return ""

@@ -1,0 +1,157 @@
+"""An advice: the first lines, what would change them, and why each alternative lost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.forecast import Forecast
+from narrowgauge.laboratory.chart import bars
+from narrowgauge.result import Result, Row, text_table
+from narrowgauge.units import human_count, human_duration
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One line that trains, and what it takes.
+
+    Attributes:
+        line: The command that trains.
+        plan_line: The command that plans it.
+        recipe: The name of the recipe.
+        layout: The parallel layout; "" for one device.
+        setting: The settings in words.
+        memory_gib: GiB that a step needs of a device.
+        tokens: Tokens that the line trains on.
+        days: Days of all its tokens, as expected.
+        cost: The price of them; None without one.
+        currency: The currency.
+        forecast: The forecast of the loss gap.
+        why: The reason of its place.
+    """
+
+    line: str
+    plan_line: str
+    recipe: str
+    layout: str
+    setting: str
+    memory_gib: float
+    tokens: float
+    days: float
+    cost: float | None
+    currency: str
+    forecast: Forecast
+    why: str
+
+    @property
+    def extra_tokens(self) -> float | None:
+        """Percent more tokens for the loss of bf16; None where nothing is forecast."""
+        extra = self.forecast.extra_tokens_percent
+        return None if extra is None else extra.mean
+
+    @property
+    def score(self) -> float:
+        """Days a token for the loss of bf16; a gap counts by the tokens that buy it back."""
+        return self.days * (1 + (self.extra_tokens or 0.0) / 100) / self.tokens
+
+    def as_row(self) -> Row:
+        """The answer as values."""
+        gap = self.forecast.gap_percent
+        return {
+            "recipe": self.recipe,
+            "line": self.line,
+            "layout": self.layout,
+            "memory_gib": self.memory_gib,
+            "tokens": self.tokens,
+            "days": self.days,
+            "cost": self.cost,
+            "currency": self.currency,
+            "gap_percent": None if gap is None else gap.as_json(),
+            "extra_tokens_percent": self.extra_tokens,
+            "evidence": self.forecast.points,
+            "why": self.why,
+        }
+
+
+class Advice(Result):
+    """The answers in their order, or the sentence that refuses them.
+
+    Attributes:
+        answers: At most three, the best first.
+        refused: Why there is none; None if there is one.
+        changes: What would change the first answer.
+        lost: Why each alternative lost, by its name.
+        notes: Where the defaults come from.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        refused: str | None,
+        changes: Sequence[str] = (),
+        lost: dict[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Keep the parts of an advice."""
+        self.answers, self.refused = list(answers), refused
+        self.changes, self.lost, self.notes = list(changes), dict(lost or {}), list(notes)
+
+    def __repr__(self) -> str:
+        if not self.answers:
+            return f"<Advice refused: {self.refused}>"[:190]
+        first = self.answers[0]
+        return f"<Advice: {first.recipe}, {first.memory_gib:.1f} GiB, {first.days:.3g} days>"
+
+    def rows(self) -> list[Row]:
+        """A row for each answer."""
+        return [answer.as_row() for answer in self.answers]
+
+    def as_json(self) -> dict[str, Any]:
+        """The answers, or the refusal, and the reasons."""
+        return {
+            "answers": self.rows(),
+            "refused": self.refused,
+            "changes": self.changes,
+            "lost": self.lost,
+            "notes": self.notes,
+        }
+
+    def table(self) -> str:
+        """The answers, their lines, and the reasons."""
+        parts = [f"refused: {self.refused}"] if self.refused else []
+        if self.answers:
+            parts.append(text_table([_HEAD, *(_cells(n, a) for n, a in enumerate(self.answers, 1))]))
+        for number, answer in enumerate(self.answers, start=1):
+            parts.append(f"{number}. {answer.recipe}: {answer.why}; {answer.setting}\n   {answer.line}")
+        if self.changes:
+            parts.append(
+                "\n".join(["what would change the answer:", *(f"  {text}" for text in self.changes)])
+            )
+        if self.lost:
+            lines = (f"  {name}: {why}" for name, why in self.lost.items())
+            parts.append("\n".join(["why the others lost:", *lines]))
+        return "\n".join([*parts, *self.notes])
+
+    def plot(self) -> str:
+        """The days of each answer."""
+        days = {f"{a.recipe} {a.layout}".strip(): (a.days,) * 3 for a in self.answers}
+        return bars(days, "days of training")
+
+
+_HEAD = ("", "recipe", "layout", "GiB", "tokens", "time", "cost", "gap", "90 %", "extra tokens", "points")
+
+
+def _cells(number: int, a: Answer) -> tuple[str, ...]:
+    gap, extra = a.forecast.gap_percent, a.extra_tokens
+    return (
+        f"{number}",
+        a.recipe,
+        a.layout or "one device",
+        f"{a.memory_gib:.1f}",
+        human_count(a.tokens),
+        human_duration(86_400 * a.days),
+        "" if a.cost is None else f"{a.cost:,.2f} {a.currency}".strip(),
+        "not known" if gap is None else f"{gap.mean:+.2f} %",
+        "" if gap is None else f"{gap.low:+.2f} to {gap.high:+.2f}",
+        "" if extra is None else f"{extra:+.0f} %" if extra < 1e4 else "never",
+        f"{a.forecast.points}" if gap is not None else "",
+    )

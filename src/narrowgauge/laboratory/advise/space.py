@@ -1,0 +1,204 @@
+"""The space of an advice: what may be set, and the fastest settings of a recipe and a layout that fit.
+
+    micro-batch        16, 8, 4, 2, 1 sequences, of those that divide the batch
+    recomputation      none, of the MLP, of whole blocks
+    chunked loss       no, yes
+    offload            none, of all state
+
+Each step along the axes of micro-batch, recomputation and offload lowers the memory and the speed. A chunked
+loss may be faster or slower, so both are searched. For each, the fastest settings that fit are among those
+whose every neighbor one step back does not fit: the search begins at the fastest corner, walks from settings
+that do not fit to their neighbors, and computes times only at the border. `every_point` is the slow way.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from narrowgauge.cluster.plan.cluster_spec import Cluster
+from narrowgauge.cluster.plan.plan import expected_time, room_of
+from narrowgauge.devices import imagine
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.simulate import StepEstimate, estimate_step
+from narrowgauge.training import Config, make_config
+
+MICRO_BATCHES = (16, 8, 4, 2, 1)
+RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
+OFFLOAD = ("", "master,grad,m,v")
+Index = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the space for a recipe and a layout."""
+
+    micro_batch_size: int
+    recompute: bool | str
+    chunked_loss: bool
+    offload: str
+
+    @property
+    def words(self) -> str:
+        """The setting for people."""
+        found = [f"micro-batches of {self.micro_batch_size}"]
+        if self.recompute:
+            found.append(
+                "the MLP is recomputed" if self.recompute == "selective" else "blocks are recomputed"
+            )
+        if self.chunked_loss:
+            found.append("the loss is computed in chunks")
+        if self.offload:
+            found.append("state in the host's memory")
+        return ", ".join(found)
+
+    @property
+    def options(self) -> list[str]:
+        """The setting as options of a command line."""
+        words = ["--training.micro_batch_size", str(self.micro_batch_size)]
+        if self.recompute:
+            words += ["--training.recompute", str(self.recompute).lower()]
+        if self.chunked_loss:
+            words += ["--training.chunked_loss", "true"]
+        return words + (["--recipe.offload", self.offload] if self.offload else [])
+
+    def put(self, values: Mapping[str, Mapping[str, Any]]) -> Config:
+        """The configuration of some values with this setting."""
+        training = {
+            "micro_batch_size": self.micro_batch_size,
+            "recompute": self.recompute,
+            "chunked_loss": self.chunked_loss,
+        }
+        recipe = {"offload": self.offload} if self.offload else {}
+        return make_config(
+            {
+                **values,
+                "training": {**values["training"], **training},
+                "recipe": {**values["recipe"], **recipe},
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting that was planned.
+
+    Attributes:
+        setting: The setting.
+        config: Its configuration.
+        step: Memory and traffic of a step.
+        needed: Bytes that a step needs of a device.
+        fits: Whether it has them.
+        seconds: The expected seconds of a step; 0 where it does not fit, and was not timed.
+    """
+
+    setting: Setting
+    config: Config
+    step: StepEstimate
+    needed: int
+    fits: bool
+    seconds: float = 0.0
+
+
+class Space:
+    """The settings of one recipe and one layout on a cluster, each planned at most once."""
+
+    def __init__(self, values: Mapping[str, Mapping[str, Any]], dims: ParallelDims, cluster: Cluster) -> None:
+        """Take the values that all settings share; the recipe and the batch are among them."""
+        self.values, self.dims, self.cluster = values, dims, cluster
+        self.planned: dict[Index, Point] = {}
+
+    @cached_property
+    def axes(self) -> tuple[tuple[int, ...], tuple[bool | str, ...], tuple[bool, ...], tuple[str, ...]]:
+        """The values of each axis, the fastest first."""
+        share = int(self.values["training"]["batch_size"]) // self.dims.data
+        sizes = tuple(n for n in MICRO_BATCHES if share % n == 0)
+        has_host = self.cluster.facts.is_gpu
+        return sizes, RECOMPUTE, (False, True), OFFLOAD if has_host else OFFLOAD[:1]
+
+    def at(self, index: Index) -> Point:
+        """The point at some indices, planned for memory."""
+        if index not in self.planned:
+            a, b, c, d = index
+            sizes, recompute, chunked, offload = self.axes
+            setting = Setting(sizes[a], recompute[b], chunked[c], offload[d])
+            config = setting.put(self.values)
+            room = room_of(config, self.cluster)
+            with imagine(self.cluster.facts):
+                step = estimate_step(config, self.dims)
+            needed = room.needed(step.memory, self.dims)
+            self.planned[index] = Point(setting, config, step, needed, needed <= room.limit)
+        return self.planned[index]
+
+    def timed(self, index: Index) -> Point:
+        """The point at some indices, with the expected seconds of its step."""
+        point = self.at(index)
+        if not point.seconds:
+            time, expected = expected_time(point.config, self.dims, self.cluster, point.step)
+            seconds = time.seconds / (1.0 if expected is None else expected.share)
+            point = self.planned[index] = replace(point, seconds=seconds)
+        return point
+
+    def corners(self) -> list[Index]:
+        """The indices of the settings that need the least memory, with and without a chunked loss."""
+        a, b, _, d = (len(axis) - 1 for axis in self.axes)
+        return [(a, b, chunked, d) for chunked in range(len(self.axes[2]))]
+
+    def least(self) -> Point:
+        """The point that needs the least memory."""
+        return min(map(self.at, self.corners()), key=lambda point: point.needed)
+
+    def border(self) -> list[Index]:
+        """The settings that fit and whose faster neighbors do not."""
+        return [index for corner in self.corners() for index in self._border(corner)]
+
+    def _border(self, corner: Index) -> list[Index]:
+        """The border of the settings up to a corner, with its kind of loss."""
+        if not self.at(corner).fits:
+            return []
+        waiting: list[Index] = [(0, 0, corner[2], 0)]
+        seen, found = set(waiting), list[Index]()
+        while waiting:
+            index = waiting.pop(0)
+            if any(all(x >= y for x, y in zip(index, other, strict=True)) for other in found):
+                continue
+            if self.at(index).fits:
+                found.append(index)
+                continue
+            for neighbor in _neighbors(index, corner):
+                if neighbor not in seen:
+                    seen.add(neighbor)
+                    waiting.append(neighbor)
+        return found
+
+    def best(self) -> Point | None:
+        """The fastest point that fits; None if none does."""
+        points = [self.timed(index) for index in self.border()]
+        return min(points, key=lambda point: point.seconds, default=None)
+
+    def every_point(self) -> Iterator[Point]:
+        """All points that fit, with their times: the slow way to `best`."""
+        for index in product(*(range(len(axis)) for axis in self.axes)):
+            a, b, c, d = index
+            if self.at((a, b, c, d)).fits:
+                yield self.timed((a, b, c, d))
+
+
+def _neighbors(index: Index, corner: Index) -> Iterator[Index]:
+    """The indices one step further along each axis."""
+    for axis in range(4):
+        if index[axis] < corner[axis]:
+            a, b, c, d = (n + (axis == i) for i, n in enumerate(index))
+            yield a, b, c, d
+
+
+def layouts(devices: int, per_node: int, heads: int) -> list[ParallelDims]:
+    """The layouts of some devices: replicas, shards, and shards with tensor parallelism in a node."""
+    if devices == 1:
+        return [ParallelDims()]
+    found = [ParallelDims(replicate=devices), ParallelDims(shard=devices)]
+    for tensor in (2, 4, 8):
+        if tensor <= per_node and devices % tensor == 0 and heads % tensor == 0 and devices >= tensor:
+            found.append(ParallelDims(shard=devices // tensor, tensor=tensor))
+    return found

@@ -1,0 +1,258 @@
+"""Compares recipes and settings by training them, from Python or from the command line."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from narrowgauge.distributed import world_from
+from narrowgauge.errors import UserError
+from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
+from narrowgauge.experiment.design import Experiment, make_comparison, make_measured
+from narrowgauge.experiment.gate import Gate, GateResult, gate_results, parse_gate
+from narrowgauge.experiment.grid import RECIPE, Variant, take_sweep
+from narrowgauge.experiment.jobs import require_same, state_of
+from narrowgauge.experiment.run import print_plan, run_experiment, with_equal_threads
+from narrowgauge.laboratory.chart import curves
+from narrowgauge.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
+from narrowgauge.recipes import RecipeLike
+from narrowgauge.report import Run, Verdict, print_comparison, read_runs, verdicts
+from narrowgauge.result import Result, Row
+from narrowgauge.runs.loop.check_data import check_vocabulary
+from narrowgauge.runs.loop.run import run as run_here
+from narrowgauge.runs.monitor.provenance import command_line
+from narrowgauge.signals import COMPARED
+from narrowgauge.training import Diverged, make_config
+
+
+class Comparison(Result):
+    """The runs of a comparison, and the verdict on each variant.
+
+    Attributes:
+        path: The directory of the runs.
+        report: The page of the comparison.
+        runs: The runs at the highest rung, the reference first.
+        verdicts: One for each variant, the reference first.
+        gates: The decision on each variant, where a gate was given.
+        has_failed: Whether a run failed, or a variant does not pass the gate.
+    """
+
+    def __init__(self, path: Path, runs: Sequence[Run], gate: Gate | None, code: int) -> None:
+        """Judge the runs."""
+        self.path, self.report, self.runs = path, path / "report.html", list(runs)
+        self.verdicts: list[Verdict] = verdicts(self.runs)
+        self.gates: list[GateResult] = [] if gate is None else gate_results(self.runs, gate)
+        self.has_failed = bool(code)
+
+    @property
+    def passes(self) -> bool:
+        """Whether every run succeeded and every variant passes the gate, if there is one."""
+        return not self.has_failed
+
+    def __repr__(self) -> str:
+        shown = (f"{v.name} {v.conclusion}" for v in self.verdicts if not v.is_reference)
+        return f"<Comparison {self.path}: {', '.join(shown)}>"
+
+    def rows(self) -> list[Row]:
+        """A row for each variant: loss, gap to the reference in percent with its interval, verdict, cost."""
+        words = {gate.name: gate.word for gate in self.gates}
+        rows = []
+        for v in self.verdicts:
+            ends: tuple[float | None, float | None] = (None, None)
+            if v.gap is not None and v.half_width is not None:
+                ends = (v.gap - v.half_width, v.gap + v.half_width)
+            rows.append(
+                {
+                    "variant": v.name,
+                    "seeds": len(v.seeds),
+                    "loss": v.loss,
+                    "gap_percent": v.gap,
+                    "gap_low": ends[0],
+                    "gap_high": ends[1],
+                    "verdict": v.conclusion,
+                    "gate": words.get(v.name),
+                    "tokens_per_s": v.tokens_per_s,
+                    "memory_bytes": v.memory_bytes,
+                    "arithmetic": v.arithmetic,
+                }
+            )
+        return rows
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdicts, and where the runs are."""
+        return {"path": str(self.path), "passes": self.passes, "variants": self.rows()}
+
+    def show(self, console: Console) -> None:
+        """Print the table and the sentences of the comparison."""
+        print_comparison(self.runs, console)
+
+    def plot(self) -> str:
+        """The losses of all runs over their tokens: of the validations, if there are any."""
+        series = {}
+        for run in self.runs:
+            tokens = {step.step: step.tokens for step in run.steps}
+            points = [(tokens[at.step], at.val_loss) for at in run.validation if at.step in tokens]
+            series[run.name] = points if len(points) > 1 else [(s.tokens, s.loss) for s in run.steps]
+        return curves(series, self.path.name, "tokens", "loss, nats a token")
+
+
+def compare(
+    recipes: Sequence[RecipeLike] = (),
+    seeds: int | Sequence[int] | None = None,
+    out: str | Path | None = None,
+    *,
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    rungs: Sequence[int] = (),
+    jobs: int = 0,
+    gate: str | float | None = None,
+    expected: bool = False,
+    here: bool = False,
+    quiet: bool = False,
+    **sections: Section,
+) -> Comparison:
+    """Train the same model on the same tokens under several recipes, and judge them, as the verb does.
+
+        ng.compare(recipes=["bf16", "mxfp8"], seeds=2, out="runs/compare", training={"steps": 200})
+
+    Args:
+        recipes: Names, paths, dictionaries or `Recipe`s; the first is the reference.
+        seeds: The number of seeds of each, or which; None for the seed of the configuration.
+        out: The directory of the runs; None for one named after the model. Finished runs there are reused.
+        variants: Further runs with other values of some keys: `{"hot": {"optimizer.lr": 4e-3}}`.
+        sweep: Lists of values of keys, in every combination: `{"optimizer.lr": [1e-3, 2e-3]}`.
+        rungs: Steps after which each is measured, with its learning rate decayed.
+        jobs: Runs side by side; 0 for one after the other.
+        gate: The largest acceptable gap: nats, or text such as "0.25%".
+        expected: Whether each gap is compared with its forecast.
+        here: Whether to train in this process, which saves the seconds that another takes to start. Runs
+        whose
+            casts are functions of this process always do.
+        quiet: Whether to print nothing. Each run writes a log next to its directory.
+        sections: Sections of the configuration as dictionaries, as for `train`.
+
+    Returns:
+        The verdicts; `report` is a page on disk.
+
+    Raises:
+        UserError: A value is wrong, or the directory holds other runs.
+        ComparisonFailed: A run was stopped or killed; the same call continues.
+    """
+    values = values_of(sections)
+    model = str(values.get("model", {}).get("name", "debug"))
+    kind = "ladder" if rungs or jobs else "compare"
+    path = Path(out or Path("runs") / f"{kind}-{model}")
+    named = []
+    for one in recipes:
+        name = short_name(one)
+        named.append(Variant(name, {RECIPE: recipe_name(one, path / f"{name}.recipe.toml")}))
+    others = [Variant(name, keys) for name, keys in (variants or {}).items()]
+    text = "" if seeds is None else str(seeds) if isinstance(seeds, int) else "".join(f"{s}," for s in seeds)
+    grid = {key: list(choices) for key, choices in (sweep or {}).items()}
+    experiment = experiment_of(values, named, others, grid, text, rungs=list(rungs), jobs=jobs)
+    limit = None if gate is None else parse_gate(str(gate))
+    return run_comparison(experiment, path, Console(quiet=quiet), limit, expected, has_logs=True, here=here)
+
+
+def experiment_of(
+    values: Mapping[str, Any],
+    recipes: Sequence[Variant],
+    variants: Sequence[Variant],
+    grid: Mapping[str, list[Any]],
+    seeds: str,
+    chosen: str = "",
+    rungs: Sequence[Any] = (),
+    jobs: int = 0,
+) -> Experiment:
+    """The experiment of some values, which may have [sweep], [arms] and [experiment], and of more variants.
+
+    Raises:
+        UserError: something in them is wrong.
+    """
+    values, swept = take_sweep(values)
+    axes = {**swept, **grid}
+    values, arms = take_arms(values)
+    values, table = take_experiment(values)
+    require_order(table, arms)
+    free = [arm for arm in choose_arms(arms, chosen) if not arm.keys.keys() & axes.keys()]
+    everything = [*recipes, *free, *variants]  # an arm that sets a swept key is impossible
+    seeds = seeds or "".join(f"{seed}," for seed in table.get("seeds", []))
+    if not (rungs or table or jobs):
+        return make_comparison(values, everything, axes, seeds)
+    if rungs:
+        table["rungs"] = list(rungs)
+    table.setdefault("rungs", [make_config(values).training.steps])
+    if jobs:
+        table["jobs"] = jobs
+    return make_measured(values, everything, axes, seeds, table)
+
+
+def run_comparison(
+    experiment: Experiment,
+    out: Path,
+    console: Console,
+    gate: Gate | None = None,
+    expected: bool = False,
+    has_logs: bool = False,
+    here: bool = False,
+) -> Comparison:
+    """Train what is left of an experiment, print what was found, write the page, and judge.
+
+    Raises:
+        UserError: The text has other tokens than the model, a launcher's processes cannot share the work, or
+            a function of this process would be unknown in the processes of the runs.
+        ComparisonFailed: A run left no result; the same call continues.
+    """
+    rank = _require_ready(experiment)
+    _train_here(experiment, out, console, here)
+    code = run_experiment(
+        *(experiment, out, Console(quiet=True) if rank else console, rank, gate, command_line(), expected),
+        has_logs=has_logs,
+    )
+    return Comparison(out, read_runs([out / c.trunk.name for c in experiment.chains]), gate, code)
+
+
+def plan_comparison(experiment: Experiment, out: Path, console: Console) -> None:
+    """Print which gap the experiment will detect and what is left to train; do not train."""
+    rank = _require_ready(experiment)
+    print_plan(experiment, out, Console(quiet=True) if rank else console)
+
+
+def _require_ready(experiment: Experiment) -> int:
+    """Refuse, before the first run starts, what would fail in a later one; returns this process's rank."""
+    world = world_from(os.environ, 0)
+    for run in experiment.runs:
+        check_vocabulary(run.config)
+    if experiment.is_measured and world.size > 1:
+        raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
+    return world.rank
+
+
+def _train_here(experiment: Experiment, out: Path, console: Console, here: bool) -> None:
+    """Train the runs whose casts are functions of this process, which others do not have; with `here` all.
+
+    Raises:
+        UserError: Rungs or jobs, which train in other processes.
+    """
+    experiment = with_equal_threads(experiment, out)
+    for run in experiment.runs:
+        require_same(run, out)
+    for chain in experiment.chains:
+        if state_of(out / chain.trunk.name) != "open":
+            continue
+        if not (names := list(own_functions(chain.trunk.config))) and not here:
+            continue
+        if experiment.is_measured:
+            what = f"cast {names[0]!r} is a function of this process" if names else "here = True"
+            raise UserError(f"{chain.arm}: {what}, and rungs and jobs train in others; compare without them")
+        before = os.environ.get(COMPARED)
+        os.environ[COMPARED] = "1"
+        try:
+            run_here(chain.trunk.config, out / chain.trunk.name, console)
+        except Diverged as error:  # a result as any other
+            console.print(f"{chain.trunk.name}: {error}", markup=False, highlight=False)
+        finally:
+            if before is None:
+                os.environ.pop(COMPARED)

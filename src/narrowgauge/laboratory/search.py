@@ -1,0 +1,366 @@
+"""`search`: the recipe with the smallest predicted cost under a budget, for a trained model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from rich.console import Console
+
+from narrowgauge.analysis import (
+    BASELINES,
+    Assignment,
+    Budget,
+    Choices,
+    Probed,
+    backward_costs,
+    baselines,
+    bits_budget,
+    choices_of,
+    flops_budget,
+    forward_costs,
+    pace,
+    recipe_text,
+    relative_errors,
+    require_solver,
+    solve,
+    step_metric,
+    time_budget,
+)
+from narrowgauge.cluster import load_cluster
+from narrowgauge.errors import UserError
+from narrowgauge.experiment.design import make_comparison
+from narrowgauge.experiment.grid import RECIPE, Variant
+from narrowgauge.experiment.run import train_runs
+from narrowgauge.files import make_directory, write_whole
+from narrowgauge.laboratory.chart import bars
+from narrowgauge.laboratory.subject import FEW, Progress, Text, TextKeys, heading, operand_cast, progress
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes import load_recipe, matches
+from narrowgauge.report import Run, print_comparison, read_run, read_runs, summary, write_report
+from narrowgauge.report.verdict.groups import groups
+from narrowgauge.result import Result, Row
+from narrowgauge.runs.run_directory import RunDirectory
+
+WIDE = "bf16"
+HEAD = "head"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a recipe may cost; exactly one is given.
+
+    Attributes:
+        flops: The least share of the FLOPs in formats of at most 4 bits.
+        bits: The most bits of an element, over FLOPs.
+        gemm_time: The largest share of the GEMM time in the widest format, on `cluster`.
+        cluster: A shipped cluster, or a .toml file.
+    """
+
+    flops: float | None = None
+    bits: float | None = None
+    gemm_time: float | None = None
+    cluster: str | None = None
+
+    def budget(self, casts: Mapping[str, Cast]) -> Budget:
+        """The budget over some casts.
+
+        Raises:
+            UserError: It is out of reach, none or two are given, or time without a cluster.
+        """
+        if (self.gemm_time is None) != (self.cluster is None):
+            raise UserError("--gemm-time and --cluster belong together, as in --gemm-time 0.5 --cluster b200")
+        if sum(one is not None for one in (self.flops, self.bits, self.gemm_time)) != 1:
+            raise UserError("search needs one of budget, effective_bits and gemm_time, as in budget=0.5")
+        if self.bits is not None:
+            return bits_budget(casts, self.bits)
+        if self.gemm_time is not None:
+            cluster = load_cluster(str(self.cluster))
+            formats = {
+                n: cluster.narrow_format(c.element.bits) if c.is_scaled else cluster.format_for(n)
+                for n, c in casts.items()
+            }
+            speeds = {
+                name: cluster.speed(found or cluster.format_for("bf16")) for name, found in formats.items()
+            }
+            return time_budget(casts, self.gemm_time, speeds, str(self.cluster))
+        assert self.flops is not None
+        return flops_budget(casts, self.flops)
+
+
+class Found(Result):
+    """The recipe of a search, and the baselines that it is compared with.
+
+    Attributes:
+        path: The recipe's file.
+        recipe: The recipe.
+        answer: Amount, predicted cost and baselines, as JSON values.
+        heading: The model, and the text it was measured on.
+        texts: The recipes of the answer and of the baselines as TOML, by name, the answer first.
+        runs: With `check`, the runs of bf16, the answer and the baselines; else none.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        answer: Mapping[str, Any],
+        heading: str,
+        texts: Mapping[str, str],
+        runs: Sequence[Run],
+    ) -> None:
+        """Keep what was found."""
+        self.path, self.recipe, self.answer = path, load_recipe(path), dict(answer)
+        self.heading, self.texts, self.runs = heading, dict(texts), list(runs)
+
+    def __repr__(self) -> str:
+        cost = f"predicted cost {self.answer['predicted_cost']:.3g} nats"
+        return f"<Found {self.path}: {self.answer['amount']:.3f} {self.answer['unit']}, {cost}>"
+
+    def rows(self) -> list[Row]:
+        """A row for the answer and each baseline: amount of the budget, and predicted cost in nats."""
+        found = {self.recipe.name: self.answer, **self.answer["baselines"]}
+        return [
+            {"recipe": name, "amount": one["amount"], "predicted_cost": one["predicted_cost"]}
+            for name, one in found.items()
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer and its baselines."""
+        return self.answer
+
+    def show(self, console: Console) -> None:
+        """Print the model and the result in two lines; with `check`, the verdicts."""
+        for line in (self.heading, _words(self.answer)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self.runs:
+            self.show_check(console)
+
+    def show_check(self, console: Console) -> None:
+        """Print the verdicts against bf16, then those of the baselines against the answer."""
+        print_comparison(self.runs, console)
+        _, found, *others = (list(group.runs.values()) for group in groups(self.runs))
+        beside = " ".join(summary([*found, *(run for other in others for run in other)]))
+        line = f"\nThe result of the search and its baselines: {beside}"
+        console.print(line, style="bold", markup=False, highlight=False)
+        report = self.path.with_suffix("") / "report.html"
+        console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+    def plot(self) -> str:
+        """The predicted cost of the answer and of each baseline."""
+        values = {row["recipe"]: (row["predicted_cost"],) * 3 for row in self.rows()}
+        return bars(values, "predicted cost, nats")
+
+
+def search(
+    run: str | Path,
+    formats: Sequence[str],
+    budget: float | None = None,
+    out: str | Path = "found.toml",
+    *,
+    effective_bits: float | None = None,
+    gemm_time: float | None = None,
+    cluster: str | None = None,
+    keep: Sequence[str] = (HEAD,),
+    loss_per_doubling: float | None = None,
+    check: bool = False,
+    seeds: str | int = 3,
+    steps: int | str | None = None,
+    show: Progress | None = None,
+    console: Console | None = None,
+    **text: Unpack[TextKeys],
+) -> Found:
+    """Find the recipe that costs a trained model least under a budget, and write it.
+
+    Args:
+        run: A run directory, a Hugging Face folder, or an llm.c model.
+        formats: The casts to choose from, such as ["mxfp4", "mxfp8", "bf16"].
+        budget: The least share of the FLOPs in 4 bits.
+        out: The recipe's file.
+        effective_bits: In place of `budget`: the most bits an element, over FLOPs.
+        gemm_time: In place of `budget`: the largest share of the GEMM time in the widest format, on
+        `cluster`. cluster: A shipped cluster, or a .toml file.
+        keep: Layers that stay in the widest format.
+        loss_per_doubling: Nats that twice the steps would remove from the loss; None for the run's own.
+        check: Whether to train the answer along with bf16 and four baselines.
+        seeds: With `check`, the seeds of each.
+        steps: With `check`, the steps; None for the run's.
+        show: Called with a name, what is done and how much there is.
+        console: Receives the progress, the result, and the verdicts of `check`; None prints nothing but its
+        runs.
+        text: The text and the device: data, batches, batch_size, sequence_length, device, tokenizer (`Text`).
+
+    Returns:
+        The recipe, its predicted cost, and its baselines.
+
+    Raises:
+        UserError: The budget is out of reach, a name is unknown, or scipy is missing.
+    """
+    if not formats:
+        raise UserError("--formats is empty, but a search needs casts to choose from, as in mxfp4,bf16")
+    casts, path, file = {name: operand_cast(name) for name in formats}, Path(run), Path(out)
+    require_solver()
+    limit = Limit(budget, effective_bits, gemm_time, cluster).budget(casts)
+    _require_name(file, check)
+    shown: AbstractContextManager[Progress] = nullcontext(show or _silent)
+    with shown if console is None else progress(console, "search") as report:
+        probed = Text(**(FEW | text)).open(path)
+        per_e_fold = _pace(path, loss_per_doubling)
+        weights = _weights(probed)
+        costs = _costs(probed, casts, report)
+    choices = choices_of(casts, weights, costs, _kept(keep, list(weights)), per_e_fold)
+    weight = "" if loss_per_doubling is None else f" --loss-per-doubling {loss_per_doubling}"
+    source = f"narrowgauge search {run} --formats {','.join(formats)} {limit.option}{weight}"
+    answer, texts = _answer(file, choices, limit, probed, source)
+    answer["loss_per_doubling"] = per_e_fold * math.log(2)
+    result = Found(file, answer, heading(path, probed), texts, ())
+    if console is not None:
+        result.show(console)
+    if check:
+        result.runs = _check(result, probed, str(seeds), steps, console or Console())
+        if console is not None:
+            result.show_check(console)
+    return result
+
+
+def _answer(
+    file: Path, choices: Choices, limit: Budget, probed: Probed, source: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Solve, and write the recipe's file; the figures and recipes of the answer and its baselines."""
+    found = solve(choices, limit)
+    title = f"{choices.amount(found, limit):.3f} {limit.words}, at least predicted cost"
+    texts = {file.stem: recipe_text(found, file.stem, title, source)}
+    make_directory(file.parent)
+    write_whole(file, texts[file.stem])
+    errors = relative_errors(probed.subject, choices.casts[choices.narrowest])
+    others = baselines(choices, limit, errors, _blocks(_weights(probed)), probed.subject.position.seed)
+    about = f"baseline of {file.stem}"
+    texts |= {name: recipe_text(other, name, about, source) for name, other in others.items()}
+    answer = {
+        "recipe": str(file),
+        "budget": limit.option,
+        "unit": limit.words,
+        "loss_per_doubling": 0.0,
+        "kept": list(dict.fromkeys(layer for layer, _ in choices.shares if (layer, "fprop") in choices.kept)),
+        **_figures(choices, found, limit),
+        "baselines": {name: _figures(choices, other, limit) for name, other in others.items()},
+    }
+    return answer, texts
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
+def _costs(probed: Probed, casts: Mapping[str, Cast], show: Progress) -> dict[str, list[Any]]:
+    """The cost of each place in each format."""
+    metric = step_metric(probed.trained)
+    return {
+        name: [
+            *forward_costs(probed.subject, cast, lambda _, *n, name=name: show(f"{name} forward", *n)),
+            *backward_costs(
+                probed.subject, cast, metric, lambda _, *n, name=name: show(f"{name} backward", *n)
+            ),
+        ]
+        for name, cast in casts.items()
+    }
+
+
+def _figures(choices: Choices, assignment: Assignment, budget: Budget) -> dict[str, float]:
+    """An assignment's use of the budget, and its predicted cost."""
+    return {"amount": choices.amount(assignment, budget), "predicted_cost": choices.cost(assignment)}
+
+
+def _words(answer: Mapping[str, Any]) -> str:
+    """The result and the baselines, in a line."""
+    compared = [
+        f"{name} {other['predicted_cost']:.3g} at {other['amount']:.3f}"
+        for name, other in answer["baselines"].items()
+    ]
+    amount = f"{answer['recipe']}: {answer['amount']:.3f} {answer['unit']}"
+    cost = f"predicted cost {answer['predicted_cost']:.3g} nats"
+    doubling = f"a doubling of the steps removes {answer['loss_per_doubling']:.3g} nats"
+    return f"{amount}, {cost}; {', '.join(compared)}; {doubling}"
+
+
+def _require_name(out: Path, check: bool) -> None:
+    """Check the file's name, before anything is measured.
+
+    Raises:
+        UserError: It is not a recipe file, or has the name of a recipe that `check` trains as well.
+    """
+    if out.suffix != ".toml":
+        raise UserError(f"--out {out} is the file of a recipe, which ends in .toml; add the ending")
+    if check and out.stem in (WIDE, *BASELINES):
+        raise UserError(f"--out {out}: --check trains another recipe of this name; take another")
+
+
+def _pace(path: Path, given: float | None) -> float:
+    """The nats that the model's training removes while its steps grow by a factor of e.
+
+    Raises:
+        UserError: A model of another program has no losses of its training, and none are given.
+    """
+    if given is not None:
+        if not 0 <= given < math.inf:
+            raise UserError(f"--loss-per-doubling {given} must be nats of 0 or more")
+        return float(given) / math.log(2)
+    run = read_run(path) if RunDirectory(path).metrics.is_file() else None
+    found = pace({step.step: step.loss for step in run.steps}) if run else None
+    if found is None:
+        raise UserError(
+            f"{path} has no losses of its training, by which search weighs lost progress of steps "
+            "against loss; give the nats that twice the steps would remove, as in --loss-per-doubling 0.1"
+        )
+    return found
+
+
+def _kept(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """The patterns of layers that stay wide.
+
+    Raises:
+        UserError: One fits no layer.
+    """
+    for pattern in patterns:
+        if not any(matches(layer, pattern) for layer in layers):
+            names = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+            raise UserError(
+                f"--keep {pattern}: no layer has this name; take one of {names}, or one such as {layers[0]}"
+            )
+    return list(patterns)
+
+
+def _check(found: Found, probed: Probed, seeds: str, steps: int | str | None, console: Console) -> list[Run]:
+    """Train bf16 and the recipes, paired by seed, in the folder named after the answer; returns the runs.
+
+    Each recipe is compared with bf16; then each baseline with the result of the search, the first recipe.
+    """
+    folder = found.path.with_suffix("")
+    make_directory(folder)
+    variants = [Variant(WIDE, {RECIPE: WIDE})]
+    for name, text in found.texts.items():
+        path = folder / f"{name}.recipe.toml"
+        write_whole(path, text)
+        variants.append(Variant(name, {RECIPE: str(path)}))
+    values = probed.trained.config.model_dump()
+    values["recipe"] = {"backend": probed.trained.config.recipe.backend}
+    if steps:
+        values["training"]["steps"] = steps
+    experiment = make_comparison(values, variants, {}, seeds)
+    train_runs(experiment, folder, console)
+    paths = [folder / run.name for run in experiment.runs]
+    write_report(paths, folder / "report.html")
+    return read_runs(paths)
+
+
+def _weights(probed: Probed) -> dict[str, int]:
+    """The number of elements of each linear layer's weight."""
+    parameters = dict(probed.trained.model.named_parameters(remove_duplicate=False))
+    return {name: parameters[f"{name}.weight"].numel() for name in probed.layers}
+
+
+def _blocks(weights: Mapping[str, int]) -> dict[str, int | None]:
+    """The index of each layer's block; None for the head."""
+    words = {name: name.split(".") for name in weights}
+    return {name: int(w[1]) if w[0] == "blocks" else None for name, w in words.items()}

@@ -1,0 +1,125 @@
+"""`sensitivity`: what narrowing each layer and place alone would cost a trained model."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from rich.console import Console
+from rich.table import Table
+
+from narrowgauge.analysis import (
+    Cost,
+    backward_costs,
+    exact_backward_costs,
+    forward_costs,
+    in_order,
+    sensitivity_json,
+    step_metric,
+)
+from narrowgauge.formats import Format
+from narrowgauge.laboratory.chart import heat
+from narrowgauge.laboratory.subject import FEW, Progress, Text, TextKeys, facts, heading, keep, operand_cast
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes import GEMM_PLACES
+from narrowgauge.result import Result, Row
+from narrowgauge.runs.run_directory import SENSITIVITY
+
+_NOTES = (
+    "fprop: nats added to the loss; dgrad, wgrad: share lost of what an optimizer step removes from the loss",
+    "attention and the residual stream stay wide; *: the four worst of each kind",
+)
+
+
+class Sensitivity(Result):
+    """The cost of each layer and place, narrowed alone.
+
+    Attributes:
+        costs: In the order of the model's layers and places.
+        worst: The names of the worst places of the forward pass.
+        worst_backward: The names of the worst places of the backward pass.
+        cast: The name of the cast that each place was narrowed to.
+    """
+
+    def __init__(self, costs: Sequence[Cost], cast: str, heading: str, found: Mapping[str, Any]) -> None:
+        """Keep the costs, and their values for programs."""
+        self.costs, self.cast, self.heading, self._found = list(costs), cast, heading, dict(found)
+        self.worst: list[str] = list(found["worst"])
+        self.worst_backward: list[str] = list(found["worst_backward"])
+
+    def __repr__(self) -> str:
+        return f"<Sensitivity to {self.cast}: worst {', '.join(self.worst[:2])}>"
+
+    def rows(self) -> list[Row]:
+        """A row for each layer and place: cost, its interval, and its unit."""
+        return [dict(line) for line in self._found["layers"]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The costs, and the worst places."""
+        return self._found
+
+    def show(self, console: Console) -> None:
+        """Print the map of layers and places, and the worst of them."""
+        line = f"{self.heading}, one place in {self.cast}"
+        console.print(line, highlight=False, soft_wrap=True)
+        console.print(_map(self.costs, {*self.worst, *self.worst_backward}))
+        for note in _NOTES:
+            console.print(note, style="dim", markup=False, highlight=False)
+        for words, names in (("worst", self.worst), ("worst backward", self.worst_backward)):
+            console.print(f"{words}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
+        if "rank_correlation" in self._found:
+            correlation = self._found["rank_correlation"]
+            text = "none, all are equal" if correlation is None else f"{correlation:.3f}"
+            console.print(f"rank correlation of estimated and measured: {text}", highlight=False)
+
+    def plot(self) -> str:
+        """The map of layers and places."""
+        layers = list(dict.fromkeys(cost.layer for cost in self.costs))
+        values = {(cost.layer, cost.place): cost.cost for cost in self.costs}
+        return heat(layers, GEMM_PLACES, values, f"cost of one place in {self.cast}", ".1e")
+
+
+def sensitivity(
+    run: str | Path,
+    to: str | Format | Cast | dict[str, Any],
+    exact: bool = False,
+    *,
+    show: Progress | None = None,
+    **text: Unpack[TextKeys],
+) -> Sensitivity:
+    """Measure what narrowing each layer and place alone would cost a trained model.
+
+    Args:
+        run: A run directory, a Hugging Face folder, or an llm.c model.
+        to: The cast of the narrow place: a name, a table, a `Format`, or a `Cast`.
+        exact: Whether backward places are measured as well, each with separate passes.
+        show: Called with a name, what is done and how much there is.
+        text: The text and the device: data, batches, batch_size, sequence_length, device, tokenizer (`Text`).
+
+    Returns:
+        The costs, which the run directory keeps for its report as well.
+
+    Raises:
+        UserError: There is no such run, text or cast, or the cast is for state.
+    """
+    cast, path = operand_cast(to), Path(run)
+    probed = Text(**(FEW | text)).open(path)
+    metric = step_metric(probed.trained)
+    forward = forward_costs(probed.subject, cast, show)
+    backward = backward_costs(probed.subject, cast, metric, show)
+    measured = exact_backward_costs(probed.subject, cast, metric, show) if exact else None
+    found = sensitivity_json(forward, backward, measured, **facts(probed), to=cast.name)
+    keep(path, SENSITIVITY, found)
+    return Sensitivity(in_order(forward, measured or backward), cast.name, heading(path, probed), found)
+
+
+def _map(costs: Sequence[Cost], marked: Collection[str]) -> Table:
+    """A table of layers x places; the worst are marked."""
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("layer", no_wrap=True)
+    for place in GEMM_PLACES:
+        table.add_column(place)
+    by_name = {cost.name: cost.cost for cost in costs}
+    for layer in dict.fromkeys(cost.layer for cost in costs):
+        names = [f"{layer}.{place}" for place in GEMM_PLACES]
+        table.add_row(layer, *(f"{by_name[n]:.1e}{'*' if n in marked else ''}" for n in names))
+    return table

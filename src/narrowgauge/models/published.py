@@ -1,0 +1,46 @@
+"""How named models were trained by their authors: batch, rate, schedule, tokens, and the source."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from narrowgauge.files import shipped_text
+from narrowgauge.models.sizes import ALIASES
+from narrowgauge.toml_text import parse_toml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The published training of a model.
+
+    Attributes:
+        sequence_length: Tokens of a sequence.
+        batch_size: Sequences of an optimizer step.
+        lr: The peak of the learning rate.
+        warmup_steps: Steps of the linear rise.
+        final: The share of the peak at the end.
+        weight_decay: That of AdamW.
+        tokens: Tokens of the whole training.
+        source: The paper or script.
+        note: What was not published, and is taken from elsewhere.
+    """
+
+    sequence_length: int
+    batch_size: int
+    lr: float
+    warmup_steps: int
+    final: float
+    weight_decay: float
+    tokens: float
+    source: str
+    note: str = ""
+
+
+@cache
+def _table() -> dict[str, Published]:
+    table = parse_toml(shipped_text("models", "published"), "published.toml")
+    return {name: Published(**facts) for name, facts in table.items()}
+
+
+def published(name: str) -> Published | None:
+    """The published training of a named model; None where none was published."""
+    return _table().get(ALIASES.get(name, name))

@@ -1,0 +1,173 @@
+"""Advice: the printed line plans, nothing in its space is better, and what is missing is refused."""
+
+import json
+import shlex
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.cli.line import read_line
+from narrowgauge.cli.main import main
+from narrowgauge.cli.parsing.options import config_values
+from narrowgauge.cluster import load_cluster
+from narrowgauge.errors import UserError
+from narrowgauge.laboratory.advise.space import Space, layouts
+from narrowgauge.models import model_names
+from narrowgauge.models.published import published
+from narrowgauge.training import make_config
+
+CARD = """
+title = "a small card"
+gpu = "sm_89"
+devices_per_node = 2
+memory = "{memory}"
+memory_bandwidth = 1e12
+inside = 20e9
+between = 1e9
+host = 26e9
+price = "1 EUR"
+[peak]
+bf16 = 165e12
+fp8 = 330e12
+fp32 = 82e12
+"""
+
+
+def card(folder, memory="24GB"):
+    path = folder / "card.toml"
+    path.write_text(CARD.format(memory=memory), encoding="utf-8")
+    return str(path)
+
+
+def space(cluster, name="bf16"):
+    values = {
+        "model": {"name": "debug"},
+        "data": {"sequence_length": 256},
+        "training": {"batch_size": 2, "device": "cpu"},
+        "recipe": {"name": name},
+    }
+    return Space(values, layouts(1, 2, 4)[0], load_cluster(cluster))
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize(("memory", "name"), [("24GB", "bf16"), ("75MB", "bf16")])
+def test_no_setting_of_the_space_is_faster_than_the_best(memory, name, tmp_path):
+    searched = space(card(tmp_path, memory), name)
+    best = searched.best()
+    times = [point.seconds for point in searched.every_point()]
+    assert (best is None) == (not times)
+    assert best is None or best.seconds == min(times)
+
+
+def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
+    searched = space(card(tmp_path, "10MB"))
+    assert searched.best() is None
+    assert len(searched.planned) == 2, "the corner, with and without a chunked loss"
+
+
+@pytest.fixture
+def plans(capsys):
+    """Run a line of `plan` in this process: it ends with 0, and the step fits."""
+
+    def run(line):
+        words = shlex.split(line)
+        assert words[0] == "narrowgauge"
+        assert main(words[1:]) == 0
+        assert any(text.startswith("fits: ") for text in capsys.readouterr().out.splitlines())
+
+    return run
+
+
+def advised(**arguments):
+    found = ng.advise(**arguments)
+    assert found.refused is None, found.refused
+    return found
+
+
+def test_the_first_answer_has_every_part_and_its_line_plans(plans, tmp_path):
+    found = advised(model="debug", cluster=card(tmp_path), tokens=10**7, recipes=["bf16"], batch_size=2)
+    (first,) = found.answers
+    assert first.cost == pytest.approx(first.days * 24)
+    row = json.loads(json.dumps(found.as_json()))["answers"][0]
+    assert {"line", "recipe", "memory_gib", "days", "cost", "gap_percent", "why"} <= row.keys()
+    assert "nobody published how debug was trained" in found.notes[0]
+    assert first.line in str(found)
+    plans(first.plan_line)
+    words = shlex.split(first.line)
+    training = make_config(config_values(read_line(words[words.index("train") :]))).training
+    assert training.steps * training.batch_size * 256 == first.tokens >= 10**7
+
+
+SITUATIONS = {
+    "one RTX 4090": {"model": "gpt2-124m", "cluster": "rtx4090", "recipes": ["bf16", "fp8"]},
+    "GPT-3 with MS-AMP": {"model": "gpt3-345m", "cluster": "h100", "recipes": ["msamp-o2"]},
+    "GPT-2 of llm.c": {
+        "model": "gpt2-124m",
+        "cluster": "a100",
+        "money": 20,
+        "price": "1.29USD",
+        "recipes": ["bf16"],
+    },
+    "MX formats": {
+        "model": "debug",
+        "cluster": "b200",
+        "tokens": "10M",
+        "recipes": ["bf16", "mxfp8", "mxfp4"],
+    },
+    "Frontier": {
+        "model": "llama3-8b",
+        "cluster": "mi250x",
+        "devices": 8,
+        "tokens": "1T",
+        "recipes": ["bf16"],
+    },
+}
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_line_of_each_situation_plans_without_complaint(name, plans):
+    found = advised(**SITUATIONS[name])
+    plans(found.answers[0].plan_line)
+    scores = [answer.score for answer in found.answers if answer.forecast.gap_percent is not None]
+    assert scores == sorted(scores)
+
+
+@pytest.mark.tier("thorough")
+def test_a_llama_on_one_4090_is_refused_with_what_it_takes():
+    found = ng.advise("llama3-8b", "rtx4090", recipes=["bf16", "fp8"])
+    assert found.answers == []
+    assert "llama3-8b does not fit on 1 x NVIDIA RTX 4090 (24GB): the least is" in found.refused
+    assert "it fits on" in found.refused
+
+
+def test_what_is_missing_is_refused(tmp_path):
+    cluster = card(tmp_path)
+    assert "a budget is missing" in ng.advise("debug", cluster).refused
+    with pytest.raises(UserError, match="unknown model"):
+        ng.advise("gpt5", cluster, 1e9)
+    with pytest.raises(UserError, match="hours = 0: it must be above 0"):
+        ng.advise("debug", cluster, hours=0)
+    with pytest.raises(UserError, match="it must be a number such as"):
+        ng.advise("debug", cluster, "many")
+    (tmp_path / "card.toml").write_text(CARD.format(memory="24GB").replace('price = "1 EUR"\n', ""))
+    assert "money needs the price" in ng.advise("debug", cluster, money=5).refused
+
+
+def test_hours_give_tokens_and_too_few_hours_are_refused(tmp_path):
+    settings = {"model": "debug", "cluster": card(tmp_path), "recipes": ["bf16"], "batch_size": 2}
+    found = advised(hours=2, **settings)
+    assert found.answers[0].days * 24 == pytest.approx(2, rel=0.01)
+    late = ng.advise(tokens=10 * found.answers[0].tokens, hours=2, **settings)
+    assert "and the budget is 2; leave out tokens to train on the" in late.refused
+
+
+def test_published_trainings_are_of_named_models_and_have_sources():
+    known = [name for name in model_names() if published(name)]
+    assert {"gpt2-124m", "gpt3-13b", "llama3-8b", "tinyllama-1.1b"} <= set(known)
+    for name in known:
+        one = published(name)
+        assert len(one.source) > 10
+        tokens = one.batch_size * one.sequence_length
+        assert 3e4 < tokens < 2e7
+        assert one.tokens / tokens > one.warmup_steps

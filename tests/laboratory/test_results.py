@@ -1,0 +1,160 @@
+"""What questions return: the same as the command prints, as objects, rows, files and pictures."""
+
+import ast
+import csv
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.result import Result
+
+VERBS = Path(ng.__file__).parent / "cli" / "verbs"
+#: What the verbs with a function in Python may import: parsers of text, that function, and printing.
+THIN = {"analysis": "laboratory", "compare": "laboratory", "predict": "experiment.forecast"}
+
+
+def the_same_in_every_form(result: Result, folder: Path) -> None:
+    """A result's forms agree with each other."""
+    rows = result.rows()
+    assert rows
+    assert len({tuple(row) for row in rows}) == 1, "all rows have the same keys"
+    assert len(repr(result)) < 200
+    assert "\n" not in repr(result)
+    assert str(result) == result.table()
+    assert "<table>" in result._repr_html_()
+    read = list(csv.DictReader(result.save(folder / "a.csv").read_text().splitlines()))
+    assert len(read) == len(rows)
+    assert json.loads(result.save(folder / "a.json").read_text()) == json.loads(json.dumps(result.as_json()))
+    assert result.table() in result.save(folder / "a.txt").read_text()
+    assert "http" not in result.save(folder / "a.html").read_text().replace("http://www.w3.org/2000/svg", "")
+    ElementTree.fromstring(result.save(folder / "a.svg").read_text())
+    assert result.plot().startswith("<svg")
+    with pytest.raises(UserError, match=r"must end in \.json, \.csv, \.svg, \.txt, \.html"):
+        result.save(folder / "a.png")
+
+
+def test_a_run_is_trained_and_returned(run, tmp_path):
+    result = ng.train("bf16", run, quiet=True, **_sections(run))
+    assert result.path == run
+    assert result.report.is_file()
+    assert len(result.losses) == 4
+    assert result.loss == result.run.final_val_loss
+    the_same_in_every_form(result, tmp_path)
+
+
+def _sections(run: Path) -> dict:
+    import tomllib
+
+    table = tomllib.loads((run / "config.toml").read_text())
+    return {key: table[key] for key in ("model", "data", "training", "validation")}
+
+
+@pytest.mark.tier("thorough")  # `test_a_run_is_trained_and_returned` trains in the quick tier
+def test_a_recipe_from_a_dictionary_is_kept_next_to_its_run_which_resumes(tiny, tmp_path):
+    table = {"name": "half", "fprop": "mxfp4"}
+    first = ng.train(table, tmp_path / "a", quiet=True, **tiny)
+    assert (tmp_path / "a.recipe.toml").read_text() == ng.recipe(table).text
+    again = ng.train(str(tmp_path / "a.recipe.toml"), tmp_path / "a", quiet=True, **tiny)
+    assert again.losses == first.losses
+    with pytest.raises(UserError, match="needs out"):
+        ng.train(table, quiet=True, **tiny)
+    changed = ng.recipe("mxfp8").with_places({"fprop.x": "bf16"})
+    with pytest.raises(UserError, match="was changed after it was read"):
+        ng.train(changed, tmp_path / "b", quiet=True, **tiny)
+
+
+def test_mistakes_in_sections_are_answered_in_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="unknown argument 'trainig'; the nearest is 'training'"):
+        ng.train("bf16", tmp_path, trainig={"steps": 1})
+    with pytest.raises(UserError, match="it is a section of the configuration"):
+        ng.train("bf16", tmp_path, optimizer=1e-3)
+    with pytest.raises(UserError, match="unknown key"):
+        ng.plan(model={"name": "debug", "depth": 3})
+
+
+@pytest.mark.tier("thorough")  # `test_a_run_is_trained_and_returned` trains in the quick tier
+def test_a_comparison_here_judges_functions_and_shipped_recipes(tiny, tmp_path):
+    ng.register_cast("coarse", lambda x: (x * 4).round() / 4)
+    result = ng.compare(
+        ["bf16", {"name": "ours", "fprop": "coarse"}],
+        2,
+        tmp_path / "c",
+        gate=1.0,
+        here=True,
+        quiet=True,
+        **tiny,
+    )
+    assert [v.name for v in result.verdicts] == ["bf16", "ours"]
+    assert len(result.verdicts[1].paired) == 2
+    assert [gate.word for gate in result.gates] == ["pass"]
+    assert result.passes
+    assert result.report.is_file()
+    the_same_in_every_form(result, tmp_path)
+    with pytest.raises(UserError, match="is a function of this process, and rungs and jobs train in others"):
+        ng.compare(
+            ["bf16", {"name": "ours", "fprop": "coarse"}], 1, tmp_path / "d", jobs=2, quiet=True, **tiny
+        )
+
+
+@pytest.mark.tier("thorough")  # the test above, in separate processes
+def test_a_comparison_in_processes_has_the_same_digits_as_here(tiny, tmp_path):
+    ng.register_format(ng.Format("e3m4", 3, 4, 3, ng.Specials.IEEE))
+    recipes = ["bf16", {"name": "ours", "fprop": {"element": "e3m4", "block": 32, "scale": "e8m0"}}]
+    here = ng.compare(recipes, out=tmp_path / "here", here=True, quiet=True, **tiny)
+    there = ng.compare(recipes, out=tmp_path / "there", quiet=True, **tiny)
+    assert (tmp_path / "there" / "ours.log").is_file()
+    losses = [[step.loss for step in run.steps] for run in (*here.runs, *there.runs)]
+    assert losses[:2] == losses[2:]
+
+
+def test_probes_sensitivities_and_searches_answer(run, tmp_path):
+    probes = ng.probe(run, ["bf16", {"fprop": "mxfp4"}], draws=2, batches=2)
+    assert [row["recipe"] for row in probes.rows()] == ["bf16", "own"]
+    assert json.loads((run / "probe.json").read_text()) == json.loads(json.dumps(probes.as_json()))
+    the_same_in_every_form(probes, tmp_path)
+    costs = ng.sensitivity(run, to=ng.format("e2m1"), batches=2)
+    assert len(costs.rows()) == 6 * 9
+    assert costs.worst[0] in {f"{row['layer']}.{row['place']}" for row in costs.rows()}
+    the_same_in_every_form(costs, tmp_path)
+    found = ng.search(
+        run, ["mxfp4", "bf16"], budget=0.5, out=tmp_path / "f.toml", loss_per_doubling=0.1, batches=2
+    )
+    assert found.recipe == ng.load_recipe(tmp_path / "f.toml")
+    others = found.answer["baselines"].values()
+    assert found.answer["predicted_cost"] <= min(other["predicted_cost"] for other in others)
+    the_same_in_every_form(found, tmp_path)
+    with pytest.raises(UserError, match="one of budget, effective_bits and gemm_time"):
+        ng.search(run, ["mxfp4", "bf16"], out=tmp_path / "f.toml")
+
+
+def test_a_plan_and_a_forecast_are_results(tmp_path):
+    plan = ng.plan("debug", {"fprop": "e4m3"}, "rtx4090", 10**10, price="0.5USD")
+    assert plan.fits
+    assert plan.days is not None
+    assert plan.cost == pytest.approx(plan.days * 12, rel=1e-9)
+    the_same_in_every_form(plan, tmp_path)
+    the_same_in_every_form(ng.predict(["mxfp8", {"fprop": "mxfp4"}], 1e9, 2e10), tmp_path)
+    with pytest.raises(UserError, match="need to know the machine"):
+        ng.plan("gpt2-124m", tokens="10B")
+
+
+def test_pandas_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match="to_pandas needs pandas; install it with: pip install pandas"):
+        ng.predict("mxfp8", 1e9, 2e10).to_pandas()
+
+
+@pytest.mark.parametrize("verb", THIN)
+def test_a_verb_with_a_function_in_python_holds_no_computation(verb):
+    """It imports that function, parsers of text, and printing, and has neither loops nor arithmetic."""
+    tree = ast.parse((VERBS / f"{verb}.py").read_text(encoding="utf-8"))
+    modules = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    rooms = {m.removeprefix("narrowgauge.").split(".")[0] for m in modules if m.startswith("narrowgauge")}
+    assert rooms <= {"cli", "laboratory", "errors", "units", "result", "recipes", "experiment"}
+    assert any(m.startswith(f"narrowgauge.{THIN[verb]}") for m in modules)
+    assert not any(isinstance(n, ast.For | ast.While | ast.Mult | ast.Sub | ast.Pow) for n in ast.walk(tree))
