@@ -81,7 +81,7 @@ def remaining(experiment: Experiment, out: Path) -> list[Chain]:
 
 
 def forks_of(chains: Sequence[Chain]) -> list[Chain]:
-    """The forks that chains share, each as a chain of its own, to be trained before them."""
+    """The forks that chains share, each as a separate chain, to be trained before them."""
     forks = {c.fork.name: Chain("fork", c.seed, c.fork, ()) for c in chains if c.fork is not None}
     return list(forks.values())
 

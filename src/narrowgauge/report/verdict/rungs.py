@@ -82,7 +82,7 @@ def read_rows(path: Path) -> list[Row]:
             own_loss, bf16_loss = (float(x) if x else NAN for x in (own, bf16))
             rows.append(Row(arm, int(seed), int(rung), int(tokens), own_loss, bf16_loss, status))
         except ValueError:
-            raise UserError(f"{path}, line {number}: {','.join(line)!r} is no row; mend it") from None
+            raise UserError(f"{path}, line {number}: {','.join(line)!r} is not a row; correct it") from None
     return rows
 
 
