@@ -9,7 +9,7 @@ from typing import Any
 from narrowgauge.experiment.power import Plan, smallest_gap
 from narrowgauge.report.table.rungs import ends, percent
 from narrowgauge.report.verdict.rule import Judgement, equality_factor, is_control
-from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results
+from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results, gap_percent
 from publish.pilot import LEAST_SEEDS, Design, choose, measure
 from publish.predictions import Prediction, outcome
 from publish.tables import markdown, prediction_table
@@ -23,11 +23,24 @@ def pilot_markdown(rows: Mapping[str, Sequence[Row]]) -> str:
     found = {name: one for name, these in rows.items() if (one := measure(name, these)) is not None}
     head = ("design", "seeds", "loss of bf16", "deviation of a pair", "95 %", "8 bits", "MXFP4", "signal")
     table = markdown(head, [_design_cells(one) for one in found.values()], left=("design",))
+    for name, these in rows.items():
+        if name not in found and (gaps := _gaps(these)):
+            table += f"\nOf `{name}` some arms are not planned or not done; gaps (bf16 forward): {gaps}.\n"
     chosen = choose(found)
     if chosen is None:
         few = [one.name for one in found.values() if one.seeds < LEAST_SEEDS]
         return f"{table}\nThe pilot is not finished: fewer than {LEAST_SEEDS} seeds of {', '.join(few)}.\n"
     return f"{table}\nThe rule chooses `{chosen.name}`.\n"
+
+
+def _gaps(rows: Sequence[Row]) -> str:
+    """The gaps of a design whose seeds lack arms, as far as there are any."""
+    base = {row.seed: row.bf16_loss for row in rows if row.arm == REFERENCE}
+    return ", ".join(
+        f"{row.arm} {percent(gap_percent(row.bf16_loss, base[row.seed]))} (seed {row.seed})"
+        for row in rows
+        if row.arm != REFERENCE and row.seed in base
+    )
 
 
 def _design_cells(one: Design) -> list[str]:
