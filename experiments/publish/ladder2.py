@@ -122,11 +122,12 @@ def _section(name: str, tables: Mapping[str, Any], rows: Sequence[Row]) -> str:
     losses = [row.own_loss for row in rows if row.arm == REFERENCE]
     text = f"### Part {name}\n\n"
     if losses:
-        text += f"bf16 ends at {statistics.fmean(losses):.4f} nats ({len(losses)} seeds). "
+        text += f"bf16 ends at {statistics.fmean(losses):.4f} nats (seeds: {len(losses)}). "
     text += (
         f"The family has {len(family)} arms. {_sight(results, len(tables['experiment']['seeds']), family)}"
     )
-    return f"{text.rstrip()}\n\n{markdown(head, lines, left=('arm', 'verdict'))}"
+    table = markdown(head, lines, left=("arm", "verdict")) if lines else ""
+    return f"{text.rstrip()}\n\n{table}"
 
 
 def verdict(one: ArmResult) -> str:
