@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-thorough pages faults check format bench tables evidence forecasts docs notebook wheel conformance versions lock
+.PHONY: train test test-thorough pages faults check format bench tables evidence ladder2 forecasts docs notebook wheel conformance versions lock
 .PHONY: workflows clean
 
 train: $(VENV)/.run
@@ -45,6 +45,10 @@ tables: $(VENV)/.dev
 # docs/evidence.md and its picture, made again from docs/evidence/runs.csv: the same digits, in a second.
 evidence: $(VENV)/.run
 	$(BIN)/python experiments/evidence.py $(ARGS)
+
+# docs/ladder2.md, made again from the rows in docs/evidence/ladder2.
+ladder2: $(VENV)/.run
+	$(BIN)/python experiments/ladder2_page.py $(ARGS)
 
 # The tables of docs/forecast.md and docs/registered-forecasts.md, made again from the atlas: a quarter of an hour.
 forecasts: $(VENV)/.run

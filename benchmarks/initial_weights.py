@@ -24,13 +24,9 @@ from typing import Any
 from rich.console import Console
 
 import narrowgauge as ng
+from narrowgauge.report.read.steps import spikes
 
 RULES = {"0.02": 0.02, "by role": 0.0}
-
-
-def spikes(norms: Sequence[float]) -> int:
-    """The number of spikes among the gradient norms of a run, from its first step on."""
-    return sum(norms[i] > 3 * statistics.median(norms[max(0, i - 20) : i]) for i in range(5, len(norms)))
 
 
 def run(width: int, rule: str, seed: int, options: argparse.Namespace) -> tuple[int, float, float]:
@@ -54,7 +50,7 @@ def run(width: int, rule: str, seed: int, options: argparse.Namespace) -> tuple[
     ng.run(values, out, Console(file=io.StringIO()))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
-    return spikes(norms), max(norms[5:]), [line["val_loss"] for line in lines if "val_loss" in line][-1]
+    return len(spikes(norms)), max(norms[5:]), [line["val_loss"] for line in lines if "val_loss" in line][-1]
 
 
 def row(width: int, rule: str, found: Sequence[tuple[int, float, float]]) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.report.page.rungs import rungs_svg
-from narrowgauge.report.verdict.rungs import arm_results
+from narrowgauge.report.verdict.rungs import arm_results, read_rows
 from publish.page import asked_arms, results_markdown
 from publish.predictions import read_predictions
-from publish.rows import read_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, ROWS, PROBE = DOCS / "evidence.md", DOCS / "evidence" / "runs.csv", DOCS / "evidence" / "probe.json"

@@ -9,12 +9,11 @@ from rich.console import Console
 
 from narrowgauge.report.page.rungs import probe_table, rungs_section, rungs_svg
 from narrowgauge.report.table.rungs import print_results
-from narrowgauge.report.verdict.rungs import COLUMNS, Row, arm_results, extra_tokens, rows_text
+from narrowgauge.report.verdict.rungs import COLUMNS, Row, arm_results, extra_tokens, read_rows, rows_text
 from narrowgauge.t_interval import interval
 from publish.contrasts import growth, ratio_interval
 from publish.page import results_markdown
 from publish.predictions import outcome, read_predictions
-from publish.rows import read_rows
 from publish.tables import rate_table
 
 HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"

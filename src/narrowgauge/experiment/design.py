@@ -12,11 +12,16 @@ experiment: each run ends with two losses on the same held-out tokens (`jobs`).
 An arm with one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a
 branch: it leaves the trunk where its learning rate begins to decay (`runs.use.branch`). All rungs
 together take little more time than the highest.
+
+With `fork = N` all arms of a seed share their first N steps, those of the reference, and differ only in what
+follows. Gaps then show what a format costs, and not the luck of a warm-up. Without it they also show
+whether a format starts. An arm whose state has another format than the reference's cannot fork.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
@@ -35,7 +40,7 @@ class RungRun:
         name: Its directory, below that of the experiment.
         rung: The index of the rung, from 1.
         config: Its configuration.
-        branch: The step at which it leaves the trunk; None for the trunk itself.
+        branch: The step at which it leaves its trunk, or the trunk its fork; None if it starts at step 0.
     """
 
     name: str
@@ -57,12 +62,16 @@ class RungRun:
 
 @dataclass(frozen=True)
 class Chain:
-    """One arm of one seed: the trunk, and a branch for each lower rung."""
+    """One arm of one seed: the trunk, and a branch for each lower rung.
+
+    `fork` is the run of the reference's first steps that all arms of the seed share; None without one.
+    """
 
     arm: str
     seed: int
     trunk: RungRun
     branches: tuple[RungRun, ...]
+    fork: RungRun | None = None
 
     @property
     def runs(self) -> tuple[RungRun, ...]:
@@ -82,6 +91,9 @@ class Experiment:
         jobs: The number of simultaneous runs.
         threads: CPU threads of each run; 0 if each configuration has the number.
         `products`: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
+        rows: The file of the results; None for `runs.csv` in the directory of the runs. A chain whose rows
+            are all there is not trained again, so an experiment continues on another machine.
+        probes: Whether the arms are probed at the end (`experiment.probe`).
     """
 
     arms: tuple[str, ...]
@@ -91,6 +103,8 @@ class Experiment:
     jobs: int = 1
     threads: int = 0
     products: str = ""
+    rows: Path | None = None
+    probes: bool = True
 
     @property
     def runs(self) -> list[RungRun]:
@@ -137,7 +151,10 @@ def make_measured(
     """
     rungs = _rungs(table.get("rungs", []))
     values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
-    chains = [_chain(point, rungs, table) for point in make_points(values, arms, grid, seeds)]
+    points = make_points(values, arms, grid, seeds)
+    chains = [_chain(point, rungs, table) for point in points]
+    if "fork" in table:
+        chains = _forked(chains, _positive(table, "fork", 1))
     order = table.get("order", [])
     group_of = {name: number for number, group in enumerate(order) for name in group} | {chains[0].arm: 0}
     return replace(
@@ -147,6 +164,8 @@ def make_measured(
         jobs=_positive(table, "jobs", 1),
         threads=_positive(table, "threads", 1),
         products=str(table.get("products", "")),
+        rows=Path(table["rows"]) if "rows" in table else None,
+        probes=bool(table.get("probe", True)),
     )
 
 
@@ -187,6 +206,35 @@ def _chain(point: Point, rungs: tuple[int, ...], table: Mapping[str, Any]) -> Ch
     for branch in branches:
         _require_shared(branch, config)
     return Chain(arm, config.training.seed, RungRun(point.name, len(rungs), config, None), branches)
+
+
+def _forked(chains: Sequence[Chain], step: int) -> list[Chain]:
+    """The chains, each starting after `step` steps of the first arm of its seed.
+
+    Raises:
+        UserError: the learning rate of a run has begun to fall by then.
+    """
+    forks: dict[int, RungRun] = {}
+    for chain in chains:
+        if chain.seed not in forks:  # the reference comes first
+            config = _with(
+                chain.trunk.config,
+                training={"steps": step},
+                schedule={"kind": "constant"},
+                checkpoint={"every": step, "every_minutes": math.inf},
+                validation={"every": step, "batches": 1},
+            )
+            forks[chain.seed] = RungRun(f"fork-seed-{chain.seed}", 0, config, None)
+    for run in (chain.runs[0] for chain in chains):
+        first = run.config.plan.decay_start
+        if first is not None and step >= first:
+            raise UserError(
+                f"[experiment] fork = {step}: the learning rate of {run.name} falls from step {first} on; "
+                "fork earlier, or raise the lowest rung"
+            )
+    return [
+        replace(chain, trunk=replace(chain.trunk, branch=step), fork=forks[chain.seed]) for chain in chains
+    ]
 
 
 def _arm_of(point: Point) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The remaining commands of a chain, derived from the files on disk, and their results.
 
     train       the trunk; each branch, made from the trunk's checkpoint by `--branch`
+    (first, with a fork: the shared steps of the seed)
     eval        for a measured experiment: two losses on the held-out tokens, `eval --forward`
 
 A run that has diverged is a result. There is no other memory: the next command follows from the run
@@ -11,7 +12,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import Chain, Experiment, RungRun
 from narrowgauge.files import write_whole
 from narrowgauge.report.read.records import read_status
-from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row
+from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row, read_rows
 from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
 
@@ -68,6 +69,42 @@ def is_complete(chain: Chain, out: Path) -> bool:
     return all(_is_measured(run, out / run.name) for run in chain.runs)
 
 
+def remaining(experiment: Experiment, out: Path) -> list[Chain]:
+    """The chains of a measured experiment that have no result yet, here or in its file of rows."""
+    known = {(row.arm, row.seed, row.rung) for row in _rows_before(experiment)}
+    return [
+        chain
+        for chain in experiment.chains
+        if not is_complete(chain, out)
+        and not all((chain.arm, chain.seed, run.rung) in known for run in chain.runs)
+    ]
+
+
+def forks_of(chains: Sequence[Chain]) -> list[Chain]:
+    """The forks that chains share, each as a separate chain, to be trained before them."""
+    forks = {c.fork.name: Chain("fork", c.seed, c.fork, ()) for c in chains if c.fork is not None}
+    return list(forks.values())
+
+
+def _rows_before(experiment: Experiment) -> list[Row]:
+    """The rows of the experiment that its file holds.
+
+    Raises:
+        UserError: the file holds a run of this name with another number of tokens.
+    """
+    if experiment.rows is None or not experiment.rows.exists():
+        return []
+    tokens = {(c.arm, c.seed, run.rung): run.tokens for c in experiment.chains for run in c.runs}
+    rows = read_rows(experiment.rows)
+    for row in rows:
+        if (row.arm, row.seed, row.rung) in tokens and tokens[row.arm, row.seed, row.rung] != row.tokens:
+            raise UserError(
+                f"{experiment.rows} has {row.arm}, seed {row.seed}, rung {row.rung} after {row.tokens:,} "
+                f"tokens, and now it is {tokens[row.arm, row.seed, row.rung]:,}; name another file of rows"
+            )
+    return rows
+
+
 def _is_measured(run: RungRun, directory: Path) -> bool:
     state = state_of(directory)
     return state == "diverged" or (state == "done" and losses_of(run, directory) is not None)
@@ -93,15 +130,17 @@ def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
 
 
 def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
-    """The rows of the finished runs, by arm, seed and rung."""
+    """The rows of the finished runs, by arm, seed and rung; those of its file of rows stay in it."""
     rows = []
     for chain in experiment.chains:
         for run in chain.runs:
             if (losses := _losses(out / run.name, run)) is not None:
                 status = DIVERGED if math.isnan(losses[0]) else DONE
                 rows.append(Row(chain.arm, chain.seed, run.rung, run.tokens, *losses, status))
+    here = {(row.arm, row.seed, row.rung) for row in rows}
+    rows += [row for row in _rows_before(experiment) if (row.arm, row.seed, row.rung) not in here]
     order = {arm: number for number, arm in enumerate(experiment.arms)}
-    return sorted(rows, key=lambda row: (order[row.arm], row.seed, row.rung))
+    return sorted(rows, key=lambda row: (order.get(row.arm, len(order)), row.arm, row.seed, row.rung))
 
 
 def _losses(directory: Path, run: RungRun) -> tuple[float, float] | None:
@@ -117,8 +156,9 @@ def _losses(directory: Path, run: RungRun) -> tuple[float, float] | None:
 def jobs_of(chain: Chain, out: Path, files: Path, is_measured: bool) -> Iterator[Job]:
     """The remaining commands, each determined when it is requested.
 
-    A branch whose checkpoint the trunk no longer has, or never reached, is trained from the beginning, with
-    the same digits. At the end of a measured chain only the last checkpoint of each run is kept.
+    A branch whose checkpoint the trunk no longer has, or never reached, is trained from the fork or from
+    the beginning, with the same digits. At the end of a measured chain only the last checkpoint of each run
+    is kept.
 
     Args:
         chain: One arm with one seed.
@@ -141,9 +181,12 @@ def _train(run: RungRun, chain: Chain, out: Path, files: Path) -> Iterator[str]:
     file = files / f"{run.name}.toml"
     write_whole(file, to_toml(run.config))
     yield from (sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(out / run.name))
-    trunk = out / chain.trunk.name
-    if run.branch is not None and run.branch in steps(trunk / "checkpoints"):
-        yield from ("--branch", f"{trunk}@{run.branch}")
+    sources = [] if run is chain.trunk else [(chain.trunk, run.branch)]
+    sources += [] if chain.fork is None else [(chain.fork, chain.fork.config.training.steps)]
+    for source, step in sources:
+        if step in steps(out / source.name / "checkpoints"):
+            yield from ("--branch", f"{out / source.name}@{step}")
+            return
 
 
 def _evaluate(run: RungRun, directory: Path) -> Iterator[str]:

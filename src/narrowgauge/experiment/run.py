@@ -19,7 +19,15 @@ from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.dry_run import arm_speeds, plan_lines, tokens_left
 from narrowgauge.experiment.engine import Engine, environment_of
 from narrowgauge.experiment.gate import Gate, gate_results
-from narrowgauge.experiment.jobs import Job, collect_rows, is_complete, jobs_of, require_same, state_of
+from narrowgauge.experiment.jobs import (
+    Job,
+    collect_rows,
+    forks_of,
+    jobs_of,
+    remaining,
+    require_same,
+    state_of,
+)
 from narrowgauge.experiment.power import power_text
 from narrowgauge.experiment.probe import probe_arms, read_probe
 from narrowgauge.experiment.watch import Watch
@@ -71,18 +79,23 @@ def run_experiment(
     for sentence in _sight(experiment, out):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
     failed = train_runs(experiment, out, console, rank, command, has_logs)
-    runs = read_runs(_at_highest_rung(experiment, out))
+    paths = _at_highest_rung(experiment, out)
+    if experiment.rows is not None:  # runs of other machines have rows and no directory
+        paths = [path for path in paths if _begun(path)] if _begun(paths[0]) else []
+    runs = read_runs(paths)
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
     if rank:  # rank 0 reports for all
         return code
     if experiment.is_measured:
-        probe_arms(experiment, out)
+        if experiment.probes:
+            probe_arms(experiment, out)
         print_results(_results(experiment, out), console)
-        _say(console, f"results: {out / 'runs.csv'}")
+        _say(console, f"results: {_rows_file(experiment, out)}")
     found = expectations(runs) if is_expected else []
     write_page(experiment, out, command, expected_section(found))
-    print_comparison(runs, console)
+    if runs:
+        print_comparison(runs, console)
     for one in found:
         _say(console, one.text)
     steps = experiment.chains[0].trunk.config.training.steps
@@ -165,8 +178,12 @@ def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console, 
 
 def _side_by_side(experiment: Experiment, out: Path, console: Console, command: str) -> list[str]:
     """Train several runs at a time, and write the results as they come in."""
-    left = sum(tokens_left(chain, out) for chain in experiment.chains)
-    done = sum(state_of(out / run.name) != "open" for run in experiment.runs)
+    waiting = remaining(experiment, out)
+    forks = forks_of(waiting)
+    left = sum(tokens_left(chain, out) for chain in [*forks, *waiting])
+    done = len(experiment.runs) - sum(
+        state_of(out / run.name) == "open" for chain in waiting for run in chain.runs
+    )
     with Watch(console, left, len(experiment.runs), done) as watch:
         written = -math.inf
 
@@ -180,14 +197,10 @@ def _side_by_side(experiment: Experiment, out: Path, console: Console, command: 
                 write_page(experiment, out, command)
                 written = time.monotonic()
 
-        chains = [
-            jobs_of(chain, out, out, is_measured=True)
-            for chain in experiment.chains
-            if not is_complete(chain, out)
-        ]
         engine = Engine(experiment.jobs, environment_of(experiment.threads, experiment.products), show)
         try:
-            return engine.run(chains)
+            failed = engine.run([jobs_of(chain, out, out, is_measured=False) for chain in forks])
+            return failed or engine.run([jobs_of(chain, out, out, is_measured=True) for chain in waiting])
         finally:
             write_rows(experiment, out)
             write_page(experiment, out, command)
@@ -220,8 +233,12 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
 
 
 def write_rows(experiment: Experiment, out: Path) -> None:
-    """Write OUT/runs.csv, with a row for each finished run of a measured experiment."""
-    write_whole(out / "runs.csv", rows_text(collect_rows(experiment, out)))
+    """Write the file of rows, with a row for each finished run of a measured experiment."""
+    write_whole(_rows_file(experiment, out), rows_text(collect_rows(experiment, out)))
+
+
+def _rows_file(experiment: Experiment, out: Path) -> Path:
+    return experiment.rows or out / "runs.csv"
 
 
 def write_page(experiment: Experiment, out: Path, command: str, more: str = "") -> None:
@@ -230,7 +247,7 @@ def write_page(experiment: Experiment, out: Path, command: str, more: str = "") 
     `more` is HTML that follows the sections of the experiment.
     """
     paths = _at_highest_rung(experiment, out)
-    begun = [path for path in paths if (path / "config.toml").is_file()]
+    begun = [path for path in paths if _begun(path)]
     if begun[:1] == paths[:1]:
         write_report(begun, out / "report.html", command, _rungs_section(experiment, out) + more)
 
@@ -245,6 +262,10 @@ def _rungs_section(experiment: Experiment, out: Path) -> str:
 
 def _at_highest_rung(experiment: Experiment, out: Path) -> list[Path]:
     return [out / chain.trunk.name for chain in experiment.chains]
+
+
+def _begun(path: Path) -> bool:
+    return (path / "config.toml").is_file()
 
 
 def _results(experiment: Experiment, out: Path) -> list[ArmResult]:

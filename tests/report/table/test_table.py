@@ -1,6 +1,7 @@
 """The rows and the notes, and how they look in terminals of several widths."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
@@ -49,6 +50,21 @@ def test_rows_hold_what_the_runs_say(runs):
     assert [row["verdict"] for row in rows] == ["reference", "open", "open (unfinished)"]
     assert "Each run saw 13.1 M tokens." in table_notes(runs)
     assert rows_of(runs[:1])[0]["tokens"] == "13.1 M"
+
+
+def test_a_warm_up_with_a_spike_is_said_to_begin_in_chaos(make_run):
+    """Before, only the width of the intervals told of it, after the seeds had been trained."""
+    path = make_run("bf16", recipe="bf16")
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if json.loads(line).get("step") == 8)
+    spike = json.loads(lines[at]) | {"grad_norm": 90.0}
+    runs = read_runs([path, make_run("fp8")])
+    assert not any("spikes" in note for note in table_notes(runs))
+    (path / "metrics.jsonl").write_text("\n".join([*lines[:at], json.dumps(spike), *lines[at + 1 :], ""]))
+    (note,) = [note for note in table_notes([read_run(path), runs[1]]) if "spikes" in note]
+    assert note.startswith("The gradient norm spikes in the warm-up of bf16, up to 30 times the median")
+    assert "gaps deviate by 0.5 to 1 %" in note
+    assert "gaps deviate" not in " ".join(table_notes([read_run(path)]))
 
 
 def test_an_emulated_speed_carries_a_star_and_the_star_a_note(runs):

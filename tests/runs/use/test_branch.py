@@ -39,7 +39,9 @@ def test_a_branch_that_cannot_be_is_refused(train, tiny, tmp_path):
         branch_run(trunk, 8, make_config(tiny(SHORT)), tmp_path / "b")
     with pytest.raises(UserError):
         branch_run(trunk, 4, make_config(tiny(SHORT | {"model.dim": 64})), tmp_path / "c")
-    assert not any((tmp_path / name).exists() for name in "abc")
+    with pytest.raises(UserError, match="no loss scale"):  # it was a KeyError
+        branch_run(trunk, 4, make_config(tiny(SHORT | {"recipe.name": "fp16"})), tmp_path / "d")
+    assert not any((tmp_path / name).exists() for name in "abcd")
 
 
 def test_the_command_makes_it_once_and_goes_on(train, look, tmp_path, capsys):

@@ -57,7 +57,8 @@ class ModelSpec:
     """A model, its recipe, and everything else that its forward pass depends on.
 
     Attributes:
-        seed: the seed of the initial weights.
+        seed: the seed of the initial weights and of the token order.
+        rounding_seed: the seed of stochastic rounding; -1: `seed`.
         backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
         recompute: one block in this many recomputes its activations in the backward pass; 0: none does.
         selective: whether those recompute only their MLP.
@@ -70,6 +71,7 @@ class ModelSpec:
     model: ModelConfig
     recipe: Recipe
     seed: int
+    rounding_seed: int = -1
     backend: str = "auto"
     recompute: int = 0
     selective: bool = False
@@ -77,6 +79,11 @@ class ModelSpec:
     z_loss: float = 0.0
     balance_loss: float = 0.0
     batch_size: int = 1
+
+    @property
+    def seed_of_rounding(self) -> int:
+        """The seed that stochastic rounding takes."""
+        return self.seed if self.rounding_seed < 0 else self.rounding_seed
 
     def set_options(self, model: Transformer) -> None:
         """Apply to a model the options that belong neither to its dimensions nor to its recipe."""

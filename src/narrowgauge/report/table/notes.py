@@ -8,6 +8,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from narrowgauge.report.read.run import FINAL_STEPS, Run
+from narrowgauge.report.read.steps import warmup_spikes
 from narrowgauge.report.table.sentence import reason_of_end, summary
 from narrowgauge.report.table.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.verdict.groups import groups
@@ -15,6 +16,8 @@ from narrowgauge.report.verdict.rule import Judgement
 from narrowgauge.report.verdict.verdict import Verdict, has_validation, verdicts
 from narrowgauge.t_interval import CONFIDENCE
 from narrowgauge.units import human_count
+
+_CHAOS = "0.5 to 1"  # docs/evidence.md, whose warm-ups spike
 
 
 def table_notes(runs: Sequence[Run]) -> list[str]:
@@ -26,6 +29,7 @@ def table_notes(runs: Sequence[Run]) -> list[str]:
         notes.append("* Emulated arithmetic: not the speed of the format in hardware.")
     if len(runs) > 1 and any(str(run.facts.get("device") or "").startswith("CPU") for run in runs):
         notes.append("Speeds of several runs on one CPU compare roughly; narrowgauge bench measures better.")
+    notes += _warmup_note(runs)
     notes += _mfu_note([run for run in runs if run.mfu is not None and run.backend != "emulated"])
     for run in runs:
         if run.status == "preempted" and len(runs) > 1:
@@ -34,6 +38,23 @@ def table_notes(runs: Sequence[Run]) -> list[str]:
             lines = "line" if run.ignored_lines == 1 else "lines"
             notes.append(f"{run.name}: {run.ignored_lines} torn {lines} of metrics.jsonl left out.")
     return notes
+
+
+def _warmup_note(runs: Sequence[Run]) -> list[str]:
+    """A warning of warm-ups with spikes, in which a small change grows into another run."""
+    found = {run.name: ratios for run in runs if (ratios := warmup_spikes(run.steps))}
+    if not found:
+        return []
+    names = list(found)
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    largest = max(ratio for ratios in found.values() for ratio in ratios)
+    text = (
+        f"The gradient norm spikes in the warm-up of {which}, up to {largest:.0f} times the median "
+        "before it: two runs of one seed part there"
+    )
+    if len(runs) > 1:
+        text += f", and gaps deviate by {_CHAOS} % whatever the format"
+    return [f"{text}. A longer warm-up, a lower rate, or model.initial_std = 0 avoids it."]
 
 
 def _gap_notes(runs: Sequence[Run]) -> list[str]:

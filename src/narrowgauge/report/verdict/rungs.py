@@ -22,7 +22,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import pairwise
+from pathlib import Path
 
+from narrowgauge.errors import UserError
 from narrowgauge.report.verdict.rule import UNDECIDED, Judgement, is_control, judge, known_deviation
 from narrowgauge.t_interval import Interval, interval
 
@@ -57,6 +59,31 @@ def rows_text(rows: Sequence[Row]) -> str:
         losses = ["" if math.isnan(x) else f"{x:.6f}" for x in (row.own_loss, row.bf16_loss)]
         writer.writerow([row.arm, row.seed, row.rung, row.tokens, *losses, row.status])
     return text.getvalue()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV.
+
+    Raises:
+        UserError: the file cannot be read, or is another table.
+    """
+    try:
+        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}; name a runs.csv that `compare` wrote") from None
+    if not lines or tuple(lines[0]) != COLUMNS:
+        raise UserError(
+            f"{path} does not begin with {','.join(COLUMNS)}; name a runs.csv that `compare` wrote"
+        )
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            arm, seed, rung, tokens, own, bf16, status = line
+            own_loss, bf16_loss = (float(x) if x else NAN for x in (own, bf16))
+            rows.append(Row(arm, int(seed), int(rung), int(tokens), own_loss, bf16_loss, status))
+        except ValueError:
+            raise UserError(f"{path}, line {number}: {','.join(line)!r} is not a row; correct it") from None
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class Config(Section):
             model=model_config(**self.model.model_dump(exclude_none=True, exclude={"weights"})),
             recipe=recipe(self.recipe.name).with_places(self.recipe.places),
             seed=t.seed,
+            rounding_seed=t.rounding_seed,
             backend=self.recipe.backend,
             recompute=t.recompute_every if t.recompute else 0,
             selective=t.recompute == "selective",

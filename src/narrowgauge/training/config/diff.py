@@ -56,6 +56,7 @@ ADDED = {
     "model.norm_topk_prob": True,
     "training.balance_loss": 0.01,
     "training.threads": 0,
+    "training.rounding_seed": -1,
 }
 
 

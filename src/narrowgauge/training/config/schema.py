@@ -114,6 +114,7 @@ class TrainingSection(Section):
     micro_batch_size: int = Field(8, ge=1, lt=2**31, description="sequences computed at once")
     fit_micro_batch: bool = Field(True, description="fewer if these do not fit; false where they are given")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
+    rounding_seed: int = Field(-1, ge=-1, lt=2**63, description="of stochastic rounding alone; -1: seed")
     device: str = Field("auto", description="auto, cpu or cuda")
     threads: int = Field(0, ge=0, le=1024, description="of a CPU, for each process; 0: as many as are free")
     compile: bool = Field(False, description="run the model through torch.compile")

@@ -28,7 +28,7 @@ def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
 
 def go_to(model: torch.nn.Module, plan: TrainingPlan, step: int, first_sample: int) -> None:
     """Set the position of a run's model (`nn.set_step`)."""
-    set_step(model, plan.spec.seed, step, first_sample, plan.steps, plan.decay_start)
+    set_step(model, plan.spec.seed_of_rounding, step, first_sample, plan.steps, plan.decay_start)
 
 
 def model_of(

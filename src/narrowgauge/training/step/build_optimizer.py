@@ -16,7 +16,7 @@ from narrowgauge.training.plan import OptimizerPlan, TrainingPlan
 
 def build_optimizer(plan: TrainingPlan, model: torch.nn.Module) -> Optimizer:
     """The optimizer of a model before its first step."""
-    o, groups, seed = plan.optimizer, _groups(plan.optimizer, model), plan.spec.seed
+    o, groups, seed = plan.optimizer, _groups(plan.optimizer, model), plan.spec.seed_of_rounding
     recipe = replace(plan.spec.recipe, rules=())
     optimizer: Optimizer
     if o.name == "muon":

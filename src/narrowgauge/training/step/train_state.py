@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from narrowgauge.checkpoint import JSON, LocalTensors, SavePlan, plan_save, restore_distributed
 from narrowgauge.distributed import Engine
+from narrowgauge.errors import UserError
 from narrowgauge.guard import Guard
 from narrowgauge.models import Transformer
 from narrowgauge.nn import recipe_tensors
@@ -102,4 +103,9 @@ class TrainState:
         taken = self.step * self.plan.spec.batch_size
         self.guard = Guard.from_state(self.plan.guard, checkpoint.state, taken)
         if self.scaler:
+            if "loss_scaling" not in checkpoint.state:
+                raise UserError(
+                    f"the checkpoint of step {self.step} is of another recipe: it has no loss scale, which "
+                    "this one keeps; use its own, or `narrowgauge convert` to go on under another"
+                )
             self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
