@@ -90,7 +90,7 @@ def test_the_first_answer_has_every_part_and_its_line_plans(plans, tmp_path):
     assert first.cost == pytest.approx(first.days * 24)
     row = json.loads(json.dumps(found.as_json()))["answers"][0]
     assert {"line", "recipe", "memory_gib", "days", "cost", "gap_percent", "why"} <= row.keys()
-    assert "nobody published how debug was trained" in found.notes[0]
+    assert "no training of debug is published" in found.notes[0]
     assert first.line in str(found)
     plans(first.plan_line)
     words = shlex.split(first.line)

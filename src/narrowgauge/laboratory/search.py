@@ -187,8 +187,7 @@ def search(
         seeds: With `check`, the seeds of each.
         steps: With `check`, the steps; None for the run's.
         show: Called with a name, what is done and how much there is.
-        console: Receives the progress, the result, and the verdicts of `check`; None prints nothing but its
-        runs.
+        console: Receives the progress, the result, and the verdicts of `check`; None prints only its runs.
         text: The text and the device: data, batches, batch_size, sequence_length, device, tokenizer (`Text`).
 
     Returns:

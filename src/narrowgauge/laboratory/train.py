@@ -141,7 +141,7 @@ def train_config(
         console: Receives the progress.
         allowed: Keys whose values may differ from those of the existing run.
         profile: Steps to profile; 0 for none.
-        branch: The run directory and the step that the run goes on from.
+        branch: The run directory and the step from which the run continues.
         say: Called with the line about the page.
     """
     if branch is not None:

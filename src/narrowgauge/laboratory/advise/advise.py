@@ -325,7 +325,7 @@ def _defaults(
     sized = model_config(name=model)
     if found is None:
         notes = [
-            f"defaults: nobody published how {model} was trained; rate and batch are those of narrowgauge"
+            f"defaults: no training of {model} is published; rate and batch are those of narrowgauge"
         ]
         length, batch = min(1024, sized.max_sequence_length), 64
         length, batch = (256, 8) if model in _SMALL else (length, batch)
