@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from nn import test_own_loop, test_own_loop_state
 from nn.own_loop import PAGE, ROWS
 from support.markdown import blocks
@@ -18,6 +20,7 @@ RESUME = "`ng.state_dict`, `ng.load_state_dict`: resume"  # optim/test_loop_stat
 MIXTURES = "mixtures of experts of transformers 5 (Mixtral, Qwen3-MoE, gpt-oss and others)"
 
 
+@pytest.mark.tier("thorough")
 def test_the_program_of_one_process_trains_and_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}

@@ -464,6 +464,7 @@ def test_every_name_is_called_here():
     assert [name for name in compat.__all__ if f"compat.{name}" not in source] == []
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's CPU code needs g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_as_eager_keeps_a_rounding_and_asks_it_of_nothing_else():

@@ -46,6 +46,7 @@ def test_exact_arithmetic_has_no_error(probed):
     assert all(layer.relative_error == 0 for layer in probed["fp32"].layers)
 
 
+@pytest.mark.tier("thorough")
 def test_fewer_bits_are_fewer_effective_bits(probed):
     bits = [probed[name].figures["effective_bits"].mean for name in ("bf16", "fp8", "mxfp4", "quartet")]
     assert bits == sorted(bits, reverse=True)
@@ -61,6 +62,7 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_all_bias(probed):
     assert 1 < probed["quartet"].figures["noise_ratio"].mean < 1000
 
 
+@pytest.mark.tier("thorough")
 def test_rounding_the_forward_numbers_at_random_is_unbiased_too(subject):
     """Both recipes round the numbers of the forward pass once more, and their mean is these numbers."""
     fair = [recipe("quartet2"), recipe("tetrajet2")]
@@ -119,6 +121,7 @@ def test_the_same_numbers_every_time(subject, probed):
     assert probe_json(again) == probe_json([probed["quartet"]])
 
 
+@pytest.mark.tier("thorough")
 def test_a_run_is_probed_by_the_command(narrowgauge, line, tmp_path):
     run = tmp_path / "run"
     assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0

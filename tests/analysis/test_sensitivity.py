@@ -200,6 +200,7 @@ def test_the_command_names_the_four_worst(narrowgauge, trained, costs):
     assert shown.out.count("*") == 9  # eight in the map, one in the note
 
 
+@pytest.mark.tier("thorough")
 def test_what_is_not_finite_is_null_in_json(narrowgauge, trained):
     """Nothing is lost in fp32, and equal costs have no rank."""
     words = ("sensitivity", trained, "--to", "fp32", "--batches", 1, "--batch-size", 2, "--exact")

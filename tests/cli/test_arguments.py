@@ -217,6 +217,7 @@ def test_models_lists_sizes_with_their_parameters(narrowgauge):
     assert f"# {count_parameters(model_config('debug')):,} parameters" in one
 
 
+@pytest.mark.tier("thorough")
 def test_runs_lists_what_is_there_and_says_what_is_broken(narrowgauge, finished, look, tmp_path):
     runs = tmp_path / "runs"
     shutil.copytree(finished, runs / "one")

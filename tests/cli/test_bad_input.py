@@ -288,6 +288,7 @@ def test_a_run_of_another_configuration(narrowgauge, refused, line, tmp_path):
     assert (out / "config.toml").read_text() == "[training]\nseed = 7\n"
 
 
+@pytest.mark.tier("thorough")
 def test_a_run_that_another_process_holds(narrowgauge, refused, line, look, tmp_path):
     words = [*line({"training.steps": 10_000}), "--out", tmp_path / "run"]
     holder = narrowgauge.start(*words).until(look(tmp_path / "run").has_step(1))

@@ -30,6 +30,7 @@ def compare(line, tmp_path):
     return words
 
 
+@pytest.mark.tier("thorough")
 def test_a_comparison_and_the_same_line_again(narrowgauge, compare, look, tmp_path):
     words = [*compare("bf16,mxfp8"), "--recipe.wgrad.x", "bf16"]
     ended = narrowgauge(*words)
@@ -163,6 +164,7 @@ def test_what_every_recipe_would_refuse_is_said_once(narrowgauge, compare, refus
     refused(narrowgauge(*compare("bf16,fp8")), tmp_path / "both", "cannot be written")
 
 
+@pytest.mark.tier("thorough")
 def test_seeds_that_come_later_find_the_runs_that_are_there(narrowgauge, compare, line, look, tmp_path):
     both = tmp_path / "both"
     assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", both / "bf16").code == 0

@@ -50,6 +50,7 @@ def test_every_verb_has_options_and_an_action():
         assert callable(verb.load())
 
 
+@pytest.mark.tier("thorough")
 def test_the_command_imports_no_verb_and_no_torch(tmp_path):
     for words in ([], ["--help"], ["trian"], ["train", "--help"], ["train", "--stpes", "5"]):
         modules = modules_of(tmp_path, *words)
@@ -92,5 +93,6 @@ def test_completion_imports_the_options_of_all_verbs_and_no_other_action(tmp_pat
     assert "torch" not in modules
 
 
+@pytest.mark.tier("thorough")
 def test_a_verb_that_computes_imports_no_other_verb(tmp_path):
     assert verbs_in(modules_of(tmp_path, "eval", "nothing")) == {"models"}

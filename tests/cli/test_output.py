@@ -53,6 +53,7 @@ def on_terminal(narrowgauge):
     return do
 
 
+@pytest.mark.tier("thorough")
 def test_a_terminal_sees_a_live_line_and_gets_its_cursor_back(on_terminal, line, look, tmp_path):
     ended, written = on_terminal(*line({"training.steps": 12}), "--out", tmp_path / "run")
     assert ended.code == 0, ended.err
@@ -73,6 +74,7 @@ def test_a_terminal_is_clean_after_a_failure(on_terminal, line, tmp_path, refuse
     assert "training " not in "".join(screen(written))
 
 
+@pytest.mark.tier("thorough")
 def test_no_terminal_gets_plain_lines(narrowgauge, line, finished, tmp_path):
     environment = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     lines = [[*line(), "--out", tmp_path / "run"], ["recipes"], ["formats"], ["report", finished]]
@@ -102,6 +104,7 @@ def test_tables_keep_to_80_columns(narrowgauge, finished, tmp_path):
         assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.tier("thorough")
 def test_text_beyond_ascii_in_a_path(narrowgauge, line, tmp_path, look):
     out = tmp_path / "Größe 🚂" / "[bold]x"
     for environment in ({}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
@@ -119,6 +122,7 @@ def test_a_reader_that_had_enough_is_no_news(narrowgauge, words):
     assert ended.code == 1, "as any program in Python whose output nobody reads"
 
 
+@pytest.mark.tier("thorough")
 def test_a_run_whose_reader_went_away_says_so_in_its_directory(narrowgauge, line, look, tmp_path):
     words = [*line(), "--out", tmp_path / "run"]
     ended = narrowgauge(*words, reader_gone=True)
@@ -139,6 +143,7 @@ def test_memory_that_runs_out_is_one_sentence(narrowgauge, line, look, tmp_path,
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_a_full_disk_is_one_sentence(narrowgauge, line, tmp_path, refused):
     ended = narrowgauge(
         *line(), "--out", tmp_path / "run", largest_file=4000

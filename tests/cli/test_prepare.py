@@ -34,6 +34,7 @@ def test_text_is_prepared_and_trained_on(narrowgauge, line, text, tmp_path, look
     assert "was prepared with tokenizer 'bytes', and data.tokenizer asks for 'bpe-300'" in other.err
 
 
+@pytest.mark.tier("thorough")
 def test_token_files_of_others_train_as_ours(narrowgauge, line, text, tmp_path, look):
     """llm.c's have the end-of-document id where ours have it, so every token is the same."""
     prepare = ("prepare", text, "--tokenizer", "bytes", "--out")

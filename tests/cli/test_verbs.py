@@ -46,6 +46,7 @@ def test_short_options_are_their_keys(narrowgauge, line, text, look, tmp_path):
     assert look(tmp_path / "run").column("step") == [1, 2]
 
 
+@pytest.mark.tier("thorough")
 def test_a_file_and_over_it_the_line(narrowgauge, finished, look, tmp_path):
     """The file a run leaves is the run, and the command line stands over it."""
     mine = tmp_path / "mine.toml"
@@ -91,6 +92,7 @@ def test_without_out_a_run_goes_to_a_place_that_says_what_it_is(narrowgauge, lin
     assert (made / "metrics.jsonl").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_sample_continues_the_prompt(narrowgauge, finished):
     def sample(*words):
         ended = narrowgauge("sample", finished, "--prompt", "steam é", "--tokens", 12, *words)
@@ -135,6 +137,7 @@ def test_report_writes_the_page_it_names(narrowgauge, finished, tmp_path, count)
     assert (tmp_path / "pages" / "page.html").read_text() == page
 
 
+@pytest.mark.tier("thorough")
 def test_recipes_lists_every_recipe_and_prints_one_that_loads(narrowgauge, tmp_path):
     ended = narrowgauge("recipes")
     assert ended.code == 0

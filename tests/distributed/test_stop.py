@@ -31,6 +31,7 @@ def test_a_second_signal_stops_all_at_once(rank, run):
     assert "stopped, because rank 1 failed: interrupted" in ended[0].err
 
 
+@pytest.mark.tier("thorough")
 def test_a_signal_before_all_have_come_stops_those_that_are_here(rank, run):
     ranks = [rank(r, size=3) for r in (0, 1)]
     time.sleep(1.5)  # until they wait for the third

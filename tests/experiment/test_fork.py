@@ -1,14 +1,17 @@
 """Arms that fork from one run, and results that outlive the machine of their runs."""
 
+import io
 import math
 import tomllib
 
 import pytest
+from rich.console import Console
 
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import take_arms, take_experiment
 from narrowgauge.experiment.design import make_measured
 from narrowgauge.experiment.jobs import collect_rows, forks_of, jobs_of, remaining
+from narrowgauge.experiment.run import run_experiment
 from narrowgauge.report.verdict.rungs import Row, rows_text
 from narrowgauge.runs import branch_run, run
 from narrowgauge.training import make_config
@@ -77,6 +80,21 @@ def test_what_a_file_of_rows_has_is_not_trained_again(tmp_path):
         ("bf16", 1), ("bf16", 2), ("mxfp4", 1), ("an-arm-of-before", 1),
     ]  # fmt: skip
     assert rows_text(kept) == rows_text([*rows, kept[2], other])
+
+
+def test_an_experiment_whose_runs_are_all_rows_prints_its_results(tmp_path):
+    tokens = [20 * 8 * 256, 40 * 8 * 256]
+    file = tmp_path / "rows.csv"
+    arms = [("bf16", 3.0), ("mxfp4", 3.5)]
+    runs = [(arm, seed, rung, loss) for arm, loss in arms for seed in (3, 4) for rung in (1, 2)]
+    rows = [Row(arm, seed, rung, tokens[rung - 1], loss, loss, "done") for arm, seed, rung, loss in runs]
+    file.write_text(rows_text(rows))
+    shown = io.StringIO()
+    assert (
+        run_experiment(experiment_of(rows=str(file), probe=False), tmp_path / "out", Console(file=shown)) == 0
+    )
+    assert str(file) in shown.getvalue()
+    assert "report" not in shown.getvalue(), "a page needs the directories of runs"
 
 
 def test_rows_of_another_length_are_refused(tmp_path):

@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(runs, out, ranks):
     assert runs.look(out).trajectory[0] == runs.undisturbed(SHORT, ranks).trajectory[0]
 
 
-@case("C3", tier="quick")
+@case("C3", tier="thorough")
 @RANKS
 def test_when_all_checkpoints_are_damaged_nothing_is_trained(runs, out, ranks):
     look = runs.copy(out, SHORT, ranks)

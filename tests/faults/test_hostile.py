@@ -52,7 +52,7 @@ def forge(step, files):
     (step / "manifest.json").write_text(Manifest(manifest.step, manifest.run_id, entries).to_json())
 
 
-@case("C5", tier="quick")
+@case("C5", tier="thorough")
 @RANKS
 def test_a_pickle_in_place_of_any_file_of_a_checkpoint(runs, tmp_path, bomb, ranks):
     runs.copy(tmp_path / "run", SHORT, ranks)

@@ -34,7 +34,7 @@ def around(runs, out, changes, ranks, faults):
     return out / "checkpoints"
 
 
-@case("E1", tier="quick")
+@case("E1", tier="thorough")
 @RANKS
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=LATER)])
 @pytest.mark.parametrize(

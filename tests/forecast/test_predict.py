@@ -47,6 +47,7 @@ def test_the_gaps_at_two_billion_parameters_follow_from_small_runs(tmp_path):
         assert one.extrapolation.params == pytest.approx(1.9e9 / 49556736)
 
 
+@pytest.mark.tier("thorough")
 def test_every_recipe_and_named_model_is_answered_or_refused_in_a_sentence(forecaster):
     for model in model_names():
         size = ng.predict("bf16", None, 1e10, model=model)[0].params
@@ -139,6 +140,7 @@ def test_a_result_has_a_table_files_and_a_picture(tmp_path, monkeypatch):
         found.to_pandas()
 
 
+@pytest.mark.tier("thorough")
 def test_a_probe_moves_a_recipe_without_points_and_narrows_it(tmp_path):
     def figures(loss, cosine):
         return {
@@ -158,6 +160,7 @@ def test_a_probe_moves_a_recipe_without_points_and_narrows_it(tmp_path):
     assert told.predicted.structure <= free.predicted.structure
 
 
+@pytest.mark.tier("thorough")
 def test_it_takes_no_torch():
     code = (
         "import sys, narrowgauge as ng; ng.predict(ng.recipe_names(), 1e9, 2e10).table(); "

@@ -17,6 +17,7 @@ def count(size, recipe, gpu):
     return whole(model, recipe, sequences, 1024, blocks, gpu=gpu)
 
 
+@pytest.mark.tier("thorough")
 def test_nvfp4_is_faster_than_bf16_on_a_b200():
     """Casts write codes and scales as the hardware reads them; packed by torch, it took 1.9 times as long."""
     nvfp4, bf16 = (count(BIG, recipe, "b200") for recipe in ("nvfp4", "bf16"))

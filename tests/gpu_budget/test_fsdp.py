@@ -2,12 +2,15 @@
 
 from collections import Counter
 
+import pytest
+
 from narrowgauge.models import model_config
 from support.fsdp_count import FIRST, NEXT, SCALES, events_of, seconds_of
 
 MODEL, LAYERS, WORLD = "qwen2.5-1.5b", 28, 8
 
 
+@pytest.mark.tier("thorough")
 def test_fsdp_adds_hardly_more_to_fp8_than_plain_fsdp_adds_to_bf16():
     """A step of 524,288 tokens on eight GPUs: four micro-batches of 16 x 1024 tokens each."""
     fp8, fp8_alone, plain, alone = (

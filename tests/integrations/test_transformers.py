@@ -97,6 +97,7 @@ def own_loop(recipe, batches, steps=6):
     return losses
 
 
+@pytest.mark.tier("thorough")
 def test_under_fp32_the_trainers_own_losses(tmp_path):
     own = {"model": model(), "optimizers": (None, None)}
     expected = trainer_of(tmp_path, own, learning_rate=LR, optim="adamw_torch", weight_decay=0.0)
@@ -127,6 +128,7 @@ def test_the_optimizers_arguments_are_those_given_and_else_the_trainers(tmp_path
         groups_of(weight_decay=0.01)
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "msamp-o3"])
 def test_as_in_a_loop_of_ones_own(recipe, tmp_path):
     """Random bits, accumulation and clipping are those of a loop that says its steps."""
@@ -138,6 +140,7 @@ def test_as_in_a_loop_of_ones_own(recipe, tmp_path):
     )
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "msamp-o3"])
 def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
     """Narrow weights, masters, histories and random keys are in the trainer's checkpoint."""
@@ -152,6 +155,7 @@ def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
         assert torch.equal(tensor, weights[name]), name
 
 
+@pytest.mark.tier("thorough")
 def test_a_rule_that_waits_for_the_decay_is_told_its_step(tmp_path):
     """`nvfp4-finish` computes the forward pass in bf16 from the decay on: the same digits until then."""
     plain = trainer_of(tmp_path, trainer_kwargs(model(), "nvfp4", lr=LR))
@@ -171,6 +175,7 @@ def mixture():
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
 
 
+@pytest.mark.tier("thorough")
 def test_trainer_refuses_to_resume_experts_that_it_does_not_read_back(tmp_path):
     trainer = trainer_of(
         tmp_path, trainer_kwargs(mixture(), "nvfp4", lr=LR), save_strategy="steps", save_steps=3
@@ -188,6 +193,7 @@ def test_trainer_refuses_to_resume_experts_that_it_does_not_read_back(tmp_path):
     assert losses_of(again) == losses_of(trainer)
 
 
+@pytest.mark.tier("thorough")
 def test_a_saved_model_is_a_plain_folder(tmp_path):
     trainer = trainer_of(tmp_path, trainer_kwargs(model(), "msamp-o3", lr=LR), max_steps=2)
     trainer.train()
@@ -199,6 +205,7 @@ def test_a_saved_model_is_a_plain_folder(tmp_path):
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.tier("thorough")
 def test_a_step_without_numbers_is_skipped_and_logged(tmp_path):
     given = trainer_kwargs(model(), "fp8-delayed", lr=LR, gauges_every=3)
     trainer = trainer_of(tmp_path, given, max_steps=3)
@@ -234,6 +241,7 @@ class Reporter(TrainerCallback):
 GAUGE = "narrowgauge/fprop.w/sqnr_db"
 
 
+@pytest.mark.tier("thorough")
 def test_gauges_reach_reporters_that_the_trainer_calls_first(tmp_path):
     given = trainer_kwargs(model(), "mxfp8", lr=LR, gauges_every=2)
     first, last = Reporter(), Reporter()
@@ -248,6 +256,7 @@ def test_gauges_reach_reporters_that_the_trainer_calls_first(tmp_path):
     assert trainer.state.log_history == first.rows[-5:]
 
 
+@pytest.mark.tier("thorough")
 def test_a_reading_of_gauges_after_the_last_log_is_reported_at_the_end(tmp_path):
     given = trainer_kwargs(model(), "mxfp8", lr=LR, gauges_every=2)
     reporter = Reporter()

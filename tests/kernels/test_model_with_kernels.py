@@ -96,6 +96,7 @@ def test_loss_and_all_gradients(device, without, name, dtype):
     assert all(torch.equal(recomputed[1][n], g) for n, g in got[1].items())
 
 
+@pytest.mark.tier("thorough")
 def test_documents_that_are_kept_apart(device, without):
     torch.manual_seed(0)
     model = model_of("llama", torch.float32, device)
@@ -116,6 +117,7 @@ def test_generation_with_its_cache(device, without, name):
     assert tokens() == without(tokens)
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.filterwarnings("ignore:.*overrides the forward pass")  # of the tied head
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_but_that_after_attention_receives_the_amax_of_its_input(device, name):
@@ -138,6 +140,7 @@ def test_every_layer_but_that_after_attention_receives_the_amax_of_its_input(dev
             assert torch.equal(known.of(x), x.detach().float().abs().max()), n
 
 
+@pytest.mark.tier("thorough")
 def test_a_hook_that_changes_the_norm_leaves_no_amax_that_is_wrong(device):
     """It returns another tensor, or writes to this one; either way the cast reads what the layer gets."""
     torch.manual_seed(0)
@@ -157,6 +160,7 @@ def test_a_hook_that_changes_the_norm_leaves_no_amax_that_is_wrong(device):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.tier("thorough")
 def test_a_hook_on_a_product_sees_its_bias_added(device):
     """Though without one a kernel behind the product adds it."""
     with pytest.warns(UserWarning, match="overrides the forward pass"):  # of the head

@@ -100,6 +100,7 @@ def test_rows_that_have_no_kernel_are_left_to_the_reference(device):
     assert emulate_rows(x.float(), make_cast(APART)) is None
 
 
+@pytest.mark.tier("thorough")
 def test_a_product_in_parts_is_that_of_the_numbers_rounded_once(device):
     x, w = (
         RowOperand(*emulate_rows(outlying(33, 160).to(device), make_cast(APART))),

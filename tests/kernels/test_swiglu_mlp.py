@@ -46,6 +46,7 @@ def trained(model, recompute=0):
     return loss.item(), [p.grad for p in model.parameters()]
 
 
+@pytest.mark.tier("thorough")
 @needs_products
 def test_one_function_gives_the_digits_of_three(device, monkeypatch):
     """SwiGLU runs in the first pass only where it is recomputed: in the second nobody reads its result."""
@@ -84,6 +85,7 @@ def steps_under_delayed_scales(device, recompute):
     return losses, [p.grad for p in model.parameters()], list(recipe_tensors(model).values())
 
 
+@pytest.mark.tier("thorough")
 @needs_products
 def test_one_function_gives_the_digits_of_three_under_delayed_scales(device, monkeypatch):
     functions, function = [], linear.swiglu_mlp

@@ -38,6 +38,7 @@ def test_the_seed_decides_the_text(model):
     assert a != c
 
 
+@pytest.mark.tier("thorough")
 def test_draws_follow_the_models_distribution(model):
     context = [5, 9]
     with torch.no_grad():

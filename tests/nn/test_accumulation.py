@@ -111,6 +111,7 @@ def casts(**training):
     return of(3).count("triton cast_given") - of(2).count("triton cast_given")
 
 
+@pytest.mark.tier("thorough")
 def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short():
     """Four products: x and dy of each in each micro-batch, but for the dy that is SwiGLU's gradient;
     recomputing, x and w twice, but for the last product's x, and dy."""

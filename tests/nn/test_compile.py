@@ -121,6 +121,7 @@ def only_sums(found):
 
 
 # Six steps of a model under each recipe: training/step/test_compile.py.
+@pytest.mark.tier("thorough")
 @needs_compiler
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
 def test_inductors_layers_are_the_eager_ones_bit_for_bit(name):
@@ -140,6 +141,7 @@ def test_inductors_layers_are_the_eager_ones_bit_for_bit(name):
     assert only_sums(differences(outcome(compiled=False), outcome(compiled=True)))
 
 
+@pytest.mark.tier("thorough")
 @needs_compiler
 @pytest.mark.parametrize("columns", [40, 48, 64])
 def test_a_traced_cast_of_a_padded_block_has_the_bits_of_the_eager_one(columns):

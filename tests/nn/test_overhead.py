@@ -33,6 +33,7 @@ def test_calls_of_one_forward_pass(name):
     assert len(calls) <= CALLS[name]
 
 
+@pytest.mark.tier("thorough")
 def test_modules_that_a_layer_imports():
     code = "import sys, narrowgauge.nn.linear; print(sum(m.startswith('narrowgauge.') for m in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

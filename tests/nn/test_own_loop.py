@@ -234,6 +234,7 @@ def test_compiled(name):
     assert_same(train(m, name, compiled, (1, 2)), train(eager, name, numbers=(1, 2)))
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # torch 2.14 hides this one, unless warnings are errors

@@ -145,6 +145,7 @@ def rounds_as_torch():
     return c_call._is_right(c_call.c_library.__wrapped__())
 
 
+@pytest.mark.tier("thorough")
 @needs_c
 def test_a_cached_library_with_other_bytes_is_not_loaded(planted):
     there, mark = planted
@@ -154,6 +155,7 @@ def test_a_cached_library_with_other_bytes_is_not_loaded(planted):
     assert rounds_as_torch()
 
 
+@pytest.mark.tier("thorough")
 @needs_c
 @pytest.mark.parametrize("what", ["mode", "link", "owner"])
 def test_a_cached_library_that_others_could_write_is_not_loaded(planted, what, monkeypatch):
@@ -170,6 +172,7 @@ def test_a_cached_library_that_others_could_write_is_not_loaded(planted, what, m
     assert not mark.exists()
 
 
+@pytest.mark.tier("thorough")
 @needs_c
 @pytest.mark.parametrize("what", ["mode", "link", "owner", "file"])
 def test_a_folder_that_others_could_write_is_not_used(planted, what, monkeypatch):

@@ -88,6 +88,7 @@ def test_a_last_group_that_is_not_full_is_among_the_few(layers, every, blocks):
     assert [n for n, _ in parts] == blocks
 
 
+@pytest.mark.tier("thorough")
 def test_a_count_is_that_of_all_blocks(but_for):
     h200 = named_device("h200")
     named = config(but_for("blocks.*[02468].*"), 11)
@@ -98,6 +99,7 @@ def test_a_count_is_that_of_all_blocks(but_for):
         assert few.flops == pytest.approx(all_blocks.flops)
 
 
+@pytest.mark.tier("thorough")
 def test_memory_is_that_of_all_blocks(but_for):
     """The blocks of this rule lie beyond those of the least models."""
     one, alone = config(but_for("blocks.6.*", "blocks.7.*"), 9), ParallelDims()

@@ -133,6 +133,7 @@ def test_state_on_the_host_leaves_a_gpu(train, look):
     assert here.trajectory[0] == there.trajectory[0]
 
 
+@pytest.mark.tier("thorough")
 def test_the_run_tells_what_it_took(train, look):
     run = look(train("run", WIDE))
     (event,) = run.events("memory")

@@ -31,6 +31,7 @@ def test_the_account_is_what_a_gpu_holds(recipe, recompute):
     assert told == pytest.approx(count_step(values, h200).peak_bytes, rel=0.02)
 
 
+@pytest.mark.tier("thorough")
 def test_kernels_and_native_products_keep_less_than_plain_operations():
     with imagine(named_device("h200")):
         native = estimate_memory(config("fp8"))

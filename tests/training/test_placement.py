@@ -55,6 +55,7 @@ def test_rules_that_name_one_block_hold_in_a_model_that_is_counted_by_few(file, 
     make_plan(config, 1, load_cluster("h200"))
 
 
+@pytest.mark.tier("thorough")
 def test_a_run_its_page_and_its_plan_say_what_is_kept_and_what_is_cut(file, train, tiny, tmp_path):
     said = io.StringIO()
     changes = {"recipe.name": file(HUGE), "training.steps": 1}

@@ -82,7 +82,7 @@ def run_experiment(
     paths = _at_highest_rung(experiment, out)
     if experiment.rows is not None:  # runs of other machines have rows and no directory
         paths = [path for path in paths if _begun(path)] if _begun(paths[0]) else []
-    runs = read_runs(paths)
+    runs = read_runs(paths) if paths else []
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
     if rank:  # rank 0 reports for all
@@ -108,7 +108,8 @@ def run_experiment(
         )
     if failed:
         _say(console, _failure_text(failed, len(experiment.runs), out))
-    _say(console, f"report: {out / 'report.html'}")
+    if runs:
+        _say(console, f"report: {out / 'report.html'}")
     return code
 
 

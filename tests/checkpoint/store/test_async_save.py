@@ -123,6 +123,7 @@ def test_memory_of_the_copy_is_used_again(tmp_path):
         assert [buffer.data_ptr() for buffer in saver._buffers.values()] == before
 
 
+@pytest.mark.tier("thorough")
 def test_steps_go_on_while_a_save_is_written(tmp_path):
     """The loop's own thread keeps the interpreter: beside a save it does much of what it does alone."""
 

@@ -68,6 +68,7 @@ def here(tmp_path_factory):
     return {item["item"]: item for item in items}
 
 
+@pytest.mark.tier("thorough")
 def test_every_item_once_and_in_order(here):
     assert [name for name in here if name in NAMES] == NAMES
     assert set(here) - set(NAMES) <= {"peers", "gpu-jobs"}

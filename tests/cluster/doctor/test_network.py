@@ -186,6 +186,7 @@ def test_a_mirror_that_is_no_address(ask, address):
     assert "HF_ENDPOINT" in network(hub).found
 
 
+@pytest.mark.tier("thorough")
 def test_no_password_is_printed(capfd, monkeypatch):
     with server(503) as (address, requests):
         surroundings(monkeypatch, {"HTTPS_PROXY": f"http://me:{SECRET}@{address}"})

@@ -128,6 +128,7 @@ def told(tmp_path, rank: int = 0) -> dict:
     return json.loads(file.read_text())
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("processes", "threads"), [("1", None), ("2", "1")])
 def test_a_process_alone_on_its_node_keeps_its_threads(
     write, start, tmp_path, monkeypatch, processes, threads

@@ -10,6 +10,7 @@ WITHOUT = "import sys; sys.modules['triton'] = None; from narrowgauge.cli.main i
 LINE = "--data.sequence_length 128 --model.layers 2 --training.batch_size 8 --training.micro_batch_size 4"
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "cluster"), [("fp8", "rtx4090"), ("nvfp4", "h200"), ("fp4", "h100")])
 def test_a_plan_does_not_need_triton(recipe, cluster, narrowgauge):
     """Kernels are declared without it, so memory and the counted step are those of a machine that has it."""

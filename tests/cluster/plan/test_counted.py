@@ -42,6 +42,7 @@ def test_the_best_is_the_floor_of_the_same_count(recipe):
             assert best <= expected, (part, of)
 
 
+@pytest.mark.tier("thorough")
 def test_a_step_of_one_micro_batch_casts_its_weights():
     """The first micro-batch of a step casts weights, which the further ones read: fp8's largest and codes."""
     one, two, four = (plan("msamp-o2", "h200", batch_size=4 * n).time.count for n in (1, 2, 4))
@@ -50,6 +51,7 @@ def test_a_step_of_one_micro_batch_casts_its_weights():
     assert one.seconds_at_best == pytest.approx(one.best.first.seconds + one.best.update.seconds)
 
 
+@pytest.mark.tier("thorough")
 def test_an_update_is_counted():
     """CoAT's moments are cast by torch's operations, which move many times the bytes of the state."""
     coat, fp8 = (plan(name, "h200").time for name in ("coat", "fp8"))
@@ -85,6 +87,7 @@ def test_a_cast_is_told_with_its_instructions():
     assert ceilings.seconds(Cost(moved, lanes=work.lanes)) == work.lanes / 33.5e12 > moved / 3.35e12
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_four_over_six_is_priced_by_its_own_casts(devices):
     """No kernel chooses between candidates. Torch's operations move many times the bytes of NVFP4's."""
@@ -93,6 +96,7 @@ def test_four_over_six_is_priced_by_its_own_casts(devices):
     assert chosen.seconds > 2 * plain.seconds
 
 
+@pytest.mark.tier("thorough")
 def test_products_are_those_that_the_device_multiplies():
     """The forward products of `fp4` are by rows, whose scales are applied afterwards: bf16, and not fp32."""
     assert plan("fp4", "h100").time.formats[0] == "bf16"
@@ -100,6 +104,7 @@ def test_products_are_those_that_the_device_multiplies():
     assert plan("fp32", "h200").time.formats == ("fp32",)
 
 
+@pytest.mark.tier("thorough")
 def test_devices_share_what_one_computes():
     one, four = (plan("fp8", "h200", n, micro_batch_size=2).time for n in (1, 4))
     for part in ("products", "casts", "passes"):
@@ -119,6 +124,7 @@ def test_a_plan_of_a_compiled_step_is_not_called_counted():
     assert compiled.time.products == plan("fp8", "h200").time.products
 
 
+@pytest.mark.tier("thorough")
 def test_a_cpu_casts_by_plain_operations():
     """A machine without matrix units for narrow formats, and without kernels."""
     cpu = plan("fp8", "cpu").time

@@ -1,5 +1,7 @@
 """Plans of mixtures of experts."""
 
+import pytest
+
 from narrowgauge.cluster import load_cluster
 from narrowgauge.cluster.plan.estimate import estimate
 from narrowgauge.distributed import ParallelDims
@@ -21,6 +23,7 @@ def config(recipe, experts=8, **training):
     )
 
 
+@pytest.mark.tier("thorough")
 def test_a_plan_of_divided_experts_takes_less_time_for_casts():
     cluster, given = load_cluster("h200"), config("mxfp8")
     step = StepEstimate(Memory(dict.fromkeys(CLASSES, 0), {}, 1), {})

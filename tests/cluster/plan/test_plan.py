@@ -94,6 +94,7 @@ def test_a_few_layers_tell_what_many_take(recipe, mesh):
     assert quick.sent == slow.sent
 
 
+@pytest.mark.tier("thorough")
 def test_narrow_weights_and_gradients_travel_in_a_byte():
     sent = {
         name: estimate_step(config(name, SMALL | {"layers": 1}), ParallelDims(shard=4)).sent
@@ -122,6 +123,7 @@ def test_a_mesh_too_large_to_try_is_planned_in_a_moment():
     assert all(v.between == pytest.approx((v.inside + v.between) / 8, rel=0.01) for v in between)
 
 
+@pytest.mark.tier("thorough")
 def test_time_obeys_its_ceilings():
     cluster, dims = load_cluster("h100"), ParallelDims(shard=8)
     one = config("bf16", {"name": "llama3-1b"}, batch_size=64)
@@ -147,6 +149,7 @@ def test_links_between_nodes_are_waited_for():
     assert across.waiting > inside.waiting > 0
 
 
+@pytest.mark.tier("thorough")
 def test_a_budget_costs_what_it_takes():
     one = config("bf16", {"name": "llama3-1b"})
     plan = make_plan(one, 8, load_cluster("h100"))
@@ -178,6 +181,7 @@ def test_what_is_no_price_is_refused(text):
         parse_price("--price", text)
 
 
+@pytest.mark.tier("thorough")
 def test_a_format_that_the_device_lacks_is_priced_as_emulation():
     """Products in bf16 as under recipe bf16, and casts on top; where torch's operations cast, in fp32."""
 
@@ -312,6 +316,7 @@ def test_what_nobody_gave_is_chosen_and_said():
         make_plan(make_config({"model": SMALL, "training": {"batch_size": 8}}), 16)
 
 
+@pytest.mark.tier("thorough")
 def test_what_is_expected_of_one_gpu_is_counted():
     """From few blocks of each kind, to the launch; what several devices take is not called counted."""
     h200, card = load_cluster("h200"), load_cluster("rtx4090")
@@ -343,6 +348,7 @@ def test_what_is_expected_of_one_gpu_is_counted():
     assert counted_expectation(found, found.seconds, None, found.seconds).share == 0.5, "the host's link"
 
 
+@pytest.mark.tier("thorough")
 def test_gradients_on_the_host_travel_in_each_micro_batch():
     card, alone = load_cluster("rtx4090"), ParallelDims()
 

@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 
+import pytest
+
 from narrowgauge.cluster.plan.plan_text import _interval
 from narrowgauge.simulate import estimate_memory
 from narrowgauge.training import make_config
@@ -11,6 +13,7 @@ from narrowgauge.training import make_config
 SMALL = "--model gpt2-124m --model.layers 2 --data.sequence_length 128 --training.micro_batch_size 4"
 
 
+@pytest.mark.tier("thorough")
 def test_a_short_run_on_a_fast_machine_is_readable(narrowgauge):
     words = ["--cluster", "rtx4090", "--recipe", "fp8", "--steps", "1", "--training.batch_size", "4"]
     shown = narrowgauge("plan", *SMALL.split(), *words)
@@ -26,6 +29,7 @@ def test_an_interval_whose_ends_are_printed_alike_is_printed_once():
     assert _interval(61.2, 95.3, "s") == "61.2 to 95.3 s"
 
 
+@pytest.mark.tier("thorough")
 def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
     """All settings do not make fp8 fit, so the recipe changes, too; what was given stays where it can."""
     least = {"micro_batch_size": 1, "batch_size": 4, "recompute": True, "chunked_loss": True}
@@ -49,6 +53,7 @@ def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
     assert json.loads(narrowgauge("plan", *words, "--json").out)["fits_with"]["peak"] <= peak
 
 
+@pytest.mark.tier("thorough")
 def test_only_the_settings_that_are_needed_are_changed(narrowgauge):
     words = [*SMALL.split(), "--training.batch_size", "4", "--recipe", "fp8"]
     ample = [*words, "--memory-limit", "100GB", "--json"]
@@ -57,6 +62,7 @@ def test_only_the_settings_that_are_needed_are_changed(narrowgauge):
     assert told["fits_with"]["options"].count("--") == 1, "one change of four does it"
 
 
+@pytest.mark.tier("thorough")
 def test_nothing_fits_a_card_that_is_too_small(narrowgauge):
     shown = narrowgauge("plan", *SMALL.split(), "--recipe", "fp8", "--memory-limit", "1MB")
     assert "no setting and no recipe of narrower state makes it fit on this device" in shown.out

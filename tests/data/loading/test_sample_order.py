@@ -139,6 +139,7 @@ def test_every_block_keeps_the_weights_and_every_epoch_of_a_source_is_whole():
         assert counts.max() <= int(mean) + 1
 
 
+@pytest.mark.tier("thorough")
 def test_a_mixture_put_together_is_the_same_whatever_the_parts():
     shares, sizes = shares_of([1, 2]), [50, 70]
     whole = mixed_samples(4, 65_000, 2000, sizes, shares)

@@ -196,6 +196,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
     assert cache_directory() == tmp_path / ".cache" / "narrowgauge"
 
 
+@pytest.mark.tier("thorough")
 def test_the_standard_library_is_prepared_and_found_again_quickly():
     start = time.perf_counter()
     corpus = prepare("stdlib", "bytes")

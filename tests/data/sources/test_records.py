@@ -142,6 +142,7 @@ def test_so_is_one_that_is_packed_a_thousandfold_or_never_ends(tmp_path):
         assert ":6 is a line of more than 32 MiB" in refusal(path)
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.bz2", "jsonl.zst"])
 def test_what_is_packed_and_damaged_is_refused_after_what_it_holds(tmp_path, suffix):
     lines = b"".join(b'{"text": "line %d"}\n' % i for i in range(20_000))

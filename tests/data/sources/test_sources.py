@@ -107,6 +107,7 @@ def test_a_long_file_that_is_not_utf8_is_refused_with_the_place(tmp_path, monkey
     assert f"{bad} is not UTF-8: byte 5994 is 0xe9; convert it" in refusal(bad)
 
 
+@pytest.mark.tier("thorough")
 def test_stdlib_is_the_library_and_the_same_twice():
     first, again = list(documents("stdlib")), list(documents("stdlib"))
     assert first == again

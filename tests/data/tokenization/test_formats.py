@@ -103,6 +103,7 @@ def write_ranks(path: Path, ranks: dict[bytes, int]) -> Path:
     return path
 
 
+@pytest.mark.tier("thorough")
 def test_llama_3_is_read_from_metas_file(tmp_path):
     write_ranks(tmp_path / "tokenizer.model", many_ranks(128_000))
     for tokenizer in (load_tokenizer(tmp_path), make_tokenizer(str(tmp_path / "tokenizer.model"), [])):
@@ -117,6 +118,7 @@ def test_llama_3_is_read_from_metas_file(tmp_path):
         assert [tokenizer.decode([i]) for i in tokenizer.encode("1234567")] == ["12", "3", "45", "6", "7"]
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.skipif(find_spec("tiktoken") is None, reason="tiktoken is not installed")
 @pytest.mark.parametrize("count", [50_256, 128_000])
 def test_ids_are_tiktokens(tmp_path, count):

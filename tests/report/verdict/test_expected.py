@@ -66,6 +66,7 @@ def test_the_report_says_it(runs, capsys):
     assert "<h2>Expected</h2>" in page
 
 
+@pytest.mark.tier("thorough")
 def test_own_runs_are_points_and_move_the_forecast(runs):
     import narrowgauge as ng
 

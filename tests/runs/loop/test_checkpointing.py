@@ -61,6 +61,7 @@ def disk(tmp_path):
     return Disk()
 
 
+@pytest.mark.tier("thorough")
 def test_the_same_checkpoints_and_the_same_digits(train, look):
     behind, at_once = look(train("behind", BEHIND)), look(train("at once"))
     assert behind.trajectory == at_once.trajectory
@@ -113,6 +114,7 @@ def test_saves_that_fail_are_told_and_too_many_end_it(train, look, disk, in_step
     assert run.trajectory == expected.trajectory
 
 
+@pytest.mark.tier("thorough")
 @WAYS
 def test_failures_that_do_not_follow_each_other_end_nothing(train, look, disk, in_step, way):
     in_step({3: disk.full, 6: disk.mended, 9: disk.full, 12: disk.mended})

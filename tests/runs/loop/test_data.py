@@ -100,6 +100,7 @@ def test_gpt2s_tokens_are_refused_for_a_small_vocabulary_before_they_are_read(tm
     check_vocabulary(make_config({"model": {"name": "gpt2-124m"}, "data": {"source": str(tmp_path)}}))
 
 
+@pytest.mark.tier("thorough")
 def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_path, train, look):
     _, prepared = corpus
     source = write_as("llm.c", prepared, tmp_path / "c")
@@ -134,6 +135,7 @@ def test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch(
     assert runs[0].column("loss")[0] == pytest.approx(together.column("loss")[0], rel=0.01)
 
 
+@pytest.mark.tier("thorough")
 def test_a_mixture_of_text_and_tokens_goes_on_where_it_stopped(corpus, tmp_path, train, look):
     text, prepared = corpus
     source = write_as("megatron", prepared, tmp_path / "x")

@@ -86,6 +86,7 @@ def test_tied_weights_count_once(tiny, tmp_path):
     assert space.bytes - files * 65536 == 3 * parameters + of_steps
 
 
+@pytest.mark.tier("thorough")
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(train, tmp_path):
     with pytest.raises(
         UserError, match=r"needs [\d.,]+ TiB and \d+ inodes, for 20000001 more .* and its disk"
@@ -95,6 +96,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(train, tmp_pa
     train(changes={"checkpoint.keep": 2})
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("size", "inodes"), [("1m", 1000), ("100m", 12)], ids=["bytes", "inodes"])
 def test_a_real_disk_that_is_too_small(narrowgauge, line, small_disk, size, inodes):
     disk = small_disk(size, inodes)

@@ -86,6 +86,7 @@ def test_the_tokenizer_is_kept(train):
     assert load_tokenizer(path / "tokenizer.json").encode("coal") == list(b"coal")
 
 
+@pytest.mark.tier("thorough")
 def test_the_same_seed_gives_the_same_run_and_another_another(train, look):
     first, again, other = (
         train(name, {"training.seed": seed}) for name, seed in (("a", 1), ("b", 1), ("c", 2))
@@ -125,6 +126,7 @@ def test_recomputing_changes_no_bit(train, look, name, recompute):
     assert look(kept).trajectory == look(again).trajectory
 
 
+@pytest.mark.tier("thorough")
 def test_what_is_shown_and_kept_moves_nothing(train, look):
     changes = {"log.every": 1, "checkpoint.every": 3, "checkpoint.keep": 5, "validation.every": 3}
     plain, chatty = look(train("plain")), look(train("chatty", changes))
@@ -148,6 +150,7 @@ def test_the_schedule_is_kept(train, look, kind, expected):
     assert look(path).column("lr") == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.tier("thorough")
 def test_a_done_run_is_left_alone(train, look):
     path = train()
     files = {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
@@ -157,6 +160,7 @@ def test_a_done_run_is_left_alone(train, look):
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"} == files
 
 
+@pytest.mark.tier("thorough")
 def test_an_end_that_was_killed_is_made_again_once(train, look):
     path = train()
     before = look(path).trajectory
@@ -167,6 +171,7 @@ def test_an_end_that_was_killed_is_made_again_once(train, look):
     assert look(path).status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")
 def test_the_configuration_it_leaves_makes_the_run_again(train, look, tmp_path):
     path = train(changes={"recipe.name": "nvfp4", "recipe.fprop.x": "mxfp8", "optimizer.betas": "0.8,0.9"})
     again = run(load_values(path / "config.toml"), tmp_path / "again")
@@ -225,6 +230,7 @@ def test_a_vocabulary_too_small_is_refused(train, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("cut", [1, 2, 1000])
 def test_a_token_file_cut_short_is_refused(train, tmp_path, monkeypatch, cut):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
@@ -254,6 +260,7 @@ def test_a_run_in_use_is_refused(train, tmp_path):
         train()
 
 
+@pytest.mark.tier("thorough")
 def test_going_back_over_a_deleted_checkpoint_gives_the_same_run(train, look):
     path = train(changes={"recipe.name": "nvfp4"})
     before = look(path).trajectory
@@ -272,6 +279,7 @@ def test_a_run_that_diverges_leaves_its_page(line, tmp_path, capsys):
     assert '<p class="failed">The run failed after step ' in page
 
 
+@pytest.mark.tier("thorough")
 def test_a_short_run_is_read_at_its_last_step(train):
     path = train(changes={"recipe.name": "mxfp4"})
     lines = [json.loads(text) for text in (path / "gauges.jsonl").read_text().splitlines()]

@@ -155,6 +155,7 @@ def test_a_place_is_wide_for_as_long_as_is_said(train, look, outgrown):
     assert open_run(ran.path, "cpu").model.blocks[0].down.spec.casts["fprop.x"].name == "e4m3"
 
 
+@pytest.mark.tier("thorough")
 def test_a_step_that_is_not_finite_for_another_reason_is_skipped(train, look, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", Trainer.train_step)
     gradient([3], math.nan, "blocks.1.down")

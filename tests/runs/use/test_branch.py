@@ -31,6 +31,7 @@ def test_a_branch_is_the_shorter_run_bit_for_bit(train, tiny, look, tmp_path, re
     assert [event["step"] for event in look(out).events("branch")] == [4]
 
 
+@pytest.mark.tier("thorough")
 def test_a_branch_that_cannot_be_is_refused(train, tiny, tmp_path):
     trunk = train("trunk", LONG)
     with pytest.raises(UserError, match=r"no whole checkpoint of step 6 \(kept: 4, 8, 12\)"):
@@ -44,6 +45,7 @@ def test_a_branch_that_cannot_be_is_refused(train, tiny, tmp_path):
     assert not any((tmp_path / name).exists() for name in "abcd")
 
 
+@pytest.mark.tier("thorough")
 def test_the_command_makes_it_once_and_goes_on(train, look, tmp_path, capsys):
     trunk, out = train("trunk", LONG), tmp_path / "out"
     line = ["train", "--branch", f"{trunk}@4", "--steps", "8", "--out", str(out)]

@@ -73,6 +73,7 @@ def test_a_stopped_run_goes_on(train, look, tmp_path):
     assert records(after)[8] == pytest.approx(whole[8], rel=0.01)
 
 
+@pytest.mark.tier("thorough")
 def test_only_an_empty_directory_is_filled(train, tmp_path):
     before = train("before", WIDE)
     with pytest.raises(
@@ -110,6 +111,7 @@ def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
         trainer.restore(there)
 
 
+@pytest.mark.tier("thorough")
 def test_state_that_a_rule_has_changed_by_then_is_written_as_it_is_kept_then(train, look, tmp_path):
     before = train("before", WIDE | {"recipe.name": "bf16", "training.steps": 4})
     recipe = tmp_path / "later.toml"

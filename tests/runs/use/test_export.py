@@ -179,6 +179,7 @@ IF4 = 'fprop.w = {cast = "nvfp4", candidates = ["e2m1", "int4"], choose = "mse"}
 KEPT = 'fprop.KEY = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "mxfp8"}'
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("places", "key"),
     [(IF4, "elements"), (f"{KEPT.replace('KEY', 'x')}\n{KEPT.replace('KEY', 'w')}", "keep_channels = 0.1")],

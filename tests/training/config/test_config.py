@@ -170,6 +170,7 @@ VALUES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.tier("thorough")
 @given(VALUES)
 def test_the_text_makes_the_same_configuration(values):
     config = make_config(values)

@@ -23,6 +23,7 @@ def again(tiny, tmp_path):
     return do
 
 
+@pytest.mark.tier("thorough")
 def test_every_difference_is_told(train, again):
     path = train()
     before = (path / "config.toml").read_text()
@@ -99,6 +100,7 @@ def test_the_order_of_the_data_goes_on_under_another_batch_size(train, again, lo
     assert states == [6 * 2 + 4, 6 * 2 + 8]
 
 
+@pytest.mark.tier("thorough")
 def test_tokens_are_those_that_were_seen(train, again, look):
     path = interrupted(train())
     values = {"training.batch_size": 4, "data.sequence_length": 16, "training.steps": 8}
@@ -145,6 +147,7 @@ def test_another_text_of_the_recipe(tiny, tmp_path, look):
     assert "e5m2" in (path / "recipe.toml").read_text()
 
 
+@pytest.mark.tier("thorough")
 def test_another_text_of_the_data(tiny, tmp_path, look):
     values = tiny({"data.source": write_text(tmp_path / "mine", seed=1)})
     path = interrupted(run(values, tmp_path / "run"))
@@ -159,6 +162,7 @@ def test_another_text_of_the_data(tiny, tmp_path, look):
     run(values, path)
 
 
+@pytest.mark.tier("thorough")
 def test_another_version_of_torch(train, again, look):
     path = interrupted(train())
     file = path / "metrics.jsonl"

@@ -57,6 +57,7 @@ class Refusing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp4", "nvfp4", "msamp-o2"])
 def test_a_step_asks_for_nothing_that_is_refused(recipe, train, flags):
     """Two steps with gauges, on a CPU in torch's strict mode."""

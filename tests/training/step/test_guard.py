@@ -86,6 +86,7 @@ def amaxes(trainer):
     return {n: t.item() for n, t in recipe_tensors(trainer.model).items() if n.endswith(".amax")}
 
 
+@pytest.mark.tier("thorough")
 def test_one_bad_step_is_skipped_once_and_told(spoiled, train, look):
     spoiled(3)
     path = train(changes={"training.steps": 8})
@@ -99,6 +100,7 @@ def test_one_bad_step_is_skipped_once_and_told(spoiled, train, look):
     assert look(path).status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")
 def test_bad_steps_that_are_not_in_a_row_do_not_stop_it(spoiled, train, look):
     spoiled(2, 3, 5, 6)
     path = train(changes={"training.steps": 8, "guard.max_skips": 2})
@@ -106,6 +108,7 @@ def test_bad_steps_that_are_not_in_a_row_do_not_stop_it(spoiled, train, look):
     assert look(path).status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")
 def test_too_many_in_a_row_stop_it(spoiled, train, look, tmp_path):
     spoiled(*range(4, 100))
     with pytest.raises(
@@ -122,6 +125,7 @@ def test_too_many_in_a_row_stop_it(spoiled, train, look, tmp_path):
             assert all(map(is_finite, group.values()))
 
 
+@pytest.mark.tier("thorough")
 def test_skips_in_a_row_are_counted_across_a_stop(spoiled, train, look, tmp_path):
     spoiled(*range(3, 100))
     changes = {"guard.max_skips": 3, "checkpoint.every": 4, "training.steps": 50}

@@ -30,6 +30,7 @@ def test_a_run_repeats_and_goes_on_to_the_same_digits(train, look, name):
     assert look(again).trajectory == expected
 
 
+@pytest.mark.tier("thorough")
 def test_delayed_scales_are_in_the_checkpoint_and_used_by_who_opens_the_run(train):
     path = train(changes={"recipe.name": "fp8-delayed"})
     histories = [m for m in open_run(path, "cpu").model.modules() if type(m).__name__ == "AmaxHistory"]
