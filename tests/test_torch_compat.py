@@ -110,7 +110,7 @@ def test_a_dispatch_mode_sees_operations_and_collectives(four_fake_ranks):
             if func.namespace == "c10d":
                 groups.append(compat.group_of_collective(args))
             names.append(func.name())
-            return func(*args, **(kwargs or {}))
+            return compat.wait_for(func(*args, **(kwargs or {})))
 
     names, groups = [], []
     with Mode():

@@ -176,7 +176,7 @@ def test_the_command(narrowgauge, line, tmp_path):
     [
         (["--peers", "torch fp33"], "unknown peer 'torch fp33'; the nearest is 'torch fp32'"),
         (["--peers", "torchao tensorwise"], "peer 'torchao tensorwise' "),
-        (["--rounds", "none"], "--rounds none: it is a whole number above 0"),
+        (["--rounds", "none"], "--rounds none: it must be a whole number above 0"),
     ],
 )
 def test_what_cannot_be(narrowgauge, line, words, sentence):

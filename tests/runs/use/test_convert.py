@@ -134,5 +134,5 @@ def test_where_state_lies_is_kept_and_what_is_left_out_is_said(narrowgauge, trai
     before, after = train("before", WIDE | {"training.steps": 4} | places), tmp_path / "after"
     done = narrowgauge("convert", before, "--recipe", "mxfp8", "--out", after)
     assert done.code == 0, done.err
-    assert "left out: recipe.gather, recipe.wgrad.x, set over the old recipe" in done.out
+    assert "left out: recipe.gather, recipe.wgrad.x, set on top of the old recipe" in done.out
     assert RunDirectory(after).config().spec.recipe.offload == ("m", "v")
