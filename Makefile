@@ -100,8 +100,10 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
+# With the torch that is there: an extra that needs another one is an error, and no silent exchange.
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' \
+	  $$($(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch').partition('+')[0])")
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.run
