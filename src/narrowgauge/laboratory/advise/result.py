@@ -141,7 +141,6 @@ _HEAD = ("", "recipe", "layout", "GiB", "tokens", "time", "cost", "gap", "90 %",
 
 
 def _cells(number: int, a: Answer) -> tuple[str, ...]:
-    gap, extra = a.forecast.gap_percent, a.extra_tokens
     return (
         f"{number}",
         a.recipe,
@@ -150,8 +149,16 @@ def _cells(number: int, a: Answer) -> tuple[str, ...]:
         human_count(a.tokens),
         human_duration(86_400 * a.days),
         "" if a.cost is None else f"{a.cost:,.2f} {a.currency}".strip(),
-        "not known" if gap is None else f"{gap.mean:+.2f} %",
-        "" if gap is None else f"{gap.low:+.2f} to {gap.high:+.2f}",
-        "" if extra is None else f"{extra:+.0f} %" if extra < 1e4 else "never",
-        f"{a.forecast.points}" if gap is not None else "",
+        *_evidence(a),
     )
+
+
+def _evidence(a: Answer) -> tuple[str, str, str, str]:
+    """The gap, its interval, the tokens that buy it back, and the points behind them."""
+    gap, extra = a.forecast.gap_percent, a.extra_tokens
+    if gap is None:
+        return "not known", "", "", ""
+    if gap.low == gap.high == 0.0:
+        return "reference", "", "", ""
+    tokens = "" if extra is None else f"{extra:+.0f} %" if extra < 1e4 else "never"
+    return f"{gap.mean:+.2f} %", f"{gap.low:+.2f} to {gap.high:+.2f}", tokens, f"{a.forecast.points}"
