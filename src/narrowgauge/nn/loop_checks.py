@@ -49,6 +49,11 @@ def count_steps(layer: CountsSteps) -> None:
     _listen_to_optimizers()
 
 
+def counting_layers() -> list[CountsSteps]:
+    """The living layers that `count_steps` has seen, of all models, in no order."""
+    return list(_COUNTING)
+
+
 @cache
 def _listen_to_optimizers() -> None:
     register_optimizer_step_post_hook(_notify_layers)
@@ -56,7 +61,7 @@ def _listen_to_optimizers() -> None:
 
 def _notify_layers(*_: Any) -> None:
     round_updates()
-    for layer in list(_COUNTING):
+    for layer in counting_layers():
         layer.optimizer_stepped()
 
 
