@@ -150,8 +150,32 @@ def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
     again = trainer_of(tmp_path, trainer_kwargs(model(seed=1), recipe, lr=LR), **saving)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses_of(again) == losses_of(whole)
-    weights = whole.model.state_dict()
-    for name, tensor in again.model.state_dict().items():
+    assert_same_weights(whole.model, again.model)
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr"])
+def test_a_finished_optimizer_resumes_to_the_last_digit(recipe, tmp_path):
+    """What the recipe keeps is in the optimizer's own state dict."""
+
+    def trained(seed, **more):
+        given = trainer_kwargs(model(seed), recipe)
+        del given["optimizer_cls_and_kwargs"]
+        optimizer = ng.AdamW(given["model"].parameters(), recipe, lr=LR, weight_decay=0.0)
+        trainer = trainer_of(
+            tmp_path, {**given, "optimizers": (optimizer, None)}, save_strategy="steps", save_steps=3
+        )
+        trainer.train(**more)
+        return trainer
+
+    whole, again = trained(0), trained(1, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses_of(again) == losses_of(whole)
+    assert_same_weights(whole.model, again.model)
+
+
+def assert_same_weights(one, other):
+    weights = one.state_dict()
+    for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
 
 

@@ -35,7 +35,10 @@ def layers_of(parameters: Iterable[torch.Tensor]) -> Layers:
     """The converted layers that multiply with each parameter, in their order in the model."""
     found: dict[int, list[Linear]] = {id(p): [] for p in parameters}
     for layer in counting_layers():
-        if isinstance(layer, Linear) and (key := id(layer._parameters.get("weight"))) in found:
+        if (
+            isinstance(layer, Linear)
+            and (key := id(dict(layer.named_parameters(recurse=False)).get("weight"))) in found
+        ):
             found[key].append(layer)
     return {key: sorted(layers, key=lambda layer: layer.index) for key, layers in found.items()}
 

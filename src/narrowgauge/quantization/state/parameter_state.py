@@ -159,8 +159,8 @@ class ParamState:
     def load(self, x: torch.Tensor) -> None:
         """Take values from a state dict. Those that the weight has already leave its finer master alone."""
         weight, x = self.require_weight(), x.to(self.device).float()
-        # Processes that compute one scale together must not go separate ways.
-        if weight.shares_scale or x.is_meta or not torch.allclose(weight.read(), x, rtol=0, atol=0, equal_nan=True):
+        is_here = not (weight.shares_scale or x.is_meta)  # processes of one scale must all write, or none
+        if not (is_here and torch.allclose(weight.read(), x, rtol=0, atol=0, equal_nan=True)):
             self.write(x)
 
     def tensors(self) -> dict[str, torch.Tensor]:
