@@ -8,6 +8,7 @@ So the optimizer's state of a parameter includes what a resume to the same digit
     recipe.weight.*, .master.*  its scales, and its master
     recipe.I.PLACE.*            histories of the I-th layer that multiplies with it, such as delayed scales
     recipe.I.position           the step of that layer, and the keys of its random streams
+    recipe.shard                which process's shard all this is of (FSDP2)
 
 Codes and master go only into a model that already has the weights they belong to: an optimizer's state dict
 never changes what `model.load_state_dict` has loaded by more than the rounding of its format. Weights that
@@ -19,14 +20,16 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from narrowgauge.collectives import all_reduce_max
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import counting_layers
-from narrowgauge.quantization import ParamState, state_of, stored_tensor
+from narrowgauge.quantization import ParamState, local_tensor, state_of, stored_tensor
 
 PREFIX = "recipe."  # of the names in a parameter's state
-POSITION = "position"
+POSITION, SHARD = "position", f"{PREFIX}shard"
 
 Layers = Mapping[int, list[Linear]]  # by the id of the weight
 
@@ -45,8 +48,15 @@ def layers_of(parameters: Iterable[torch.Tensor]) -> Layers:
 
 def carried_tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
     """The recipe's state of a parameter by name, copied, because loading the model's weights changes it."""
-    positions = {f"{PREFIX}{i}.{POSITION}": _as_tensor(layer.position()) for i, layer in _stepped(p, layers)}
-    return {name: t.clone() for name, t in _tensors(p, layers).items()} | positions
+    own = {f"{PREFIX}{i}.{POSITION}": _as_tensor(layer.position()) for i, layer in _stepped(p, layers)}
+    if isinstance(p, DTensor):
+        own[SHARD] = _shard_number(p)
+    return own | {name: t.clone() for name, t in _tensors(p, layers).items()}
+
+
+def _shard_number(p: DTensor) -> torch.Tensor:
+    """int64, the coordinates of this process among those that share a parameter."""
+    return torch.tensor(p.device_mesh.get_coordinate(), dtype=torch.int64)
 
 
 def _tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
@@ -68,12 +78,25 @@ def _stepped(p: torch.Tensor, layers: Layers) -> list[tuple[int, Linear]]:
     return [(i, layer) for i, layer in enumerate(layers[id(p)]) if layer.has_memory]
 
 
+def _is_others(p: DTensor, number: torch.Tensor) -> bool:
+    """Whether a saved state is not of its shard on any process; all of them have to stop."""
+    mesh, is_own = p.device_mesh, torch.equal(number.cpu(), _shard_number(p))
+    flag = torch.tensor(float(not is_own), device=local_tensor(p).device)
+    return bool(all_reduce_max(flag, [mesh.get_group(i) for i in range(mesh.ndim)]))
+
+
 def require_loadable(p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.Tensor]) -> None:
     """Require that a parameter takes a saved state of its recipe.
 
     Raises:
-        UserError: It is of another recipe, or of other weights than the parameter has.
+        UserError: It is of another recipe, of another process's shard, or of other weights than the
+            parameter has.
     """
+    if isinstance(p, DTensor) and SHARD in saved and _is_others(p, saved[SHARD]):
+        raise UserError(
+            "the optimizer's state is that of another process's shard: torch.distributed.checkpoint keeps "
+            "one process's for all; let each process save its own narrowgauge.state_dict(model, optimizer)"
+        )
     current = carried_tensors(p, layers)
     ours, theirs = ({(k, t.dtype, t.shape) for k, t in state.items()} for state in (current, saved))
     if different := ours ^ theirs:
