@@ -110,6 +110,18 @@ def test_the_optimizer_before_the_model_is_refused(recipe):
     assert all(torch.equal(t, before[key]) for key, t in m.state_dict().items())
 
 
+def test_layers_of_an_earlier_conversion_do_not_count():
+    m, optimizer = make("nvfp4")
+    earlier = list(m)
+    ng.convert(m, "nvfp4", keep=[])
+    train(m, optimizer, [1])
+    assert m[0] is not earlier[0]
+    other, its_optimizer = make("nvfp4")
+    other.load_state_dict(m.state_dict())
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    assert train(other, its_optimizer, [2]) == train(m, optimizer, [2])
+
+
 def test_the_state_under_another_recipe_is_refused():
     (_m, optimizer), (_other, its_optimizer) = make("fp8"), make("fp8-delayed")
     with pytest.raises(UserError, match=r"of a model under another recipe: .* differs"):

@@ -35,15 +35,17 @@ Layers = Mapping[int, list[Linear]]  # by the id of the weight
 
 
 def layers_of(parameters: Iterable[torch.Tensor]) -> Layers:
-    """The converted layers that multiply with each parameter, in their order in the model."""
-    found: dict[int, list[Linear]] = {id(p): [] for p in parameters}
+    """The converted layers that multiply with each parameter, in their order in the model.
+
+    A second `convert` makes other layers; the first ones may live on, and do not count.
+    """
+    found: dict[int, dict[int, Linear]] = {id(p): {} for p in parameters}
     for layer in counting_layers():
-        if (
-            isinstance(layer, Linear)
-            and (key := id(dict(layer.named_parameters(recurse=False)).get("weight"))) in found
-        ):
-            found[key].append(layer)
-    return {key: sorted(layers, key=lambda layer: layer.index) for key, layers in found.items()}
+        if isinstance(layer, Linear):
+            weight = dict(layer.named_parameters(recurse=False)).get("weight")
+            if id(weight) in found:
+                found[id(weight)][layer.index] = layer
+    return {key: [layers[i] for i in sorted(layers)] for key, layers in found.items()}
 
 
 def carried_tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
