@@ -81,7 +81,7 @@ def test_fsdp_is_resumed_bit_for_bit(ranks, name):
     assert ranks(2, "jobs_data_parallel.resumed", recipe=name) == [True, True]
 
 
-@pytest.mark.tier("thorough", keep=("nvfp4", "msamp-o3"))
+@pytest.mark.tier("thorough", keep=("nvfp4",))
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco"])
 def test_a_state_dict_of_rank_0_arrives_under_fsdp_or_is_refused(ranks, name):
     for found in ranks(2, "jobs_data_parallel.broadcast_from_rank_0", recipe=name):
@@ -91,6 +91,7 @@ def test_a_state_dict_of_rank_0_arrives_under_fsdp_or_is_refused(ranks, name):
             assert "give new ones with load_state_dict or before narrowgauge.fully_shard" in found
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o2",))
 @pytest.mark.parametrize("name", ["nvfp4", "msamp-o2"])
 def test_a_shard_of_another_process_is_refused(ranks, name, tmp_path):
     """torch's checkpoint takes plain tensors for copies of one another, and keeps one process's."""
