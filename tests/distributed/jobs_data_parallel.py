@@ -5,7 +5,14 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -256,6 +263,33 @@ def resumed(recipe):
     steps(other, its_optimizer, (3, 4))
     ours, theirs = weights(model), weights(other)
     return all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+def broadcast_from_rank_0(recipe):
+    """FSDP2, and a full state dict that only rank 0 has: the sentence, or whether all have its weights."""
+    model = cut(net(recipe), ng.fully_shard)
+    start = {name: t.detach().clone() for name, t in net(recipe, seed=3).state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    try:
+        set_model_state_dict(model, dict(start) if dist.get_rank() == 0 else {}, options=options)
+    except UserError as error:
+        return str(error)
+    return all(torch.equal(t, start[name]) for name, t in weights(model).items())
+
+
+def through_torchs_checkpoint(recipe, folder):
+    """FSDP2 and `torch.distributed.checkpoint`: the sentence with which each rank refuses the state."""
+    model = cut(net(recipe), ng.fully_shard)
+    optimizer = optimizer_of(model, recipe)
+    steps(model, optimizer, (1, 2))
+    for use in (dcp.save, dcp.load):
+        its_weights, state = get_state_dict(model, optimizer)
+        use({"model": its_weights, "optimizer": state}, checkpoint_id=folder)
+    try:
+        set_optimizer_state_dict(model, optimizer, state)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def from_meta(recipe):

@@ -81,6 +81,24 @@ def test_fsdp_is_resumed_bit_for_bit(ranks, name):
     assert ranks(2, "jobs_data_parallel.resumed", recipe=name) == [True, True]
 
 
+@pytest.mark.tier("thorough", keep=("nvfp4",))
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco"])
+def test_a_state_dict_of_rank_0_arrives_under_fsdp_or_is_refused(ranks, name):
+    for found in ranks(2, "jobs_data_parallel.broadcast_from_rank_0", recipe=name):
+        if name in ("fp8", "nvfp4"):
+            assert found is True
+        else:
+            assert "give new ones with load_state_dict or before narrowgauge.fully_shard" in found
+
+
+@pytest.mark.tier("thorough", keep=("msamp-o2",))
+@pytest.mark.parametrize("name", ["nvfp4", "msamp-o2"])
+def test_a_shard_of_another_process_is_refused(ranks, name, tmp_path):
+    """torch's checkpoint takes plain tensors for copies of one another, and keeps one process's."""
+    found = ranks(2, "jobs_data_parallel.through_torchs_checkpoint", recipe=name, folder=str(tmp_path))
+    assert all(map(is_on_page, found))
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_fsdp_from_the_meta_device(ranks, name):
     for found in ranks(2, "jobs_data_parallel.from_meta", recipe=name):

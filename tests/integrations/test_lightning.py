@@ -60,7 +60,7 @@ def fit(m, recipe, path, steps=6, ckpt=None, decay_step=None, **more):
         max_steps=steps,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        plugins=[NarrowPrecision(recipe, decay_step=decay_step)],
+        plugins=[] if more.pop("by_hand", False) else [NarrowPrecision(recipe, decay_step=decay_step)],
         default_root_dir=path,
         enable_checkpointing=False,
         **QUIET,
@@ -103,6 +103,22 @@ def test_resumed_by_lightnings_own_means_to_the_last_digit(recipe, tmp_path):
     fit(whole, recipe, tmp_path)
     fit(first, recipe, tmp_path, steps=3).save_checkpoint(tmp_path / "three.ckpt")
     fit(again, recipe, tmp_path, ckpt=tmp_path / "three.ckpt")
+    assert first.losses + again.losses == whole.losses
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+
+
+@pytest.mark.tier("thorough", keep=("nvfp4", "msamp-o3"))
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", "nvfp4", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr", "eco"]
+)
+def test_a_model_converted_by_hand_resumes_to_the_last_digit_without_the_plugin(recipe, tmp_path):
+    whole, first, again = Model(recipe), Model(recipe), Model(recipe, seed=1)
+    for m in (whole, first, again):
+        ng.convert(m, recipe)
+    fit(whole, recipe, tmp_path, by_hand=True)
+    fit(first, recipe, tmp_path, steps=3, by_hand=True).save_checkpoint(tmp_path / "three.ckpt")
+    fit(again, recipe, tmp_path, ckpt=tmp_path / "three.ckpt", by_hand=True)
     assert first.losses + again.losses == whole.losses
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, whole.state_dict()[name]), name

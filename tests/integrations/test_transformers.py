@@ -150,8 +150,32 @@ def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
     again = trainer_of(tmp_path, trainer_kwargs(model(seed=1), recipe, lr=LR), **saving)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses_of(again) == losses_of(whole)
-    weights = whole.model.state_dict()
-    for name, tensor in again.model.state_dict().items():
+    assert_same_weights(whole.model, again.model)
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr"])
+def test_a_finished_optimizer_resumes_to_the_last_digit(recipe, tmp_path):
+    """What the recipe keeps is in the optimizer's own state dict."""
+
+    def trained(seed, **more):
+        given = trainer_kwargs(model(seed), recipe)
+        del given["optimizer_cls_and_kwargs"]
+        optimizer = ng.AdamW(given["model"].parameters(), recipe, lr=LR, weight_decay=0.0)
+        trainer = trainer_of(
+            tmp_path, {**given, "optimizers": (optimizer, None)}, save_strategy="steps", save_steps=3
+        )
+        trainer.train(**more)
+        return trainer
+
+    whole, again = trained(0), trained(1, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses_of(again) == losses_of(whole)
+    assert_same_weights(whole.model, again.model)
+
+
+def assert_same_weights(one, other):
+    weights = one.state_dict()
+    for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
 
 
@@ -294,18 +318,43 @@ def test_trls_trainer_takes_the_same_arguments(tmp_path):
 
     rows = [{"input_ids": e["input_ids"].tolist()} for e in examples(8)]
     config = SFTConfig(tmp_path, max_steps=2, report_to=[], use_cpu=True, bf16=False, logging_steps=1)
-    trainer = sft(SFTTrainer, config, rows, trainer_kwargs(model(), "nvfp4", lr=LR))
+    trainer = trl_trainer(SFTTrainer, config, rows, trainer_kwargs(model(), "nvfp4", lr=LR))
     trainer.train()
     assert [row["narrowgauge/skips"] for row in trainer.state.log_history if "loss" in row] == [0, 0]
 
 
-def sft(trainer_class, config, rows, given):
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_trls_preferences_are_learned_against_a_plain_reference(tmp_path):
+    from trl import DPOConfig, DPOTrainer
+
+    words = [" ".join(f"<{t}>" for t in e["input_ids"]) for e in examples(8)]
+    rows = [
+        {"prompt": a[:20], "chosen": a[20:], "rejected": b[20:]}
+        for a, b in zip(words, reversed(words), strict=True)
+    ]
+    config = {"max_steps": 6, "report_to": [], "use_cpu": True, "bf16": False, "logging_steps": 1}
+    reference, given = model(), trainer_kwargs(model(), "nvfp4", lr=LR)
+    del given["optimizer_cls_and_kwargs"]  # which DPOTrainer does not take
+    given["optimizers"] = (ng.AdamW(given["model"].parameters(), "nvfp4", lr=LR, weight_decay=0.0), None)
+    before = {name: t.clone() for name, t in reference.state_dict().items()}
+    trainer = trl_trainer(DPOTrainer, DPOConfig(tmp_path, **config), rows, {**given, "ref_model": reference})
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["narrowgauge/skips"] for row in logged] == [0] * 6
+    assert abs(logged[0]["loss"] - math.log(2)) < 0.05, "policy and reference have the same weights"
+    assert logged[-1]["loss"] < 0.9 * logged[0]["loss"]
+    assert logged[-1]["rewards/margins"] > 0
+    assert all(torch.equal(t, before[name]) for name, t in reference.state_dict().items())
+
+
+def trl_trainer(trainer_class, config, rows, given):
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {f"<{i}>": i for i in range(64)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="<1>", pad_token="<2>", unk_token="<0>"
     )

@@ -31,7 +31,11 @@ def batch(number=1):
 
 def train(m, name, run=None, numbers=(1, 2, 3), says_step=False):
     """Weights after some steps; `run` calls the model."""
-    optimizer = ng.AdamW(m.parameters(), name, lr=1e-2)
+    return go_on(m, ng.AdamW(m.parameters(), name, lr=1e-2), numbers, run, says_step)
+
+
+def go_on(m, optimizer, numbers, run=None, says_step=False):
+    """Weights after some more steps."""
     for number in numbers:
         if says_step:
             ng.set_step(m, 0, number, 0)

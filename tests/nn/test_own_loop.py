@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
+from narrowgauge.errors import UserError
 from narrowgauge.quantization import gradient_of, has_gradient, state_of
-from nn.own_loop import NARROW, WIDE, assert_same, batch, model, numbers_of, row, train
+from nn.own_loop import NARROW, WIDE, assert_same, batch, is_on_page, model, numbers_of, row, train
 
 
 @row("optimizers of torch's, schedule-free, bitsandbytes")  # all of them in test_other_optimizers.py
@@ -52,6 +53,15 @@ def test_micro_batches_add_up(name):
         total = sum(both)
         tolerance = 0.3 if state_of(p).gradient is not None else 1e-6  # each sum is rounded, up or down
         torch.testing.assert_close(gradient_of(p), total, rtol=0, atol=tolerance * total.abs().max().item())
+
+
+@row("a second derivative (gradient penalties, Hessians)")
+def test_a_second_derivative_is_refused(name):
+    x = batch().requires_grad_()
+    (slope,) = torch.autograd.grad(model(name)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(UserError) as raised:
+        (slope.norm(dim=1) - 1).square().mean().backward()
+    assert is_on_page(raised.value)
 
 
 @row("`clip_grad_norm_`, torch's or the optimizer's")

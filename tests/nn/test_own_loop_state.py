@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.errors import UserError
 from narrowgauge.quantization import state_of
-from nn.own_loop import assert_same, batch, model, numbers_of, row, train
+from nn.own_loop import NARROW, assert_same, batch, go_on, is_on_page, model, numbers_of, row, train
 
 
 @row("`copy.deepcopy`")
@@ -45,6 +46,21 @@ def test_saved_state(name):
     torch.save(m.state_dict(), file)
     file.seek(0)
     assert_same(torch.load(file, weights_only=True), trained)
+
+
+@row("both `state_dict`s, as DCP, accelerate and Lightning save them: resume")  # optim/test_carried_state.py
+def test_both_state_dicts(name):
+    m, other = model(name), model(name, seed=5)
+    optimizer, its_optimizer = (ng.AdamW(each.parameters(), name, lr=1e-2) for each in (m, other))
+    go_on(m, optimizer, (1, 2))
+    saved = copy.deepcopy((m.state_dict(), optimizer.state_dict()))
+    if name in NARROW:
+        with pytest.raises(UserError) as raised:
+            its_optimizer.load_state_dict(saved[1])
+        assert is_on_page(raised.value)
+    other.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    assert_same(go_on(other, its_optimizer, (3,)), go_on(m, optimizer, (3,)))
 
 
 @row("`torch.save` of the whole model")

@@ -95,7 +95,7 @@ def test_it_waits_for_the_copies_to_the_host_that_it_holds(monkeypatch):
     for take, devices in (
         (lambda: ng.state_dict(m, optimizer), [0, 1]),
         (lambda: recipe_tensors(m), [0]),
-        (optimizer.state_dict, [1]),
+        (optimizer.state_dict, [1, 0]),
         (lambda: optimizer.tensors({p: n for n, p in m.named_parameters()}), [1]),
     ):
         waits.clear()

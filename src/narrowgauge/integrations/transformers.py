@@ -93,7 +93,7 @@ class TrainerAdamW(AdamW):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, and under "narrowgauge" the model's `recipe_state` and sums of its bits."""
         state = {**recipe_state(self.narrow_model), WEIGHTS: _bit_sums(self.narrow_model)}
-        return {**super().state_dict(), STATE: state}
+        return {**self.own_state_dict(), STATE: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict` in optimizer and model.

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.activation import swiglu_by_kernel, swiglu_codes, swiglu_gradient_codes
 from narrowgauge.kernels.amax import amax_of_gradient
@@ -19,6 +18,7 @@ from narrowgauge.kernels.recompute import is_discarding, is_unread, once
 from narrowgauge.nn.gemm import QuantizedOperand, multiply
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.operands import LayerSpec, Operands, keep_operand
+from narrowgauge.nn.second_derivative import once_differentiable
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast

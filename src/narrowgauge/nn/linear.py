@@ -435,7 +435,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         key, weight = f"{prefix}weight", self._own_weight()
         is_replaced = self.takes_other_parameter
         if weight is not None and key in state_dict and state_dict[key].shape == weight.shape:
-            state_of(weight).write(local_part(state_dict[key], weight))
+            state_of(weight).load(local_part(state_dict[key], weight))
             state_dict = state_dict | {key: weight.detach()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if not is_replaced:

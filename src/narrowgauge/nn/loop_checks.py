@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -36,7 +36,7 @@ class CountsSteps(Protocol):
 #: Optimizer steps after one `set_step` before a warning. Adversarial training takes a few on purpose.
 MOST_UNSAID = 10
 
-_COUNTING: WeakSet[CountsSteps] = WeakSet()
+_COUNTING: WeakKeyDictionary[CountsSteps, None] = WeakKeyDictionary()  # in order
 
 
 def count_steps(layer: CountsSteps) -> None:
@@ -45,8 +45,13 @@ def count_steps(layer: CountsSteps) -> None:
     The optimizer may belong to another model. Its step then also ends a step of this layer, which has no
     effect if the layer has not run since.
     """
-    _COUNTING.add(layer)
+    _COUNTING[layer] = None
     _listen_to_optimizers()
+
+
+def counting_layers() -> list[CountsSteps]:
+    """The living layers that `count_steps` has seen, of all models, the oldest first."""
+    return list(_COUNTING)
 
 
 @cache
@@ -56,7 +61,7 @@ def _listen_to_optimizers() -> None:
 
 def _notify_layers(*_: Any) -> None:
     round_updates()
-    for layer in list(_COUNTING):
+    for layer in counting_layers():
         layer.optimizer_stepped()
 
 

@@ -13,6 +13,7 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.nn.step_state import Stepped
+from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.quantization import state_of, stored_tensor
 
 
@@ -27,7 +28,11 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
         Tensors, not copied, and plain numbers; `torch.load(..., weights_only=True)` reads them.
     """
     state = {"model": model.state_dict(), **recipe_state(model)}
-    return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
+    if optimizer is None:
+        return state
+    if isinstance(optimizer, SavedOptimizer):  # the recipe's state is in `recipe_state`
+        return state | {"optimizer": optimizer.own_state_dict()}
+    return state | {"optimizer": optimizer.state_dict()}
 
 
 def recipe_state(model: torch.nn.Module) -> dict[str, Any]:

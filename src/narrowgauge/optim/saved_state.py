@@ -10,6 +10,13 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import UserError
+from narrowgauge.optim.carried_state import (
+    PREFIX,
+    carried_tensors,
+    layers_of,
+    load_carried,
+    require_loadable,
+)
 from narrowgauge.quantization import QuantizedState
 from narrowgauge.recipes import Recipe
 
@@ -50,6 +57,14 @@ class SavedOptimizer(torch.optim.Optimizer):
             current[key].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
+        """`own_state_dict`, with what the recipe keeps for each parameter (`carried_state.py`)."""
+        saved = self.own_state_dict()
+        layers = layers_of(self.parameters())
+        for p, state in zip(self.parameters(), saved["state"].values(), strict=True):
+            state |= carried_tensors(p, layers)
+        return saved
+
+    def own_state_dict(self) -> dict[str, Any]:
         """The state by position of the parameter, and the groups; only tensors and numbers."""
         positions = {p: i for i, p in enumerate(self.parameters())}
         state = {i: self._tensors_of(p) for p, i in positions.items()}
@@ -59,13 +74,29 @@ class SavedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a `state_dict` back without changing dtypes, as torch's method would.
 
+        Load the model's first. A state of an older release carries nothing of the recipe's.
+
         Raises:
-            UserError: It is the state of another model, recipe or division into groups; nothing was changed.
+            UserError: It is the state of another model, recipe, division into groups, or of other weights
+                than the model has; nothing was changed.
         """
         require_same_groups(self.param_groups, state_dict["param_groups"])
-        names = {p: str(i) for i, p in enumerate(self.parameters())}
-        saved = {f"{i}.{k}": t for i, state in state_dict["state"].items() for k, t in state.items()}
-        self.restore(names, saved)
+        groups = state_dict["param_groups"]
+        # torch's functions for checkpoints name parameters; an older state numbers them, and has no list.
+        keys = [key for group in groups for key in group.get("params", ())] or range(len(self.parameters()))
+        states = {p: state_dict["state"].get(key, {}) for p, key in zip(self.parameters(), keys, strict=True)}
+        own: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in states}
+        carried: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in states}
+        for p, state in states.items():
+            for key, t in state.items():
+                (carried if key.startswith(PREFIX) else own)[p][key] = t
+        layers, names = layers_of(states), {p: str(i) for i, p in enumerate(states)}
+        is_carried = any(carried.values())
+        for p in states if is_carried else ():
+            require_loadable(p, layers, carried[p])
+        self.restore(names, {f"{names[p]}.{key}": t for p, state in own.items() for key, t in state.items()})
+        for p in states if is_carried else ():
+            load_carried(p, layers, carried[p])
         for group, options in zip(self.param_groups, deepcopy(state_dict["param_groups"]), strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
 

@@ -7,8 +7,10 @@ import torch
 
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
+from narrowgauge.report.page.audit import audit
 from narrowgauge.report.page.gauges import heat_data
 from narrowgauge.report.page.memory import memory
+from narrowgauge.report.page.page import render_report
 from narrowgauge.report.page.step_time import step_time
 from narrowgauge.report.read.run import read_run
 
@@ -74,6 +76,23 @@ def test_memory_is_drawn_to_scale(make_run):
     assert 'style="width:37.500%"' in html
     assert 'data-text="fp8, weights: 3.0 MiB, 12.00 bytes a parameter"' in html
     assert 'class="mark" style="left:100.000%"' in html
+
+
+def test_the_layers_of_the_first_step_are_a_table_with_the_unusual_first(make_run):
+    path = make_run()
+    assert audit([read_run(path)]) == ""
+    layers = [
+        {"layer": "a", "cast": "e4m3 x e4m3", "calls": 2, "gradient": True, "note": ""},
+        {"layer": "b<", "cast": None, "calls": None, "gradient": None, "note": "not converted: <why>"},
+        "odd",
+    ]
+    make_run.append(path, json.dumps({"event": "audit", "step": 1, "layers": layers}) + "\n")
+    html = audit([read_run(path)])
+    assert "The linear layers in the first step: 2, 1 with a note" in html
+    assert html.index("<code>b&lt;</code>") < html.index("<code>a</code>")
+    assert "<td>-</td><td>-</td><td>-</td><td>not converted: &lt;why&gt;</td>" in html
+    assert "<td>e4m3 x e4m3</td><td>2</td><td>yes</td><td></td>" in html
+    assert html in render_report([read_run(path)])
 
 
 def test_step_time_stands_beside_its_floor_or_is_left_out(make_run):

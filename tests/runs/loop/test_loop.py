@@ -22,6 +22,7 @@ from narrowgauge.runs.loop.run import run
 from narrowgauge.training import load_values, make_config
 from support.llama2 import write_llama2
 
+NAMES = ("qkv", "attention_out", "gate_up", "down")
 STEP_KEYS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "mfu", "memory_bytes"]
 
 
@@ -53,6 +54,12 @@ def test_events_say_how_it_ran(train, look):
     assert start["command"]
     assert start["parameters"] == 2 * 257 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32 + 64) + 32
     assert [event["step"] for event in look(path).events("save")] == [2, 4, 6]
+    (audited,) = look(path).events("audit")
+    assert audited["step"] == 1
+    assert {layer["layer"]: layer["gradient"] for layer in audited["layers"]} == dict.fromkeys(
+        [*(f"blocks.{i}.{name}" for i in (0, 1) for name in NAMES), "head"], True
+    )
+    assert all(layer["calls"] > 0 for layer in audited["layers"])
     assert (done["event"], done["step"]) == ("done", 6)
     assert look(path).status == {"status": "done", "reason": "all 6 steps"}
     assert steps(path / "checkpoints") == [4, 6]

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.devices import imagined
 from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.second_derivative import once_differentiable
 from narrowgauge.nn.transformer.attention_context import AttentionContext, Part, needs_largest
 
 SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time, in float32

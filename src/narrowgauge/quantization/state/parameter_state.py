@@ -156,6 +156,13 @@ class ParamState:
                 bits = stream if state.cast.is_random else None
                 state.write(x.to(state.device).float(), bits)
 
+    def load(self, x: torch.Tensor) -> None:
+        """Take values from a state dict. Those that the weight has already leave its finer master alone."""
+        weight, x = self.require_weight(), x.to(self.device).float()
+        is_here = not (weight.shares_scale or x.is_meta)  # processes of one scale must all write, or none
+        if not (is_here and torch.allclose(weight.read(), x, rtol=0, atol=0, equal_nan=True)):
+            self.write(x)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint holds next to the parameter: `{"weight.scales": tensor, ...}`."""
         for state in self.by_place().values():

@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowgauge.report.read.run import Run
 
-SILENT = ("memory", "step time")  # shown as bars elsewhere
+SILENT = ("memory", "step time", "audit")  # shown elsewhere
 ROWS = 400  # at most, of all runs together
 PRECISION = "precision change"
 

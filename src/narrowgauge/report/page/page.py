@@ -19,6 +19,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.page import sections
 from narrowgauge.report.page.analysis import analysis
+from narrowgauge.report.page.audit import audit
 from narrowgauge.report.page.curves import page_data
 from narrowgauge.report.page.events import events
 from narrowgauge.report.page.gauges import gauges, heat_data
@@ -78,6 +79,7 @@ def render_report(runs: Sequence[Run], command: str = "", more: str = "") -> str
         more=more,
         gauges=gauges(runs, _template("heat.html")),
         analysis=analysis(runs),
+        audit=audit(runs),
         samples=sections.samples(runs),
         configuration=sections.configuration(runs),
         style=_template("page.css"),

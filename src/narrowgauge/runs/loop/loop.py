@@ -9,6 +9,7 @@ digits. All ranks run the same loop: only rank 0 records, displays and samples, 
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from narrowgauge.checkpoint import choose_step, require_space_for_run
 from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
 from narrowgauge.errors import Failed
+from narrowgauge.nn import audit
 from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.runs.loop.init_weights import start_from_weights
 from narrowgauge.runs.loop.raising import lower_places, record_raises
@@ -128,7 +130,16 @@ def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
 
 
 def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
-    """Take the first step of this process, and record its memory and the estimate."""
+    """Take the first step of this process, and record what its layers computed in, and its memory."""
+    line = _tracked_step(context, trainer, batches, seen)
+    if context.run.plan.spec.recipe.is_narrow and context.coordinator.rank == 0:
+        layers = [asdict(record) for record in audit(trainer.model)]
+        context.directory.record({"event": "audit", "step": trainer.step, "layers": layers})
+    return line
+
+
+def _tracked_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
+    """Take a step, and record its memory and the estimate."""
     run = context.run
     is_hidden = run.plan.compiles and run.device.type != "cuda"  # compiled operations
     if run.memory is None or is_hidden:

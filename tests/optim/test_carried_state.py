@@ -1,0 +1,137 @@
+"""Checkpoints of a model's and an optimizer's state dicts go on to the same digits, or are refused."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.nn import recipe_tensors
+
+RECIPES = ("fp8-delayed", "nvfp4", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr", "eco")
+
+
+def make(recipe, seed=0):
+    torch.manual_seed(seed)
+    m = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), recipe, keep=[])
+    return m, ng.AdamW(m.parameters(), recipe, lr=1e-2, seed=3)
+
+
+def train(m, optimizer, steps):
+    losses = []
+    for step in steps:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        loss = m(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_goes_on(recipe, save, load):
+    """Train, save, train on; and so does another model, with a past of its own, that loads what was saved."""
+    m, optimizer = make(recipe)
+    train(m, optimizer, range(1, 4))
+    saved = save(m, optimizer)
+    expected = train(m, optimizer, range(4, 7))
+    other, its_optimizer = make(recipe, seed=1)
+    train(other, its_optimizer, range(11, 13))
+    load(other, its_optimizer, saved)
+    assert train(other, its_optimizer, range(4, 7)) == expected
+    for ours, theirs in ((m.state_dict(), other.state_dict()), (recipe_tensors(m), recipe_tensors(other))):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(t, theirs[key]) for key, t in ours.items())
+
+
+def through_a_file(path, state):
+    torch.save(state, path / "state.pt")
+    return torch.load(path / "state.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_plain_state_dicts(recipe, tmp_path):
+    def load(m, optimizer, saved):
+        m.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+
+    assert_goes_on(recipe, lambda m, o: through_a_file(tmp_path, [m.state_dict(), o.state_dict()]), load)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchs_distributed_checkpoint(recipe, tmp_path):
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+
+    def save(m, optimizer):
+        weights, state = get_state_dict(m, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+
+    def load(m, optimizer, saved):
+        weights, state = get_state_dict(m, optimizer)
+        found = {"model": weights, "optimizer": state}
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+        set_state_dict(m, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+    assert_goes_on(recipe, save, load)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.filterwarnings("ignore")  # of others' packages
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accelerates_save_state(recipe, tmp_path):
+    from accelerate import Accelerator
+
+    def prepared(m, optimizer):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(m, optimizer)
+        return accelerator
+
+    assert_goes_on(
+        recipe,
+        lambda m, o: prepared(m, o).save_state(tmp_path / "state"),
+        lambda m, o, _: prepared(m, o).load_state(tmp_path / "state"),
+    )
+
+
+@pytest.mark.parametrize("recipe", ["msamp-o2", "bf16-sr", "eco"])
+def test_the_optimizer_before_the_model_is_refused(recipe):
+    first, its_optimizer = make(recipe)
+    train(first, its_optimizer, [1])
+    saved = its_optimizer.state_dict()
+    m, optimizer = make(recipe, seed=1)
+    before = {key: t.clone() for key, t in m.state_dict().items()}
+    with pytest.raises(UserError, match="load the model's state dict first, and then the optimizer's"):
+        optimizer.load_state_dict(saved)
+    assert all(torch.equal(t, before[key]) for key, t in m.state_dict().items())
+
+
+def test_layers_of_an_earlier_conversion_do_not_count():
+    m, optimizer = make("nvfp4")
+    earlier = list(m)
+    ng.convert(m, "nvfp4", keep=[])
+    train(m, optimizer, [1])
+    assert m[0] is not earlier[0]
+    other, its_optimizer = make("nvfp4")
+    other.load_state_dict(m.state_dict())
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    assert train(other, its_optimizer, [2]) == train(m, optimizer, [2])
+
+
+def test_the_state_under_another_recipe_is_refused():
+    (_m, optimizer), (_other, its_optimizer) = make("fp8"), make("fp8-delayed")
+    with pytest.raises(UserError, match=r"of a model under another recipe: .* differs"):
+        optimizer.load_state_dict(its_optimizer.state_dict())
+
+
+def test_the_state_of_an_older_release_loads():
+    (_m, optimizer), (_other, its_optimizer) = make("msamp-o2"), make("msamp-o2", seed=1)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        for key in [key for key in state if key.startswith("recipe.")]:
+            del state[key]
+    its_optimizer.load_state_dict(saved)
