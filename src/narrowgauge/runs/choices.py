@@ -3,6 +3,6 @@
 #: The number of steps that `train --profile` records.
 PROFILED = 3
 #: The formats of `export --to`.
-EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt")
+EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt", "gguf")
 #: The tasks of `eval --task`.
 TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")
