@@ -4,8 +4,8 @@
     transformers    AutoModelForCausalLM, plain weights in float32, narrow ones in the dtype of their folder
 
 A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
-values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 crashes
-in them where a CPU reports AMX that the operating system does not grant.
+values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 ends with
+a segmentation fault in them (Q8_0, on a CPU that reports AMX).
 """
 
 import json
