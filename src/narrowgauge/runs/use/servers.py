@@ -109,9 +109,8 @@ def _llama_cpp(folder: Path, length: int, threads: int) -> Mapping[str, Callable
         return values
 
     module.llama_cpp.llama_model_default_params = without_repacking
-    path = folder if folder.is_file() else folder / GGUF_FILE
     options = {"n_ctx": length, "n_batch": length, "logits_all": True, "verbose": False}
-    model = module.Llama(str(path), **options, n_threads=threads, n_threads_batch=threads)
+    model = module.Llama(str(folder / GGUF_FILE), **options, n_threads=threads, n_threads_batch=threads)
 
     def logits(ids: list[int]) -> NDArray[np.float32]:
         model.reset()
