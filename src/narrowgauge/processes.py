@@ -204,9 +204,10 @@ class Answering:
             raise self._ended() from None
         return self._receive(most_s)
 
-    def end(self) -> None:
-        """End the process if it still runs."""
+    def end(self, grace_s: float = 0.0) -> None:
+        """End the process if it still runs; it may exit by itself within `grace_s` seconds."""
         self._connection.close()
+        self._process.join(grace_s)
         self._process.terminate()
         self._process.join(_END_S)
 

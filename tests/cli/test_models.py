@@ -94,7 +94,7 @@ def test_a_kill_leaves_all_or_nothing(narrowgauge, finished, exported, tmp_path,
 @pytest.mark.parametrize(
     ("spoken", "words"),
     [
-        (["export", "RUN", "--to", "gguf", "--out", "OUT"], ["unknown format 'gguf'", "hf"]),
+        (["export", "RUN", "--to", "onnx", "--out", "OUT"], ["unknown format 'onnx'", "hf"]),
         (["export", "RUN", "--to", "llmc", "--out", "OUT"], ["positions = learned", "--to hf"]),
         (["export", "RUN", "--to", "hf", "--out", "RUN"], ["there already", "--out"]),
         (["export", "RUN", "--to", "hf", "--out", "OUT", "--dtype", "int8"], ["unknown dtype 'int8'"]),

@@ -12,7 +12,7 @@ from narrowgauge import cluster, data  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, positive_integer
 from narrowgauge.recipes.exchange import SOURCES, TARGETS
-from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, TASKS
+from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, SERVERS, TASKS
 
 OWN = "narrowgauge"  # the layout of `prepare` with a manifest
 HEAD = "head"
@@ -215,6 +215,21 @@ def _lint(p: KeyParser) -> None:
     p.add_argument("--json", action="store_true", help="for programs")
 
 
+def _served(p: KeyParser) -> None:
+    p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
+    p.add_argument("--with", dest="server", required=True, metavar="SERVER", help=" | ".join(SERVERS))
+    first = "; ".join(f"{server}: {' | '.join(formats)}" for server, formats in SERVERS.items())
+    p.add_argument("--to", metavar="FORMAT", help=f"what the server reads ({first}; the first)")
+    p.add_argument("--files", type=Path, metavar="DIR", help="serve this export of the run (a new one)")
+    p.add_argument("--data", metavar="SOURCE", help="text, if not the run's")
+    p.add_argument("--sequences", type=int, default=16, help="number of held-out sequences (16)")
+    p.add_argument("--sequence-length", type=int, help="tokens per sequence (the run's)")
+    p.add_argument(
+        "--margin", type=float, default=0.01, help="largest difference of the loss that is equal (0.01)"
+    )
+    p.add_argument("--json", action="store_true", help="for programs")
+
+
 def _model(p: KeyParser) -> None:
     p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
@@ -382,6 +397,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "export": _export,
     "import": _import,
     "lint": _lint,
+    "served": _served,
     "probe": _probe,
     "sensitivity": _sensitivity,
     "search": _search,

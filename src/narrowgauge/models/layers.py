@@ -119,15 +119,21 @@ def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor
     original_positions * f / 2 pi turns in the original context; below `low` turns its frequency is divided by
     `factor`, above `high` it stays, and in between the two are blended linearly in the number of turns.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    freqs = 1.0 / config.rope_theta**exponents
+    freqs, share = rope_frequencies(config, device)
     if config.rope_factor != 1:
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        turns = config.rope_original_positions * freqs / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        freqs = freqs * ((1 - keep) / config.rope_factor + keep)
+        freqs = freqs * share
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
     return cos_sin(angles)
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The frequency of each pair, and the share of it that `rope_factor` leaves: fp32 [head_dim / 2] each."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    freqs = 1.0 / config.rope_theta**exponents
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_positions * freqs / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return freqs, (1 - keep) / config.rope_factor + keep
 
 
 # Above the tensor ids of layers (`nn.step_state`) and of the optimizer's.

@@ -3,6 +3,8 @@
 #: The number of steps that `train --profile` records.
 PROFILED = 3
 #: The formats of `export --to`.
-EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt")
+EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt", "gguf")
+#: The servers of `served --with`, and the formats of `export` that each reads; the first is the default.
+SERVERS = {"llama.cpp": ("gguf",), "transformers": ("hf", "compressed-tensors")}
 #: The tasks of `eval --task`.
 TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")

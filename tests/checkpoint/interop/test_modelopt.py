@@ -44,7 +44,7 @@ def test_every_recipe_is_exact_or_refused(tmp_path, name):
     for layer, module in model.named_modules():
         if isinstance(module, Linear) and module.spec.casts["fprop.w"].is_scaled:
             expected[f"{layer}.weight"] = module.forward_weight()
-    require_read_back(tmp_path, expected)
+    require_read_back(read_folder(tmp_path).tensors, expected)
     found = lint(tmp_path)
     assert not found.findings, found.table()
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_algo"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from narrowgauge.checkpoint.interop.gguf_file import read_gguf
+from narrowgauge.checkpoint.interop.gguf.container import read_gguf
 from narrowgauge.checkpoint.lint.lint import lint
 from narrowgauge.checkpoint.lint.rules import RULES, SOURCES
 from narrowgauge.errors import UserError

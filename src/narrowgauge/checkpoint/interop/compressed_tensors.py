@@ -179,10 +179,10 @@ def narrow_layers(model: torch.nn.Module) -> dict[str, Linear]:
 def _scheme(name: str, layer: Linear) -> CompressionScheme:
     """The scheme of a layer's casts; a `UserError` if the layout cannot express the cast of its weights."""
     x, w = layer.spec.casts["fprop.x"], layer.spec.casts["fprop.w"]
-    layouts = {known: _layout(named_cast(known)) for known in _WEIGHTS}
+    layouts = {known: layout_of(named_cast(known)) for known in _WEIGHTS}
     for known, layout in layouts.items():
-        if layout == _layout(w):
-            inputs = (args for key, args in _INPUTS.items() if _layout(named_cast(key)) == _layout(x))
+        if layout == layout_of(w):
+            inputs = (args for key, args in _INPUTS.items() if layout_of(named_cast(key)) == layout_of(x))
             return replace(_WEIGHTS[known], inputs=next(inputs, None))
     beside = min(
         (_differing(w, layout) for layout in layouts.values()), key=lambda k: ("element" in k, len(k))
@@ -195,11 +195,11 @@ def _scheme(name: str, layer: Linear) -> CompressionScheme:
 
 
 def _differing(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
-    own = _layout(cast)
+    own = layout_of(cast)
     return [key for key in {**own, **layout} if own.get(key) != layout.get(key)]
 
 
-def _layout(cast: Cast) -> dict[str, Any]:
+def layout_of(cast: Cast) -> dict[str, Any]:
     """The keys of a cast that determine what its codes and scales represent."""
     return {key: cast.values()[key] for key in cast.beyond(CHOOSES_CODES)}
 

@@ -179,9 +179,7 @@ def write_settings(
     tokens: dict[str, Any] = dict(kept.get(CONFIG, {}))
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer)
-        begin = loaded.library.encode("", add_special_tokens=True).ids
-        end_id = loaded.end_of_document
-        tokens = {"bos_token_id": (begin or [end_id])[0], "eos_token_id": end_id} | tokens
+        tokens = tokens_around_a_text(loaded, kept)
         (folder / TOKENIZER).write_text(loaded.to_json(), encoding="utf-8")
         end = loaded.library.id_to_token(_stop_id(tokens["eos_token_id"], loaded))
         length = values.get("max_position_embeddings", values.get("n_positions"))
@@ -194,6 +192,13 @@ def write_settings(
     if generation := kept.get(GENERATION, tokens):
         _write_json(folder / GENERATION, generation)
     _write_json(folder / CONFIG, {**values, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")})
+
+
+def tokens_around_a_text(tokenizer: Tokenizer, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids that begin and end a text: those of `special_tokens_of`, else those of the tokenizer."""
+    begin = tokenizer.library.encode("", add_special_tokens=True).ids
+    end = tokenizer.end_of_document
+    return {"bos_token_id": (begin or [end])[0], "eos_token_id": end} | special_tokens.get(CONFIG, {})
 
 
 def _stop_id(eos: Any, tokenizer: Tokenizer) -> int:

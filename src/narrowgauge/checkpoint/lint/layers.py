@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.gguf_file import TYPES
+from narrowgauge.checkpoint.interop.gguf.container import TYPES
 from narrowgauge.checkpoint.lint.stored import BITS, Checkpoint, Stored
 from narrowgauge.formats import decode, format
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from narrowgauge.checkpoint.interop.gguf_file import TYPES
+from narrowgauge.checkpoint.interop.gguf.container import TYPES
 from narrowgauge.checkpoint.lint.layers import Floats, Layer, Sample, floats, ggml_scales, scale_rows
 from narrowgauge.checkpoint.lint.promises import Promises, is_projection
 from narrowgauge.checkpoint.lint.stored import Checkpoint, Stored

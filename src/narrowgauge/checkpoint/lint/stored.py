@@ -1,7 +1,7 @@
 """The tensors of a checkpoint as they are stored: headers are read, bytes are mapped and read where touched.
 
     model.safetensors, parts with an index, or any *.safetensors    8 bytes length, JSON header, bytes
-    *.gguf                                                          `interop/gguf_file.py`
+    *.gguf                                                          `interop/gguf/container.py`
 
 Files are mapped into memory, so that a sample of a tensor reads only its pages of the disk. A damaged header
 is a fault of the checkpoint: it is recorded, and the other tensors are still checked. (Layout: the
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.gguf_file import GgufError, is_gguf, read_gguf
+from narrowgauge.checkpoint.interop.gguf.container import GgufError, is_gguf, read_gguf
 from narrowgauge.checkpoint.interop.safetensors_reader import (
     INDEX,
     SINGLE_FILE,

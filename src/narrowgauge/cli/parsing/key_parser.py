@@ -46,6 +46,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "export": ("narrowgauge export runs/mine --to hf --out exported",),
     "import": ("narrowgauge import gpt2/ --out runs/gpt2",),
     "lint": ("narrowgauge lint downloaded-nvfp4/ --all",),
+    "served": ("narrowgauge served runs/mine --with llama.cpp",),
     "convert": ("narrowgauge convert runs/mine --recipe mxfp8 --out runs/mxfp8",),
     "probe": ("narrowgauge probe runs/mine --recipes mxfp8,nvfp4",),
     "sensitivity": ("narrowgauge sensitivity runs/mine --to mxfp4",),

@@ -59,6 +59,9 @@ VERBS: Mapping[str, Verb] = {
         "find faults in a quantized checkpoint of any program; exit code 1 if it has any",
         "checkpoints:run_lint",
     ),
+    "served": Verb(
+        "compare a run with itself behind a server; exit code 1 if they differ", "served:run_served"
+    ),
     "probe": Verb(
         "measure the effect of recipes on loss and gradient, without training", "analysis:run_probe"
     ),
@@ -105,7 +108,7 @@ VERBS: Mapping[str, Verb] = {
 #: The verbs by what they are for, in the order of the help; a verb in no group stands under "more".
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "plan": ("advise", "plan", "predict", "doctor"),
-    "data and models": ("prepare", "import", "export", "lint", "convert", "sample", "eval"),
+    "data and models": ("prepare", "import", "export", "lint", "served", "convert", "sample", "eval"),
     "train": ("train", "compare", "launch"),
     "look": ("report", "runs", "probe", "sensitivity", "search"),
     "measure this machine": ("bench", "scaling"),

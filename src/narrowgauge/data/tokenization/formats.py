@@ -71,6 +71,13 @@ _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}+{_SMALL}*{_CONTRACTIONS}?|"
     rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
+#: How text is cut into pieces, by the name that llama.cpp gives the rule.
+PATTERNS = {
+    "gpt-2": _GPT2,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
+    "gpt-4o": _O200K,
+}
 _LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 _LLAMA3_RESERVED = [i for i in range(256) if i not in _LLAMA3_NAMED]
 _LLAMA3_SPECIAL = {f"<|{name}|>": 128000 + i for i, name in _LLAMA3_NAMED.items()} | {

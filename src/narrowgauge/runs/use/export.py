@@ -1,18 +1,27 @@
 """Exports runs to the formats of other programs, and imports their models as runs.
 
     export    RUN -> plain weights under another program's names     hf, llmc, megatron
-                  -> the quantized weights themselves                compressed-tensors, modelopt
+                  -> the quantized weights themselves                compressed-tensors, modelopt, gguf
     import    a model of another program -> RUN, to sample, evaluate or train from
 
 Both create their folder atomically. An export is read back and compared with the weights that the run
 multiplies.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from narrowgauge.checkpoint import save
 from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
 from narrowgauge.checkpoint.interop.external_model import read_external_model
+from narrowgauge.checkpoint.interop.gguf.model import (
+    GGUF_FILE,
+    expected_values,
+    read_gguf_model,
+    write_gguf_model,
+)
 from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.megatron import write_megatron
@@ -31,9 +40,17 @@ from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open
 QUANTIZED = ("compressed-tensors", "modelopt")
 
 
+@dataclass(frozen=True)
+class Export:
+    """The run that was exported, and sentences on what the format holds in another way."""
+
+    run: TrainedRun
+    remarks: tuple[str, ...] = ()
+
+
 def export_run(
     run: Path, to: str, out: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
-) -> TrainedRun:
+) -> Export:
     """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
 
     Args:
@@ -41,42 +58,55 @@ def export_run(
         to: one of `EXPORT_FORMATS`.
         out: the new folder, which must not exist.
         dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None for fp32, or bf16 with
-            quantized weights.
+            quantized weights; of gguf for the narrower of bf16 and fp32 that is exact.
         shard_bytes: the approximate maximum size of a safetensors file.
-
-    Returns:
-        The run that was exported.
 
     Raises:
         UserError: an argument is invalid, the format cannot represent the model, or the written files differ.
     """
     if to not in EXPORT_FORMATS:
         raise unknown("format", to, EXPORT_FORMATS)
-    dtype = dtype or ("bf16" if to in QUANTIZED else "fp32")
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if shard_bytes < 1:
         raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
     source = open_run(run, "cpu")
-    config, weights, numbers = source.config.spec.model, source.weights(), DTYPES[dtype]
-    expected = {name: weight.to(numbers).float() for name, weight in weights.items()}
     with staged_directory(out) as folder:
-        settings = (source.tokenizer_file, numbers, shard_bytes, source.special_tokens)
-        if to == "hf":
-            write_folder(folder, config, weights, *settings)
-        elif to in QUANTIZED:
-            write = write_compressed if to == "compressed-tensors" else write_modelopt
-            write(folder, source.model, weights, *settings)
-            narrow = narrow_layers(source.model)
-            expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
-        elif to == "llmc":
-            write_llmc(folder / "model.bin", config, weights, numbers)
+        if to == "gguf":
+            remarks = _write_gguf(folder, source, None if dtype is None else DTYPES[dtype])
         else:
-            write_megatron(folder, config, weights, numbers, shard_bytes)
-        if to in ("llmc", "megatron") and source.tokenizer_file is not None:
+            remarks = []
+            _write(folder, source, to, DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")], shard_bytes)
+        if to in ("llmc", "megatron", "gguf") and source.tokenizer_file is not None:
             source.tokenizer.save(folder / "tokenizer.json")
-        require_read_back(folder, expected)
-    return source
+    return Export(source, tuple(remarks))
+
+
+def _write(folder: Path, source: TrainedRun, to: str, dtype: torch.dtype, shard_bytes: int) -> None:
+    config, weights = source.config.spec.model, source.weights()
+    expected = {name: weight.to(dtype).float() for name, weight in weights.items()}
+    settings = (source.tokenizer_file, dtype, shard_bytes, source.special_tokens)
+    if to == "hf":
+        write_folder(folder, config, weights, *settings)
+    elif to in QUANTIZED:
+        write = write_compressed if to == "compressed-tensors" else write_modelopt
+        write(folder, source.model, weights, *settings)
+        narrow = narrow_layers(source.model)
+        expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
+    elif to == "llmc":
+        write_llmc(folder / "model.bin", config, weights, dtype)
+    else:
+        write_megatron(folder, config, weights, dtype, shard_bytes)
+    require_read_back(read_external_model(folder).tensors, expected)
+
+
+def _write_gguf(folder: Path, source: TrainedRun, dtype: torch.dtype | None) -> list[str]:
+    path, weights = folder / GGUF_FILE, source.weights()
+    settings = (source.tokenizer_file, dtype, source.special_tokens)
+    remarks = write_gguf_model(path, source.model, weights, *settings)
+    found = read_gguf_model(path, source.config.spec.model)
+    require_read_back(found, expected_values(source.model, weights, dtype))
+    return remarks
 
 
 def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: str = "stdlib") -> Path:

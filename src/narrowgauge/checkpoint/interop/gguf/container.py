@@ -1,4 +1,4 @@
-"""GGUF files: the header and the types of tensors.
+"""GGUF files: the header, the types of tensors, and a writer.
 
     "GGUF", version 3 (uint32), tensors (uint64), keys (uint64)
     each key      name, type (uint32), value; a text is its length (uint64) and UTF-8
@@ -20,7 +20,7 @@ and lengths are checked against the file before memory is allocated.
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ TYPES: Mapping[str, tuple[int, int, int]] = {
 _NAMES = {number: name for name, (number, _, _) in TYPES.items()}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
+_UINT32, _INT32, _FLOAT32, _BOOL = 4, 5, 6, 7
 
 
 class GgufError(ValueError):
@@ -157,3 +158,53 @@ class _Header:
         sizes = self.take(f"<{axes}Q")
         number, offset = self.take("<IQ")
         return name, tuple(reversed(sizes)), number, offset
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> None:
+    """Write a new file of version 3.
+
+    The values of `metadata` are texts, booleans, floats (stored as float32), ints (as uint32; as int32 if
+    negative or in a list) and lists of one of them; an empty list is one of texts.
+    """
+    tensors = list(tensors)
+    head = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        kind, data = _packed(value)
+        head += [_text(key), struct.pack("<I", kind), data]
+    offset = 0
+    for tensor in tensors:
+        sizes = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
+        head += [_text(tensor.name), sizes, struct.pack("<IQ", TYPES[tensor.type][0], offset)]
+        offset += tensor.data.size + -tensor.data.size % ALIGNMENT
+    header = b"".join(head)
+    with path.open("xb") as file:
+        file.write(header + bytes(-len(header) % ALIGNMENT))
+        for tensor in tensors:
+            file.write(tensor.data.tobytes() + bytes(-tensor.data.size % ALIGNMENT))
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _packed(value: Any) -> tuple[int, bytes]:
+    """The type and bytes of a value."""
+    match value:
+        case str():
+            return _TEXT, _text(value)
+        case bool():
+            return _BOOL, struct.pack("<?", value)
+        case int():
+            return (_INT32, struct.pack("<i", value)) if value < 0 else (_UINT32, struct.pack("<I", value))
+        case float():
+            return _FLOAT32, struct.pack("<f", value)
+        case list() | tuple():
+            packed = [_packed(item) for item in value]
+            kinds = {kind for kind, _ in packed} or {_TEXT}
+            if kinds <= {_UINT32, _INT32}:
+                kinds, packed = {_INT32}, [(_INT32, struct.pack("<i", item)) for item in value]
+            assert len(kinds) == 1, value
+            return _LIST, struct.pack("<IQ", *kinds, len(packed)) + b"".join(data for _, data in packed)
+        case _:
+            raise AssertionError(f"{value!r} has no type in GGUF")

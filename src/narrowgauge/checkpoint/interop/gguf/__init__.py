@@ -1,0 +1,1 @@
+"""GGUF: files of llama.cpp, in and out."""

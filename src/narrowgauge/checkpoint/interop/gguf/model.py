@@ -1,0 +1,315 @@
+"""Writes models as GGUF files, which llama.cpp and the programs built on it read, and reads them back.
+
+    ours                      llama (Llama, Mixtral), qwen2, qwen3, qwen3moe     gpt2
+    embedding                 token_embd                                         token_embd
+    position_embedding        -                                                  position_embd
+    blocks.I.attention_norm   blk.I.attn_norm                                    blk.I.attn_norm
+    blocks.I.qkv              attn_q, attn_k, attn_v                             attn_qkv
+    blocks.I.q_norm, k_norm   attn_q_norm, attn_k_norm                           -
+    blocks.I.attention_out    attn_output                                        attn_output
+    blocks.I.mlp_norm         ffn_norm                                           ffn_norm
+    blocks.I.gate_up          ffn_gate, ffn_up                                   -
+    blocks.I.up, down         ffn_down                                           ffn_up, ffn_down
+    blocks.I.experts.router   ffn_gate_inp                                       -
+    .experts.J.gate_up, down  ffn_gate_exps, ffn_up_exps, ffn_down_exps          -
+    norm, head                output_norm, output                                output_norm, output
+
+Three things differ from Hugging Face's layout. `llama` rotates neighbouring elements of a head, so its rows
+of q and k alternate between the halves of a head; the other architectures keep the halves. The experts of a
+layer lie in one tensor (E, N, K). Scaled rotary positions are a tensor `rope_freqs` of divisors.
+
+The values are those of the forward matmul in the checkpoint's step. Where ggml has a type for a layer's cast,
+its codes are stored (`blocks.py`); the values of other casts are stored as BF16 or F32, exactly, and a
+remark names them. The head is stored where its values differ from the embedding's.
+
+llama.cpp computes with activations in a format that belongs to the weight's type (int8 in blocks of 32 for
+narrow types, BF16 for BF16), not in that of the recipe. Its graphs of gpt2 and qwen2 drop the tensor scale of
+NVFP4 in the MLP, and that of llama aborts if the MLP also has biases, so these models store NVFP4
+weights as values.
+
+(Sources: ggml-org/llama.cpp, `conversion/llama.py`, `src/models/llama.cpp`, `gpt2.cpp`, `qwen2.cpp`.)
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from narrowgauge.checkpoint.interop.gguf.blocks import (
+    StoredRows,
+    code_rows,
+    plain_rows,
+    type_of,
+    values_of,
+)
+from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, read_gguf, write_gguf
+from narrowgauge.checkpoint.interop.gguf.tokenizer import tokenizer_keys
+from narrowgauge.checkpoint.interop.hf_config import family_of
+from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, tokens_around_a_text
+from narrowgauge.checkpoint.interop.name_map import NamePair, stored_names
+from narrowgauge.data import load_tokenizer
+from narrowgauge.errors import UserError
+from narrowgauge.models import ModelConfig, Transformer
+from narrowgauge.models.layers import rope_frequencies
+from narrowgauge.nn import Linear
+
+GGUF_FILE = "model.gguf"
+ARCHITECTURES = {
+    **{"gpt2": "gpt2", "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
+    "qwen3_moe": "qwen3moe",
+}
+#: The architectures whose graph multiplies every layer by its tensor scale.
+_SCALED = ("llama", "qwen3", "qwen3moe")
+_OUTSIDE = {"embedding": "token_embd", "position_embedding": "position_embd", "norm": "output_norm"}
+_OUTSIDE |= {"head": "output"}
+_INSIDE = {
+    **{"attention_norm": "attn_norm", "attention_out": "attn_output", "mlp_norm": "ffn_norm"},
+    **{"q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "experts.router": "ffn_gate_inp"},
+    **{"up": "ffn_up", "down": "ffn_down"},
+}
+_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
+_STACKED = re.compile(r"(.*_exps)\.(\d+)\.weight")
+
+
+def write_gguf_model(
+    path: Path,
+    model: Transformer,
+    weights: Mapping[str, torch.Tensor],
+    tokenizer: Path | None,
+    dtype: torch.dtype | None,
+    special_tokens: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Write a model under its recipe as one new file.
+
+    Args:
+        path: The file.
+        model: The model, whose layers have their casts.
+        weights: Its weights in float32, by our names.
+        tokenizer: Its tokenizer.json; None if there is none.
+        dtype: The dtype of weights that have no narrow cast; None for the narrower of bf16 and fp32 that
+            holds the values of the forward pass exactly.
+        special_tokens: The result of `huggingface.special_tokens_of`.
+
+    Returns:
+        Sentences on the layers whose codes no type of ggml holds.
+
+    Raises:
+        UserError: llama.cpp has no architecture for the model, or no rule for its tokenizer, or weights
+            are multiplied in a rotated basis.
+    """
+    config, kept = model.config, special_tokens or {}
+    arch = _architecture(config)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    tokens = {} if loaded is None else tokens_around_a_text(loaded, kept)
+    template = kept.get(TOKENIZER_CONFIG, {}).get("chat_template")
+    metadata = _dimensions(config, arch) | tokenizer_keys(loaded, config.vocab_size, tokens, template)
+    as_values: dict[str, list[str]] = {}
+    tensors: dict[str, StoredRows] = {}
+    for pair in gguf_map(config):
+        stored, cast = _stored(model, pair.ours, weights[pair.ours], dtype, arch)
+        if cast:
+            as_values.setdefault(f"{cast} as {stored.type}", []).append(pair.ours.removesuffix(".weight"))
+        is_tied = pair.ours == "head.weight" and config.tied_head
+        if not is_tied or not torch.equal(values_of(stored), values_of(tensors["token_embd.weight"])):
+            tensors |= _split(pair, stored, config, arch)
+    if config.rope_factor != 1:
+        _, share = rope_frequencies(config, torch.device("cpu"))
+        tensors["rope_freqs.weight"] = plain_rows(1 / share)
+    write_gguf(path, metadata, _written(_stack(tensors)))
+    return [
+        f"{len(layers)} layers of {names} ({layers[0]}, ...): GGUF holds their values, not their codes"
+        for names, layers in as_values.items()
+    ]
+
+
+def read_gguf_model(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """The weights in a file of this module, by our names, as float32; a tied head under both names."""
+    file = read_gguf(path)
+    rows = {t.name: StoredRows(t.type, t.data.reshape(t.shape[0], -1), t.shape) for t in file.tensors}
+    stacks = {name: _unstacked(name, rows) for name in rows if name.endswith("_exps.weight")}
+    arch = _architecture(config)
+
+    def read(name: str) -> torch.Tensor:
+        if match := _STACKED.fullmatch(name):
+            return stacks[f"{match[1]}.weight"][int(match[2])]
+        values = values_of(_scaled(name, rows))
+        order = _order(name, config, arch)
+        return values if order is None else values[torch.from_numpy(np.argsort(order))]
+
+    pairs = [p for p in gguf_map(config) if p.ours != "head.weight" or "output.weight" in rows]
+    tensors = {pair.ours: pair.join(read) for pair in pairs}
+    return tensors | {"head.weight": tensors.get("head.weight", tensors["embedding.weight"])}
+
+
+def expected_values(
+    model: Transformer, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """The values of a file of `write_gguf_model`, by our names: float32."""
+    found = dict(weights)
+    layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Linear)}
+    for name, weight in weights.items():
+        values = layers[name].forward_weight().cpu() if name in layers else weight
+        is_narrow = name in layers and layers[name].spec.casts["fprop.w"].is_scaled
+        is_plain = dtype is not None and weight.ndim > 1 and not is_narrow
+        found[name] = values.to(dtype).float() if is_plain else values
+    return found
+
+
+def gguf_map(config: ModelConfig) -> list[NamePair]:
+    """Our tensors with their names in a file; those of expert J of a stack end in `_exps.J.weight`."""
+    names = [*stored_names(config), *(["head.weight"] if config.tied_head else [])]
+    return [_pair(name, config) for name in names]
+
+
+def _pair(ours: str, config: ModelConfig) -> NamePair:
+    module, _, parameter = ours.rpartition(".")
+    if module in _OUTSIDE:
+        return NamePair(ours, (f"{_OUTSIDE[module]}.{parameter}",))
+    _, number, part = module.split(".", 2)
+    layer, expert = f"blk.{number}.", ""
+    if match := _EXPERT.fullmatch(part):
+        expert, part = f"_exps.{match[1]}", match[2]
+    if part == "qkv" and config.positions == "rope":
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        names, rows = ("attn_q", "attn_k", "attn_v"), (q, kv, kv)
+        return NamePair(ours, tuple(f"{layer}{name}.{parameter}" for name in names), rows)
+    if part == "gate_up":
+        both = tuple(f"{layer}{name}{expert}.{parameter}" for name in ("ffn_gate", "ffn_up"))
+        return NamePair(ours, both, (config.ffn_dim, config.ffn_dim))
+    name = "attn_qkv" if part == "qkv" else _INSIDE[part]
+    return NamePair(ours, (f"{layer}{name}{expert}.{parameter}",))
+
+
+def _architecture(config: ModelConfig) -> str:
+    """llama.cpp's architecture; a `UserError` if it computes something else."""
+    arch = ARCHITECTURES[family_of(config)]
+    if arch == "qwen3moe" and not config.norm_topk_prob:
+        raise UserError(
+            "llama.cpp lets the weights of a token's experts sum to one in qwen3moe, and this model has "
+            "model.norm_topk_prob = false; use --to hf"
+        )
+    if arch != "llama" and config.rope_factor != 1:
+        raise UserError(
+            f"llama.cpp scales rotary positions as Llama 3.1 in its architecture llama alone, and this model "
+            f"is {arch} with model.rope_factor = {config.rope_factor}; use --to hf"
+        )
+    return arch
+
+
+def _dimensions(config: ModelConfig, arch: str) -> dict[str, Any]:
+    norm = "layer_norm_epsilon" if arch == "gpt2" else "layer_norm_rms_epsilon"
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_sequence_length,
+        "embedding_length": config.dim,
+        "block_count": config.layers,
+        "feed_forward_length": config.ffn_dim,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        f"attention.{norm}": float(config.norm_eps),
+    }
+    if arch != "gpt2":
+        values |= {"rope.dimension_count": config.head_dim, "rope.freq_base": float(config.rope_theta)}
+    if config.experts:
+        values |= {"expert_count": config.experts, "expert_used_count": config.experts_per_token}
+        values |= {"expert_feed_forward_length": config.ffn_dim}
+    general = {"architecture": arch, "type": "model", "quantization_version": 2}
+    return {f"general.{k}": v for k, v in general.items()} | {f"{arch}.{k}": v for k, v in values.items()}
+
+
+def _stored(
+    model: Transformer, ours: str, weight: torch.Tensor, dtype: torch.dtype | None, arch: str
+) -> tuple[StoredRows, str]:
+    """A tensor in a type of ggml, and the name of its cast if that type does not hold the cast's codes."""
+    module, _, parameter = ours.rpartition(".")
+    layer = model.get_submodule(module)
+    if not isinstance(layer, Linear) or parameter != "weight":
+        return plain_rows(weight, dtype), ""
+    cast = layer.spec.casts["fprop.w"]
+    if cast.hadamard.size:
+        raise UserError(
+            f"the weights of {module!r} are multiplied after a Hadamard transform of inputs and weights "
+            f"({cast.name}), which llama.cpp does not compute; use --to hf"
+        )
+    kind = type_of(cast, weight.shape[1]) if cast.is_scaled else None
+    if kind is not None and (kind != "NVFP4" or (arch in _SCALED and not model.config.bias)):
+        rows = code_rows(layer.forward_codes(), kind)
+        if rows is not None:
+            return rows, ""
+    values = layer.forward_weight().cpu()
+    return (plain_rows(values), cast.name) if cast.is_scaled else (plain_rows(values, dtype), "")
+
+
+def _split(pair: NamePair, stored: StoredRows, config: ModelConfig, arch: str) -> dict[str, StoredRows]:
+    """The tensors that a tensor of ours is in a file."""
+    counts, found, start = pair.rows or (stored.shape[0],), {}, 0
+    for name, count in zip(pair.theirs, counts, strict=True):
+        order = _order(name, config, arch)
+        found[name] = stored.at(start + (np.arange(count) if order is None else order))
+        start += count
+    return found
+
+
+def _order(name: str, config: ModelConfig, arch: str) -> NDArray[np.intp] | None:
+    """For each row in a file the number of ours, if they differ."""
+    part = name.split(".")[-2]
+    if arch != "llama" or part not in ("attn_q", "attn_k"):
+        return None
+    heads = config.heads if part == "attn_q" else config.kv_heads
+    rows = np.arange(heads * config.head_dim).reshape(heads, 2, config.head_dim // 2)
+    return rows.transpose(0, 2, 1).reshape(-1)
+
+
+def _stack(tensors: Mapping[str, StoredRows]) -> dict[str, StoredRows | list[StoredRows]]:
+    """The experts of a layer in one list, in one type."""
+    found: dict[str, StoredRows | list[StoredRows]] = {}
+    for name, rows in tensors.items():
+        if match := _STACKED.fullmatch(name):
+            stack = found.setdefault(f"{match[1]}.weight", [])
+            assert isinstance(stack, list)
+            assert len(stack) == int(match[2])
+            stack.append(rows)
+        else:
+            found[name] = rows
+    for name, stack in found.items():
+        if isinstance(stack, list) and len({rows.type for rows in stack}) > 1:
+            found[name] = [plain_rows(values_of(rows), torch.float32) for rows in stack]
+    return found
+
+
+def _written(tensors: Mapping[str, StoredRows | list[StoredRows]]) -> Iterator[GgufTensor]:
+    for name, stack in tensors.items():
+        parts = stack if isinstance(stack, list) else [stack]
+        shape = (len(parts), *parts[0].shape) if isinstance(stack, list) else parts[0].shape
+        yield GgufTensor(name, parts[0].type, shape, np.concatenate([p.data.reshape(-1) for p in parts]))
+        scales = [part.scale for part in parts if part.scale is not None]
+        if scales:
+            data = np.array(scales, np.float32).view(np.uint8)
+            yield GgufTensor(_scale_name(name), "F32", (len(scales),), data)
+
+
+def _scale_name(name: str) -> str:
+    return name.removesuffix("weight") + "scale"
+
+
+def _scaled(name: str, rows: Mapping[str, StoredRows]) -> StoredRows:
+    scale = rows.get(_scale_name(name)) if name.endswith("weight") else None
+    return rows[name] if scale is None else replace(rows[name], scale=float(values_of(scale)))
+
+
+def _unstacked(name: str, rows: Mapping[str, StoredRows]) -> list[torch.Tensor]:
+    """The matrix of each expert of a stack."""
+    stack, scale = rows[name], rows.get(_scale_name(name))
+    scales = [None] * stack.shape[0] if scale is None else values_of(scale).tolist()
+    experts, N = stack.shape[:2]
+    data = stack.data.reshape(experts, N, -1)
+    return [
+        values_of(StoredRows(stack.type, d, stack.shape[1:], s)) for d, s in zip(data, scales, strict=True)
+    ]

@@ -1,0 +1,85 @@
+"""The keys of GGUF for a tokenizer: the tokens, their merges, and the name of the rule that cuts text.
+
+    tokenizer.ggml.model          "gpt2": byte-level BPE; "none": ids without text
+    tokenizer.ggml.pre            the rule that cuts text into pieces, a name that llama.cpp knows
+    tokenizer.ggml.tokens         the tokens by id; ids without a token are "[PADi]"
+    tokenizer.ggml.token_type     1 normal, 3 control, 4 added, 5 unused
+    tokenizer.ggml.merges         "left right", in their order
+    tokenizer.ggml.*_token_id     the tokens that begin and end a text
+
+GGUF stores no rule but its name, so a tokenizer with another rule is refused: llama.cpp would give other ids.
+(Source: ggml-org/llama.cpp, `src/llama-vocab.cpp`.)
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from narrowgauge.data import Tokenizer
+from narrowgauge.data.tokenization.formats import PATTERNS
+from narrowgauge.errors import UserError
+
+_NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
+
+
+def tokenizer_keys(
+    tokenizer: Tokenizer | None,
+    entries: int,
+    token_ids: Mapping[str, Any],
+    chat_template: object = None,
+) -> dict[str, Any]:
+    """The keys for a model with `entries` rows of its embedding.
+
+    Args:
+        tokenizer: The tokenizer; None if the model came without one.
+        entries: The number of ids.
+        token_ids: "bos_token_id" and "eos_token_id", as in a `config.json`.
+        chat_template: The Jinja text, if there is one.
+
+    Raises:
+        UserError: The tokenizer is neither byte-level BPE with a rule that llama.cpp names, nor plain ids.
+    """
+    if tokenizer is None:
+        return {"tokenizer.ggml.model": "none"}
+    file = json.loads(tokenizer.to_json())
+    if file["model"]["type"] == "WordLevel":  # `ids-N`: text is not what the model reads
+        return {"tokenizer.ggml.model": "none"}
+    rule = _rule(file)
+    added = {token["id"]: token["special"] for token in file["added_tokens"]}
+    tokens, kinds = [f"[PAD{i}]" for i in range(entries)], [_UNUSED] * entries
+    for token, i in tokenizer.library.get_vocab(with_added_tokens=True).items():
+        tokens[i], kinds[i] = token, {True: _CONTROL, False: _ADDED, None: _NORMAL}[added.get(i)]
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rule,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [" ".join(m) if isinstance(m, list) else m for m in file["model"]["merges"]],
+        "tokenizer.ggml.add_bos_token": bool(tokenizer.library.encode("", add_special_tokens=True).ids),
+    }
+    for name in ("bos", "eos"):
+        ids = token_ids.get(f"{name}_token_id")
+        first = next((i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int), None)
+        if first is not None and 0 <= first < entries:
+            keys[f"tokenizer.ggml.{name}_token_id"] = first
+    return keys | ({"tokenizer.chat_template": chat_template} if isinstance(chat_template, str) else {})
+
+
+def _rule(file: Mapping[str, Any]) -> str:
+    """The name of the rule of a tokenizer.json."""
+    cut = file["pre_tokenizer"] or {}
+    steps = cut.get("pretokenizers", [cut])
+    is_bytes = file["model"]["type"] == "BPE" and bool(steps) and steps[-1].get("type") == "ByteLevel"
+    normalizer = (file["normalizer"] or {}).get("type", "NFC")
+    if is_bytes and normalizer == "NFC" and not steps[-1].get("add_prefix_space"):
+        splits, uses_gpt2 = steps[:-1], steps[-1].get("use_regex", True)
+        if not splits and (uses_gpt2 or not file["model"]["merges"]):  # without merges no cut matters
+            return "gpt-2"
+        patterns = [(s.get("pattern") or {}).get("Regex") for s in splits if s.get("type") == "Split"]
+        for name, pattern in PATTERNS.items():
+            if patterns == [pattern] and len(splits) == 1 and not uses_gpt2:
+                return name
+    raise UserError(
+        "the tokenizer of this run is not byte-level BPE with one of the rules that GGUF names "
+        f"({', '.join(PATTERNS)}), and llama.cpp would read other ids; use --to hf and llama.cpp's converter"
+    )

@@ -1,0 +1,142 @@
+"""Programs that serve models, each in a separate process on the CPU: logits of a sequence, ids of a text.
+
+    llama.cpp       through llama-cpp-python, from a GGUF file
+    transformers    AutoModelForCausalLM, plain weights in float32, narrow ones in the dtype of their folder
+
+A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
+values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 ends with
+a segmentation fault in them (Q8_0, on a CPU that reports AMX).
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.processes import Answering, Ended
+from narrowgauge.runs.choices import SERVERS
+
+_GRACE_S = 5.0  # for libraries to return what they share with other processes
+#: The module of each server, and how to install it.
+_MODULES = {"llama.cpp": ("llama_cpp", "llama-cpp-python"), "transformers": ("transformers", "transformers")}
+
+
+class Server:
+    """A server of the model in a folder; use it in a `with` block."""
+
+    def __init__(self, name: str, folder: Path, length: int) -> None:
+        """Start it for sequences of up to `length` tokens.
+
+        Raises:
+            UserError: The name is unknown, or the server is not installed.
+        """
+        if name not in SERVERS:
+            raise unknown("server", name, list(SERVERS))
+        module, package = _MODULES[name]
+        if find_spec(module) is None:
+            raise UserError(f"{name} is not installed here; python -m pip install {package}")
+        self.name, self._folder = name, TemporaryDirectory()
+        self._words = Path(self._folder.name) / "stderr"
+        self._process = Answering(
+            _serving, name, str(folder), length, torch.get_num_threads(), str(self._words)
+        )
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.end(grace_s=_GRACE_S)
+        self._folder.cleanup()
+
+    def version(self) -> str:
+        """The version of its package."""
+        return str(self._ask("version", None))
+
+    def logits(self, ids: list[int]) -> NDArray[np.float32]:
+        """The logits after each token of a sequence: (T, V)."""
+        found: NDArray[np.float32] = self._ask("logits", ids)
+        return found
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text, without those that begin one."""
+        return list(self._ask("ids", text))
+
+    def _ask(self, question: str, value: object) -> Any:
+        try:
+            return self._process.ask((question, value))
+        except Ended as ended:
+            words = self._words.read_text(errors="replace") if self._words.exists() else ""
+            lines = [line for line in words.splitlines() if "ASSERT" in line]
+            lines = lines or ended.traceback.strip().splitlines()
+            reason = lines[-1] if lines else f"its process ended with code {ended.code}"
+            raise UserError(
+                f"{self.name} did not serve the model: {reason}; try another --with, or report it to "
+                f"{self.name}"
+            ) from None
+
+
+@contextmanager
+def _serving(
+    name: str, folder: str, length: int, threads: int, words: str
+) -> Iterator[Callable[[tuple[str, Any]], object]]:
+    with open(words, "wb") as file:  # libraries in C write there
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(threads)
+    answers = (
+        _llama_cpp(Path(folder), length, threads) if name == "llama.cpp" else _transformers(Path(folder))
+    )
+    yield lambda request: answers[request[0]](request[1])
+
+
+def _llama_cpp(folder: Path, length: int, threads: int) -> Mapping[str, Callable[[Any], object]]:
+    module = import_module("llama_cpp")
+    defaults = module.llama_cpp.llama_model_default_params
+
+    def without_repacking() -> Any:
+        values = defaults()
+        values.use_extra_bufts = False
+        return values
+
+    module.llama_cpp.llama_model_default_params = without_repacking
+    options = {"n_ctx": length, "n_batch": length, "logits_all": True, "verbose": False}
+    model = module.Llama(str(folder / GGUF_FILE), **options, n_threads=threads, n_threads_batch=threads)
+
+    def logits(ids: list[int]) -> NDArray[np.float32]:
+        model.reset()
+        model.eval(ids)
+        return np.array(model.scores[: len(ids)], np.float32)
+
+    return {
+        "version": lambda _: module.__version__,
+        "logits": logits,
+        "ids": lambda text: model.tokenize(text.encode("utf-8"), add_bos=False, special=False),
+    }
+
+
+def _transformers(folder: Path) -> Mapping[str, Callable[[Any], object]]:
+    module = import_module("transformers")
+    is_narrow = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    dtype = "auto" if is_narrow else torch.float32
+    model = module.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.no_grad()
+    def logits(ids: list[int]) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = model(torch.tensor([ids])).logits[0].float().numpy()
+        return found
+
+    def ids(text: str) -> list[int]:
+        tokenizer = module.AutoTokenizer.from_pretrained(folder)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return {"version": lambda _: module.__version__, "logits": logits, "ids": ids}
