@@ -124,7 +124,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             w_context = QuantContext(shard=operands.shard("fprop.w"))
             dw_NK = through_rounding(dw_NK, operands.weight.values(w_NK), layer.casts["fprop.w"], w_context)
         stream = operands.gradient_stream(dw_NK)
-        dw_NK = operands.weight.left_for_autograd(dw_NK, stream, w_dtype, ctx.next_functions[1][0])
+        node = None if torch.compiler.is_compiling() else ctx.next_functions[1][0]
+        dw_NK = operands.weight.left_for_autograd(dw_NK, stream, w_dtype, node)
     if bias_dtype is not None and needs_dbias:
         dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_MK, dw_NK, dbias_N, None

@@ -232,7 +232,7 @@ class WeightUse:
             dw_NK: The gradient, as the matmul wrote it.
             stream: The random bits that round a gradient in a cast once autograd has summed it.
             dtype: The dtype of the weight.
-            node: The node to which autograd carries the gradient.
+            node: The node to which autograd carries the gradient; None in compiled code.
 
         Returns:
             None if the gradient was added. Otherwise the gradient in the weight's dtype, or as the matmul
@@ -245,7 +245,7 @@ class WeightUse:
         assert self.record is not None
         is_alone = self.record.weight is not None and not self.record.reads and not self.transposed
         is_wide = is_alone and torch.finfo(dw_NK.dtype).bits > self.gradient.cast.element.bits
-        return dw_NK if is_wide and is_accumulated(node) else dw_NK.to(dtype)
+        return dw_NK if is_wide and node and is_accumulated(node) else dw_NK.to(dtype)
 
 
 @torch.no_grad()

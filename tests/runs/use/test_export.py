@@ -197,7 +197,8 @@ def test_export_refuses_two_elements_and_kept_channels_for_compressed_tensors(tr
 @pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("to", EXPORT_FORMATS)
 def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatch):
-    path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    recipe = "nvfp4" if to == "modelopt" else "fp8"
+    path = train(changes={"recipe.name": recipe, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
 
     def stop(name):
         if name.startswith("exchange:"):
