@@ -136,8 +136,8 @@ def holdings(pid):
 
 @case("G6", tier="thorough")
 @RANKS
-def test_two_thousand_steps_leak_nothing(runs, out, ranks):
-    changes = {"training.steps": 2000, "checkpoint.every": 50, "validation.every": 100, "log.every": 100}
+def test_a_thousand_steps_leak_nothing(runs, out, ranks):
+    changes = {"training.steps": 1000, "checkpoint.every": 25, "validation.every": 50, "log.every": 100}
     shared = set(os.listdir("/dev/shm"))
     job = runs.start(runs.words(changes), out, ranks).until(runs.look(out).has_step(100))
     seen = {rank: [] for rank in range(ranks)}

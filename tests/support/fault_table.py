@@ -57,7 +57,7 @@ CASES = {
     "G3": "one rank raises",
     "G4": "out of memory",
     "G5": "port in use, wrong world size, variables missing, clock set back",
-    "G6": "leaks over 2000 steps",
+    "G6": "leaks over 1000 steps",
     "G7": "leftovers of a process that was killed",
     "G8": "a logger's back end is down",
 }

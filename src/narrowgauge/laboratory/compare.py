@@ -128,8 +128,7 @@ def compare(
         gate: The largest acceptable gap: nats, or text such as "0.25%".
         expected: Whether each gap is compared with its forecast.
         here: Whether to train in this process, which saves the seconds that another takes to start. Runs
-        whose
-            casts are functions of this process always do.
+            with casts that are functions of this process always do.
         quiet: Whether to print nothing. Each run writes a log next to its directory.
         sections: Sections of the configuration as dictionaries, as for `train`.
 

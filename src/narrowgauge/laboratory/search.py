@@ -179,8 +179,8 @@ def search(
         budget: The least share of the FLOPs in 4 bits.
         out: The recipe's file.
         effective_bits: In place of `budget`: the most bits an element, over FLOPs.
-        gemm_time: In place of `budget`: the largest share of the GEMM time in the widest format, on
-        `cluster`. cluster: A shipped cluster, or a .toml file.
+        gemm_time: In place of `budget`: the largest share of the GEMM time in the widest format.
+        cluster: With `gemm_time`, the machine: a shipped cluster, or a .toml file.
         keep: Layers that stay in the widest format.
         loss_per_doubling: Nats that twice the steps would remove from the loss; None for the run's own.
         check: Whether to train the answer along with bf16 and four baselines.

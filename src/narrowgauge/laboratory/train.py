@@ -97,9 +97,8 @@ def train(
         out: The run directory; None for one that is named after what differs from the defaults.
         backend: "auto", "native" or "emulated".
         quiet: Whether to print nothing.
-        sections: Sections of the configuration as dictionaries, named as in TOML (`model`, `data`,
-        `training`,
-            `optimizer`, `schedule`, ...); `steps`, `seed` and `device` are short for the keys of `training`.
+        sections: Sections of the configuration as dictionaries, named as in TOML (`model`, `data`, ...);
+            `steps`, `seed` and `device` are short for the keys of `training`.
 
     Returns:
         The run, whose `report` is a page on disk.
