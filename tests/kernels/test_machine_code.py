@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-#: RTX 40 (whose code an RTX 30 runs as well), H100, B200, MI250X, MI300X; bytes of memory that the threads of a
-#: block can share
+#: RTX 40 (whose code an RTX 30 runs as well), H100, B200, MI250X, MI300X; bytes of memory that the threads
+#: of a block can share
 TARGETS = {
     "cuda:89": 99 * 1024,
     "cuda:90": 227 * 1024,
