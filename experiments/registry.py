@@ -19,7 +19,7 @@ EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence"
 REGISTRY = EVIDENCE / "forecasts.csv"
 LADDER = EVIDENCE / "ladder2" / "runs.csv"
 COLUMNS = ("registered", "recipe", "params", "tokens", "low", "mean", "high", "outcome", "source")
-#: Settings of which nobody has published a gap on the day of registration.
+#: Settings that had no published gap on the day of registration.
 UNPUBLISHED = (
     ("nvfp4", 1e9, 2e10),
     ("nvfp4", 7e9, 2e12),
