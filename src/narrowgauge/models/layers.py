@@ -119,21 +119,25 @@ def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor
     original_positions * f / 2 pi turns in the original context; below `low` turns its frequency is divided by
     `factor`, above `high` it stays, and in between the two are blended linearly in the number of turns.
     """
-    freqs, share = rope_frequencies(config, device)
+    freqs = rope_frequencies(config, device)
     if config.rope_factor != 1:
-        freqs = freqs * share
+        freqs = freqs * rope_shares(config, freqs)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
     return cos_sin(angles)
 
 
-def rope_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The frequency of each pair, and the share of it that `rope_factor` leaves: fp32 [head_dim / 2] each."""
+def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """The frequency of each pair before `rope_factor` stretches it: fp32 [head_dim / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    freqs = 1.0 / config.rope_theta**exponents
+    return 1.0 / config.rope_theta**exponents
+
+
+def rope_shares(config: ModelConfig, freqs: Tensor) -> Tensor:
+    """The share of each of `freqs` that `rope_factor` leaves: fp32 [head_dim / 2]."""
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     turns = config.rope_original_positions * freqs / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return freqs, (1 - keep) / config.rope_factor + keep
+    return (1 - keep) / config.rope_factor + keep
 
 
 # Above the tensor ids of layers (`nn.step_state`) and of the optimizer's.

@@ -55,7 +55,7 @@ from narrowgauge.checkpoint.interop.name_map import NamePair, stored_names
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
-from narrowgauge.models.layers import rope_frequencies
+from narrowgauge.models.layers import rope_frequencies, rope_shares
 from narrowgauge.nn import Linear
 
 GGUF_FILE = "model.gguf"
@@ -118,8 +118,8 @@ def write_gguf_model(
         if not is_tied or not torch.equal(values_of(stored), values_of(tensors["token_embd.weight"])):
             tensors |= _split(pair, stored, config, arch)
     if config.rope_factor != 1:
-        _, share = rope_frequencies(config, torch.device("cpu"))
-        tensors["rope_freqs.weight"] = plain_rows(1 / share)
+        frequencies = rope_frequencies(config, torch.device("cpu"))
+        tensors["rope_freqs.weight"] = plain_rows(1 / rope_shares(config, frequencies))
     write_gguf(path, metadata, _written(_stack(tensors)))
     return [
         f"{len(layers)} layers of {names} ({layers[0]}, ...): GGUF holds their values, not their codes"
