@@ -139,12 +139,13 @@ def pooled(scores: dict[str, Score]) -> Score:
 
 
 def calibration() -> str:
-    """Error and coverage, leaving out one size, one scheme, one paper at a time."""
+    """Error and coverage, leaving out one size, scheme or paper at a time; the last column counts folds."""
     observed = observations(read_atlas())
-    lines: list[Sequence[str]] = [("left out", "curve", "folds", *_SCORED)]
+    lines: list[Sequence[str]] = [("left out", "curve", "folds", *_SCORED, "mean of the folds")]
     for what, key in LEFT_OUT:
         for curve, scores in scored(folds(observed, key)).items():
-            lines.append((what, curve, f"{len(scores)}", *_words_of(pooled(scores))))
+            by_fold = statistics.mean(score.coverage for score in scores.values())
+            lines.append((what, curve, f"{len(scores)}", *_words_of(pooled(scores)), f"{by_fold:.1%}"))
     return table(lines)
 
 
