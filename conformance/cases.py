@@ -129,7 +129,14 @@ def _inputs(table: Table, element: Format) -> dict[str, Array]:
     inf, nan = math.inf, math.nan
     if "scale" not in table:
         signs = (1, -1) if element.signed else (1,)
-        edges = [top, _next(top + step / 2, -1), top + step / 2, _next(top + step / 2, 1), top + step, 4 * top]
+        edges = [
+            top,
+            _next(top + step / 2, -1),
+            top + step / 2,
+            _next(top + step / 2, 1),
+            top + step,
+            4 * top,
+        ]
         if element.name == "e8m0":
             edges, beside = [top, 1.5 * top], beside[1:]
         both = {
@@ -165,8 +172,16 @@ def _inputs(table: Table, element: Format) -> dict[str, Array]:
         "amax 1e38": normal * 2.0**126,
         "unlike blocks": normal * 2.0**exponents,
     }
+    if (
+        table.get("scale") == "e4m3"
+    ):  # blocks whose scale is one of the few smallest, so that it rounds far down
+        coarse = [
+            [a * 2.0**-9, *(noise((width - 1,), i + 9) * a * 2.0**-10)]
+            for i, a in enumerate((6.2, 7.4, 8.6, 20))
+        ]
+        made["coarse scales"] = np.array(coarse)
     if table.get("tensor_scale"):  # tensor scale 1, so that a block's scale is its amax / 6
-        for case in ("ties", "subnormals", "max"):
+        for case in ("ties", "subnormals", "max", "coarse scales"):
             first = np.zeros((1, made[case].shape[1]))
             first[0, 0] = 6.0 * 448
             made[case] = np.concatenate([first, made[case]])
@@ -233,7 +248,9 @@ def _converted(v: float, element: Format, saturates: bool) -> float:
     if not saturates and math.isfinite(v) and abs(v) > element.max:
         step = element.max - grid(element.name)[-2]
         middle = Fraction(element.max) + Fraction(step) / 2
-        is_odd = code_of(element.max, element) % 2 == 1  # then the even neighbour of the middle is the one above
+        is_odd = (
+            code_of(element.max, element) % 2 == 1
+        )  # then the even neighbour of the middle is the one above
         if Fraction(abs(v)) > middle or (Fraction(abs(v)) == middle and is_odd):
             return math.copysign(math.inf, v) if element.has_infinity else math.nan
     if math.isnan(v) and element.nan_code is None:
@@ -256,7 +273,9 @@ def _stored(name: str, table: Table, element: Format, asked: Mapping[str, Any]) 
     for case, chosen in asked.items():
         rows = list(chosen)
         width = -(-min(len(finite), 64) // 32) * 32  # whole blocks of 16 and of 32
-        codes = np.array([[finite[(r * 7 + i) % len(finite)] for i in range(width)] for r in range(len(rows))])
+        codes = np.array(
+            [[finite[(r * 7 + i) % len(finite)] for i in range(width)] for r in range(len(rows))]
+        )
         numbers = {code_of(float(s * v), element): s * v for s in (1, -1) for v in points}
         values = np.vectorize(numbers.__getitem__, otypes=[float])(codes)
         known = grid(scale.name) if scale.zero else [2.0 ** (c - 127) for c in range(255)]

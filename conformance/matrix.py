@@ -39,7 +39,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="compare libraries with the oracle, case by case")
     parser.add_argument("libraries", nargs="*", metavar="LIBRARY", help="names of adapters; all without one")
     parser.add_argument("--environments", type=Path, metavar="FOLDER", help="of virtual environments")
-    parser.add_argument("--install", action="store_true", help="make the environments of these libraries first")
+    parser.add_argument(
+        "--install", action="store_true", help="make the environments of these libraries first"
+    )
     options = parser.parse_args(words)
     kept = {row_key(r): r for r in read()}
     for name in options.libraries or names():
@@ -127,7 +129,9 @@ def judge(case: Case, given: Mapping[str, Any]) -> tuple[str, float, str]:
     """(verdict, share of values that differ, the first of them in words)."""
     if given.get("verdict") == "fails":
         return "fails", 1.0, given["why"]
-    got = {k: np.array([float.fromhex(v) if isinstance(v, str) else v for v in vs]) for k, vs in given.items()}
+    got = {
+        k: np.array([float.fromhex(v) if isinstance(v, str) else v for v in vs]) for k, vs in given.items()
+    }
     if case.asks == "stochastic":
         return _law(case, got["values"].reshape(case.codes.shape[1] * 2 + ("tensor_scale" in case.cast), -1))
     due = case.values.astype(np.float64).ravel()
@@ -160,7 +164,11 @@ def _first_bits(case: Case, got: Mapping[str, Any]) -> str:
         if wrong.any():
             i = int(np.argmax(wrong))
             return f"{what[:-1]} {i} is {got[what][i]:.9g}, due is {due.ravel()[i]:.9g}"
-    if "tensor_scale" in case.cast and got.get("tensor_scale", np.empty(0)).size and got["tensor_scale"][0] != case.tensor_scale:
+    if (
+        "tensor_scale" in case.cast
+        and got.get("tensor_scale", np.empty(0)).size
+        and got["tensor_scale"][0] != case.tensor_scale
+    ):
         return f"tensor scale is {got['tensor_scale'][0]:.9g}, due is {case.tensor_scale:.9g}"
     return ""
 
@@ -209,7 +217,11 @@ def _law(case: Case, values: Any) -> tuple[str, float, str]:
         if not ((drawn == low) | (drawn == high)).all():
             return "differs", 1.0, f"a value between {low:g} and {high:g} became neither"
         if abs(up - share) > DEVIATIONS * (share * (1 - share) / DRAWS) ** 0.5:
-            return "differs", 1.0, f"{share:.3f} of the way from {low:g} to {high:g} went up {up:.4f} of the time"
+            return (
+                "differs",
+                1.0,
+                f"{share:.3f} of the way from {low:g} to {high:g} went up {up:.4f} of the time",
+            )
     return "equal", 0.0, ""
 
 
@@ -229,7 +241,15 @@ def install(library: str, environments: Path | None) -> None:
     parents = [p for p in sys.path if p.endswith("site-packages")]
     lines = [f"import site; site.addsitedir({p!r})" for p in parents]  # their own .pth files too
     (site / "zz-parent.pth").write_text("\n".join(lines), encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin" / "python"),
+        "install",
+        "--no-deps",
+    ]
     subprocess.run([*command, *words["REQUIRES"]], check=True)
 
 

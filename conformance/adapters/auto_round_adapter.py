@@ -8,7 +8,13 @@ from shared import installed, is_fp8, is_mx, is_nvfp4
 
 version = installed("auto-round")
 REQUIRES = ["auto-round==0.16.1", "py-cpuinfo"]
-KINDS = {"e4m3": "mx_fp8e4m3", "e5m2": "mx_fp8e5m2", "e3m2": "mx_fp6e3m2", "e2m3": "mx_fp6e2m3", "e2m1": "mx_fp4"}
+KINDS = {
+    "e4m3": "mx_fp8e4m3",
+    "e5m2": "mx_fp8e5m2",
+    "e3m2": "mx_fp6e3m2",
+    "e2m3": "mx_fp6e2m3",
+    "e2m1": "mx_fp4",
+}
 RULES = {"floor": quant_mx, "rceil": quant_mx_rceil}
 
 

@@ -20,7 +20,12 @@ def scheme(cast):
     if is_mx(cast, MX, ["even"]):
         bits = MX[cast["element"]]
         return QuantizationArgs(
-            num_bits=bits, strategy="group", group_size=32, scale_dtype=torch.uint8, zp_dtype=torch.uint8, **FLOAT
+            num_bits=bits,
+            strategy="group",
+            group_size=32,
+            scale_dtype=torch.uint8,
+            zp_dtype=torch.uint8,
+            **FLOAT,
         )
     if is_nvfp4(cast):
         kind = torch.float8_e4m3fn

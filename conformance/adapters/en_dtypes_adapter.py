@@ -2,7 +2,7 @@
 
 import en_dtypes
 import numpy as np
-from shared import installed
+from shared import installed, is_single
 
 version = installed("en-dtypes")
 REQUIRES = ["en-dtypes==0.0.4"]
@@ -16,6 +16,6 @@ ELEMENTS = {
 
 def quantize(x, cast):
     """The codes of values, converted one by one."""
-    if not cast.get("saturates") or cast["element"] not in ELEMENTS:
+    if not is_single(cast, ELEMENTS):
         raise NotImplementedError
     return x.astype(ELEMENTS[cast["element"]]).view(np.uint8), np.empty(0)

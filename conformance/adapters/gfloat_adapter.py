@@ -6,7 +6,7 @@ Written for gfloat 0.5.2. It has the OCP's elements, and MX scales by the OCP's 
 import gfloat
 import numpy as np
 from gfloat import formats
-from shared import installed
+from shared import installed, is_single
 
 version = installed("gfloat")
 REQUIRES = ["gfloat==0.5.2"]
@@ -24,9 +24,7 @@ READ = {"name", "element", "scale", "scale_rule", "block", "input"}
 
 def quantize(x, cast):
     """Codes and scales as gfloat computes them."""
-    if "saturates" in cast:
-        if cast["element"] not in SINGLE:
-            raise NotImplementedError
+    if is_single(cast, SINGLE, cast.get("saturates")) and "saturates" in cast:
         kind = SINGLE[cast["element"]]
         rounded = gfloat.round_ndarray(kind, x.astype(np.float64), sat=cast["saturates"])
         return gfloat.encode_ndarray(kind, rounded), np.empty(0)
@@ -39,12 +37,12 @@ def quantize(x, cast):
     scales = np.apply_along_axis(lambda block: gfloat.compute_scale_amax(element.emax, block), 2, blocks)
     rounded = gfloat.round_ndarray(element, blocks / scales[..., None], sat=True)
     codes = gfloat.encode_ndarray(element, rounded).reshape(len(x), -1)
-    return codes[:, : x.shape[1]], (np.log2(scales) + 127).astype(np.uint8)
+    return codes[:, : x.shape[1]], gfloat.encode_ndarray(SINGLE["e8m0"], scales)
 
 
 def stochastic(x, cast, seed):
     """Values under its stochastic rounding with 24 random bits."""
-    if "saturates" not in cast or cast["element"] not in ELEMENTS:
+    if not is_single(cast, ELEMENTS):
         raise NotImplementedError
     bits = np.random.default_rng(seed).integers(2**24, size=x.shape)
     mode = gfloat.RoundMode.Stochastic

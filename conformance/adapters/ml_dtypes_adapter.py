@@ -2,7 +2,7 @@
 
 import ml_dtypes
 import numpy as np
-from shared import installed
+from shared import installed, is_single
 
 version = installed("ml_dtypes")
 REQUIRES = ["ml_dtypes==0.6.0"]
@@ -17,7 +17,7 @@ SATURATES = {
 
 def quantize(x, cast):
     """The codes of values, converted one by one."""
-    kinds = {True: SATURATES, False: OVERFLOWS}.get(cast.get("saturates"), {})
-    if cast["element"] not in kinds:
+    kinds = SATURATES if cast.get("saturates") else OVERFLOWS
+    if not is_single(cast, kinds, kinds is SATURATES):
         raise NotImplementedError
     return x.astype(kinds[cast["element"]]).view(np.uint8), np.empty(0)

@@ -10,11 +10,11 @@ REQUIRES = ["mlx==0.32.4", "mlx-cpu==0.32.4"]
 
 def mode(cast):
     """The name of a cast there."""
-    if is_mx(cast, ["e2m1"], ["even"]):
+    if is_mx(cast, ["e2m1"], ["rceil"]):
         return "mxfp4"
-    if is_mx(cast, ["e4m3"], ["even"]):
+    if is_mx(cast, ["e4m3"], ["rceil"]):
         return "mxfp8"
-    if cast["scale"] == "e4m3" and (is_nvfp4(cast) or "tensor_scale" not in cast):
+    if is_nvfp4(cast) or is_nvfp4(cast, None):
         return "nvfp4"
     raise NotImplementedError
 

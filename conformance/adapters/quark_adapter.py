@@ -15,5 +15,7 @@ def emulate(x, cast):
     if not is_mx(cast, KINDS, ["floor", "even", "ceil"]):
         raise NotImplementedError
     data, rule = torch.from_numpy(x.copy()), cast["scale_rule"]
-    made = fake_quantize_mx(data, -1, 32, scale_calculation_mode=rule, mx_element_dtype=KINDS[cast["element"]])
+    made = fake_quantize_mx(
+        data, -1, 32, scale_calculation_mode=rule, mx_element_dtype=KINDS[cast["element"]]
+    )
     return made.numpy()

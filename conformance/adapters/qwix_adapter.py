@@ -10,7 +10,20 @@ import qwix
 from shared import installed
 
 version = installed("qwix")
-REQUIRES = ["qwix==0.1.8", "jax==0.10.2", "jaxlib==0.10.2", "flax", "optax", "chex", "orbax-checkpoint", "opt_einsum", "etils", "msgpack", "tensorstore", "treescope"]
+REQUIRES = [
+    "qwix==0.1.8",
+    "jax==0.10.2",
+    "jaxlib==0.10.2",
+    "flax",
+    "optax",
+    "chex",
+    "orbax-checkpoint",
+    "opt_einsum",
+    "etils",
+    "msgpack",
+    "tensorstore",
+    "treescope",
+]
 
 FP8 = {
     "e4m3": jnp.float8_e4m3fn,

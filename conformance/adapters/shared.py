@@ -28,21 +28,31 @@ def checked_out(variable):
     return version
 
 
+# The keys of a cast that these adapters read; a cast with another is refused.
+READ = {"name", "element", "scale", "scale_rule", "block", "tensor_scale", "input", "saturates"}
+
+
+def is_single(cast, elements, saturates=True):
+    """Whether a cast converts single values to an element of these, in this mode of overflow."""
+    return set(cast) <= READ and cast.get("saturates") is saturates and cast["element"] in elements
+
+
 def is_mx(cast, elements, rules):
     """Whether a cast is MX in blocks of 32 along a row, with an element and a scale rule of these."""
-    expected = cast["scale"] == "e8m0" and cast.get("block") == [1, 32] and "saturates" not in cast
-    return expected and cast["element"] in elements and cast.get("scale_rule") in rules
+    expected = set(cast) <= READ and cast["scale"] == "e8m0" and cast.get("block") == [1, 32]
+    return expected and cast["element"] in elements and cast.get("scale_rule", "rceil") in rules
 
 
-def is_nvfp4(cast):
-    """Whether a cast is NVFP4 under a tensor scale."""
+def is_nvfp4(cast, outer="tensor"):
+    """Whether a cast is NVFP4 under a tensor scale (outer none: without one)."""
     kind = (cast["element"], cast["scale"], cast.get("block"), cast.get("tensor_scale"))
-    return kind == ("e2m1", "e4m3", [1, 16], "tensor")
+    return set(cast) <= READ and kind == ("e2m1", "e4m3", [1, 16], outer)
 
 
 def is_fp8(cast, *blocks):
     """Whether a cast is E4M3 under float32 scales of these blocks (none: the tensor)."""
-    return cast["scale"] == "fp32" and cast["element"] == "e4m3" and cast.get("block") in blocks
+    expected = set(cast) <= READ and cast["scale"] == "fp32" and cast["element"] == "e4m3"
+    return expected and cast.get("block") in blocks
 
 
 def unpacked(codes):

@@ -6,7 +6,7 @@ NVFP4 under a tensor scale. All of it runs on a CPU.
 
 import numpy as np
 import torch
-from shared import installed, is_mx, is_nvfp4, packed
+from shared import installed, is_mx, is_nvfp4, is_single, packed
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.kernels import (
@@ -35,7 +35,7 @@ READ = {"name", "element", "scale", "scale_rule", "block", "tensor_scale", "powe
 
 def quantize(x, cast):
     """Codes and scales as torchao computes them."""
-    if cast.get("saturates"):
+    if is_single(cast, [*FP8, *SINGLE]):
         return single(x, cast["element"])
     if set(cast) - READ:
         raise NotImplementedError
@@ -54,8 +54,6 @@ def single(x, element):
     """Values one by one: FP8 by `to_fp8_saturated`, the narrower formats by bit patterns."""
     if element in FP8:
         return to_fp8_saturated(torch.from_numpy(x), FP8[element]).view(torch.uint8).numpy(), np.empty(0)
-    if element not in SINGLE:
-        raise NotImplementedError
     return SINGLE[element](torch.from_numpy(x)).numpy(), np.empty(0)
 
 

@@ -25,6 +25,7 @@ class Name:
         return Name()
 
     def __call__(self, *given, **named):
+        """The decorated function, or a decorator."""
         return given[0] if given and callable(given[0]) else Name()
 
 
@@ -48,7 +49,11 @@ def quantize(x, cast):
     if is_nvfp4(cast):
         inverse = 2688.0 / data.abs().max()
         values, scales = nvfp4.ref_nvfp4_quant(data, inverse, 16)
-        return e2m1_codes(values), scales.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), 1 / inverse.numpy()
+        return (
+            e2m1_codes(values),
+            scales.to(torch.float8_e4m3fn).view(torch.uint8).numpy(),
+            1 / inverse.numpy(),
+        )
     raise NotImplementedError
 
 
