@@ -5,6 +5,7 @@ print the block of text that follows.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def run(one: Reproduction, environments: Path | None = None) -> str:
         file = Path(folder) / "reproduction.py"  # a kernel of Triton has to lie in a file
         file.write_text(one.code, encoding="utf-8")
         words = [python, "-W", "ignore", str(file)]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=PAGE.parent.parent)
+        given = os.environ | {"TMPDIR": folder}
+        done = subprocess.run(words, capture_output=True, text=True, cwd=PAGE.parent.parent, env=given)
     if done.returncode:
         return (done.stderr.strip().splitlines() or [""])[-1]
     return "".join(f"{s}\n" for s in done.stdout.splitlines() if not s.startswith(("{'train", "\x1b")) and s)

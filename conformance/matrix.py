@@ -11,6 +11,7 @@ verdict of a row:
 """
 
 import argparse
+import ast
 import csv
 import json
 import subprocess
@@ -229,11 +230,13 @@ def install(library: str, environments: Path | None) -> None:
     """Make the environment of a library: this Python's packages, and those that its adapter requires."""
     if environments is None:
         raise SystemExit("--install needs --environments FOLDER, where the environments are made")
-    words: dict[str, Any] = {}
     source = (HERE / "adapters" / f"{library}_adapter.py").read_text(encoding="utf-8")
-    line = next((s for s in source.splitlines() if s.startswith("REQUIRES = ")), "")
-    exec(line, words)  # a constant of a file of this repository
-    if not words.get("REQUIRES"):
+    required: list[str] = []
+    for node in ast.parse(source).body:
+        target = getattr(node, "targets", [getattr(node, "target", None)])[0]
+        if isinstance(node, ast.Assign | ast.AugAssign) and ast.unparse(target) == "REQUIRES":
+            required += ast.literal_eval(node.value)
+    if not required:  # a checkout
         return
     folder = environments / library
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
@@ -250,7 +253,7 @@ def install(library: str, environments: Path | None) -> None:
         "install",
         "--no-deps",
     ]
-    subprocess.run([*command, *words["REQUIRES"]], check=True)
+    subprocess.run([*command, *required], check=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Weight, MXInt8Weight
 from shared import installed, is_mx
 
 version = installed("brevitas")
-REQUIRES = ["brevitas==0.13.4", "dependencies", "unfoldNd"]
+REQUIRES = ["brevitas==0.13.4", "dependencies==2.0.1", "unfoldNd"]
 config.IGNORE_MISSING_KEYS = True
 BITS = {"e4m3": (4, 3), "e5m2": (5, 2), "e3m2": (3, 2), "e2m3": (2, 3), "e2m1": (2, 1)}
 

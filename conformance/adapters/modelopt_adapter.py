@@ -6,7 +6,8 @@ from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, MXFP8Q
 from shared import installed, is_fp8, is_mx, is_nvfp4, packed, unpacked
 
 version = installed("nvidia-modelopt")
-REQUIRES = ["nvidia-modelopt==0.47.0", "pulp", "torchprofile", "ninja", "nvidia-ml-py"]
+REQUIRES = ["nvidia-modelopt==0.47.0", "pulp", "torchprofile", "ninja", "nvidia-ml-py", "omegaconf"]
+REQUIRES += ["antlr4-python3-runtime==4.9.3"]
 
 
 def quantize(x, cast):

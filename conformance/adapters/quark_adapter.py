@@ -6,6 +6,7 @@ from shared import installed, is_mx
 
 version = installed("amd-quark")
 REQUIRES = ["amd-quark==0.13", "onnx", "protobuf", "plotly", "joblib", "evaluate", "ninja"]
+REQUIRES += ["onnxslim", "onnxruntime", "flatbuffers", "coloredlogs", "ml_dtypes"]
 KINDS = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "e3m2": "fp6_e3m2", "e2m3": "fp6_e2m3", "e2m1": "fp4"}
 KINDS |= {"int8": "int8"}
 

@@ -23,6 +23,13 @@ REQUIRES = [
     "msgpack",
     "tensorstore",
     "treescope",
+    "absl-py",
+    "toolz",
+    "wrapt",
+    "humanize",
+    "nest-asyncio",
+    "simplejson",
+    "aiofiles",
 ]
 
 FP8 = {
