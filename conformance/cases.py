@@ -142,7 +142,7 @@ def _inputs(table: Table, element: Format) -> dict[str, Array]:
         both = {
             "normal": np.abs(noise((96,), 1)) if not element.signed else noise((96,), 1),
             "ties": between if element.zero else between[1:],
-            "beside ties": np.array(beside[: 2 * len(between)]),
+            "next to ties": np.array(beside[: 2 * len(between)]),
             "subnormals": np.arange(0 if element.zero else 1, 33) * float(least) / 4,
             "max": np.array([v for v in edges if v < 3.4e38]),
             "infinity": np.array([inf]),
