@@ -32,7 +32,7 @@ compared with an exact oracle in rational arithmetic. `conformance/matrix.csv` h
 page is made from it, and [found in others](found-in-others.md) has the faults as texts to file.
 
 ```sh
-python conformance/matrix.py --environments /tmp/environments --install
+python conformance/matrix.py --environments ../environments --install
 python conformance/page.py
 ```
 
