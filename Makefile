@@ -71,7 +71,7 @@ wheel: $(VENV)/.dev
 
 # The vectors for other libraries, against those that are installed.
 conformance: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 tests/test_conformance.py tests/test_conformance_runner.py tests/formats $(ARGS)
+	$(BIN)/python -m pytest -n 2 tests/test_conformance.py tests/test_conformance_runner.py tests/test_conformance_matrix.py tests/formats $(ARGS)
 
 # docs/versions.md: the plugs against the trainers that are installed in $(VENV).
 versions: $(VENV)/.dev

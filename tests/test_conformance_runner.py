@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from narrowgauge.conformance import compare, read_vectors
-from narrowgauge.conformance.__main__ import main
+from narrowgauge.conformance.__main__ import _function, main
 
-EXAMPLES = Path(__file__).parents[1] / "conformance" / "examples"
+EXAMPLES = Path(__file__).parents[1] / "conformance" / "adapters"
 OURS = str(EXAMPLES / "narrowgauge_adapter.py")
 
 
@@ -135,7 +135,7 @@ def test_rounding_bits_and_signs_are_handed_on(vectors):
 def test_the_example_of_another_library_runs(library, names, vectors):
     """What differs there stands in conformance/README.md."""
     pytest.importorskip(library)
-    quantize = runpy.run_path(str(EXAMPLES / f"{library}_adapter.py"))["quantize"]
+    quantize = _function(str(EXAMPLES / f"{library}_adapter.py"))
     assert {name: compare(quantize, vectors[name]).verdict for name in names} == dict.fromkeys(
         names, "passes"
     )

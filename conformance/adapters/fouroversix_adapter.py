@@ -1,6 +1,6 @@
 """mit-han-lab/fouroversix against the vectors: its reference in PyTorch.
 
-    FOUROVERSIX=CHECKOUT python -m narrowgauge.conformance conformance/examples/fouroversix_adapter.py
+    FOUROVERSIX=CHECKOUT python -m narrowgauge.conformance conformance/adapters/fouroversix_adapter.py
 
 Written for commit dadfad6. It has NVFP4, NVFP4 that reaches to 6 or to 4, IF4 and MXFP4. It returns the
 amax; the tensor scale is what its errors are computed with.
@@ -10,6 +10,9 @@ from importlib import import_module
 
 import torch
 from checkouts import folder, package
+from shared import checked_out
+
+version = checked_out("FOUROVERSIX")
 
 ROOT = folder("FOUROVERSIX", "src/fouroversix")
 for name in ("", ".quantize", ".quantize.pytorch", ".kernels"):

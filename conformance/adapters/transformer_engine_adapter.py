@@ -1,7 +1,7 @@
 """TransformerEngine's references in PyTorch against the vectors.
 
     export TRANSFORMER_ENGINE=CHECKOUT
-    python -m narrowgauge.conformance conformance/examples/transformer_engine_adapter.py
+    python -m narrowgauge.conformance conformance/adapters/transformer_engine_adapter.py
 
 Written for commit d0067d0. The references are what its own tests hold its kernels against: NVFP4 with
 four-over-six, row scales and the Hadamard transform, FP8 under a current scale, and FP8 in blocks. They have
@@ -12,6 +12,9 @@ from importlib import import_module
 
 import torch
 from checkouts import folder, package
+from shared import checked_out
+
+version = checked_out("TRANSFORMER_ENGINE")
 
 ROOT = folder("TRANSFORMER_ENGINE", "transformer_engine")
 

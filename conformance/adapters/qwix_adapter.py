@@ -1,4 +1,4 @@
-"""qwix against the vectors: `python -m narrowgauge.conformance conformance/examples/qwix_adapter.py`.
+"""qwix against the vectors: `python -m narrowgauge.conformance conformance/adapters/qwix_adapter.py`.
 
 Written for qwix 0.1.8 (JAX). It has FP8 and MX under scales of a tensor, of rows, or of blocks of a row. Its
 scales are in the dtype of the tensor, so that all inputs are given to it in float32.
@@ -7,6 +7,30 @@ scales are in the dtype of the tensor, so that all inputs are given to it in flo
 import jax.numpy as jnp
 import numpy as np
 import qwix
+from shared import installed
+
+version = installed("qwix")
+REQUIRES = [
+    "qwix==0.1.8",
+    "jax==0.10.2",
+    "jaxlib==0.10.2",
+    "flax",
+    "optax",
+    "chex",
+    "orbax-checkpoint",
+    "opt_einsum",
+    "etils",
+    "msgpack",
+    "tensorstore",
+    "treescope",
+    "absl-py",
+    "toolz",
+    "wrapt",
+    "humanize",
+    "nest-asyncio",
+    "simplejson",
+    "aiofiles",
+]
 
 FP8 = {
     "e4m3": jnp.float8_e4m3fn,

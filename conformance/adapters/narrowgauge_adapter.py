@@ -1,4 +1,4 @@
-"""narrowgauge itself: `python -m narrowgauge.conformance conformance/examples/narrowgauge_adapter.py`."""
+"""narrowgauge itself: `python -m narrowgauge.conformance conformance/adapters/narrowgauge_adapter.py`."""
 
 import torch
 
@@ -9,9 +9,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GIVEN = {"random", "scale_random", "signs", "amaxes", "compensate", "center"}
 
 
+def version():
+    """The version of the package."""
+    return ng.__version__
+
+
 def quantize(x, cast):
     """Codes, scales and the tensor scale of `ng.quantize`."""
     if set(cast) & GIVEN or cast.get("signs") == "random" or cast.get("history"):
+        raise NotImplementedError
+    if "saturates" in cast:
         raise NotImplementedError
     table = {key: value for key, value in cast.items() if key not in ("name", "input", "block")}
     block = cast.get("block")

@@ -1,6 +1,6 @@
 """IST-DASLab/Quartet-II against the vectors: its emulation, Triton kernels, in Triton's interpreter.
 
-    QUARTET2=CHECKOUT python -m narrowgauge.conformance conformance/examples/quartet2_adapter.py
+    QUARTET2=CHECKOUT python -m narrowgauge.conformance conformance/adapters/quartet2_adapter.py
 
 Written for commit 8776a90 and Triton 3.8. The kernels return numbers; their own functions say which codes and
 scales these are. Random numbers are those of the vector. The interpreter rounds float32 to E4M3 wrongly, so
@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from checkouts import folder, package
+from shared import checked_out
 from triton.runtime import interpreter
 
+version = checked_out("QUARTET2")
 ROOT = folder("QUARTET2", "src/models")
 package("models", ROOT)
 package("models.quantization", ROOT / "quantization")

@@ -1,0 +1,116 @@
+"""docs/conformance.md from matrix.csv and causes.csv: `python conformance/page.py`."""
+
+import csv
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "conformance.md"
+MARKS = {"fault": "F", "rule": "r", "range": "t", "open": "o", "refusal": "x"}
+KINDS = {
+    "fault": "against a specification, or against what the library itself promises",
+    "rule": "another rule, or another order of float32 operations, that loses no more",
+    "range": "magnitudes beyond what float32 can scale; no specification covers them",
+    "open": "the specification leaves it open: NaN and infinity in a block",
+    "refusal": "the library refuses it with an exception",
+}
+TABLES = {  # heading -> the formats of its rows
+    "Single values": "* element*",
+    "FP8 under float32 scales": "fp8 *",
+    "MXFP8, E4M3": "mxfp8 *",
+    "MXFP8, E5M2": "mxfp8-e5m2 *",
+    "MXFP6, E3M2": "mxfp6-e3m2 *",
+    "MXFP6, E2M3": "mxfp6-e2m3 *",
+    "MXFP4": "mxfp4 *",
+    "MXINT8": "mxint8 *",
+    "NVFP4": "nvfp4*",
+}
+HEAD = """# Twenty libraries, case by case
+
+Each library quantizes the same small tensors, each made for one property of a format, and is
+compared with an exact oracle in rational arithmetic. `conformance/matrix.csv` holds the rows, this
+page is made from it, and [found in others](found-in-others.md) has the faults as texts to file.
+
+```sh
+python conformance/matrix.py --environments ../environments --install
+python conformance/page.py
+```
+
+A library that is not installed keeps its stored rows. Checkouts are named by environment variables
+(the docstrings in `conformance/adapters/`).
+
+| mark | meaning |
+|---|---|
+| `=` | codes and scales equal, bit for bit; of a stored tensor: its values |
+| `v` | values equal to the last bits of float32; a code or scale differs, or the library returns none |
+"""
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a table of this folder."""
+    with (HERE / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def cause_of(row: Row, causes: list[Row]) -> Row | None:
+    """The first cause that fits a row."""
+    for cause in causes:
+        fits = cause["library"] == row["library"] and fnmatchcase(row["format"], cause["formats"])
+        if fits and any(fnmatchcase(row["case"], c) for c in cause["cases"].split(";")):
+            return cause
+    return None
+
+
+def page() -> str:
+    """The text of the page."""
+    rows, causes = read("matrix.csv"), read("causes.csv")
+    parts = [HEAD + "".join(f"| `{MARKS[k]}` | {text} |\n" for k, text in KINDS.items())]
+    versions = dict(sorted({r["library"]: (r["version"], r["date"]) for r in rows}.items()))
+    counts = {
+        name: [sum(_mark(r, causes) == m for r in rows if r["library"] == name) for m in "=vFrtox"]
+        for name in versions
+    }
+    parts.append(
+        "## Libraries\n\n| library | version | date | " + " | ".join(f"`{m}`" for m in "=vFrtox") + " |"
+    )
+    parts[-1] += "\n|" + "---|" * 10
+    for name, (version, date) in versions.items():
+        parts[-1] += f"\n| {name} | {version} | {date} | " + " | ".join(map(str, counts[name])) + " |"
+    for heading, pattern in TABLES.items():
+        parts.append(_table(heading, [r for r in rows if fnmatchcase(r["format"], pattern)], causes))
+    lines = ["## Causes\n\n| library | formats | cases | mark | cause |\n|---|---|---|---|---|"]
+    for c in causes:
+        cases, mark = c["cases"].replace(";", "; ").replace("*", "\\*"), MARKS[c["kind"]]
+        formats = c["formats"].replace("*", "\\*")
+        lines.append(
+            f"| {c['library']} | {formats} | {cases} | `{mark}` | {c['cause']} |".replace("_", "\\_")
+        )
+    return "\n\n".join([*(p.rstrip("\n") for p in parts), "\n".join(lines)]) + "\n"
+
+
+def _mark(row: Row, causes: list[Row]) -> str:
+    if row["verdict"] in ("equal", "values"):
+        return {"equal": "=", "values": "v"}[row["verdict"]]
+    cause = cause_of(row, causes)
+    return MARKS[cause["kind"]] if cause else "?"
+
+
+def _table(heading: str, rows: list[Row], causes: list[Row]) -> str:
+    """One row for each library and format, one column for each case."""
+    columns = list(dict.fromkeys(r["case"] for r in rows))
+    kept: dict[tuple[str, str], dict[str, str]] = {}
+    for r in rows:
+        kept.setdefault((r["library"], r["format"]), {})[r["case"]] = f"`{_mark(r, causes)}`"
+    out = [
+        f"## {heading}\n",
+        f"| library | format | {' | '.join(columns)} |",
+        "|" + "---|" * (len(columns) + 2),
+    ]
+    for (library, name), marks in kept.items():
+        out.append(f"| {library} | {name} | " + " | ".join(marks.get(c, "") for c in columns) + " |")
+    return "\n".join(out).replace("_", "\\_")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
