@@ -12,7 +12,7 @@ from narrowgauge import cluster, data  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, positive_integer
 from narrowgauge.recipes.exchange import SOURCES, TARGETS
-from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, SERVERS, TASKS
+from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, RECORDED, SERVERS, TASKS
 
 OWN = "narrowgauge"  # the layout of `prepare` with a manifest
 HEAD = "head"
@@ -199,6 +199,8 @@ def _export(p: KeyParser) -> None:
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; bf16 for quantized weights)")
     p.add_argument("--shard-gb", type=float, default=5.0, help="size of each safetensors file in GB (5)")
+    text = f"store activation scales: those of a text, or of the recipe's memory ({RECORDED})"
+    p.add_argument("--calibrate", metavar="SOURCE", help=text)
 
 
 def _import(p: KeyParser) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.compressed_tensors import layout_of
+from narrowgauge.checkpoint.interop.cast_layout import layout_of
 from narrowgauge.checkpoint.interop.gguf.container import TYPES
 from narrowgauge.formats import decode, format
 from narrowgauge.quantization import Cast, QTensor
