@@ -204,7 +204,9 @@ def _export(p: KeyParser) -> None:
 
 
 def _import(p: KeyParser) -> None:
-    p.add_argument("path", metavar="PATH", type=Path, help="a Hugging Face folder or an llm.c model")
+    p.add_argument(
+        "path", metavar="PATH", type=Path, help="a Hugging Face folder, or a file of llm.c or GGUF"
+    )
     p.add_argument("--out", required=True, type=Path, metavar="RUN", help="a new run directory")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
     p.add_argument("--data", metavar="SOURCE", default="stdlib", help="text to evaluate it on (stdlib)")

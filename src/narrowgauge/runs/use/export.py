@@ -138,7 +138,7 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
     """Make a run directory at step 0 from a model of another program.
 
     Args:
-        path: a Hugging Face folder, a folder that `export` made, or an llm.c model file.
+        path: a Hugging Face folder, a folder that `export` made, or a file of llm.c or GGUF.
         out: the new run directory, which must not exist.
         tokenizer: a tokenizer.json, or a folder with one; None for the model's tokenizer, if it has one.
         source: the default text for evaluation.
@@ -152,18 +152,19 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
     """
     model = read_external_model(path)
     config = imported_config(model, source)
-    tokenizer = tokenizer or model.tokenizer
-    if tokenizer is not None and load_tokenizer(tokenizer).vocab_size > model.config.vocab_size:
+    chosen = tokenizer or model.tokenizer
+    loaded = model.made_tokenizer if chosen is None else load_tokenizer(chosen)
+    if loaded is not None and loaded.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer} has {load_tokenizer(tokenizer).vocab_size} ids, and the model {path} "
-            f"only {model.config.vocab_size}; name the model's own with --tokenizer"
+            f"the tokenizer {chosen} has {loaded.vocab_size} ids, and the model {path} only "
+            f"{model.config.vocab_size}; name the model's own with --tokenizer"
         )
     with staged_directory(out) as folder:
         directory = RunDirectory(folder)
         directory.claim(config)
-        if tokenizer is not None:
-            load_tokenizer(tokenizer).save(directory.tokenizer)
-        is_own = tokenizer == model.tokenizer
+        if loaded is not None:
+            loaded.save(directory.tokenizer)
+        is_own = chosen == model.tokenizer
         kept = {name: v for name, v in model.special_tokens.items() if is_own or name != TOKENIZER_CONFIG}
         directory.keep_special_tokens(kept)
         save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
