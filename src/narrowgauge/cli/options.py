@@ -231,6 +231,7 @@ def _served(p: KeyParser) -> None:
     p.add_argument(
         "--margin", type=float, default=0.01, help="largest difference of the loss that is equal (0.01)"
     )
+    p.add_argument("--page", type=Path, metavar="FILE", help="also write the result as a page (HTML)")
     p.add_argument("--json", action="store_true", help="for programs")
 
 
