@@ -75,7 +75,7 @@ def inputs(seed=0):
     return x_MK.bfloat16()
 
 
-@pytest.mark.parametrize(("recipe", "share"), [("nvfp4", 0.99), ("mxfp8", 1), ("fp8", 1)])
+@pytest.mark.parametrize(("recipe", "share"), [("nvfp4", 0.99), ("mxfp8", 1), ("mxfp4-amd", 1), ("fp8", 1)])
 def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
     """With the scale of the same tensor; the package computes block scales of NVFP4 in bf16."""
     model, x = model_under(recipe), inputs()

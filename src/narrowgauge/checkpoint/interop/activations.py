@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowgauge.checkpoint.interop.cast_layout import layout_of, unlike, written
 from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.nn.histories import AmaxHistory, HeldAmax
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.cast_layout import layout_of, unlike, written
 
 _FLOAT = {"type": "float", "symmetric": True}
 _TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}
@@ -142,6 +142,19 @@ def before_the_casts(model: torch.nn.Module) -> list[str]:
     return [sentence, *_elsewhere(model)]
 
 
+def in_llama_cpp(model: torch.nn.Module) -> list[str]:
+    """What llama.cpp computes in another way than training."""
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    names = sorted({m.spec.casts["fprop.x"].name for m in layers if m.spec.casts["fprop.x"].is_scaled})
+    if not names:
+        return list(_elsewhere(model))
+    sentence = (
+        f"inputs were {' and '.join(names)} in training, and llama.cpp rounds them to a format that belongs "
+        "to the weight's: int8 in blocks of 32 with narrow weights, else the weight's own"
+    )
+    return [sentence, *_elsewhere(model)]
+
+
 def _difference(layer: Linear, scale: InputScale | None, is_own: bool) -> str:
     x = layer.spec.casts["fprop.x"]
     if not layer.spec.casts["fprop.w"].is_scaled:
@@ -151,13 +164,16 @@ def _difference(layer: Linear, scale: InputScale | None, is_own: bool) -> str:
         return f"{x.name} in training, and not quantized in the file without a scale (--calibrate)"
     if rule is None:
         return f"{x.name} in training, which the layout cannot express: not quantized in the file"
+    parts = []
     if keys := unlike(x, rule.cast, ("name", *_OF_AMAX)):
-        return f"{written(x, keys)} in training, and {written(rule.cast, keys)} in the server"
+        parts.append(f"{written(x, keys)} in training, and {written(rule.cast, keys)} in the server")
     if scale is not None and not is_own:
-        return "one fixed scale, that of the text it was measured on; in training each batch had its own"
-    if scale is not None and x.block is not None:
-        return "the tensor scale of training; servers compute block scales in the dtype of activations"
-    return ""
+        parts.append(
+            "one fixed scale, that of the text it was measured on; in training each batch had its own"
+        )
+    elif scale is not None and x.block is not None:
+        parts.append("the tensor scale of training; servers compute block scales in the dtype of activations")
+    return "; and ".join(parts)
 
 
 def _elsewhere(model: torch.nn.Module) -> Iterable[str]:

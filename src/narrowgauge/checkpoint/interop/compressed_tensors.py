@@ -18,9 +18,9 @@ Bytes: two FP4 codes, the even column low; four FP6 codes in three bytes, little
 vllm-project/compressed-tensors 0.20, `compressors/` and `quantization/quant_scheme.py`.)
 
 The values are exactly those of the forward matmul in the checkpoint's step: the fused weight is quantized as
-the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 becomes equal scales of
-its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) do not affect the layout. All
-other keys must match a cast in the table, so a key that is new in casts is refused.
+the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 or MX becomes equal
+scales of its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) do not affect the
+layout. All other keys must match a cast in the table, so a key that is new in casts is refused.
 
 Activations are described as the layout can (`activations.py`), and each difference from training is returned
 as a sentence. Layers that the recipe does not quantize are listed under `ignore`.
@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from narrowgauge.checkpoint.interop.activations import NVFP4, InputScale, differences, mx_group, rule_of
-from narrowgauge.checkpoint.interop.cast_layout import beside, layout_of, written
 from narrowgauge.checkpoint.interop.hf_config import family_of, to_config
 from narrowgauge.checkpoint.interop.huggingface import write_settings
 from narrowgauge.checkpoint.interop.name_map import NamePair, name_map
@@ -44,6 +43,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import QTensor
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.cast_layout import beside, layout_of, written
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a layer, by the last component of their names
 
@@ -73,6 +73,7 @@ def _mx(bits: int, name: str) -> CompressionScheme:
     return CompressionScheme(name, mx_group(bits, dynamic=False))
 
 
+_SQUARE = (32, 32)
 _NVFP4 = CompressionScheme("nvfp4-pack-quantized", {**NVFP4, "dynamic": False})
 _WEIGHTS = {
     "e4m3": _fp8("tensor"),
@@ -176,8 +177,11 @@ def _scheme(name: str, layer: Linear, scale: InputScale | None) -> CompressionSc
     """The scheme of a layer's casts; a `UserError` if the layout cannot express the cast of its weights."""
     x, w = layer.spec.casts["fprop.x"], layer.spec.casts["fprop.w"]
     layouts = {known: layout_of(named_cast(known)) for known in _WEIGHTS}
+    own = layout_of(w)
+    if own.get("block") == _SQUARE and own.get("scale") == "e8m0":
+        own["block"] = (1, _SQUARE[1])  # each row of a square repeats its scale
     for known, layout in layouts.items():
-        if layout == layout_of(w):
+        if layout == own:
             rule = rule_of(x, scale)
             return replace(_WEIGHTS[known], inputs=None if rule is None else rule.described)
     keys = min((beside(w, layout) for layout in layouts.values()), key=lambda k: ("element" in k, len(k)))

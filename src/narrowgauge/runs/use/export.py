@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge.checkpoint import save
-from narrowgauge.checkpoint.interop.activations import InputScale, before_the_casts
+from narrowgauge.checkpoint.interop.activations import InputScale, before_the_casts, in_llama_cpp
 from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.gguf.model import (
@@ -74,6 +74,13 @@ def export_run(
     Raises:
         UserError: an argument is invalid, the format cannot represent the model, or the written files differ.
     """
+    require_format(to, dtype, shard_bytes, calibrate)
+    source = open_run(run, "cpu")
+    return Export(source, tuple(export_model(source, to, out, dtype, shard_bytes, calibrate)))
+
+
+def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str | None) -> None:
+    """Refuse arguments of `export_run` that no model makes right."""
     if to not in EXPORT_FORMATS:
         raise unknown("format", to, EXPORT_FORMATS)
     if dtype is not None and dtype not in DTYPES:
@@ -85,7 +92,17 @@ def export_run(
             f"{to} holds no scales of activations, so --calibrate has no effect there; leave it out, or use "
             f"--to {' or '.join(QUANTIZED)}"
         )
-    source = open_run(run, "cpu")
+
+
+def export_model(
+    source: TrainedRun,
+    to: str,
+    out: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    calibrate: str | None = None,
+) -> list[str]:
+    """`export_run` of a run that is open; returns the sentences."""
     scales = {} if calibrate is None else activation_scales(source, calibrate)
     with staged_directory(out) as folder:
         if to == "gguf":
@@ -95,7 +112,7 @@ def export_run(
             remarks = _write(folder, source, to, stored, shard_bytes, scales)
         if to in ("llmc", "megatron", "gguf") and source.tokenizer_file is not None:
             source.tokenizer.save(folder / "tokenizer.json")
-    return Export(source, tuple(remarks))
+    return remarks
 
 
 def _write(
@@ -128,7 +145,7 @@ def _write(
 def _write_gguf(folder: Path, source: TrainedRun, dtype: torch.dtype | None) -> list[str]:
     path, weights = folder / GGUF_FILE, source.weights()
     settings = (source.tokenizer_file, dtype, source.special_tokens)
-    remarks = write_gguf_model(path, source.model, weights, *settings)
+    remarks = write_gguf_model(path, source.model, weights, *settings) + in_llama_cpp(source.model)
     found = read_gguf_model(path, source.config.spec.model)
     require_read_back(found, expected_values(source.model, weights, dtype))
     return remarks

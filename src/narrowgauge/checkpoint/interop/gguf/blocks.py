@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.cast_layout import layout_of
 from narrowgauge.checkpoint.interop.gguf.container import TYPES
 from narrowgauge.formats import decode, format
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.cast_layout import layout_of
 
 Bytes = NDArray[np.uint8]
 #: The type of each cast's codes, and the columns of a block.
