@@ -152,7 +152,7 @@ def quantized_tensors(
                 layers |= {name.removesuffix(".weight"): None for name in counterpart.theirs}
             continue
         for name, parts in _split(counterpart, narrow[module].forward_codes()):
-            parts = parts | _input_scale(schemes[module], measured.get(module))
+            parts = {**parts, **_input_scale(schemes[module], measured.get(module))}
             tensors += [(f"{name}.{part}", tensor) for part, tensor in parts.items()]
             layers[name] = schemes[module]
     return tensors, layers

@@ -44,7 +44,12 @@ ALGORITHMS: Mapping[tuple[str, str, object], tuple[str, int | None]] = {
 }
 
 _RECIPROCALS = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
-_WORDS = {None: "that are wide", True: "in dynamic scales", False: "in one scale", "local": "in NVFP4"}
+_WORDS: Mapping[object, str] = {
+    None: "that are wide",
+    True: "in dynamic scales",
+    False: "in one scale",
+    "local": "in NVFP4",
+}
 
 
 def write_modelopt(

@@ -94,7 +94,7 @@ def layer_differences(trained: TrainedRun, opened: Mapping[str, Opened]) -> list
             if name in opened:
                 server = opened[name]
                 x = torch.from_numpy(server.x)[None]
-                bias = None if layer.bias is None else layer.bias.float()
+                bias = layer.bias.float() if isinstance(layer.bias, torch.Tensor) else None
                 wide = torch.nn.functional.linear(x, weight_NK, bias)
                 outputs = (layer(x.to(model.compute_dtype)).float(), wide)
                 differences = [_relative(server.y, y[0].split(rows, -1)[number]) for y in outputs]

@@ -199,12 +199,11 @@ def _opened_layers(
 
     def hook(name: str) -> Callable[..., None]:
         def see(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            weight = getattr(layer, "weight", None)
-            is_plain = weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
             x, y = (t.float().reshape(-1, t.shape[-1]).numpy().copy() for t in (inputs[0], output))
-            # transformers' Conv1D keeps (K, N)
-            is_turned = is_plain and not isinstance(layer, torch.nn.Linear)
-            values = (weight.T if is_turned else weight).detach().float().numpy() if is_plain else None
+            weight, values = getattr(layer, "weight", None), None
+            if weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                is_linear = isinstance(layer, torch.nn.Linear)  # transformers' Conv1D keeps (K, N)
+                values = (weight if is_linear else weight.T).detach().float().numpy()
             found[name] = (x, y, values)
 
         return see

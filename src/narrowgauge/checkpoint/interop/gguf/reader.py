@@ -130,7 +130,7 @@ def _config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufT
     }
     if arch == "gpt2":
         eps = _decimal(keys.number("attention.layer_norm_epsilon", 1e-5))
-        style = {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
+        style: dict[str, Any] = {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
         return ModelConfig(**common, **style, norm_eps=eps)
     return ModelConfig(
         **common,
