@@ -1,4 +1,4 @@
-"""What a folder of compressed-tensors says of activations, and how that differs from training.
+"""Activations in a folder of compressed-tensors, and how that differs from training.
 
     fprop.x in training      in the folder, for its server                       a scale in the file
     NVFP4                    blocks of 16 under one scale (`dynamic: "local"`)   input_global_scale = 1 / s
@@ -11,7 +11,7 @@ s multiplies codes: amax / 448 for FP8, amax / (6 * 448) for NVFP4. It comes fro
 the recipe's own memory: the history of delayed scaling, or a held amax. Without it NVFP4 activations
 are not quantized.
 
-Servers round to nearest, and derive dynamic scales by rules of their own. A cast with the keys of `RULES` or
+Servers round to nearest, and derive dynamic scales by other rules. A cast with the keys of `RULES` or
 `MEASURED` has their codes bit for bit, except NVFP4: compressed-tensors computes the scales of its blocks in
 the dtype of the activations, which moves about 1 % of the codes in bf16. Any difference becomes a sentence
 (`differences`).

@@ -38,7 +38,7 @@ from narrowgauge.models.layers import rope_frequencies, rope_shares
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gpt2")
 _HEAD = "output.weight"
 _ORIGINAL_POSITIONS = 8192  # of Llama 3.1 and 3.2
-#: Scales of activations, which are no weights.
+#: Scales of activations, which are skipped.
 _INPUT_SCALE = ".input_scale"
 
 
@@ -166,7 +166,7 @@ def _with_rope(
             return scaled
     raise UserError(
         f"{path}: {ROPE_FREQUENCIES} is not the scaling of Llama 3.1 with {original} original positions; "
-        "give the model as a Hugging Face folder, whose config.json says what it is"
+        "give the model as a Hugging Face folder, whose config.json names it"
     )
 
 
