@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from golden import cells, outputs, page, resolved
+from golden import cells, export_page, outputs, page, resolved
 from golden.runs import PINS, Worker, kept_file, read_kept, worker
 
 # Other arithmetic: what each variable is set to, and in what bf16 operands are multiplied (none:
@@ -103,6 +103,7 @@ if __name__ == "__main__":
         resolved.write()
     if "page" in asked:
         page.write()
+        export_page.write()
     if of_digits := [name for name in ("digits", *outputs.OUTPUTS) if name in asked]:
         parts(of_digits)
     if "bounds" in asked:

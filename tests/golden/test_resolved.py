@@ -2,7 +2,7 @@
 
 import pytest
 
-from golden import page, resolved
+from golden import export_page, page, resolved
 from narrowgauge.recipes import recipe_names
 
 
@@ -20,3 +20,11 @@ def test_nothing_is_kept_of_recipes_that_do_not_exist():
 
 def test_the_tables_of_the_page_are_those_of_the_recipes():
     assert page.text() == page.PAGE.read_text(encoding="utf-8"), "python tests/golden/make.py page"
+
+
+@pytest.mark.tier("thorough")
+def test_every_recipe_is_exported_exactly_or_with_a_stated_difference_or_refused():
+    """An export that does not hold the weights is an error of `export_model`; the page has all outcomes."""
+    assert export_page.text() == export_page.PAGE.read_text(encoding="utf-8"), (
+        "python tests/golden/make.py page"
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrowgauge.analysis.probe import WITHOUT_MEMORY, has_memory
-from narrowgauge.checkpoint.interop.compressed_tensors import CHOOSES_CODES, _scheme
+from narrowgauge.checkpoint.interop.compressed_tensors import _scheme
 from narrowgauge.devices import imagine
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
@@ -28,6 +28,7 @@ from narrowgauge.quantization.stages.stage import Transform
 from narrowgauge.recipes import named_device, places, recipe, wire
 from narrowgauge.recipes.attention_places import ATTENTION_KEYS, STREAM_KEYS, attention_casts, stream_cast
 from narrowgauge.recipes.backend import NATIVE_KEYS, SCHEMES
+from narrowgauge.recipes.cast_layout import CHOOSES_CODES
 from narrowgauge.recipes.describe import changed_keys
 from narrowgauge.recipes.exchange import TARGETS, refusals
 from narrowgauge.runs.use.trained_model import TOKENWISE_KEYS, is_tokenwise
@@ -97,7 +98,7 @@ def has_passes(c: Cast) -> bool:
 
 
 def compressed(c: Cast) -> None:
-    _scheme("a layer", SimpleNamespace(spec=SimpleNamespace(casts={**OPERANDS, "fprop.w": c})))
+    _scheme("a layer", SimpleNamespace(spec=SimpleNamespace(casts={**OPERANDS, "fprop.w": c})), None)
 
 
 class Consumer(NamedTuple):

@@ -12,7 +12,7 @@ from narrowgauge import cluster, data  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, positive_integer
 from narrowgauge.recipes.exchange import SOURCES, TARGETS
-from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, SERVERS, TASKS
+from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, RECORDED, SERVERS, TASKS
 
 OWN = "narrowgauge"  # the layout of `prepare` with a manifest
 HEAD = "head"
@@ -199,10 +199,14 @@ def _export(p: KeyParser) -> None:
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; bf16 for quantized weights)")
     p.add_argument("--shard-gb", type=float, default=5.0, help="size of each safetensors file in GB (5)")
+    text = f"store activation scales: those of a text, or of the recipe's memory ({RECORDED})"
+    p.add_argument("--calibrate", metavar="SOURCE", help=text)
 
 
 def _import(p: KeyParser) -> None:
-    p.add_argument("path", metavar="PATH", type=Path, help="a Hugging Face folder or an llm.c model")
+    p.add_argument(
+        "path", metavar="PATH", type=Path, help="a Hugging Face folder, or a file of llm.c or GGUF"
+    )
     p.add_argument("--out", required=True, type=Path, metavar="RUN", help="a new run directory")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
     p.add_argument("--data", metavar="SOURCE", default="stdlib", help="text to evaluate it on (stdlib)")
@@ -227,6 +231,7 @@ def _served(p: KeyParser) -> None:
     p.add_argument(
         "--margin", type=float, default=0.01, help="largest difference of the loss that is equal (0.01)"
     )
+    p.add_argument("--page", type=Path, metavar="FILE", help="also write the result as a page (HTML)")
     p.add_argument("--json", action="store_true", help="for programs")
 
 

@@ -4,7 +4,14 @@
 PROFILED = 3
 #: The formats of `export --to`.
 EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt", "gguf")
+#: The value of `export --calibrate` for scales that the recipe remembers.
+RECORDED = "recorded"
 #: The servers of `served --with`, and the formats of `export` that each reads; the first is the default.
-SERVERS = {"llama.cpp": ("gguf",), "transformers": ("hf", "compressed-tensors")}
+SERVERS = {
+    "llama.cpp": ("gguf",),
+    "transformers": ("hf", "compressed-tensors"),
+    "compressed-tensors": ("compressed-tensors",),
+    "vllm": ("compressed-tensors", "modelopt", "hf"),
+}
 #: The tasks of `eval --task`.
 TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")

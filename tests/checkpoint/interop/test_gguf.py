@@ -1,5 +1,6 @@
 """GGUF files: the package of llama.cpp decodes what the run multiplies, under every recipe."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,15 +8,16 @@ import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
 
+from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
 from narrowgauge.checkpoint.interop.gguf.blocks import code_rows, plain_rows, type_of, values_of
-from narrowgauge.checkpoint.interop.gguf.container import read_gguf
+from narrowgauge.checkpoint.interop.gguf.container import TYPES, GgufTensor, read_gguf, write_gguf
 from narrowgauge.checkpoint.interop.gguf.model import (
     expected_values,
     gguf_map,
     read_gguf_model,
     write_gguf_model,
 )
-from narrowgauge.checkpoint.interop.gguf.tokenizer import tokenizer_keys
+from narrowgauge.checkpoint.interop.gguf.tokenizer import settings_of, tokenizer_keys, tokenizer_of
 from narrowgauge.checkpoint.interop.read_back import require_read_back
 from narrowgauge.checkpoint.lint.lint import lint
 from narrowgauge.data import bytes_tokenizer, load_tokenizer, train_bpe
@@ -187,3 +189,142 @@ def test_a_rule_that_gguf_does_not_name_is_refused(tmp_path):
         assert cut_by(pattern)["tokenizer.ggml.pre"] == name
     with pytest.raises(UserError, match="would read other ids"):
         cut_by(r"\p{N}|\s+|\S+")
+
+
+@pytest.mark.tier("thorough", keep=("llama with scaled positions-mxfp4", "gpt2-bf16"))
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxint8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
+    """Configuration and weights, bit for bit, in every type that is written."""
+    config, expected, _ = written(tmp_path / "model.gguf", recipe, **FAMILIES[family])
+    found = read_external_model(tmp_path / "model.gguf")
+    # A head that the recipe multiplies in other values than the embedding's is a tensor of its own.
+    is_tied = config.tied_head and torch.equal(expected["head.weight"], expected["embedding.weight"])
+    assert found.config == dataclasses.replace(config, tied_head=is_tied)
+    assert found.tensors.keys() == expected.keys() | {"head.weight"}
+    for name, weight in expected.items():
+        assert torch.equal(found.tensors[name], weight), name
+    assert is_external_model(tmp_path)
+    if family == "qwen3":
+        assert {"fp32": "f32", "mxint8": "q8_0"}.get(recipe, recipe) in found.precisions
+    assert found.tokenizer is None
+    assert found.made_tokenizer is None
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4"])
+def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
+    reason = "gguf, the package of llama.cpp, writes the file, and is not installed"
+    gguf = pytest.importorskip("gguf", reason=reason)
+    draw = np.random.default_rng(0)
+    shapes = {"token_embd": (40, 64), "output": (40, 64), "output_norm": (64,)}
+    block = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    block |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    shapes |= {f"blk.0.{name}": shape for name, shape in (block | dict.fromkeys(NORMS, (64,))).items()}
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_context_length(32)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("llama")
+    expected = {}
+    for name, shape in shapes.items():
+        number = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
+        data = gguf.quants.quantize(draw.normal(size=shape).astype(np.float32), number)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=number)
+        expected[name] = torch.from_numpy(gguf.quants.dequantize(data, number).astype(np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    model = read_external_model(tmp_path / "model.gguf")
+    assert (model.config.heads, model.config.kv_heads, model.config.head_dim) == (4, 2, 16)
+    assert model.config.norm_eps == 1e-5
+    assert torch.equal(model.tensors["embedding.weight"], expected["token_embd"])
+    assert torch.equal(model.tensors["blocks.0.down.weight"], expected["blk.0.ffn_down"])
+    gate_up = torch.cat([expected["blk.0.ffn_gate"], expected["blk.0.ffn_up"]])
+    assert torch.equal(model.tensors["blocks.0.gate_up.weight"], gate_up)
+    assert model.made_tokenizer is None  # SentencePiece
+
+
+NORMS = ("attn_norm", "ffn_norm")
+TEXT = "Many words, 12345 of them;  we'll see\n\n\tünï 東京 <|endoftext|>"
+
+
+@pytest.mark.parametrize("rule", PATTERNS)
+def test_the_keys_of_a_tokenizer_give_it_back(rule):
+    bpe = train_bpe([TEXT + " more words that we see"] * 30, 300)
+    split = pre_tokenizers.Split(Regex(PATTERNS[rule]), "isolated")
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule == "gpt-2")
+    bpe.library.pre_tokenizer = last if rule == "gpt-2" else pre_tokenizers.Sequence([split, last])
+    keys = tokenizer_keys(bpe, 310, {"eos_token_id": bpe.end_of_document}, "{{ 1 }}")
+    back = tokenizer_of(keys)
+    assert back.encode(TEXT) == bpe.encode(TEXT)
+    assert back.decode(back.encode(TEXT)) == TEXT
+    assert (back.end_of_document, back.vocab_size) == (bpe.end_of_document, bpe.vocab_size)
+    assert settings_of(keys)["config.json"] == {"eos_token_id": bpe.end_of_document}
+    assert settings_of(keys)["tokenizer_config.json"] == {"chat_template": "{{ 1 }}"}
+
+
+def test_a_tokenizer_without_merges_is_bytes_again():
+    back = tokenizer_of(tokenizer_keys(bytes_tokenizer(), 300, {}))
+    assert back.is_bytes
+    assert tokenizer_of({"tokenizer.ggml.model": "none"}) is None
+    assert tokenizer_of({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "other"}) is None
+
+
+def changed(path, how):
+    """The file with its keys and tensors changed."""
+    file = read_gguf(path)
+    metadata, tensors = dict(file.metadata), {t.name: t for t in file.tensors}
+    how(metadata, tensors)
+    out = path.with_name("changed.gguf")
+    out.unlink(missing_ok=True)
+    write_gguf(out, metadata, tensors.values())
+    return out
+
+
+LOST = {
+    "architecture": (lambda m, t: m.update({"general.architecture": "gemma"}), "unknown architecture"),
+    "scaling": (lambda m, t: m.update({"llama.rope.scaling.type": "yarn"}), "scaled by 'yarn'"),
+    "head": (lambda m, t: m.update({"llama.attention.value_length": 16}), "has one width"),
+    "type": (lambda m, t: other_type(t, "blk.0.attn_q.weight", "Q6_K"), "stored as Q6_K"),
+    "extra": (
+        lambda m, t: other_name(t, "output_norm.weight", "blk.0.more.weight"),
+        "has no tensor 'output_norm",
+    ),
+    "layers": (lambda m, t: m.update({"llama.block_count": 10**6}), "1000000 layers"),
+    "list": (lambda m, t: m.update({"llama.attention.head_count": [4, 4]}), "one integer"),
+    "infinite": (lambda m, t: infinite(t, "output_norm.weight"), "is not finite"),
+    "rope": (lambda m, t: other_name(t, "output_norm.weight", "rope_freqs.weight", True), "not the scaling"),
+}
+
+
+def other_type(tensors, name, kind):
+    _, block, size = TYPES[kind]
+    data = np.zeros(tensors[name].shape[0] * size, np.uint8)
+    tensors[name] = GgufTensor(name, kind, (tensors[name].shape[0], block), data)
+
+
+def other_name(tensors, name, to, keep=False):
+    tensors[to] = GgufTensor(to, *(getattr(tensors[name], part) for part in ("type", "shape", "data")))
+    if not keep:
+        del tensors[name]
+
+
+def infinite(tensors, name):
+    data = np.full(tensors[name].shape, np.inf, np.float32).view(np.uint8)
+    tensors[name] = GgufTensor(name, "F32", tensors[name].shape, data)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_would_be_lost_is_refused(tmp_path, name):
+    change, words = LOST[name]
+    written(tmp_path / "model.gguf", "bf16", layers=1)
+    with pytest.raises(UserError, match=words):
+        read_external_model(changed(tmp_path / "model.gguf", change))
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match="was cut off"):
+        read_external_model(tmp_path / "cut.gguf")

@@ -64,6 +64,20 @@ def test_what_goes_out_comes_in(train, tmp_path, to, text, look):
     assert (back / "recipe.toml").is_file()
 
 
+@pytest.mark.tier("thorough")  # `test_gguf.py` shows the same of files
+def test_a_gguf_file_comes_in_and_goes_out_as_the_same_file(train, tmp_path, text):
+    path = train(changes={"recipe.name": "fp32", "training.steps": 1})
+    export_run(path, "gguf", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink()  # so that it comes from the keys of the file
+    back = import_model(tmp_path / "out" / "model.gguf", tmp_path / "back", source=text)
+    assert open_run(back, "cpu").tokenizer.to_json() == open_run(path, "cpu").tokenizer.to_json()
+    export_run(back, "gguf", tmp_path / "again")
+    first, again = (tmp_path / name / "model.gguf" for name in ("out", "again"))
+    assert first.read_bytes() == again.read_bytes()
+    # Without a run in between, a model without a tokenizer.
+    assert torch.equal(open_run(first, "cpu").model(IDS), open_run(back, "cpu").model(IDS))
+
+
 @pytest.mark.tier("thorough", keep=("msamp-o3",))
 @pytest.mark.parametrize("recipe", ["fp32", "msamp-o3", "nvfp4"])
 def test_a_run_starts_from_imported_weights(train, tiny, tmp_path, text, recipe, look):

@@ -7,11 +7,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from narrowgauge.checkpoint.interop.gguf.container import read_gguf, write_gguf
 from narrowgauge.errors import UserError
+from narrowgauge.report.page.served import served_page
 from narrowgauge.runs.use.export import export_run
 from narrowgauge.runs.use.served import DIFFERENT, EQUAL, UNDECIDED, Compared, Served, served
+from narrowgauge.runs.use.served_layers import first
+from narrowgauge.runs.use.servers import Server
 
 # Blocks of NVFP4 in GGUF have 64 columns.
 SIZES = {"model.dim": 64, "model.ffn_dim": 128, "model.layers": 4, "training.steps": 2}
@@ -111,8 +115,36 @@ def test_transformers_serves_an_export(train, tmp_path, format, recipe):
     found = served(run, "transformers", format, sequences=4, margin=0.02)
     assert found.verdict == EQUAL, found.table()
     assert dataclasses.replace(found, margin=1e-12).verdict != EQUAL
+    assert len(found.layers) == 4 * 7 + 1
+    assert first(found.layers, "has_other_weight") is first(found.layers, "disagrees") is None
     assert found.texts is not None
     assert found.texts[0] == 0
+
+
+@pytest.mark.tier("thorough")
+def test_the_first_layer_with_another_scale_is_named(train, tmp_path):
+    """The certificate's page names it, too."""
+    layer = "model.layers.1.self_attn.k_proj"
+    run = train(changes=SIZES | {"recipe.name": "nvfp4"})
+    export_run(run, "compressed-tensors", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors[f"{layer}.weight_global_scale"] *= 1.25
+    save_file(tensors, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    found = served(run, "compressed-tensors", folder=tmp_path / "out", sequences=2)
+    assert first(found.layers, "has_other_weight") == layer
+    assert first(found.layers, "disagrees") == layer
+    assert sum(f.has_other_weight for f in found.layers) == 1
+    page = served_page(found)
+    assert f"<td>{layer}</td>" in page
+    assert "another weight" in page
+    assert found.as_json()["first_other_layer"] == layer
+
+
+def test_a_server_that_is_not_installed_is_refused_in_a_sentence(tmp_path):
+    if find_spec("vllm") is not None:
+        pytest.skip("vllm is installed")
+    with pytest.raises(UserError, match="vllm is not installed here; python -m pip install vllm"):
+        Server("vllm", tmp_path, 8)
 
 
 @pytest.mark.tier("thorough")

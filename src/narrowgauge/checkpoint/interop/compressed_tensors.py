@@ -18,13 +18,12 @@ Bytes: two FP4 codes, the even column low; four FP6 codes in three bytes, little
 vllm-project/compressed-tensors 0.20, `compressors/` and `quantization/quant_scheme.py`.)
 
 The values are exactly those of the forward matmul in the checkpoint's step: the fused weight is quantized as
-the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 becomes equal scales of
-its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) do not affect the layout. All
-other keys must match a cast in the table, so a key that is new in casts is refused.
+the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 or MX becomes equal
+scales of its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) do not affect the
+layout. All other keys must match a cast in the table, so a key that is new in casts is refused.
 
-Activations are scaled dynamically, a token at a time; for a recipe with one scale per tensor this is finer
-than in training. Where this layout cannot express the cast of fprop.x, or would need a measured scale,
-activations are not quantized. Layers that the recipe does not quantize are listed under `ignore`.
+Activations are described as the layout can (`activations.py`), and each difference from training is returned
+as a sentence. Layers that the recipe does not quantize are listed under `ignore`.
 """
 
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.checkpoint.interop.activations import NVFP4, InputScale, differences, mx_group, rule_of
 from narrowgauge.checkpoint.interop.hf_config import family_of, to_config
 from narrowgauge.checkpoint.interop.huggingface import write_settings
 from narrowgauge.checkpoint.interop.name_map import NamePair, name_map
@@ -41,20 +41,11 @@ from narrowgauge.checkpoint.interop.safetensors_reader import write_tensors
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.nn import Linear
-from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.quantization import QTensor
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.recipes.describe import key_value
-from narrowgauge.toml_text import toml_value
+from narrowgauge.recipes.cast_layout import beside, layout_of, written
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a layer, by the last component of their names
-
-
-#: Keys of a cast that determine which codes and scales are stored, but not the values they represent.
-CHOOSES_CODES = (
-    *("scale_rule", "scale_target", "scale_rounding", "zero_scale", "headroom", "power_of_two", "correct"),
-    *("rounding", "random_bits", "candidates", "choose", "history", "history_algorithm", "margin", "refresh"),
-    *("outliers", "estimator_k", "estimator_cap"),  # outliers change the codes; a slope is for backward
-)
 
 
 @dataclass(frozen=True)
@@ -66,30 +57,24 @@ class CompressionScheme:
     inputs: Mapping[str, Any] | None = None  # None: not quantized
 
 
-_FLOAT = {"type": "float", "symmetric": True}
-
-
 def _fp8(strategy: str, **more: Any) -> CompressionScheme:
-    weights = {"num_bits": 8, **_FLOAT, "strategy": strategy, "dynamic": False, **more}
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": False,
+        **more,
+    }
     return CompressionScheme("float-quantized", weights)
 
 
-def _mx_group(bits: int, dynamic: bool) -> dict[str, Any]:
-    group = {**_FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    return {"num_bits": bits, **group, "zp_dtype": "torch.uint8", "dynamic": dynamic}
-
-
 def _mx(bits: int, name: str) -> CompressionScheme:
-    return CompressionScheme(name, _mx_group(bits, dynamic=False))
+    return CompressionScheme(name, mx_group(bits, dynamic=False))
 
 
-_NVFP4 = CompressionScheme(
-    "nvfp4-pack-quantized",
-    {
-        **{"num_bits": 4, **_FLOAT, "strategy": "tensor_group", "group_size": 16},
-        **{"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn", "dynamic": False},
-    },
-)
+_SQUARE = (32, 32)
+_NVFP4 = CompressionScheme("nvfp4-pack-quantized", {**NVFP4, "dynamic": False})
 _WEIGHTS = {
     "e4m3": _fp8("tensor"),
     "fp8-row": _fp8("channel"),
@@ -99,15 +84,6 @@ _WEIGHTS = {
     "mxfp4": _mx(4, "mxfp4-pack-quantized"),
     "nvfp4": _NVFP4,
     "nvfp4-2d": _NVFP4,
-}
-_TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}
-_INPUTS = {
-    "e4m3": _TOKEN,
-    "fp8-row": _TOKEN,
-    "fp8-1x128": {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
-    "mxfp8": _mx_group(8, dynamic=True),
-    "mxfp6-e2m3": _mx_group(8, dynamic=True),  # the layout has no 6-bit activations
-    "mxfp4": _mx_group(4, dynamic=True),
 }
 
 
@@ -119,22 +95,32 @@ def write_compressed(
     dtype: torch.dtype,
     shard_bytes: int,
     special_tokens: Mapping[str, Any] | None = None,
-) -> None:
+    scales: Mapping[str, InputScale] | None = None,
+) -> list[str]:
     """Fill an empty folder with a model under its recipe; layers that are not quantized are stored in
     `dtype`.
+
+    `scales` are those of activations, by our names of the layers (`activations.py`).
+
+    Returns:
+        Sentences on what a server computes in another way than training.
 
     Raises:
         UserError: The recipe quantizes no weights, or uses casts that the layout cannot express, or the model
             is GPT-2, whose linear layers it does not know.
     """
-    tensors, layers = quantized_tensors(model, weights, dtype)
+    tensors, layers = quantized_tensors(model, weights, dtype, scales)
     values = to_config(model.config) | {"quantization_config": _describe(layers)}
     write_tensors(folder, tensors, None, shard_bytes)
     write_settings(folder, values, tokenizer, dtype, special_tokens)
+    return differences(model, scales)
 
 
 def quantized_tensors(
-    model: Transformer, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+    model: Transformer,
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    scales: Mapping[str, InputScale] | None = None,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, CompressionScheme | None]]:
     """The tensors of a model by their names in the layout, and the scheme of each linear layer.
 
@@ -154,7 +140,8 @@ def quantized_tensors(
             "the head's weights are quantized, but tied to an embedding that is not: compressed-tensors "
             "can hold one of the two; use --to hf"
         )
-    schemes = {name: _scheme(name, layer) for name, layer in narrow.items()}
+    measured = scales or {}
+    schemes = {name: _scheme(name, layer, measured.get(name)) for name, layer in narrow.items()}
     tensors: list[tuple[str, torch.Tensor]] = []
     layers: dict[str, CompressionScheme | None] = {} if "head" in schemes else {"lm_head": None}
     for counterpart in name_map(model.config):
@@ -165,6 +152,7 @@ def quantized_tensors(
                 layers |= {name.removesuffix(".weight"): None for name in counterpart.theirs}
             continue
         for name, parts in _split(counterpart, narrow[module].forward_codes()):
+            parts = {**parts, **_input_scale(schemes[module], measured.get(module))}
             tensors += [(f"{name}.{part}", tensor) for part, tensor in parts.items()]
             layers[name] = schemes[module]
     return tensors, layers
@@ -176,32 +164,31 @@ def narrow_layers(model: torch.nn.Module) -> dict[str, Linear]:
     return {name: layer for name, layer in layers.items() if layer.spec.casts["fprop.w"].is_scaled}
 
 
-def _scheme(name: str, layer: Linear) -> CompressionScheme:
+def _input_scale(scheme: CompressionScheme, scale: InputScale | None) -> Parts:
+    """The tensor that holds the scale of a layer's activations, if there is one."""
+    if scheme.inputs is None or scheme.inputs["dynamic"] is True:
+        return {}
+    assert scale is not None
+    decode, encode = (torch.tensor([value], dtype=torch.float32) for value in scale)
+    return {"input_global_scale": encode} if scheme.inputs["dynamic"] else {"input_scale": decode}
+
+
+def _scheme(name: str, layer: Linear, scale: InputScale | None) -> CompressionScheme:
     """The scheme of a layer's casts; a `UserError` if the layout cannot express the cast of its weights."""
     x, w = layer.spec.casts["fprop.x"], layer.spec.casts["fprop.w"]
     layouts = {known: layout_of(named_cast(known)) for known in _WEIGHTS}
+    own = layout_of(w)
+    if own.get("block") == _SQUARE and own.get("scale") == "e8m0":
+        own["block"] = (1, _SQUARE[1])  # each row of a square repeats its scale
     for known, layout in layouts.items():
-        if layout == layout_of(w):
-            inputs = (args for key, args in _INPUTS.items() if layout_of(named_cast(key)) == layout_of(x))
-            return replace(_WEIGHTS[known], inputs=next(inputs, None))
-    beside = min(
-        (_differing(w, layout) for layout in layouts.values()), key=lambda k: ("element" in k, len(k))
-    )
-    keys = ", ".join(f"{key} = {toml_value(key_value(key, w.values()[key]))}" for key in beside)
+        if layout == own:
+            rule = rule_of(x, scale)
+            return replace(_WEIGHTS[known], inputs=None if rule is None else rule.described)
+    keys = min((beside(w, layout) for layout in layouts.values()), key=lambda k: ("element" in k, len(k)))
     raise UserError(
-        f"layer {name!r} has weights in {w.name!r} with {keys}, which compressed-tensors cannot express; "
-        f"use --to hf, or a recipe whose weights are {', '.join(layouts)}"
+        f"layer {name!r} has weights in {w.name!r} with {written(w, keys)}, which "
+        f"compressed-tensors cannot express; use --to hf, or a recipe whose weights are {', '.join(layouts)}"
     )
-
-
-def _differing(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
-    own = layout_of(cast)
-    return [key for key in {**own, **layout} if own.get(key) != layout.get(key)]
-
-
-def layout_of(cast: Cast) -> dict[str, Any]:
-    """The keys of a cast that determine what its codes and scales represent."""
-    return {key: cast.values()[key] for key in cast.beyond(CHOOSES_CODES)}
 
 
 def _split(counterpart: NamePair, q: QTensor) -> list[tuple[str, Parts]]:

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from narrowgauge.checkpoint.interop import huggingface, megatron
+from narrowgauge.checkpoint.interop.gguf.container import is_gguf
+from narrowgauge.checkpoint.interop.gguf.reader import read_gguf_external
 from narrowgauge.checkpoint.interop.llmc import is_llmc, read_llmc
 from narrowgauge.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, SINGLE_FILE, holds_pickle
@@ -16,7 +18,8 @@ def is_external_model(path: Path) -> bool:
     if not path.is_dir() or (path / "config.toml").exists():
         return False
     names = (megatron.SETTINGS, huggingface.CONFIG, INDEX, SINGLE_FILE)
-    return any((path / name).exists() for name in names) or holds_pickle(path) or bool(_llmc_file(path))
+    is_known = any((path / name).exists() for name in names) or holds_pickle(path)
+    return is_known or bool(_llmc_file(path) or _gguf_file(path))
 
 
 def read_external_model(path: Path) -> ExternalModel:
@@ -33,19 +36,27 @@ def read_external_model(path: Path) -> ExternalModel:
                 return huggingface.read_folder(path)
             if (file := _llmc_file(path)) is not None:
                 return read_llmc(file)
+            if (file := _gguf_file(path)) is not None:
+                return read_gguf_external(file)
             if (path / "config.toml").is_file():
                 raise UserError(
                     f"{path} is already a run: pass it directly to sample, eval or --model.weights"
                 )
             raise huggingface.refuse_other_folder(path)
         if path.is_file():
-            return read_llmc(path)
+            return read_gguf_external(path) if is_gguf(path) else read_llmc(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}; fix its permissions or copy it again") from error
-    raise UserError(f"{path} does not exist; name a folder of Hugging Face's or an llm.c model file")
+    raise UserError(f"{path} does not exist; name a folder of Hugging Face's, or a file of llm.c or GGUF")
 
 
 def _llmc_file(folder: Path) -> Path | None:
     """The only llm.c model file in a folder, as `export` leaves it; None if there are none or several."""
     files = [path for path in sorted(folder.glob("*.bin")) if is_llmc(path)]
+    return files[0] if len(files) == 1 else None
+
+
+def _gguf_file(folder: Path) -> Path | None:
+    """The only GGUF file in a folder; None if there are none or several."""
+    files = [path for path in sorted(folder.glob("*.gguf")) if is_gguf(path)]
     return files[0] if len(files) == 1 else None

@@ -2,13 +2,18 @@
 
 The codes and block scales are those of `compressed_tensors.py`, under other names:
 
-    quant_algo     tensors of LAYER                                                      w =
-    W4A16_NVFP4    weight (N, K/2), weight_scale e4m3 (N, K/16), weight_scale_2 fp32     q * s * scale_2
-    MXFP8          weight e4m3, weight_scale E8M0 (N, K/32)                              q * 2^(s - 127)
+    quant_algo                 tensors of LAYER                                          w =
+    W4A16_NVFP4                weight (N, K/2), weight_scale e4m3 (N, K/16),
+                                 weight_scale_2 fp32                                     q * s * scale_2
+    NVFP4                      the same, and input_scale fp32
+    FP8                        weight e4m3, weight_scale fp32, input_scale fp32          q * s
+    FP8_PER_CHANNEL_PER_TOKEN  weight e4m3, weight_scale fp32 (N)                        q * s
+    MXFP8                      weight e4m3, weight_scale E8M0 (N, K/32)                  q * 2^(s - 127)
 
-`weight_scale_2` is the reciprocal of `weight_global_scale`: ModelOpt multiplies by it. Activations of NVFP4
-are not quantized, because the layout would need a measured scale; those of MXFP8 are, dynamically. Both
-`config.json` and `hf_quant_config.json` describe the layers.
+`weight_scale_2` and `input_scale` of NVFP4 are the reciprocals of `weight_global_scale` and
+`input_global_scale`: ModelOpt multiplies by them. A layer has one algorithm, with its activations, so what
+compressed-tensors describes as another pair is refused. Both `config.json` and `hf_quant_config.json`
+describe the layers.
 
 (Source: NVIDIA/Model-Optimizer 0.47, `export/quant_utils.py`, `export/convert_hf_config.py`.)
 """
@@ -20,15 +25,31 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint.interop.compressed_tensors import quantized_tensors
+from narrowgauge.checkpoint.interop.activations import InputScale, differences
+from narrowgauge.checkpoint.interop.compressed_tensors import CompressionScheme, quantized_tensors
 from narrowgauge.checkpoint.interop.hf_config import to_config
 from narrowgauge.checkpoint.interop.huggingface import MODELOPT, write_settings
 from narrowgauge.checkpoint.interop.safetensors_reader import write_tensors
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 
-#: The algorithm of each format of compressed-tensors that ModelOpt has, and its block.
-ALGORITHMS = {"nvfp4-pack-quantized": ("W4A16_NVFP4", 16), "mxfp8-quantized": ("MXFP8", 32)}
+#: By the format of compressed-tensors, the strategy of weights, and `dynamic` of activations (None: wide):
+#: the algorithm, and its block.
+ALGORITHMS: Mapping[tuple[str, str, object], tuple[str, int | None]] = {
+    ("nvfp4-pack-quantized", "tensor_group", None): ("W4A16_NVFP4", 16),
+    ("nvfp4-pack-quantized", "tensor_group", "local"): ("NVFP4", 16),
+    ("float-quantized", "tensor", False): ("FP8", None),
+    ("float-quantized", "channel", True): ("FP8_PER_CHANNEL_PER_TOKEN", None),
+    ("mxfp8-quantized", "group", True): ("MXFP8", 32),
+}
+
+_RECIPROCALS = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
+_WORDS: Mapping[object, str] = {
+    None: "that are wide",
+    True: "in dynamic scales",
+    False: "in one scale",
+    "local": "in NVFP4",
+}
 
 
 def write_modelopt(
@@ -39,32 +60,26 @@ def write_modelopt(
     dtype: torch.dtype,
     shard_bytes: int,
     special_tokens: Mapping[str, Any] | None = None,
-) -> None:
+    scales: Mapping[str, InputScale] | None = None,
+) -> list[str]:
     """Fill an empty folder with a model under its recipe; other layers are stored in `dtype`.
+
+    `scales` are those of activations, by our names of the layers (`activations.py`).
+
+    Returns:
+        Sentences on what a server computes in another way than training.
 
     Raises:
         UserError: The recipe quantizes no weights, or not all of them in one of `ALGORITHMS`, or the model is
             GPT-2.
     """
-    tensors, layers = quantized_tensors(model, weights, dtype)
-    schemes = {name: scheme for name, scheme in layers.items() if scheme is not None}
-    formats = {scheme.format for scheme in schemes.values()}
-    if not formats <= ALGORITHMS.keys() or len(formats) != 1:
-        raise UserError(
-            f"the layers of this run are {', '.join(sorted(formats))}, and ModelOpt's layout is written for "
-            f"one of {', '.join(ALGORITHMS)}; use --to compressed-tensors"
-        )
-    wide = [name for name, scheme in schemes.items() if scheme.format.startswith("mx") and not scheme.inputs]
-    if wide:
-        raise UserError(
-            f"activations of {wide[0]!r} were not MXFP8 in training, and ModelOpt's MXFP8 quantizes them; "
-            "use --to compressed-tensors"
-        )
-    algorithm, block = ALGORITHMS[formats.pop()]
+    tensors, layers = quantized_tensors(model, weights, dtype, scales)
+    algorithm, block = _algorithm({name: scheme for name, scheme in layers.items() if scheme is not None})
+    group = {} if block is None else {"group_size": block}
     details = {
         "quant_algo": algorithm,
         "kv_cache_quant_algo": None,
-        "group_size": block,
+        **group,
         "exclude_modules": [name for name, scheme in layers.items() if scheme is None],
     }
     producer = {
@@ -74,7 +89,7 @@ def write_modelopt(
     quantization = {
         "quant_method": "modelopt",
         "quant_algo": algorithm,
-        "group_size": block,
+        **group,
         "ignore": details["exclude_modules"],
         "producer": producer,
     }
@@ -83,11 +98,35 @@ def write_modelopt(
     write_settings(folder, values, tokenizer, dtype, special_tokens)
     text = json.dumps({"producer": producer, "quantization": details}, indent=2)
     (folder / MODELOPT).write_text(text + "\n", encoding="utf-8")
+    return differences(model, scales)
+
+
+def _algorithm(schemes: Mapping[str, CompressionScheme]) -> tuple[str, int | None]:
+    """The algorithm of all layers, and its block."""
+    kinds = {name: _kind(scheme) for name, scheme in schemes.items()}
+    unknown = [name for name, kind in kinds.items() if kind not in ALGORITHMS]
+    if unknown or len(set(kinds.values())) != 1:
+        name = unknown[0] if unknown else next(iter(kinds))
+        needs_scale = schemes[name].format == "float-quantized" and kinds[name][1] == "tensor"
+        raise UserError(
+            f"layer {name!r} has weights of {schemes[name].format} ({kinds[name][1]}) with activations "
+            f"{_WORDS[kinds[name][2]]}, and ModelOpt's layout is written for one of "
+            f"{', '.join(name for name, _ in ALGORITHMS.values())} in all layers; use --to compressed-tensors"
+            + (", or --calibrate TEXT for FP8" if needs_scale else "")
+        )
+    return ALGORITHMS[next(iter(kinds.values()))]
+
+
+def _kind(scheme: CompressionScheme) -> tuple[str, str, object]:
+    dynamic = None if scheme.inputs is None else scheme.inputs["dynamic"]
+    return scheme.format, scheme.weights["strategy"], dynamic
 
 
 def _renamed(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """The name and value of a tensor of compressed-tensors in ModelOpt's layout."""
     layer, _, part = name.rpartition(".")
-    if part == "weight_global_scale":
-        return f"{layer}.weight_scale_2", (1 / tensor).reshape(())
+    if part in _RECIPROCALS:
+        return f"{layer}.{_RECIPROCALS[part]}", (1 / tensor).reshape(())
+    if tensor.dtype == torch.float32 and part in ("weight_scale", "input_scale"):
+        return name, tensor.reshape(-1) if tensor.numel() > 1 else tensor.reshape(())
     return (f"{layer}.weight", tensor) if part == "weight_packed" else (name, tensor)

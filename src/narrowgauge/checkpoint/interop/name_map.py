@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.data import Tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
 
@@ -61,12 +62,13 @@ class NamePair:
 class ExternalModel:
     """A model of another program in our names."""
 
-    format: str  # "hf", "llmc" or "megatron"
+    format: str  # "hf", "llmc", "megatron" or "gguf"
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]  # float32; a tied head is listed under both names
     tokenizer: Path | None = None  # the tokenizer.json that came with it
     precisions: frozenset[str] = frozenset()  # in which the tensors were stored
     special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `huggingface.special_tokens_of`
+    made_tokenizer: Tokenizer | None = None  # from the model's own file, if that holds one
 
     @property
     def precision(self) -> str:

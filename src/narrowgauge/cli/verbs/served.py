@@ -5,6 +5,8 @@ import json
 
 from rich.console import Console
 
+from narrowgauge.files import write_whole
+from narrowgauge.report.page.served import served_page
 from narrowgauge.runs.monitor.progress import Display
 from narrowgauge.runs.use.served import EQUAL, served
 
@@ -23,5 +25,7 @@ def run_served(options: argparse.Namespace) -> int:
             options.margin,
             display.stage,
         )
+    if options.page is not None:
+        write_whole(options.page, served_page(found))
     print(json.dumps(found.as_json(), indent=1) if options.json else found.table())
     return 0 if found.verdict == EQUAL else 1

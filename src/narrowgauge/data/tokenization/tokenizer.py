@@ -120,7 +120,7 @@ class Tokenizer:
 
 def bytes_tokenizer() -> Tokenizer:
     """The tokenizer whose ids are the bytes of the text; 256 ends a document."""
-    return _wrap(_bytes_library())
+    return wrap_tokenizer(_bytes_library())
 
 
 def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
@@ -135,7 +135,7 @@ def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
-    return _wrap(library)
+    return wrap_tokenizer(library)
 
 
 def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
@@ -145,7 +145,7 @@ def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
     library = Library(models.WordLevel(vocab=names | {END_OF_DOCUMENT: end_of_document}))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.decoder = decoders.Replace(Regex("^"), " ")  # before each id, so that texts can be concatenated
-    return _wrap(library)
+    return wrap_tokenizer(library)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -158,7 +158,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     # A file may contain settings for batches of padded sentences, which would change or drop tokens.
     library.no_truncation()
     library.no_padding()
-    return _wrap(library, str(path))
+    return wrap_tokenizer(library, str(path))
+
+
+def wrap_tokenizer(library: Library, origin: str = "the tokenizer") -> Tokenizer:
+    """A tokenizer of the library as ours; a `UserError` if it has no id for the end of a document."""
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    end = next((name for name in _ENDS if name in vocabulary), None)
+    if end is None:
+        raise UserError(f"{origin} has no id for the end of a document; add one of {', '.join(_ENDS)} to it")
+    # By default the library matches special tokens in the text. `encode_special_tokens` prevents that, but
+    # only for special tokens, and in some files the end of a document is an ordinary entry.
+    library.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    library.encode_special_tokens = True
+    is_bytes = library.to_str() == _bytes_library().to_str()
+    return Tokenizer(library, max(vocabulary.values()) + 1, vocabulary[end], is_bytes)
 
 
 @contextmanager
@@ -175,19 +189,6 @@ def parallel_tokenizing() -> Iterator[None]:
         yield
     finally:
         os.environ[_PARALLELISM] = of_user or "false"
-
-
-def _wrap(library: Library, origin: str = "the tokenizer") -> Tokenizer:
-    vocabulary = library.get_vocab(with_added_tokens=True)
-    end = next((name for name in _ENDS if name in vocabulary), None)
-    if end is None:
-        raise UserError(f"{origin} has no id for the end of a document; add one of {', '.join(_ENDS)} to it")
-    # By default the library matches special tokens in the text. `encode_special_tokens` prevents that, but
-    # only for special tokens, and in some files the end of a document is an ordinary entry.
-    library.add_special_tokens([AddedToken(end, special=True, normalized=False)])
-    library.encode_special_tokens = True
-    is_bytes = library.to_str() == _bytes_library().to_str()
-    return Tokenizer(library, max(vocabulary.values()) + 1, vocabulary[end], is_bytes)
 
 
 def _bytes_library() -> Library:

@@ -8,12 +8,14 @@ Both create their folder atomically. An export is read back and compared with th
 multiplies.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from narrowgauge.checkpoint import save
+from narrowgauge.checkpoint.interop.activations import InputScale, before_the_casts, in_llama_cpp
 from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.gguf.model import (
@@ -34,6 +36,7 @@ from narrowgauge.files import staged_directory
 from narrowgauge.nn import DTYPES
 from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.calibration import activation_scales
 from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open_run
 
 #: The formats that hold the codes and scales of the forward matmul.
@@ -49,7 +52,12 @@ class Export:
 
 
 def export_run(
-    run: Path, to: str, out: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+    run: Path,
+    to: str,
+    out: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    calibrate: str | None = None,
 ) -> Export:
     """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
 
@@ -60,37 +68,70 @@ def export_run(
         dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None for fp32, or bf16 with
             quantized weights; of gguf for the narrower of bf16 and fp32 that is exact.
         shard_bytes: the approximate maximum size of a safetensors file.
+        calibrate: where the stored scales of activations come from: a source of text, or `RECORDED` for the
+            recipe's own; None to store none. Only with a format in `QUANTIZED`.
 
     Raises:
         UserError: an argument is invalid, the format cannot represent the model, or the written files differ.
     """
+    require_format(to, dtype, shard_bytes, calibrate)
+    source = open_run(run, "cpu")
+    return Export(source, tuple(export_model(source, to, out, dtype, shard_bytes, calibrate)))
+
+
+def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str | None) -> None:
+    """Refuse arguments of `export_run` that no model makes right."""
     if to not in EXPORT_FORMATS:
         raise unknown("format", to, EXPORT_FORMATS)
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if shard_bytes < 1:
         raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
-    source = open_run(run, "cpu")
+    if calibrate is not None and to not in QUANTIZED:
+        raise UserError(
+            f"{to} holds no scales of activations, so --calibrate has no effect there; leave it out, or use "
+            f"--to {' or '.join(QUANTIZED)}"
+        )
+
+
+def export_model(
+    source: TrainedRun,
+    to: str,
+    out: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    calibrate: str | None = None,
+) -> list[str]:
+    """`export_run` of a run that is open; returns the sentences."""
+    scales = {} if calibrate is None else activation_scales(source, calibrate)
     with staged_directory(out) as folder:
         if to == "gguf":
             remarks = _write_gguf(folder, source, None if dtype is None else DTYPES[dtype])
         else:
-            remarks = []
-            _write(folder, source, to, DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")], shard_bytes)
+            stored = DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")]
+            remarks = _write(folder, source, to, stored, shard_bytes, scales)
         if to in ("llmc", "megatron", "gguf") and source.tokenizer_file is not None:
             source.tokenizer.save(folder / "tokenizer.json")
-    return Export(source, tuple(remarks))
+    return remarks
 
 
-def _write(folder: Path, source: TrainedRun, to: str, dtype: torch.dtype, shard_bytes: int) -> None:
+def _write(
+    folder: Path,
+    source: TrainedRun,
+    to: str,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    scales: Mapping[str, InputScale],
+) -> list[str]:
     config, weights = source.config.spec.model, source.weights()
     expected = {name: weight.to(dtype).float() for name, weight in weights.items()}
     settings = (source.tokenizer_file, dtype, shard_bytes, source.special_tokens)
+    remarks = before_the_casts(source.model)
     if to == "hf":
         write_folder(folder, config, weights, *settings)
     elif to in QUANTIZED:
         write = write_compressed if to == "compressed-tensors" else write_modelopt
-        write(folder, source.model, weights, *settings)
+        remarks = write(folder, source.model, weights, *settings, scales)
         narrow = narrow_layers(source.model)
         expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
     elif to == "llmc":
@@ -98,12 +139,13 @@ def _write(folder: Path, source: TrainedRun, to: str, dtype: torch.dtype, shard_
     else:
         write_megatron(folder, config, weights, dtype, shard_bytes)
     require_read_back(read_external_model(folder).tensors, expected)
+    return remarks
 
 
 def _write_gguf(folder: Path, source: TrainedRun, dtype: torch.dtype | None) -> list[str]:
     path, weights = folder / GGUF_FILE, source.weights()
     settings = (source.tokenizer_file, dtype, source.special_tokens)
-    remarks = write_gguf_model(path, source.model, weights, *settings)
+    remarks = write_gguf_model(path, source.model, weights, *settings) + in_llama_cpp(source.model)
     found = read_gguf_model(path, source.config.spec.model)
     require_read_back(found, expected_values(source.model, weights, dtype))
     return remarks
@@ -113,7 +155,7 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
     """Make a run directory at step 0 from a model of another program.
 
     Args:
-        path: a Hugging Face folder, a folder that `export` made, or an llm.c model file.
+        path: a Hugging Face folder, a folder that `export` made, or a file of llm.c or GGUF.
         out: the new run directory, which must not exist.
         tokenizer: a tokenizer.json, or a folder with one; None for the model's tokenizer, if it has one.
         source: the default text for evaluation.
@@ -127,18 +169,19 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
     """
     model = read_external_model(path)
     config = imported_config(model, source)
-    tokenizer = tokenizer or model.tokenizer
-    if tokenizer is not None and load_tokenizer(tokenizer).vocab_size > model.config.vocab_size:
+    chosen = tokenizer or model.tokenizer
+    loaded = model.made_tokenizer if chosen is None else load_tokenizer(chosen)
+    if loaded is not None and loaded.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer} has {load_tokenizer(tokenizer).vocab_size} ids, and the model {path} "
-            f"only {model.config.vocab_size}; name the model's own with --tokenizer"
+            f"the tokenizer {chosen} has {loaded.vocab_size} ids, and the model {path} only "
+            f"{model.config.vocab_size}; name the model's own with --tokenizer"
         )
     with staged_directory(out) as folder:
         directory = RunDirectory(folder)
         directory.claim(config)
-        if tokenizer is not None:
-            load_tokenizer(tokenizer).save(directory.tokenizer)
-        is_own = tokenizer == model.tokenizer
+        if loaded is not None:
+            loaded.save(directory.tokenizer)
+        is_own = chosen == model.tokenizer
         kept = {name: v for name, v in model.special_tokens.items() if is_own or name != TOKENIZER_CONFIG}
         directory.keep_special_tokens(kept)
         save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")

@@ -8,7 +8,8 @@ Three forward passes read the held-out text of the run:
 
 The difference between trainer and server is what a user gets. It has two parts: file and server differ by
 the server's arithmetic, and widely if it reads a weight or a scale wrong; trainer and file differ by the
-formats of activations in training. Log-probabilities are compared over the whole vocabulary, in float64.
+formats of activations in training. Log-probabilities are compared over the whole vocabulary, in float64. Of a
+server that opens its layers, each is compared by itself in the first sequence (`served_layers.py`).
 """
 
 import math
@@ -31,11 +32,15 @@ from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
 from narrowgauge.runs.choices import SERVERS
 from narrowgauge.runs.use.export import export_run
+from narrowgauge.runs.use.served_layers import LayerDifference, first, layer_differences, layer_names
 from narrowgauge.runs.use.servers import Server
 from narrowgauge.runs.use.trained_model import TrainedRun, open_run, run_data
 from narrowgauge.t_interval import interval
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
+
+#: The columns of `Served.rows`.
+HEAD = ("", "loss", "server less it", "KL", "largest", "log p off by", "largest", "same top")
 
 
 @dataclass
@@ -93,6 +98,7 @@ class Served:
         to_file: File and server.
         texts: (texts that the server's tokenizer gives other ids, texts); None without a tokenizer.
         margin: The largest difference of the loss that counts as equal, in nats per token.
+        layers: The linear layers one by one, in the order of a pass; none if the server opens none.
     """
 
     run: tuple[Path, int]
@@ -103,6 +109,7 @@ class Served:
     to_file: Compared
     texts: tuple[int, int] | None
     margin: float
+    layers: tuple[LayerDifference, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -139,27 +146,33 @@ class Served:
                 "trainer_and_server": self.to_trainer.as_json(),
                 "file_and_server": self.to_file.as_json(),
                 "texts_with_other_ids": None if self.texts is None else self.texts[0],
+                "first_other_tensor": first(self.layers, "has_other_weight"),
+                "first_other_layer": first(self.layers, "disagrees"),
+                "layers": [layer.as_json() for layer in self.layers],
             }
         )
 
-    def table(self) -> str:
-        """The result as text."""
+    def subject(self) -> str:
+        """What was compared, in one line."""
         name, version, format = self.server
         count, length = self.sequences
-        lines = [
+        return (
             f"{self.run[0]} at step {self.run[1]}, {count} sequences of {length} tokens, "
-            f"served by {name} {version} from {format}",
-            "",
-            f"{'':8}  {'loss':>9}  {'server less it':>14}  {'KL':>8}  {'largest':>8}  {'log p off by':>12}  "
-            f"{'largest':>8}  {'same top':>8}",
-        ]
+            f"served by {name} {version} from {format}"
+        )
+
+    def rows(self) -> list[list[str]]:
+        """The numbers of the passes as texts, with `HEAD`."""
+        rows = []
         for which, c in (("trainer", self.to_trainer), ("file", self.to_file)):
             mean = interval(c.differences).mean
-            lines.append(
-                f"{which:8}  {self.losses[which]:9.5f}  {mean:+14.5f}  {c.kl_mean:8.2g}  {c.kl_max:8.2g}  "
-                f"{c.change_mean:12.2g}  {c.change_max:8.2g}  {c.same_top:8.2%}"
-            )
-        lines += [f"{'server':8}  {self.losses['server']:9.5f}", ""]
+            numbers = [f"{self.losses[which]:.5f}", f"{mean:+.5f}", f"{c.kl_mean:.2g}", f"{c.kl_max:.2g}"]
+            rows.append([which, *numbers, f"{c.change_mean:.2g}", f"{c.change_max:.2g}", f"{c.same_top:.2%}"])
+        return [*rows, ["server", f"{self.losses['server']:.5f}", *[""] * 6]]
+
+    def sentences(self) -> list[str]:
+        """The verdicts."""
+        lines = []
         if self.texts is not None:
             lines.append(f"{self.texts[0]} of {self.texts[1]} texts have other ids in the server")
         for which, c, verdict in (
@@ -171,7 +184,27 @@ class Served:
                 f"server and {which}: {verdict} within {self.margin:g} nats per token "
                 f"({d.mean:+.5f}, 95 % {d.low:+.5f} to {d.high:+.5f})"
             )
-        return "\n".join(lines)
+        if not self.layers:
+            return [*lines, f"layers: not compared, because {self.server[0]} does not open its layers here"]
+        tensor, layer = first(self.layers, "has_other_weight"), first(self.layers, "disagrees")
+        if tensor:
+            lines.append(f"first tensor that is not the trainer's: {tensor}")
+        if layer:
+            lines.append(
+                f"first layer whose output is not the trainer's, with its inputs or wide ones: {layer}"
+            )
+        if not (tensor or layer):
+            lines.append(f"layers: all {len(self.layers)} agree, each on the server's input")
+        return lines
+
+    def table(self) -> str:
+        """The result as text."""
+        widths = (8, 9, 14, 8, 8, 12, 8, 8)
+        lines = [self.subject(), ""]
+        for name, *cells in (HEAD, *self.rows()):
+            texts = [f"{name:8}", *(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))]
+            lines.append("  ".join(texts).rstrip())
+        return "\n".join([*lines, "", *self.sentences()])
 
 
 def served(
@@ -234,9 +267,13 @@ def served(
                 losses[name] -= float(log.gather(1, targets[:, None]).mean()) / len(windows)
             to_trainer.add(logs["trainer"], logs["server"], targets)
             to_file.add(logs["file"], logs["server"], targets)
+        trained.go_to_sample(0)
+        opened = program.layers(windows[0].x_BT[0].tolist(), layer_names(trained.model))
+        layers = layer_differences(trained, opened)
         texts = _other_ids(trained, program, [window.x_BT[0].tolist() for window in windows])
     of_run, of_server = (run, trained.step), (server, version, format)
-    return Served(of_run, of_server, (len(windows), length), losses, to_trainer, to_file, texts, margin)
+    subject = (of_run, of_server, (len(windows), length))
+    return Served(*subject, losses, to_trainer, to_file, texts, margin, tuple(layers))
 
 
 @contextmanager

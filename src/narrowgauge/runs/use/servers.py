@@ -1,7 +1,12 @@
 """Programs that serve models, each in a separate process on the CPU: logits of a sequence, ids of a text.
 
     llama.cpp       through llama-cpp-python, from a GGUF file
-    transformers    AutoModelForCausalLM, plain weights in float32, narrow ones in the dtype of their folder
+    transformers    AutoModelForCausalLM, plain weights in float32, narrow ones in the dtype of their folder;
+                    also as `compressed-tensors`, the package by which it multiplies narrow weights
+    vllm            LLM.generate, whose log-probabilities of a prompt stand for logits
+
+transformers alone opens its layers (`served_layers.py`). The adapter of vLLM follows its
+documentation (0.20), and has not been run.
 
 A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
 values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 ends with
@@ -12,7 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,10 +31,16 @@ from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.processes import Answering, Ended
 from narrowgauge.runs.choices import SERVERS
+from narrowgauge.runs.use.served_layers import Opened
 
 _GRACE_S = 5.0  # for libraries to return what they share with other processes
 #: The module of each server, and how to install it.
-_MODULES = {"llama.cpp": ("llama_cpp", "llama-cpp-python"), "transformers": ("transformers", "transformers")}
+_MODULES = {
+    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
+    "transformers": ("transformers", "transformers"),
+    "compressed-tensors": ("compressed_tensors", "transformers compressed-tensors"),
+    "vllm": ("vllm", "vllm"),
+}
 
 
 class Server:
@@ -68,6 +79,10 @@ class Server:
         found: NDArray[np.float32] = self._ask("logits", ids)
         return found
 
+    def layers(self, ids: list[int], names: list[str]) -> dict[str, Opened]:
+        """Those of the named layers that the server opens, in a pass over a sequence."""
+        return {name: Opened(*parts) for name, parts in self._ask("layers", (ids, names)).items()}
+
     def ids(self, text: str) -> list[int]:
         """The ids of a text, without those that begin one."""
         return list(self._ask("ids", text))
@@ -93,9 +108,12 @@ def _serving(
     with open(words, "wb") as file:  # libraries in C write there
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(threads)
-    answers = (
-        _llama_cpp(Path(folder), length, threads) if name == "llama.cpp" else _transformers(Path(folder))
-    )
+    if name == "llama.cpp":
+        answers = _llama_cpp(Path(folder), length, threads)
+    elif name == "vllm":
+        answers = _vllm(Path(folder), length)
+    else:
+        answers = _transformers(Path(folder))
     yield lambda request: answers[request[0]](request[1])
 
 
@@ -120,7 +138,27 @@ def _llama_cpp(folder: Path, length: int, threads: int) -> Mapping[str, Callable
     return {
         "version": lambda _: module.__version__,
         "logits": logits,
+        "layers": lambda _: {},  # its Python package has no outputs of layers
         "ids": lambda text: model.tokenize(text.encode("utf-8"), add_bos=False, special=False),
+    }
+
+
+def _vllm(folder: Path, length: int) -> Mapping[str, Callable[[Any], object]]:
+    module = import_module("vllm")
+    model = module.LLM(model=str(folder), max_model_len=length + 2, max_logprobs=-1, enforce_eager=True)
+    asked = module.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
+
+    def logits(ids: list[int]) -> NDArray[np.float32]:
+        prompt = {"prompt_token_ids": [*ids, ids[-1]]}  # the first token of a prompt has no probabilities
+        (found,) = model.generate([prompt], asked, use_tqdm=False)
+        rows = [{i: entry.logprob for i, entry in row.items()} for row in found.prompt_logprobs[1:]]
+        return np.array([[row[i] for i in range(len(row))] for row in rows], np.float32)
+
+    return {
+        "version": lambda _: module.__version__,
+        "logits": logits,
+        "layers": lambda _: {},
+        "ids": lambda text: model.get_tokenizer().encode(text, add_special_tokens=False),
     }
 
 
@@ -139,4 +177,42 @@ def _transformers(folder: Path) -> Mapping[str, Callable[[Any], object]]:
         tokenizer = module.AutoTokenizer.from_pretrained(folder)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    return {"version": lambda _: module.__version__, "logits": logits, "ids": ids}
+    def version(_: object) -> str:
+        if not is_narrow:
+            return str(module.__version__)
+        package = metadata.version("compressed-tensors")
+        return f"{module.__version__} with compressed-tensors {package}"
+
+    return {
+        "version": version,
+        "logits": logits,
+        "layers": lambda asked: _opened_layers(model, logits, *asked),
+        "ids": ids,
+    }
+
+
+def _opened_layers(
+    model: torch.nn.Module, run: Callable[[list[int]], object], ids: list[int], names: list[str]
+) -> dict[str, tuple[object, ...]]:
+    """The parts of `Opened` of those of the named layers that the model has."""
+    found: dict[str, tuple[object, ...]] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def see(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            x, y = (t.float().reshape(-1, t.shape[-1]).numpy().copy() for t in (inputs[0], output))
+            weight, values = getattr(layer, "weight", None), None
+            if weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                is_linear = isinstance(layer, torch.nn.Linear)  # transformers' Conv1D keeps (K, N)
+                values = (weight if is_linear else weight.T).detach().float().numpy()
+            found[name] = (x, y, values)
+
+        return see
+
+    modules = dict(model.named_modules())
+    handles = [modules[n].register_forward_hook(hook(n)) for n in names if n in modules]
+    try:
+        run(ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

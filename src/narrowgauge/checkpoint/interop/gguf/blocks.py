@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.compressed_tensors import layout_of
 from narrowgauge.checkpoint.interop.gguf.container import TYPES
 from narrowgauge.formats import decode, format
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.cast_layout import layout_of
 
 Bytes = NDArray[np.uint8]
 #: The type of each cast's codes, and the columns of a block.
@@ -104,7 +104,7 @@ def code_rows(q: QTensor, kind: str) -> StoredRows | None:
 
 
 def values_of(rows: StoredRows) -> torch.Tensor:
-    """The values of rows: float32, of their shape; a `KeyError` for a type that is not written here."""
+    """The values of rows: float32, of their shape; the type is one of `READABLE`."""
     N, data = rows.shape[0], np.ascontiguousarray(rows.data)
     for dtype, name in _PLAIN.items():
         if rows.type == name:
@@ -145,4 +145,11 @@ def _q8_0(blocks: Bytes) -> NDArray[np.float32]:
     return np.ascontiguousarray(blocks[..., 2:]).view(np.int8).astype(np.float32) * d
 
 
-_UNPACK = {"MXFP4": _mxfp4, "NVFP4": _nvfp4, "Q8_0": _q8_0}
+def _q4_0(blocks: Bytes) -> NDArray[np.float32]:
+    d = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
+    return (_halves(blocks[..., 2:]).astype(np.float32) - 8) * d
+
+
+_UNPACK = {"MXFP4": _mxfp4, "NVFP4": _nvfp4, "Q8_0": _q8_0, "Q4_0": _q4_0}
+#: The types that `values_of` reads.
+READABLE = (*_PLAIN.values(), *_UNPACK)

@@ -59,6 +59,7 @@ from narrowgauge.models.layers import rope_frequencies, rope_shares
 from narrowgauge.nn import Linear
 
 GGUF_FILE = "model.gguf"
+ROPE_FREQUENCIES = "rope_freqs.weight"
 ARCHITECTURES = {
     **{"gpt2": "gpt2", "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
     "qwen3_moe": "qwen3moe",
@@ -119,7 +120,7 @@ def write_gguf_model(
             tensors |= _split(pair, stored, config, arch)
     if config.rope_factor != 1:
         frequencies = rope_frequencies(config, torch.device("cpu"))
-        tensors["rope_freqs.weight"] = plain_rows(1 / rope_shares(config, frequencies))
+        tensors[ROPE_FREQUENCIES] = plain_rows(1 / rope_shares(config, frequencies))
     write_gguf(path, metadata, _written(_stack(tensors)))
     return [
         f"{len(layers)} layers of {names} ({layers[0]}, ...): GGUF holds their values, not their codes"
@@ -217,6 +218,8 @@ def _dimensions(config: ModelConfig, arch: str) -> dict[str, Any]:
     }
     if arch != "gpt2":
         values |= {"rope.dimension_count": config.head_dim, "rope.freq_base": float(config.rope_theta)}
+    if config.rope_factor != 1:  # without a type of scaling, llama.cpp reads `rope_freqs` alone
+        values["rope.scaling.original_context_length"] = config.rope_original_positions
     if config.experts:
         values |= {"expert_count": config.experts, "expert_used_count": config.experts_per_token}
         values |= {"expert_feed_forward_length": config.ffn_dim}
@@ -292,21 +295,28 @@ def _written(tensors: Mapping[str, StoredRows | list[StoredRows]]) -> Iterator[G
         scales = [part.scale for part in parts if part.scale is not None]
         if scales:
             data = np.array(scales, np.float32).view(np.uint8)
-            yield GgufTensor(_scale_name(name), "F32", (len(scales),), data)
+            yield GgufTensor(scale_name(name), "F32", (len(scales),), data)
 
 
-def _scale_name(name: str) -> str:
+def stack_of(name: str) -> str:
+    """The tensor that holds one of `gguf_map`: the stack of an expert's, or itself."""
+    match = _STACKED.fullmatch(name)
+    return f"{match[1]}.weight" if match else name
+
+
+def scale_name(name: str) -> str:
+    """The tensor that holds the scale of a weight of NVFP4."""
     return name.removesuffix("weight") + "scale"
 
 
 def _scaled(name: str, rows: Mapping[str, StoredRows]) -> StoredRows:
-    scale = rows.get(_scale_name(name)) if name.endswith("weight") else None
+    scale = rows.get(scale_name(name)) if name.endswith("weight") else None
     return rows[name] if scale is None else replace(rows[name], scale=float(values_of(scale)))
 
 
 def _unstacked(name: str, rows: Mapping[str, StoredRows]) -> list[torch.Tensor]:
     """The matrix of each expert of a stack."""
-    stack, scale = rows[name], rows.get(_scale_name(name))
+    stack, scale = rows[name], rows.get(scale_name(name))
     scales = [None] * stack.shape[0] if scale is None else values_of(scale).tolist()
     experts, N = stack.shape[:2]
     data = stack.data.reshape(experts, N, -1)

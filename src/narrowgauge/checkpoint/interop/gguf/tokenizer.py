@@ -8,6 +8,7 @@
     tokenizer.ggml.*_token_id     the tokens that begin and end a text
 
 GGUF stores no rule but its name, so a tokenizer with another rule is refused: llama.cpp would give other ids.
+The same keys give the tokenizer back, with the rule of that name.
 (Source: ggml-org/llama.cpp, `src/llama-vocab.cpp`.)
 """
 
@@ -15,8 +16,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Library
+
+from narrowgauge.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG
 from narrowgauge.data import Tokenizer
 from narrowgauge.data.tokenization.formats import PATTERNS
+from narrowgauge.data.tokenization.tokenizer import wrap_tokenizer
 from narrowgauge.errors import UserError
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
@@ -63,6 +69,55 @@ def tokenizer_keys(
         if first is not None and 0 <= first < entries:
             keys[f"tokenizer.ggml.{name}_token_id"] = first
     return keys | ({"tokenizer.chat_template": chat_template} if isinstance(chat_template, str) else {})
+
+
+def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of the keys of a file; None without one, or of another kind or rule.
+
+    Raises:
+        UserError: The keys contradict each other.
+    """
+    rule, tokens = metadata.get("tokenizer.ggml.pre"), metadata.get("tokenizer.ggml.tokens")
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or rule not in PATTERNS or not isinstance(tokens, list):
+        return None
+    kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    pairs = [str(pair).split(" ", 1) for pair in metadata.get("tokenizer.ggml.merges", [])]
+    merges = [(left, right) for left, *rest in pairs for right in rest]
+    normal = {str(token): i for i, token in enumerate(tokens) if kinds[i] == _NORMAL}
+    added = {i: str(tokens[i]) for i, kind in enumerate(kinds) if kind in (_CONTROL, _ADDED)}
+    free = range(
+        len(normal), len(normal) + len(added)
+    )  # the ids that the library gives tokens it does not know
+    if list(added) != list(free) or sorted(normal.values()) != list(range(len(normal))):
+        normal |= {token: i for i, token in added.items()}
+    try:
+        model = models.BPE(vocab=normal, merges=merges, ignore_merges=rule == "llama-bpe")
+    except Exception as error:  # the library has no narrower type
+        raise UserError(f"the tokenizer keys of the file contradict each other: {error}") from None
+    library = Library(model)
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule == "gpt-2" and bool(merges))
+    split = pre_tokenizers.Split(Regex(PATTERNS[rule]), "isolated")
+    library.pre_tokenizer = last if rule == "gpt-2" else pre_tokenizers.Sequence([split, last])
+    library.decoder = decoders.ByteLevel()
+    for i, token in added.items():
+        entry = AddedToken(token, special=kinds[i] == _CONTROL, normalized=False)
+        (library.add_special_tokens if kinds[i] == _CONTROL else library.add_tokens)([entry])
+    begin = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token", rule == "llama-bpe") and begin in added:
+        before = [(added[begin], begin)]
+        library.post_processor = processors.TemplateProcessing(
+            single=f"{added[begin]} $A", special_tokens=before
+        )
+    return wrap_tokenizer(library, "the tokenizer of the file")
+
+
+def settings_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The special tokens and the chat template in the keys of a file, as `huggingface.special_tokens_of`."""
+    names = {f"{name}_token_id": f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos")}
+    tokens = {name: metadata[key] for name, key in names.items() if type(metadata.get(key)) is int}
+    template = metadata.get("tokenizer.chat_template")
+    found: dict[str, Any] = {CONFIG: tokens} if tokens else {}
+    return found | ({TOKENIZER_CONFIG: {"chat_template": template}} if isinstance(template, str) else {})
 
 
 def _rule(file: Mapping[str, Any]) -> str:

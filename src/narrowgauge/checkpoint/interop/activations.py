@@ -1,0 +1,189 @@
+"""Activations in a folder of compressed-tensors, and how that differs from training.
+
+    fprop.x in training      in the folder, for its server                       a scale in the file
+    NVFP4                    blocks of 16 under one scale (`dynamic: "local"`)   input_global_scale = 1 / s
+    FP8, one scale           one fixed scale (`dynamic: false`)                  input_scale = s
+    FP8, one scale           a scale per token, if none was measured             -
+    FP8 per row or 1 x 128   a scale per token, or per 128 columns               -
+    MXFP8, MXFP4, MXFP6      E8M0 scales of blocks of 32 (MXFP6 as MXFP8)        -
+
+s multiplies codes: amax / 448 for FP8, amax / (6 * 448) for NVFP4. It comes from the amax of a text, or from
+the recipe's own memory: the history of delayed scaling, or a held amax. Without it NVFP4 activations
+are not quantized.
+
+Servers round to nearest, and derive dynamic scales by other rules. A cast with the keys of `RULES` or
+`MEASURED` has their codes bit for bit, except NVFP4: compressed-tensors computes the scales of its blocks in
+the dtype of the activations, which moves about 1 % of the codes in bf16. Any difference becomes a sentence
+(`differences`).
+
+(Source: vllm-project/compressed-tensors 0.20, `quantization/quant_scheme.py`, `utils/helpers.py`.)
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
+from narrowgauge.nn.histories import AmaxHistory, HeldAmax
+from narrowgauge.quantization import Cast
+from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.cast_layout import layout_of, unlike, written
+
+_FLOAT = {"type": "float", "symmetric": True}
+_TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}
+_STATIC = {"num_bits": 8, **_FLOAT, "strategy": "tensor", "dynamic": False}
+#: As weights of NVFP4, and how their activations are computed.
+NVFP4 = {
+    **{"num_bits": 4, **_FLOAT, "strategy": "tensor_group", "group_size": 16},
+    **{"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+}
+_LOCAL = {**NVFP4, "dynamic": "local"}
+
+
+def mx_group(bits: int, dynamic: bool) -> dict[str, Any]:
+    """Blocks of 32 elements under E8M0 scales."""
+    group = {**_FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    return {"num_bits": bits, **group, "zp_dtype": "torch.uint8", "dynamic": dynamic}
+
+
+class Rule(NamedTuple):
+    """Activations in the layout: their description, and the cast with the server's codes."""
+
+    described: Mapping[str, Any]
+    cast: Cast
+
+
+#: The rule for each cast of fprop.x that the layout can express.
+RULES: Mapping[str, Rule] = {
+    "e4m3": Rule(_TOKEN, named_cast("fp8-row")),
+    "fp8-row": Rule(_TOKEN, named_cast("fp8-row")),
+    "fp8-1x128": Rule(
+        {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
+        named_cast("fp8-1x128"),
+    ),
+    "mxfp8": Rule(mx_group(8, dynamic=True), named_cast("mxfp8")),
+    "mxfp6-e2m3": Rule(mx_group(8, dynamic=True), named_cast("mxfp8")),  # there are no 6 bits
+    "mxfp4": Rule(mx_group(4, dynamic=True), named_cast("mxfp4").having(scale_rule="even")),
+}
+#: The same with a scale in the file.
+MEASURED: Mapping[str, Rule] = {
+    "e4m3": Rule(_STATIC, named_cast("e4m3")),
+    "nvfp4": Rule(_LOCAL, named_cast("nvfp4")),
+}
+_OF_AMAX = ("history", "history_algorithm", "margin", "refresh")
+
+
+class InputScale(NamedTuple):
+    """The scale of a layer's input, in float32: `decode` multiplies codes, `encode` inputs.
+
+    Each is rounded once, from the amax: a reciprocal of the other would move some codes.
+    """
+
+    decode: float
+    encode: float
+
+
+def rule_of(x: Cast, scale: InputScale | None) -> Rule | None:
+    """The rule for a cast of fprop.x, with a measured scale or without; None if there is none."""
+    layout = layout_of(x)
+    for name, rule in (RULES if scale is None else MEASURED).items():
+        if layout == layout_of(named_cast(name)):
+            return rule
+    return None
+
+
+def needs_scale(x: Cast) -> bool:
+    """Whether a scale of a cast of fprop.x can be stored."""
+    return rule_of(x, InputScale(1.0, 1.0)) is not None
+
+
+def scale_of_amax(x: Cast, amax: float) -> InputScale:
+    """The scale of a cast that `needs_scale`."""
+    largest = torch.tensor(amax, dtype=torch.float32)
+    aim = x.element.max if x.block is None else x.element.max * 448.0
+    return InputScale(float(largest / aim), float(aim / largest))
+
+
+def recorded_scale(layer: Linear) -> InputScale | None:
+    """The scale of a layer from the memory of its recipe; None without one, or before its first step."""
+    x, history = layer.spec.casts["fprop.x"], layer.histories.get("fprop.x")
+    if isinstance(history, HeldAmax):
+        return scale_of_amax(x, float(history.held)) if float(history.held) > 0 else None
+    if isinstance(history, AmaxHistory) and x.amax.history and bool(history.entries.any()):
+        return InputScale(float(1 / history.scale), float(history.scale))
+    return None
+
+
+def differences(model: torch.nn.Module, scales: Mapping[str, InputScale] | None) -> list[str]:
+    """What a server of the folder computes in another way than training, other than the order of sums.
+
+    Args:
+        model: The model under its recipe.
+        scales: Those in the file, by our names of the layers.
+    """
+    found: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) and layer.spec.casts["fprop.x"].is_scaled:
+            scale = (scales or {}).get(name)
+            own = recorded_scale(layer)
+            sentence = _difference(layer, scale, scale is not None and scale == own)
+            found.setdefault(sentence, []).append(name)
+    remarks = [f"inputs of {_layers(names)}: {sentence}" for sentence, names in found.items() if sentence]
+    return [*remarks, *_elsewhere(model)]
+
+
+def before_the_casts(model: torch.nn.Module) -> list[str]:
+    """What a file of plain weights leaves out: the casts of the forward pass."""
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    if not any(cast.is_scaled for m in layers for place, cast in m.spec.casts.items() if "fprop" in place):
+        return list(_elsewhere(model))
+    sentence = "weights are those before the casts of the recipe, and servers multiply wide operands"
+    return [sentence, *_elsewhere(model)]
+
+
+def in_llama_cpp(model: torch.nn.Module) -> list[str]:
+    """What llama.cpp computes in another way than training."""
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    names = sorted({m.spec.casts["fprop.x"].name for m in layers if m.spec.casts["fprop.x"].is_scaled})
+    if not names:
+        return list(_elsewhere(model))
+    sentence = (
+        f"inputs were {' and '.join(names)} in training, and llama.cpp rounds them to a format that belongs "
+        "to the weight's: int8 in blocks of 32 with narrow weights, else the weight's own"
+    )
+    return [sentence, *_elsewhere(model)]
+
+
+def _difference(layer: Linear, scale: InputScale | None, is_own: bool) -> str:
+    x = layer.spec.casts["fprop.x"]
+    if not layer.spec.casts["fprop.w"].is_scaled:
+        return f"{x.name} in training, and not quantized in the file, which has wide weights there"
+    rule = rule_of(x, scale)
+    if rule is None and needs_scale(x):
+        return f"{x.name} in training, and not quantized in the file without a scale (--calibrate)"
+    if rule is None:
+        return f"{x.name} in training, which the layout cannot express: not quantized in the file"
+    parts = []
+    if keys := unlike(x, rule.cast, ("name", *_OF_AMAX)):
+        parts.append(f"{written(x, keys)} in training, and {written(rule.cast, keys)} in the server")
+    if scale is not None and not is_own:
+        parts.append(
+            "one fixed scale, that of the text it was measured on; in training each batch had its own"
+        )
+    elif scale is not None and x.block is not None:
+        parts.append("the tensor scale of training; servers compute block scales in the dtype of activations")
+    return "; and ".join(parts)
+
+
+def _elsewhere(model: torch.nn.Module) -> Iterable[str]:
+    attention = [m for m in model.modules() if isinstance(m, NarrowAttention)]
+    if any(not m.is_wide for m in attention):
+        yield "attention multiplied narrow operands in training, and servers multiply wide ones"
+    streams = [m for m in model.modules() if isinstance(m, NarrowResidual) and m.cast.is_scaled]
+    if streams:
+        yield f"the residual stream was {streams[0].cast.name} in training, and is wide in servers"
+
+
+def _layers(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} layers ({names[0]}, ...)"

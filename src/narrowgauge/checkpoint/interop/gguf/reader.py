@@ -1,0 +1,197 @@
+"""Reads a model from a GGUF file of any program: configuration, weights and tokenizer, from the file alone.
+
+    keys `ARCH.*` and the names of tensors      the configuration
+    BF16, F16, F32, Q8_0, Q4_0, MXFP4, NVFP4    the weights, as float32
+    keys `tokenizer.ggml.*`                     the tokenizer, of the rules that GGUF names (`tokenizer.py`)
+
+GGUF has no key for two choices. Biases follow from the tensors that are there. The scaling of rotary
+positions follows from `rope_freqs`: its largest divisor is the factor, and the rest must be that of Llama 3.1
+with 8192 original positions, or with those of `rope.scaling.original_context_length`.
+
+A `tokenizer.json` in the same folder, as `export` leaves it, is the model's. Anything else that would be lost
+is refused: other types, tensors without a place, other scalings.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.checkpoint.interop.gguf.blocks import READABLE, StoredRows, values_of
+from narrowgauge.checkpoint.interop.gguf.container import GgufError, GgufTensor, read_gguf
+from narrowgauge.checkpoint.interop.gguf.model import (
+    ROPE_FREQUENCIES,
+    gguf_map,
+    read_gguf_model,
+    scale_name,
+    stack_of,
+)
+from narrowgauge.checkpoint.interop.gguf.tokenizer import settings_of, tokenizer_of
+from narrowgauge.checkpoint.interop.name_map import ExternalModel, external_model, require_layers
+from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.models import ModelConfig
+from narrowgauge.models.layers import rope_frequencies, rope_shares
+
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gpt2")
+_HEAD = "output.weight"
+_ORIGINAL_POSITIONS = 8192  # of Llama 3.1 and 3.2
+#: Scales of activations, which are skipped.
+_INPUT_SCALE = ".input_scale"
+
+
+def read_gguf_external(path: Path) -> ExternalModel:
+    """The model in a GGUF file; nothing in it is executed.
+
+    Raises:
+        UserError: The file is damaged, or holds something that would be lost.
+    """
+    try:
+        file = read_gguf(path)
+    except GgufError as error:
+        raise UserError(f"{path} cannot be read: {error}; fetch it again") from None
+    for name, fault in file.faults:
+        raise UserError(f"{path} cannot be read: tensor {name!r}: {fault}; fetch it again")
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    config = _config(path, file.metadata, tensors)
+    require_layers(config, len(tensors), path)
+    config = _with_rope(path, config, file.metadata, tensors)
+    _require_all(path, config, tensors)
+    weights = read_gguf_model(path, config)
+    for name, weight in weights.items():
+        if not bool(weight.isfinite().all()):
+            raise UserError(f"{path}: the weight {name!r} is not finite; fetch the file again")
+    beside = path.parent / TOKENIZER_FILE
+    kinds = {t.type.lower() for t in file.tensors if len(t.shape) > 1}
+    tokenizer = beside if beside.is_file() else None
+    model = external_model("gguf", config, weights, path, tokenizer, kinds)
+    made = None if tokenizer is not None else tokenizer_of(file.metadata)
+    return replace(model, made_tokenizer=made, special_tokens=settings_of(file.metadata))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys of an architecture."""
+
+    path: Path
+    arch: str
+    metadata: Mapping[str, Any]
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.metadata.get(f"{self.arch}.{name}", default)
+        if type(value) is not int:
+            raise UserError(
+                f"{self.path}: {self.arch}.{name} = {value!r}, and one integer is read for all layers; give "
+                "another model"
+            )
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.metadata.get(f"{self.arch}.{name}", default)
+        return float(value) if isinstance(value, int | float) else default
+
+
+def _config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> ModelConfig:
+    arch = str(metadata.get("general.architecture", ""))
+    if arch not in _ARCHITECTURES:
+        raise unknown(f"architecture of {path}", arch, _ARCHITECTURES)
+    keys = _Keys(path, arch, metadata)
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError(f"{path} has no matrix 'token_embd.weight'; give a language model")
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
+    if scaling not in ("none", "") or f"{arch}.rope.scale_linear" in metadata:
+        raise UserError(
+            f"{path}: rotary positions are scaled by {scaling!r}, which this model does not compute; give a "
+            "model without"
+        )
+    dim, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    head_dim = keys.count("attention.key_length", dim // max(1, heads))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.count(name, head_dim) != head_dim:
+            raise UserError(
+                f"{path}: {arch}.{name} differs from the width of a head, {head_dim}, and this model has one "
+                "width; give another model"
+            )
+    experts = keys.count("expert_count", 0)
+    ffn = "expert_feed_forward_length" if f"{arch}.expert_feed_forward_length" in metadata else ""
+    common: dict[str, Any] = {
+        "dim": dim,
+        "layers": keys.count("block_count"),
+        "heads": heads,
+        "kv_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "ffn_dim": keys.count((experts and ffn) or "feed_forward_length"),
+        "vocab_size": embedding.shape[0],
+        "max_sequence_length": keys.count("context_length"),
+        "tied_head": _HEAD not in tensors,
+    }
+    if arch == "gpt2":
+        eps = _decimal(keys.number("attention.layer_norm_epsilon", 1e-5))
+        style: dict[str, Any] = {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
+        return ModelConfig(**common, **style, norm_eps=eps)
+    return ModelConfig(
+        **common,
+        norm_eps=_decimal(keys.number("attention.layer_norm_rms_epsilon", 1e-5)),
+        rope_theta=keys.number("rope.freq_base", 10_000.0),
+        bias="blk.0.attn_output.bias" in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        experts=experts,
+        experts_per_token=keys.count("expert_used_count", 2) if experts else 2,
+    )
+
+
+def _decimal(value: float) -> float:
+    """The short decimal number that a float32 was: 1e-5 is stored as 9.999999747378752e-06."""
+    return float(f"{value:.6g}")
+
+
+def _with_rope(
+    path: Path, config: ModelConfig, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
+) -> ModelConfig:
+    """The configuration with the scaling that `rope_freqs` holds."""
+    stored = tensors.get(ROPE_FREQUENCIES)
+    if stored is None:
+        return config
+    divisors = values_of(StoredRows(stored.type, stored.data.reshape(stored.shape[0], -1), stored.shape))
+    factor, arch = _decimal(float(divisors.max())), metadata["general.architecture"]
+    original = metadata.get(f"{arch}.rope.scaling.original_context_length", _ORIGINAL_POSITIONS)
+    if type(original) is int and factor > 1 and divisors.shape == (config.head_dim // 2,):
+        scaled = replace(config, rope_factor=factor, rope_original_positions=original)
+        expected = 1 / rope_shares(scaled, rope_frequencies(scaled, torch.device("cpu")))
+        if torch.allclose(divisors, expected, rtol=1e-5, atol=0):
+            return scaled
+    raise UserError(
+        f"{path}: {ROPE_FREQUENCIES} is not the scaling of Llama 3.1 with {original} original positions; "
+        "give the model as a Hugging Face folder, whose config.json names it"
+    )
+
+
+def _require_all(path: Path, config: ModelConfig, tensors: Mapping[str, GgufTensor]) -> None:
+    """Refuse a file with other tensors than the model's, or in types that are not read."""
+    pairs = [p for p in gguf_map(config) if p.ours != "head.weight" or _HEAD in tensors]
+    needed = {stack_of(name) for pair in pairs for name in pair.theirs}
+    if missing := sorted(needed - tensors.keys()):
+        raise UserError(f"{path} has no tensor {missing[0]!r}, which its keys ask for; fetch it again")
+    known = needed | {scale_name(name) for name in needed if name.endswith("weight")} | {ROPE_FREQUENCIES}
+    for name, tensor in tensors.items():
+        if name not in known and not name.endswith(_INPUT_SCALE):
+            raise UserError(
+                f"{path} has a tensor {name!r}, for which its keys have no place; give a plain model"
+            )
+        if tensor.type not in READABLE:
+            raise UserError(
+                f"{path}: {name!r} is stored as {tensor.type}, and {', '.join(READABLE)} are read; give a "
+                "file in one of these, such as the model's BF16"
+            )
+        axes = 3 if name.endswith("_exps.weight") else None
+        if not tensor.shape or 0 in tensor.shape or (axes and len(tensor.shape) != axes):
+            raise UserError(f"{path}: {name!r} has the shape {tensor.shape}; fetch the file again")
+        if axes and tensor.shape[0] != config.experts:
+            raise UserError(
+                f"{path}: {name!r} has {tensor.shape[0]} experts, and its keys {config.experts}; fetch it "
+                "again"
+            )

@@ -1,0 +1,139 @@
+"""Activations in an exported folder: the scales of a text, and the codes of the layout's own program."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from safetensors.torch import load_file
+
+from narrowgauge.checkpoint.interop.activations import (
+    MEASURED,
+    RULES,
+    InputScale,
+    differences,
+    needs_scale,
+    recorded_scale,
+    scale_of_amax,
+)
+from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from narrowgauge.checkpoint.interop.modelopt import write_modelopt
+from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
+from narrowgauge.checkpoint.lint.lint import lint
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import Linear, convert, set_step
+from narrowgauge.quantization import cast, quantize
+
+SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
+DOWN = "blocks.0.down"
+THEIRS = "model.layers.0.mlp.down_proj"
+
+
+def model_under(recipe, steps=0):
+    model = Transformer(model_config("debug", **SIZES), torch.bfloat16)
+    initialize(model, 0)
+    convert(model, recipe)
+    for step in range(1, steps + 1):
+        set_step(model, 0, step, 0)
+        model(torch.arange(40)[None]).sum().backward()
+    set_step(model, 0, steps + 1, 0)
+    return model
+
+
+def plain(model):
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return {name: t.float() for name, t in model.state_dict().items() if name in names}
+
+
+def scaled(model):
+    return {
+        n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.spec.casts["fprop.w"].is_scaled
+    }
+
+
+def written(write, folder, model, scales):
+    return write(folder, model, plain(model), None, torch.bfloat16, SHARD_BYTES, None, scales)
+
+
+def by_the_package(folder, x_MK):
+    """What compressed-tensors makes of an input of a layer."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
+    args, tensors = scheme.input_activations, load_file(folder / "model.safetensors")
+    outer, scale = tensors.get(f"{THEIRS}.input_global_scale"), tensors.get(f"{THEIRS}.input_scale")
+    if scale is None:
+        layer = torch.nn.Linear(x_MK.shape[1], 1)
+        scale, _ = compute_dynamic_scales_and_zp(value=x_MK, args=args, module=layer, global_scale=outer)
+    return fake_quantize(x=x_MK, scale=scale, zero_point=None, args=args, global_scale=outer)
+
+
+def inputs(seed=0):
+    rows = torch.logspace(-1, 1, 64)[:, None]
+    x_MK = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)) * rows
+    return x_MK.bfloat16()
+
+
+@pytest.mark.parametrize(("recipe", "share"), [("nvfp4", 0.99), ("mxfp8", 1), ("mxfp4-amd", 1), ("fp8", 1)])
+def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
+    """With the scale of the same tensor; the package computes block scales of NVFP4 in bf16."""
+    model, x = model_under(recipe), inputs()
+    of_x = scaled(model)[DOWN].spec.casts["fprop.x"]
+    scales = {name: scale_of_amax(of_x, float(x.abs().max())) for name in scaled(model) if needs_scale(of_x)}
+    remarks = written(write_compressed, tmp_path, model, scales)
+    ours = quantize(x, of_x, -1).dequantize().bfloat16()
+    assert bool(remarks) == bool(scales)
+    theirs = by_the_package(tmp_path, x)
+    assert (theirs.bfloat16() == ours).double().mean() >= share
+    assert not torch.equal(ours, x)
+    assert not lint(tmp_path, whole=True).findings
+
+
+def test_delayed_scales_are_those_of_training(tmp_path):
+    model = model_under("fp8-delayed", steps=2)
+    scales = {name: recorded_scale(layer) for name, layer in scaled(model).items()}
+    assert written(write_compressed, tmp_path, model, scales) == []
+    tensors, layer = load_file(tmp_path / "model.safetensors"), scaled(model)[DOWN]
+    assert tensors[f"{THEIRS}.input_scale"] == 1 / layer.histories["fprop.x"].scale
+    assert tensors[f"{THEIRS}.input_scale"].shape == (1,)
+    assert recorded_scale(scaled(model_under("fp8-delayed"))[DOWN]) is None
+    assert recorded_scale(scaled(model_under("fp8"))[DOWN]) is None
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("nvfp4", "NVFP4"), ("fp8", "FP8")])
+def test_modelopt_multiplies_by_the_scale(tmp_path, recipe, kind):
+    model = model_under(recipe)
+    scales = dict.fromkeys(scaled(model), InputScale(0.25, 4.0))
+    assert len(written(write_modelopt, tmp_path, model, scales)) == 1
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors[f"{THEIRS}.input_scale"] == 0.25
+    assert tensors[f"{THEIRS}.input_scale"].shape == ()
+    assert json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == kind
+    assert not lint(tmp_path).findings
+
+
+def test_each_rule_is_that_of_a_cast_with_its_layout():
+    for rules in (RULES, MEASURED):
+        for name, rule in rules.items():
+            assert rule.described["num_bits"] == (
+                8 if cast(name).element.bits == 6 else cast(name).element.bits
+            )
+            assert rule.cast.is_scaled
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("bf16", None),
+        ("mxfp8", None),
+        ("mxfp4", 'scale_rule = "rceil" in training, and scale_rule = "even" in the server'),
+        ("mxfp6-e2m3", 'element = "e2m3" in training, and element = "e4m3"'),
+        ("fp8", 'block = "tensor" in training, and block = "row"'),
+        ("nvfp4", "without a scale"),
+        ("fp8-attention", "attention multiplied narrow operands"),
+    ],
+)
+def test_a_difference_from_training_is_a_sentence(recipe, words):
+    found = differences(model_under(recipe), None)
+    assert (words is None and not found) or any(words in sentence for sentence in found), found

@@ -1,0 +1,115 @@
+"""The table of docs/serving.md: what each format that a server reads makes of each shipped recipe.
+
+Each recipe's model is exported in earnest: the files are read back and compared with what the model
+multiplies, so a cell is an export that holds the weights exactly, with or without a sentence on the rest, or
+a refusal.
+"""
+
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+from narrowgauge.data import bytes_tokenizer
+from narrowgauge.errors import UserError
+from narrowgauge.recipes import recipe_names
+from narrowgauge.runs.use.export import export_model
+from narrowgauge.runs.use.trained_model import TrainedRun
+from narrowgauge.training.config.config import make_config
+from narrowgauge.training.step.build_model import build_model, go_to
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+BEGIN, END = "<!-- table: exports -->\n", "<!-- end -->"
+COLUMNS = {
+    "compressed-tensors": ("compressed-tensors", False),
+    "with scales": ("compressed-tensors", True),
+    "modelopt": ("modelopt", False),
+    "with scales ": ("modelopt", True),
+    "gguf": ("gguf", False),
+}
+SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 4, "ffn_dim": 128, "vocab_size": 320}
+TEXT = "All that is exported is read back. " * 600  # enough for a training and a held-out part
+RECIPES = [name for tool in ("", "modelopt", "nemo-rl") for name in recipe_names(tool)]
+
+
+def outcomes(name: str, folder: Path) -> list[tuple[str, list[str]]]:
+    """For each column "exact", "differs" or "refused", with the sentences."""
+    text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
+    text.write_text(TEXT, encoding="utf-8")
+    bytes_tokenizer().save(tokenizer)
+    values = {
+        "model": {"name": "debug", **SIZES, "experts": 2 if "experts" in name else 0},
+        "data": {"source": str(text), "tokenizer": "bytes", "sequence_length": 256},
+        "training": {"batch_size": 1, "micro_batch_size": 1},
+        "recipe": {"name": name},
+    }
+    config = make_config(values)
+    model = build_model(config.plan.spec, torch.device("cpu"))
+    go_to(model, config.plan, 0, 0)
+    source = TrainedRun(folder, config, model.eval(), 0, tokenizer)
+    found = []
+    for number, (to, scales) in enumerate(COLUMNS.values()):
+        try:
+            out = folder / str(number)
+            remarks = export_model(source, to, out, calibrate=str(text) if scales else None)
+            found.append(("differs" if remarks else "exact", remarks))
+        except UserError as error:
+            found.append(("refused", [str(error)]))
+    return found
+
+
+#: What the sentences of exports have in common, for a table of all.
+KINDS = {
+    r".*does not quantize weights.*": "the recipe does not quantize weights",
+    r".*GGUF holds their values.*": "weights are stored as values, exactly, and not as codes",
+    r"inputs were .*llama\.cpp rounds.*": "llama.cpp rounds inputs by its own rule, to int8 or BF16",
+    r".*compressed-tensors cannot express.*": "the layout cannot express the weights",
+    r".*ModelOpt's layout is written for.*": "ModelOpt has no algorithm with these weights and inputs",
+    r".*Hadamard transform.*": "weights are multiplied after a Hadamard transform",
+    r"inputs of .*layout cannot express.*": "inputs are not quantized: the layout cannot express them",
+    r"inputs of .*without a scale.*": "inputs are not quantized without a scale",
+    r"inputs of .*?: (.*) in training, and (.*) in the server; and one fixed.*": (
+        r"inputs: \1 in training, \2 in the server, and one fixed scale"
+    ),
+    r"inputs of .*?: (.*) in training, and (.*) in the server": r"inputs: \1 in training, \2 in the server",
+    r"inputs of .*one fixed scale.*": "inputs have one fixed scale, in training that of each batch",
+}
+
+
+def table() -> str:
+    """A Markdown row for each recipe, and the sentences that its letters stand for."""
+    letters: dict[str, str] = {}
+    head = " | ".join(name.strip() for name in COLUMNS)
+    lines = [f"| recipe | {head} |", "| --- " * (len(COLUMNS) + 1) + "|"]
+    for name in RECIPES:
+        with tempfile.TemporaryDirectory() as folder:
+            cells = [_cell(kind, sentences, letters) for kind, sentences in outcomes(name, Path(folder))]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {key}: {sentence}" for sentence, key in letters.items())])
+
+
+def _cell(kind: str, sentences: list[str], letters: dict[str, str]) -> str:
+    if kind == "exact" or "nothing to calibrate" in sentences[0]:
+        return "exact" if kind == "exact" else "-"
+    kinds = dict.fromkeys(_kind(sentence) for sentence in sentences)
+    names = " ".join(letters.setdefault(k, chr(97 + len(letters))) for k in kinds)
+    return f"refused: {names}" if kind == "refused" else names
+
+
+def _kind(sentence: str) -> str:
+    """A sentence without the names of layers and casts."""
+    pattern = next((p for p in KINDS if re.fullmatch(p, sentence)), None)
+    return sentence if pattern is None else re.sub(pattern, KINDS[pattern], sentence, count=1)
+
+
+def text() -> str:
+    """The page with its table made anew."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def write() -> None:
+    """Writes the page."""
+    PAGE.write_text(text(), encoding="utf-8")
+    print(PAGE)
