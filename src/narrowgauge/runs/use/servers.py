@@ -6,7 +6,7 @@
     vllm            LLM.generate, whose log-probabilities of a prompt stand for logits
 
 transformers alone opens its layers (`served_layers.py`). The adapter of vLLM follows its
-documentation (0.20), and has not been run.
+documentation, and has not been run.
 
 A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
 values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 ends with
