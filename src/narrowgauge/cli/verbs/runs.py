@@ -1,4 +1,4 @@
-"""`runs` lists the run directories of a folder; `report` compares some on a page; `watch` follows them there."""
+"""`runs` lists the runs of a folder, `report` compares some on a page, and `watch` follows them there."""
 
 import argparse
 import json

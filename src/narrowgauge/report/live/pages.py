@@ -112,7 +112,7 @@ class Watched:
             return render_report([], live=live)
         links = [one.key for one in found] if live else ()
         lead = f"{len(rows)} runs and comparisons in {self.name}."
-        return render_report([], standing=standing(rows, links=links), live=live, empty=(self.name, lead))
+        return render_report([], where=standing(rows, links=links), live=live, empty=(self.name, lead))
 
     def _read(self, paths: Sequence[Path]) -> list[Run]:
         """The runs; those whose files have not changed since are not read again, none without the first."""

@@ -9,6 +9,7 @@ content security policy admits only the page's script, by its hash.
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -27,7 +28,9 @@ from narrowgauge.report.page.gauges import gauges, heat_data
 from narrowgauge.report.page.memory import memory
 from narrowgauge.report.page.origin import origin
 from narrowgauge.report.page.reproduce import reproduce
+from narrowgauge.report.page.standing import standing
 from narrowgauge.report.page.step_time import step_time
+from narrowgauge.report.read.progress import ENDED, read_progress
 from narrowgauge.report.read.run import Run, read_runs
 
 # in the order of their dependencies
@@ -65,12 +68,15 @@ def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "",
 
     Missing parent directories are created. The first run's variant is the reference of every gap. `command`
     is the command line of a comparison; the page of a single run shows the run's. `more` is HTML that follows
-    the charts: sections of an experiment.
+    the charts: sections of an experiment. Where runs have not ended, the page says how far they are.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.
     """
-    html = render_report(read_runs(runs), command, more)
+    read = read_runs(runs)
+    found = [read_progress(run.path, time.time(), run.name) for run in read]
+    is_open = any(one.state not in (*ENDED, "unknown") for one in found)
+    html = render_report(read, command, more, standing(found, is_compared=len(read) > 1) if is_open else "")
     out = Path(out)
     try:
         if out.is_dir():
@@ -86,7 +92,7 @@ def render_report(
     runs: Sequence[Run],
     command: str = "",
     more: str = "",
-    standing: str = "",
+    where: str = "",
     live: Live | None = None,
     empty: tuple[str, str] = ("No run yet", "The page waits for the first run."),
 ) -> str:
@@ -96,7 +102,7 @@ def render_report(
         runs: The runs, the reference first; none for a page that waits for the first.
         command: As in `write_report`.
         more: As in `write_report`.
-        standing: HTML of where the runs stand, which comes first (`page.standing`).
+        where: HTML of where the runs stand, which comes first (`page.standing`).
         live: What a page that follows the runs needs; None for a page that stays as it is.
         empty: Title and first sentence of a page without runs.
     """
@@ -106,7 +112,7 @@ def render_report(
     map_of_gauges = gauges(runs, _template("heat.html")) if runs else ""
     page = Template(_template("page.html")).substitute(
         _parts(runs, command) if runs else _parts_of_none(*empty),
-        standing=standing,
+        standing=where,
         charts=charts,
         more=more,
         gauges=map_of_gauges,
