@@ -25,12 +25,13 @@ from narrowgauge.report.live.server import PageServer
 from narrowgauge.report.live.subject import Subject
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.read.comparison import PlannedComparison
-from narrowgauge.report.read.run import METRICS, PROBE, Run
+from narrowgauge.report.read.run import METRICS, PROBE, Run, read_state
 from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results, read_rows
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.signals import without_launcher
 
 _READER_S = 5.0  # a page asks every two seconds
+_EXIT_S = 5.0  # for a killed process, whose files the system closes first, to disappear
 
 
 def watched(paths: Sequence[Path]) -> Watched:
@@ -123,6 +124,9 @@ def watched_by_another(run: Path, say: Callable[[str], object]) -> Iterator[None
 def keep_page(run: Path) -> None:
     """Write the page of a run into its directory, unless one is there that shows all that is recorded."""
     page, metrics = run / "report.html", run / METRICS
+    deadline = time.monotonic() + _EXIT_S
+    while read_state(run)[0] == "running" and time.monotonic() < deadline:
+        time.sleep(0.02)
     with suppress(OSError, UserError):  # the run ended before it had a directory, or the disk is full
         recorded = metrics.stat().st_mtime_ns
         if not page.exists() or page.stat().st_mtime_ns < recorded:

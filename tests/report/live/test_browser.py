@@ -42,7 +42,7 @@ def held(run):
 
 def test_a_page_follows_a_comparison_and_keeps_the_readers_place(make_run, tmp_path):
     root = tmp_path / "runs" / "compared"
-    runs = [make_run(f"compared/{name}", recipe=name, steps=60) for name in ("bf16", "mxfp8", "mxfp4")]
+    runs = [make_run(f"compared/{name}", recipe=name, steps=60) for name in ("bf16", "fp8", "mxfp4")]
     (root / "report.html").write_text("")
     held(runs[2])
     with serving([root]) as server, driven() as window:

@@ -111,8 +111,9 @@ class Watched:
         if not rows:
             return render_report([], live=live)
         links = [one.key for one in found] if live else ()
-        lead = f"{len(rows)} runs and comparisons in {self.name}."
-        return render_report([], where=standing(rows, links=links), live=live, empty=(self.name, lead))
+        lead = "Each name leads to its own page." if live else "Its runs and comparisons."
+        where = standing(rows, links=links, noun="runs and comparisons")
+        return render_report([], where=where, live=live, empty=(self.name, lead))
 
     def _read(self, paths: Sequence[Path]) -> list[Run]:
         """The runs; those whose files have not changed since are not read again, none without the first."""

@@ -57,6 +57,7 @@ class PageServer(ThreadingHTTPServer):
             UserError: The port cannot be used.
         """
         self.pages, self.token = pages, secrets.token_urlsafe(24)
+        self.is_closed = False
         self.asked_at = -math.inf  # the last request for a page, on the clock of `time.monotonic`
         try:
             super().__init__((HOST, port), _Handler)
@@ -71,6 +72,11 @@ class PageServer(ThreadingHTTPServer):
     def url(self) -> str:
         """The address, with the token."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def server_close(self) -> None:
+        """Stop listening; a connection that is still open gets no more answers."""
+        self.is_closed = True
+        super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a reader that went away."""
@@ -91,6 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
+        if self.server.is_closed:
+            self.close_connection = True
+            return
         parts = self.path.partition("?")[0].split("/", 2)
         token, address = parts[1] if len(parts) > 1 else "", parts[2] if len(parts) > 2 else None
         if host not in _NAMES:

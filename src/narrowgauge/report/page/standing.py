@@ -25,6 +25,13 @@ _WORDS = {  # of each state, with what to do
     "silent": "its process lives, and has recorded nothing for much longer than a step takes",
     "broken": "its files cannot be read",
 }
+_ENDS = {
+    "killed": "was killed",
+    "preempted": "was stopped",
+    "diverged": "has diverged",
+    "failed": "has failed",
+    "broken": "cannot be read",
+}
 _COLUMNS = ("run", "state", "step", "loss", "val loss", "tokens/s", "memory", "time left", "last record")
 _TEXT = ("run", "state")
 _NUMBER = ' class="number"'
@@ -35,6 +42,7 @@ def standing(
     sentences: Sequence[str] = (),
     is_compared: bool = False,
     links: Sequence[str] = (),
+    noun: str = "runs",
 ) -> str:
     """A section with a row for each run; empty without runs.
 
@@ -43,12 +51,13 @@ def standing(
         sentences: Further sentences, such as the gap that a comparison can detect.
         is_compared: Whether the runs are compared, so that an interim verdict needs its caution.
         links: The address of each run's own page; () without such pages.
+        noun: What the rows are.
     """
     if not found:
         return ""
     head = "".join(f'<th scope="col"{"" if name in _TEXT else _NUMBER}>{name}</th>' for name in _COLUMNS)
     body = "".join(_row(one, links[i] if links else "") for i, one in enumerate(found))
-    told = [_count(found), *sentences]
+    told = [_count(found, noun), *sentences]
     told += [_INTERIM] if is_compared and any(one.state not in ENDED for one in found) else []
     return (
         '<section class="standing"><h2>Where it stands</h2>'
@@ -90,7 +99,7 @@ def _steps(one: Progress) -> str:
         return f"{one.step:,}"
     share = min(1.0, one.step / one.steps)
     bar = f'<progress max="1" value="{share:.4f}" aria-label="{100 * share:.0f} %"></progress>'
-    return f"{bar}{one.step:,} of {one.steps:,}"
+    return f"{one.step:,} of {one.steps:,}{bar}"
 
 
 def _loss(loss: float) -> str:
@@ -105,11 +114,13 @@ def _when(seconds: float) -> str:
     return f'<time datetime="{at:%Y-%m-%dT%H:%M:%SZ}">{at:%Y-%m-%d %H:%M:%S} UTC</time>'
 
 
-def _count(found: Sequence[Progress]) -> str:
+def _count(found: Sequence[Progress], noun: str) -> str:
     """How many runs there are in each state, and about how long the rest takes."""
     states = [one.state for one in found]
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-    text = f"{len(found)} runs: {', '.join(counts)}." if len(found) > 1 else f"The run is {states[0]}."
+    text = f"{len(found)} {noun}: {', '.join(counts)}."
+    if len(found) == 1:
+        text = f"The run {_ENDS.get(states[0], f'is {states[0]}')}."
     left = time_left(found)
     return (
         text if left is None else f"{text} About {human_duration(left)} left at the pace of the last steps."
