@@ -142,5 +142,5 @@ def die_with_launcher(environ: Mapping[str, str]) -> None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is no rank of this job, and may end a little later than this one."""
+    """The environment for a process that does not belong to this job, and may end a little later."""
     return {name: value for name, value in environ.items() if name not in _LAUNCHED}

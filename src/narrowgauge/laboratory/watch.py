@@ -112,12 +112,12 @@ def watched_by_another(run: Path, say: Callable[[str], object]) -> Iterator[None
     """
     command = [sys.executable, "-m", "narrowgauge", "watch", str(run), "--beside"]
     environment = without_launcher(os.environ)
-    with Popen(  # in a session of its own, since Ctrl-C is for the run
+    with Popen(  # in a separate session, since Ctrl-C is for the run
         command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, start_new_session=True
     ) as other:
         assert other.stdout is not None
         address = other.stdout.readline().decode().strip()
-        say(f"live page: {address}" if address else f"no live page; narrowgauge watch {run} says why")
+        say(f"live page: {address}" if address else f"no live page; narrowgauge watch {run} prints why")
         yield
 
 

@@ -111,7 +111,7 @@ def _may_be_alive(line: str) -> bool:
 
 
 def _is_alive(number: str) -> bool:
-    """Whether a process of this host is alive. A zombie (Z), for which nobody waited yet, holds nothing."""
+    """Whether a process of this host is alive. A zombie (Z) has ended and holds nothing."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):

@@ -23,7 +23,7 @@ _IDLE_S = 60.0  # an unused connection is closed
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)  # beside that of the page, which admits its own script alone: the stricter of both holds
+)  # that of the page admits its script alone; the stricter of both holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, f"{sentence}\n".encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is no GET in one sentence, and close."""
+        """Answer a request other than GET in one sentence, and close."""
         self.close_connection = True
-        sentence = (
-            "this server answers GET alone" if code == 501 else "this is no request that it understands"
-        )
+        sentence = "this server answers GET alone" if code == 501 else "the request is malformed"
         self._refuse(405 if code == 501 else code, sentence)
 
     def _send(self, code: int, body: bytes, page: Page | None = None) -> None:

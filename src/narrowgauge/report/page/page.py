@@ -68,7 +68,7 @@ def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "",
 
     Missing parent directories are created. The first run's variant is the reference of every gap. `command`
     is the command line of a comparison; the page of a single run shows the run's. `more` is HTML that follows
-    the charts: sections of an experiment. Where runs have not ended, the page says how far they are.
+    the charts: sections of an experiment. If a run has not ended, the page shows how far each is.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.

@@ -1,8 +1,8 @@
-"""Where unfinished runs stand: state, progress, loss, speed, memory, time left, and the guard's last event.
+"""The standing of unfinished runs: state, progress, loss, speed, memory, time left, last event of the guard.
 
 Verdicts of unfinished comparisons are interim. The interval of the rule holds for one look at a fixed end. A
 reader who looks again and again, and stops at the first interval that excludes zero, finds a difference that
-does not exist more often than one time in twenty. The section says so.
+does not exist more often than one time in twenty. The section states this.
 """
 
 import math

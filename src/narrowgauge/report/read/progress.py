@@ -1,4 +1,4 @@
-"""Where a run stands: its state, how far it is, and the time left. Only the ends of its files are read.
+"""The progress of a run: state, last step, time left. Only the ends of its files are read.
 
 The status of a killed run is still "running", so its lock decides: if no process holds it, the run was
 killed. A process that holds it and has recorded nothing for much longer than its steps take is silent.
@@ -24,7 +24,7 @@ _SILENT_S, _SILENT_STEPS = 120.0, 20.0  # silent: longer than both, the latter i
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where one run stands.
+    """The progress of one run.
 
     Attributes:
         name: The name of the run.
@@ -67,7 +67,7 @@ class Progress:
 
 
 def read_progress(path: Path, now: float, name: str = "") -> Progress:
-    """Where the run in a directory stands at the time `now`, in seconds since 1970."""
+    """The progress of the run in a directory at the time `now`, in seconds since 1970."""
     summary = summarize(path)
     lines = last_lines(path / METRICS)
     recent = [line for line in lines if "event" not in line and "loss" in line][-_PACE:]

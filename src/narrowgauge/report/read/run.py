@@ -179,7 +179,7 @@ def read_run(path: Path | str) -> Run:
 
 
 def read_state(path: Path) -> tuple[str, str]:
-    """The status of a run and its reason; "killed" if it says that it is running and no process holds it."""
+    """The status of a run and its reason; "killed" if it is "running" and no process holds the run."""
     status, reason = read_status(path / STATUS)
     if status == "running" and is_abandoned(path):
         return "killed", "no process holds it; the same line again continues it"
