@@ -62,8 +62,11 @@ def test_a_page_beside_a_run_outlives_its_sigkill_and_is_kept(narrowgauge, line,
 
 def test_ctrl_c_keeps_the_page_of_a_run(narrowgauge, line, look, tmp_path):
     run = tmp_path / "run"
-    process = narrowgauge.start(*line({"training.steps": 100_000}), "--out", run)
+    process = narrowgauge.start(*line({"training.steps": 100_000}), "--watch", "--out", run)
+    url = address_in(process)
     assert process.send_when(look(run).has_step(2), signal.SIGINT).code == 75
+    with pytest.raises(OSError, match="refused"):  # the watcher has ended before the run
+        fetch(url)
     kept = (run / "report.html").read_text()
     assert '<span class="state preempted">' in kept
     assert "It was stopped after step" in kept
