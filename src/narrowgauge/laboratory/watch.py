@@ -20,13 +20,12 @@ from subprocess import DEVNULL, PIPE, Popen
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.power import power_text
 from narrowgauge.files import make_directory, write_whole
-from narrowgauge.report.live.pages import Watched
+from narrowgauge.report.live.pages import Watched, rows_of
 from narrowgauge.report.live.server import PageServer
 from narrowgauge.report.live.subject import Subject
 from narrowgauge.report.page.rungs import rungs_section
-from narrowgauge.report.read.comparison import PlannedComparison
 from narrowgauge.report.read.run import METRICS, PROBE, Run, read_state
-from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results, read_rows
+from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.signals import without_launcher
 
@@ -144,7 +143,7 @@ def _extra(subject: Subject, runs: Sequence[Run]) -> tuple[Sequence[str], str]:
     planned = subject.planned
     if planned is None or not planned.compared:
         return [], ""
-    rows = _rows(planned)
+    rows = rows_of(planned)
     results = arm_results(rows, planned.reference, list(planned.family), planned.parameters) if rows else []
     last = planned.compared[0]
     gaps = {one.arm: dict(one.gaps) for one in results if one.rung == last.rung} or _gaps(runs)
@@ -157,15 +156,6 @@ def _gaps(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
     """The gaps of the runs that are done, if the reference's are among them."""
     done = [run for run in runs if run.status == "done"]
     return paired_gaps(done) if done and done[0] is runs[0] else {}
-
-
-def _rows(planned: PlannedComparison) -> list[Row]:
-    """The results so far, those of the reference first; none of a comparison that is not measured."""
-    try:
-        rows = read_rows(Path(planned.rows)) if planned.rows else []
-    except UserError:  # not written yet
-        return []
-    return rows if rows and rows[0].arm == planned.reference else []
 
 
 def _rungs(subject: Subject, rows: Sequence[Row], results: Sequence[ArmResult]) -> str:

@@ -182,6 +182,22 @@ def test_a_comparison_shows_the_runs_to_come_and_calls_its_verdicts_interim(make
     assert "3 runs compared" in html
 
 
+def test_runs_of_another_machine_are_known_by_their_rows(make_run, watch, tmp_path):
+    folder = tmp_path / "runs" / "ladder"
+    plan(folder, "bf16", "mxfp8", "mxfp4")
+    planned = json.loads((folder / "comparison.json").read_text())
+    (folder / "comparison.json").write_text(json.dumps(planned | {"rows": str(tmp_path / "runs.csv")}))
+    page = watch(folder)
+    assert [row[1] for row in rows(shown(page))] == ["waiting"] * 3
+    head = "arm,seed,rung,tokens,own_loss,bf16_loss,status\n"
+    (tmp_path / "runs.csv").write_text(head + "bf16,1,1,9,3.5,3.5,done\nmxfp8,1,1,9,,,diverged\n")
+    assert [row[1:5] for row in rows(shown(page))] == [
+        ["done", "200 of 200", "-", "3.5000"],
+        ["diverged", "200 of 200", "-", "-"],
+        ["waiting", "0 of 200", "-", "-"],
+    ]
+
+
 def test_nothing_is_compared_before_the_reference_has_begun(make_run, watch, tmp_path):
     plan(tmp_path / "runs" / "compared", "bf16", "mxfp8")
     make_run("compared/mxfp8", recipe="mxfp8")

@@ -17,8 +17,10 @@ from narrowgauge.report.live.server import Page
 from narrowgauge.report.live.subject import Subject, state_of_run, subjects
 from narrowgauge.report.page.page import Live, render_report
 from narrowgauge.report.page.standing import standing, time_left
+from narrowgauge.report.read.comparison import PlannedComparison
 from narrowgauge.report.read.progress import Progress, read_progress
 from narrowgauge.report.read.run import Run, read_run, with_distinct_names
+from narrowgauge.report.verdict.rungs import Row, read_rows
 
 SAVE = "save"
 _SHARE = 9.0  # a page rests for this many times as long as making it took
@@ -45,6 +47,7 @@ class Watched:
         self.paths, self.extra, self.clock = list(paths), extra, clock
         self._made: dict[str, _Made] = {}
         self._runs: dict[Path, tuple[object, Run]] = {}
+        self._states: dict[Path, tuple[object, Progress]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, address: str) -> Page | None:
@@ -97,7 +100,7 @@ class Watched:
     def _html(self, chosen: Subject | None, found: Sequence[Subject], live: Live | None) -> str:
         if chosen is None:
             return self._list(found, live)
-        states = progress_of(chosen, time.time())
+        states = self._progress_of(chosen, time.time())
         runs = self._read(chosen.paths)
         sentences, more = self.extra(chosen, runs)
         section = standing(states, sentences, chosen.is_compared)
@@ -107,13 +110,38 @@ class Watched:
     def _list(self, found: Sequence[Subject], live: Live | None) -> str:
         """The page of a folder: each run and comparison in a row."""
         now = time.time()
-        rows = [together(one, progress_of(one, now)) for one in found]
+        rows = [together(one, self._progress_of(one, now)) for one in found]
         if not rows:
             return render_report([], live=live)
         links = [one.key for one in found] if live else ()
         lead = "Each name leads to its own page." if live else "Its runs and comparisons."
         where = standing(rows, links=links, noun="runs and comparisons")
         return render_report([], where=where, live=live, empty=(self.name, lead))
+
+    def _progress_of(self, subject: Subject, now: float) -> list[Progress]:
+        """The progress of each run of a subject; those that are only planned wait."""
+        if subject.planned is None or subject.folder is None:
+            return [self._progress(path, now) for path in subject.paths]
+        rows = {(row.arm, row.seed, row.rung): row for row in rows_of(subject.planned)}
+        found = []
+        for run in subject.planned.runs:
+            path = subject.folder / run.name
+            row = rows.get((run.arm, run.seed, run.rung))
+            if path.is_dir() and any(path.iterdir()):
+                found.append(self._progress(path, now))
+            elif row is not None:  # trained on another machine
+                found.append(Progress(run.name, row.status, "", run.steps, run.steps, val_loss=row.own_loss))
+            else:
+                found.append(Progress(run.name, steps=run.steps))
+        return found
+
+    def _progress(self, path: Path, now: float) -> Progress:
+        """The progress of a run, read again if it has changed."""
+        state = state_of_run(path, now)
+        known = self._states.get(path)
+        if known is None or known[0] != state:
+            known = self._states[path] = state, read_progress(path, now)
+        return known[1]
 
     def _read(self, paths: Sequence[Path]) -> list[Run]:
         """The runs; those whose files have not changed since are not read again, none without the first."""
@@ -133,17 +161,13 @@ class Watched:
         return with_distinct_names([replace(run, path=run.path.resolve()) for run in runs])
 
 
-def progress_of(subject: Subject, now: float) -> list[Progress]:
-    """The progress of each run of a subject; those that are only planned wait."""
-    if subject.planned is None:
-        return [read_progress(path, now) for path in subject.paths]
-    assert subject.folder is not None
-    found = []
-    for run in subject.planned.runs:
-        path = subject.folder / run.name
-        is_begun = path.is_dir() and any(path.iterdir())
-        found.append(read_progress(path, now) if is_begun else Progress(run.name, steps=run.steps))
-    return found
+def rows_of(planned: PlannedComparison) -> list[Row]:
+    """The results so far, those of the reference first; none of a comparison that is not measured."""
+    try:
+        rows = read_rows(Path(planned.rows)) if planned.rows else []
+    except UserError:  # not written yet
+        return []
+    return rows if rows and rows[0].arm == planned.reference else []
 
 
 def together(subject: Subject, found: Sequence[Progress]) -> Progress:
