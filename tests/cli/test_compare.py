@@ -217,5 +217,5 @@ def test_two_processes_train_every_run_together(narrowgauge, compare, look, tmp_
         assert run.events("start")[0]["processes"] == 2
     assert ended.out.count(f"report: {tmp_path / 'both' / 'report.html'}\n") == 1
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
-        *("bf16", "bf16.toml", "fp8", "fp8.toml", "report.html")
+        *("bf16", "bf16.toml", "comparison.json", "fp8", "fp8.toml", "report.html")
     ]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,10 @@ def train_config(
             path = run(config, out, console, allowed, profile)
         except (Diverged, Preempted):  # also results: the page shows how it happened, or how far it came
             if is_first:
-                _report(directory, say)
+                with suppress(
+                    KeyboardInterrupt, UserError, OSError
+                ):  # a page may be missing, a saved state not
+                    _report(directory, say)
             raise
         return _finished(path, is_first, console, say)
 
