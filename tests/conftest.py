@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from narrowgauge.runs.monitor.arithmetic import PRODUCTS
+from narrowgauge.runs.choices import PRODUCTS
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text

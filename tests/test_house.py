@@ -56,11 +56,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "simulate": (),
     "runs": ("monitor", "run_directory", "use", "loop"),
     "analysis": (),
-    "report": ("read", "verdict", "table", "page"),
+    "report": ("read", "verdict", "table", "page", "live"),
     "experiment": (),
     "bench": (),
     "cluster": ("plan", "launch", "doctor", "scaling"),
-    "laboratory": ("chart", "settings", "subject", "advise"),
+    "laboratory": ("chart", "settings", "subject", "watch", "advise"),
     "integrations": (),
     "cli": (),
 }

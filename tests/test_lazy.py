@@ -19,6 +19,7 @@ PACKAGES = [
 def test_there_are_some():
     assert {path.parent.name for path in PACKAGES} == {
         "narrowgauge",
+        "analysis",
         "checkpoint",
         "cluster",
         "data",

@@ -139,3 +139,8 @@ def die_with_launcher(environ: Mapping[str, str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it exited in between, and the kernel will not signal
         os._exit(1)
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that does not belong to this job, and may end a little later."""
+    return {name: value for name, value in environ.items() if name not in _LAUNCHED}

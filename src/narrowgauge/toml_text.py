@@ -63,3 +63,13 @@ def toml_value(value: Any) -> str:
     # Numbers, booleans and strings are the same in TOML and JSON, except that TOML refuses two things that
     # JSON writes: escaped surrogate pairs (emoji), and DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of values as TOML, in order; keys without a value (None) are left out."""
+    lines = []
+    for section, table in tables.items():
+        lines.append(f"[{section}]")
+        lines += [f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items() if v is not None]
+        lines.append("")
+    return "\n".join(lines)

@@ -37,6 +37,7 @@ def _train(p: KeyParser) -> None:
     )
     text = "continue from a checkpoint of RUN with another schedule"
     p.add_argument("--branch", metavar="RUN@STEP", help=text)
+    p.add_argument("--watch", action="store_true", help="show the run on a live page (narrowgauge watch)")
 
 
 def _compare(p: KeyParser) -> None:
@@ -350,6 +351,16 @@ def _report(p: KeyParser) -> None:
     p.add_argument("--expected", action="store_true", help="compare each gap with its forecast")
 
 
+def _watch(p: KeyParser) -> None:
+    text = "a run, a folder of compare, a folder of runs, or several runs, the reference first"
+    p.add_argument("paths", metavar="PATH", type=Path, nargs="+", help=text)
+    p.add_argument("--port", type=int, default=0, metavar="P", help="port of 127.0.0.1 (any free one)")
+    p.add_argument("--no-browser", action="store_true", help="only print the address")
+    p.add_argument("--once", type=Path, metavar="FILE", help="write the page to FILE and end")
+    # for `train --watch`: ends with the input, then writes the page if the run did not
+    p.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
+
+
 def _recipes(p: KeyParser) -> None:
     p.add_argument("name", metavar="NAME", nargs="?", help="a shipped recipe or a .toml file")
     p.add_argument(
@@ -410,6 +421,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "advise": _advise,
     "launch": _launch,
     "report": _report,
+    "watch": _watch,
     "recipes": _recipes,
     "formats": _name,
     "models": _name,

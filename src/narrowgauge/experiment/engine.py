@@ -27,7 +27,7 @@ from narrowgauge.errors import ProcessFailed
 from narrowgauge.experiment.jobs import Job, state_of
 from narrowgauge.processes import Programs
 from narrowgauge.report.read.records import read_status
-from narrowgauge.runs.monitor.arithmetic import PRODUCTS
+from narrowgauge.runs.choices import PRODUCTS
 from narrowgauge.signals import COMPARED
 
 _POLL_S = 0.25

@@ -20,13 +20,13 @@ from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import Chain, Experiment, RungRun
 from narrowgauge.files import write_whole
+from narrowgauge.report.read.progress import DIVERGED_REASONS
 from narrowgauge.report.read.records import read_status
 from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row, read_rows
 from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
 
 FORWARD = "bf16"  # the recipe of the second loss
-_DIVERGED = ("Diverged", "PoisonedError")  # prefixes of the reason of such a run
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def state_of(directory: Path) -> str:
     status, reason = read_status(directory / "status.json")
     if status == "done":
         return "done"
-    return "diverged" if status == "failed" and reason.startswith(_DIVERGED) else "open"
+    return "diverged" if status == "failed" and reason.startswith(DIVERGED_REASONS) else "open"
 
 
 def require_same(run: RungRun, out: Path) -> None:

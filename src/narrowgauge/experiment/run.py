@@ -4,10 +4,11 @@ A run that is done or has diverged is a result and is not trained again; any oth
 the same command line continues an experiment after any stop.
 """
 
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,7 @@ from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.page.expected import expected_section
 from narrowgauge.report.page.rungs import rungs_section
+from narrowgauge.report.read.comparison import COMPARISON
 from narrowgauge.report.table.rungs import print_results
 from narrowgauge.report.verdict.expected import expectations
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results, rows_text
@@ -150,10 +152,18 @@ def train_runs(
             make_directory(files)
         except OSError as error:
             raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
+        if rank == 0:
+            write_whole(out / COMPARISON, _planned(experiment, out, command))
         if experiment.is_measured:
             failed = _side_by_side(experiment, out, console, command)
         else:
-            failed = _in_turns(experiment, out, files, console, has_logs and rank == 0)
+            try:
+                failed = _in_turns(experiment, out, files, console, has_logs and rank == 0)
+            except BaseException:  # stopped or killed: the page shows how far it came
+                if rank == 0:
+                    with suppress(UserError, OSError):
+                        write_page(experiment, out, command)
+                raise
     names = [
         run.name
         for run in experiment.runs
@@ -231,6 +241,33 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
         return replace(chain, trunk=replace(chain.trunk, config=chain.trunk.config.model_copy(update=keys)))
 
     return replace(experiment, chains=tuple(map(with_threads, experiment.chains)))
+
+
+def _planned(experiment: Experiment, out: Path, command: str) -> str:
+    """The runs of an experiment as the text of a file, for those who watch it (`report.read.comparison`)."""
+    forks = {chain.fork.name: chain for chain in experiment.chains if chain.fork is not None}
+    chains = [(chain, run) for chain in experiment.chains for run in (chain.trunk, *chain.branches)]
+    runs = [(chain, chain.fork) for chain in forks.values() if chain.fork is not None] + chains
+    plan = {
+        "command": command,
+        "reference": experiment.arms[0],
+        "family": experiment.family,
+        "seeds": experiment.seeds,
+        "parameters": _parameters(experiment),
+        "rows": str(_rows_file(experiment, out).resolve()) if experiment.is_measured else "",
+        "runs": [
+            {
+                "name": run.name,
+                "arm": chain.arm,
+                "seed": chain.seed,
+                "rung": run.rung,
+                "steps": run.config.training.steps,
+                "tokens": run.tokens,
+            }
+            for chain, run in runs
+        ],
+    }
+    return json.dumps(plan, indent=1) + "\n"
 
 
 def write_rows(experiment: Experiment, out: Path) -> None:

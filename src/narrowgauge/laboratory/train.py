@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.chart import curves
 from narrowgauge.laboratory.settings import Section, recipe_name, values_of
+from narrowgauge.laboratory.watch import watched_by_another
 from narrowgauge.recipes import RecipeLike
 from narrowgauge.report import Run, print_comparison, read_run, write_report
 from narrowgauge.result import Result, Row
 from narrowgauge.runs import branch_run, default_out, run
-from narrowgauge.signals import is_compared
+from narrowgauge.signals import Preempted, is_compared
 from narrowgauge.training import Config, Diverged, make_config
 
 
@@ -131,6 +133,7 @@ def train_config(
     profile: int = 0,
     branch: tuple[Path, int] | None = None,
     say: Callable[[str], object] = lambda text: None,
+    is_watched: bool = False,
 ) -> Training:
     """Train the run of a configuration; the first rank writes its page.
 
@@ -141,19 +144,30 @@ def train_config(
         allowed: Keys whose values may differ from those of the existing run.
         profile: Steps to profile; 0 for none.
         branch: The run directory and the step from which the run continues.
-        say: Called with the line about the page.
+        say: Called with the lines about pages.
+        is_watched: Whether another process shows the run on a live page meanwhile.
     """
     if branch is not None:
         out = out or default_out(config, allowed)
         if not (out / "config.toml").exists():
             branch_run(*branch, config, out)
     is_first = not world_from(os.environ, 0).rank  # rank 0 reports for all
-    try:
-        path = run(config, out, console, allowed, profile)
-    except Diverged:  # also a result: the page shows how it happened
-        if is_first:
-            _report(out or default_out(config, allowed), say)
-        raise
+    directory = out or default_out(config, allowed)
+    with watched_by_another(directory, say) if is_watched and is_first else nullcontext():
+        try:
+            path = run(config, out, console, allowed, profile)
+        except (Diverged, Preempted):  # also results: the page shows how it happened, or how far it came
+            if is_first:
+                with suppress(
+                    KeyboardInterrupt, UserError, OSError
+                ):  # a page may be missing, a saved state not
+                    _report(directory, say)
+            raise
+        return _finished(path, is_first, console, say)
+
+
+def _finished(path: Path, is_first: bool, console: Console, say: Callable[[str], object]) -> Training:
+    """Report a run that is done."""
     if is_first:
         if not is_compared():
             print_comparison([read_run(path)], console)

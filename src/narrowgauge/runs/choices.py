@@ -1,4 +1,4 @@
-"""The choices and defaults of a run's command-line options; the module imports nothing."""
+"""The choices and defaults of a run's command-line options, and names that readers share; imports nothing."""
 
 #: The number of steps that `train --profile` records.
 PROFILED = 3
@@ -15,3 +15,7 @@ SERVERS = {
 }
 #: The tasks of `eval --task`.
 TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")
+#: The environment variable that sets the precision of a CPU's matmuls (`runs.monitor.arithmetic`).
+PRODUCTS = "NARROWGAUGE_PRODUCTS"
+#: The line of `recipe.toml` below which the guard's changes stand.
+RAISED = "\n# Raised by the guard; a resume takes it from the checkpoint\n"

@@ -33,6 +33,7 @@ from narrowgauge.distributed import Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.json_lines import append_lines, bytes_until_step, read_jsonl
+from narrowgauge.runs.choices import RAISED
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.config.diff import (
     TORCH,
@@ -46,7 +47,6 @@ from narrowgauge.training.config.diff import (
 SPECIAL_TOKENS = "special_tokens.json"
 PROBE = "probe.json"
 SENSITIVITY = "sensitivity.json"
-RAISED = "\n# Raised by the guard; a resume takes it from the checkpoint\n"
 EVALUATION = "evaluation.json"
 _MICRO_BATCH = "training.micro_batch_size"
 

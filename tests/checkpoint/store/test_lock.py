@@ -1,11 +1,13 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
-from narrowgauge.checkpoint import lock_run
+from narrowgauge.checkpoint import is_abandoned, lock_run
 from narrowgauge.errors import UserError
 
 
@@ -64,3 +66,16 @@ def test_a_directory_that_cannot_be_locked_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"cannot be locked .*give a writable"), lock_run(tmp_path / "run"):
         pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_zombie_that_nobody_waited_for_holds_no_run(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (tmp_path / ".lock").write_text(f"process {child.pid} on host {socket.gethostname()}\n")
+    try:
+        assert not is_abandoned(tmp_path)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+        assert os.path.exists(f"/proc/{child.pid}")
+        assert is_abandoned(tmp_path)
+    finally:
+        child.communicate()

@@ -53,7 +53,7 @@ def test_without_script_the_words_are_all_there(five):
         assert word in html
     for run in map(read_run, five):
         assert f"{run.final_val_loss:.4f}" in html
-    assert html.count("<details>") == 5 + 1, "a configuration a run, and the events"
+    assert html.count("<details>") == 5 + 2, "a configuration a run, the events, and how to reproduce"
 
 
 def test_one_run_shows_its_whole_configuration_and_no_gap(make_run):

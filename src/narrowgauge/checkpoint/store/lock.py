@@ -107,7 +107,15 @@ def _holder(descriptor: int) -> str:
 def _may_be_alive(line: str) -> bool:
     """Whether the process on a line of the lock may be alive; a process of this host is checked."""
     match = re.fullmatch(r"process (\d+) on host (.*)", line)
-    return match is not None and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists())
+    return match is not None and (match[2] != socket.gethostname() or _is_alive(match[1]))
+
+
+def _is_alive(number: str) -> bool:
+    """Whether a process of this host is alive. A zombie (Z) has ended and holds nothing."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return Path(f"/proc/{number}").exists()
 
 
 def _unlockable(directory: Path, error: OSError) -> UserError:

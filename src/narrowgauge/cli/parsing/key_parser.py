@@ -52,6 +52,11 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "sensitivity": ("narrowgauge sensitivity runs/mine --to mxfp4",),
     "search": ("narrowgauge search runs/mine --formats mxfp4,mxfp8,bf16 --budget 0.5 --out found.toml",),
     "launch": ("narrowgauge launch --torchrun --gpus-per-node 8 --out run.sh -- train my.toml",),
+    "watch": (
+        "narrowgauge watch runs/mine",
+        "narrowgauge watch runs/ --port 8080 --no-browser",
+        "narrowgauge watch runs/compare-debug --once compared.html",
+    ),
     "report": ("narrowgauge report runs/mine runs/other --out both.html",),
     "recipes": ("narrowgauge recipes nvfp4 --diff mxfp4",),
     "formats": ("narrowgauge formats e4m3",),

@@ -80,6 +80,7 @@ VERBS: Mapping[str, Verb] = {
     "advise": Verb("find the best recipe, layout and settings for a machine and a budget", "advise:run"),
     "launch": Verb("write a script that starts a run on a cluster", "launch:run"),
     "report": Verb("write the HTML report of one or more runs", "runs:run_report", has_torch=False),
+    "watch": Verb("show runs and comparisons on a live page", "runs:run_watch", has_torch=False),
     "recipes": Verb(
         "list the shipped recipes, or print one; with --device, what is native on another device",
         "recipes:run_recipes",
@@ -110,7 +111,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "plan": ("advise", "plan", "predict", "doctor"),
     "data and models": ("prepare", "import", "export", "lint", "served", "convert", "sample", "eval"),
     "train": ("train", "compare", "launch"),
-    "look": ("report", "runs", "probe", "sensitivity", "search"),
+    "look": ("watch", "report", "runs", "probe", "sensitivity", "search"),
     "measure this machine": ("bench", "scaling"),
     "what exists": ("recipes", "formats", "models", "completion"),
 }
@@ -132,6 +133,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("evaluate", "test", "validate", "score"), "eval"),
     **dict.fromkeys(("tokenize", "preprocess", "data"), "prepare"),
     **dict.fromkeys(("list", "ls", "status"), "runs"),
+    **dict.fromkeys(("live", "dashboard", "monitor", "follow", "serve", "ui"), "watch"),
     **dict.fromkeys(("benchmark", "profile"), "bench"),
     **dict.fromkeys(("check", "env", "info"), "doctor"),
     **dict.fromkeys(("estimate", "dry-run"), "plan"),

@@ -1,8 +1,11 @@
-"""`runs` lists the run directories of a folder; `report` compares some of them on a page."""
+"""`runs` lists the runs of a folder, `report` compares some on a page, and `watch` follows them there."""
 
 import argparse
 import json
 import math
+import sys
+import threading
+from contextlib import nullcontext
 from dataclasses import asdict
 
 from rich.console import Console
@@ -12,9 +15,13 @@ from rich.text import Text
 from narrowgauge.cli.options import FOLDER
 from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
+from narrowgauge.laboratory.watch import keep_page, linger, opened_browser, serving, write_page
 from narrowgauge.report import RunSummary, list_runs, print_comparison, read_runs, write_report
+from narrowgauge.report.live.server import PageServer
 from narrowgauge.report.page.expected import expected_section
 from narrowgauge.report.verdict.expected import expectations
+
+_EXIT_INTERRUPTED = 130  # Ctrl-C is how a server ends
 
 
 def run_runs(options: argparse.Namespace) -> None:
@@ -67,3 +74,34 @@ def run_report(options: argparse.Namespace) -> None:
     print_comparison(runs, Console())
     for one in found:
         print(one.text)
+
+
+def run_watch(options: argparse.Namespace) -> int:
+    """Write the page once, or serve it until Ctrl-C; returns the exit code."""
+    paths = options.paths
+    if options.once is not None:
+        write_page(paths, options.once)
+        print(f"page: {options.once}")
+        return 0
+    for path in paths:
+        if not path.exists():
+            print(f"{path} does not exist yet; the page waits for it", file=sys.stderr)
+    try:
+        with serving(paths, options.port) as server:
+            _serve(server, options)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    return 0
+
+
+def _serve(server: PageServer, options: argparse.Namespace) -> None:
+    """Tell the address, and wait for Ctrl-C, or for the end of the process that trains."""
+    if options.beside:
+        print(server.url, flush=True)
+        sys.stdin.buffer.read()
+        keep_page(options.paths[0])
+        linger(server)
+        return
+    with nullcontext() if options.no_browser else opened_browser(server.url):
+        print(f"live page: {server.url} (Ctrl-C ends it)", flush=True)
+        threading.Event().wait()

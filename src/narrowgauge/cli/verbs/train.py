@@ -26,7 +26,7 @@ def run_train(options: argparse.Namespace) -> None:
         options.config = branch[0] / "config.toml"
     config = make_config(config_values(options))
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    train_config(config, options.out, console, allowed, options.profile, branch, say)
+    train_config(config, options.out, console, allowed, options.profile, branch, say, options.watch)
 
 
 def _branch(text: str) -> tuple[Path, int]:

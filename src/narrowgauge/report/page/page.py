@@ -9,7 +9,9 @@ content security policy admits only the page's script, by its hash.
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -25,7 +27,10 @@ from narrowgauge.report.page.events import events
 from narrowgauge.report.page.gauges import gauges, heat_data
 from narrowgauge.report.page.memory import memory
 from narrowgauge.report.page.origin import origin
+from narrowgauge.report.page.reproduce import reproduce
+from narrowgauge.report.page.standing import standing
 from narrowgauge.report.page.step_time import step_time
+from narrowgauge.report.read.progress import ENDED, read_progress
 from narrowgauge.report.read.run import Run, read_runs
 
 # in the order of their dependencies
@@ -41,17 +46,37 @@ SCRIPTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a page that follows runs needs to know.
+
+    Attributes:
+        tag: Identifies what it shows; the server has the same for the same files.
+        archive: The address of the page that stays as it is, relative to this one.
+        name: The name of the file to save it in, without its ending.
+        up: The address of the page that lists all runs; "" without one.
+    """
+
+    tag: str
+    archive: str
+    name: str
+    up: str = ""
+
+
 def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "", more: str = "") -> Path:
     """Read the run directories, write their page atomically to the file `out`, and return its path.
 
     Missing parent directories are created. The first run's variant is the reference of every gap. `command`
     is the command line of a comparison; the page of a single run shows the run's. `more` is HTML that follows
-    the charts: sections of an experiment.
+    the charts: sections of an experiment. If a run has not ended, the page shows how far each is.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.
     """
-    html = render_report(read_runs(runs), command, more)
+    read = read_runs(runs)
+    found = [read_progress(run.path, time.time(), run.name) for run in read]
+    is_open = any(one.state not in (*ENDED, "unknown") for one in found)
+    html = render_report(read, command, more, standing(found, is_compared=len(read) > 1) if is_open else "")
     out = Path(out)
     try:
         if out.is_dir():
@@ -63,33 +88,84 @@ def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "",
     return out
 
 
-def render_report(runs: Sequence[Run], command: str = "", more: str = "") -> str:
-    """The page as a string of ASCII HTML, under 5 MB for runs of any length."""
-    script = "\n".join(_template(name) for name in SCRIPTS)
+def render_report(
+    runs: Sequence[Run],
+    command: str = "",
+    more: str = "",
+    where: str = "",
+    live: Live | None = None,
+    empty: tuple[str, str] = ("No run yet", "The page waits for the first run."),
+) -> str:
+    """The page as a string of ASCII HTML, under 5 MB for runs of any length.
+
+    Args:
+        runs: The runs, the reference first; none for a page that waits for the first.
+        command: As in `write_report`.
+        more: As in `write_report`.
+        where: HTML of where the runs stand, which comes first (`page.standing`).
+        live: What a page that follows the runs needs; None for a page that stays as it is.
+        empty: Title and first sentence of a page without runs.
+    """
+    script = "\n".join(map(_template, SCRIPTS + (("live.js",) if live else ())))
+    has_curves = any(run.steps or run.validation for run in runs)
+    charts = _template("charts.html") if has_curves else _NO_CURVES
+    map_of_gauges = gauges(runs, _template("heat.html")) if runs else ""
     page = Template(_template("page.html")).substitute(
-        title=escape(sections.title(runs)),
-        lead=sections.lead(runs),
-        origin=origin(runs, command),
-        losses="Loss" if len(runs) == 1 else "Loss and gap",
-        table=sections.table(runs),
-        charts=_template("charts.html") if any(run.steps or run.validation for run in runs) else _NO_CURVES,
-        memory=memory(runs),
-        events=events(runs),
-        step_time=step_time(runs),
+        _parts(runs, command) if runs else _parts_of_none(*empty),
+        standing=where,
+        charts=charts,
         more=more,
-        gauges=gauges(runs, _template("heat.html")),
-        analysis=analysis(runs),
-        audit=audit(runs),
-        samples=sections.samples(runs),
-        configuration=sections.configuration(runs),
+        gauges=map_of_gauges,
+        shape=f"{has_curves:d}{any(run.gauges for run in runs):d}" if runs else "none",
         style=_template("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)}),
+        data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)} if runs else _NO_DATA),
+        **(_of_live(live) if live else {"policy": "", "icon": "", "status": "", "live": ""}),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
+def _parts(runs: Sequence[Run], command: str) -> dict[str, str]:
+    """The parts of the page that are text."""
+    return {
+        "title": escape(sections.title(runs)),
+        "lead": sections.lead(runs),
+        "origin": origin(runs, command),
+        "losses": "Loss" if len(runs) == 1 else "Loss and gap",
+        "table": sections.table(runs),
+        "memory": memory(runs),
+        "events": events(runs),
+        "step_time": step_time(runs),
+        "analysis": analysis(runs),
+        "audit": audit(runs),
+        "samples": sections.samples(runs),
+        "configuration": sections.configuration(runs),
+        "reproduce": reproduce(runs),
+    }
+
+
+def _parts_of_none(title: str, lead: str) -> dict[str, str]:
+    """The parts of a page without runs."""
+    names = ("origin", "losses", "table", "memory", "events", "step_time", "analysis", "audit", "samples")
+    empty = dict.fromkeys((*names, "configuration", "reproduce"), "")
+    return empty | {"title": escape(title), "lead": f"<p>{escape(lead)}</p>"}
+
+
+def _of_live(live: Live) -> dict[str, str]:
+    """The parts of a page that follows runs: it may ask its own server, and nothing else."""
+    links = [f'<a href="{escape(live.up)}">all runs</a>'] if live.up else []
+    links.append(f'<a href="{escape(live.archive)}" download="{escape(live.name)}.html">save</a>')
+    said = '<span id="live" role="status">live</span>'
+    return {
+        "policy": "; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'",
+        "icon": '<link rel="icon" href="data:,">',
+        "status": f" &#183; {said} &#183; {' &#183; '.join(links)}",
+        "live": f' data-tag="{escape(live.tag)}"',
+    }
+
+
+_NO_DATA = {"runs": [], "variants": [], "gauges": {"runs": [], "formats": {}}}
 _NO_CURVES = '<p class="empty">There are no curves yet: no step has been recorded.</p>'
 
 

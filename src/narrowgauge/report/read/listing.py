@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoint import is_abandoned
 from narrowgauge.errors import UserError
-from narrowgauge.report.read.records import as_float, parse_line, read_config, read_status
-from narrowgauge.report.read.run import CONFIG, METRICS, STATUS
+from narrowgauge.report.read.records import as_float, parse_line, read_config
+from narrowgauge.report.read.run import CONFIG, METRICS, STATUS, read_state
 
 DEEPEST = 3  # runs/compare-debug/fp8 is two below runs
 _TAIL = 1 << 20  # bytes of metrics that are read: some thousand steps
@@ -47,11 +46,11 @@ class RunSummary:
 
 def list_runs(folder: Path) -> list[RunSummary]:
     """Summarize every run directory in a folder and its subfolders; sorted by path."""
-    return [_summary(path) for path in sorted(_directories(folder, DEEPEST))]
+    return [summarize(path) for path in sorted(_directories(folder, DEEPEST))]
 
 
 def _directories(folder: Path, depth: int) -> Iterator[Path]:
-    if _is_run(folder):
+    if is_run(folder):
         yield folder
     elif depth:
         try:
@@ -62,23 +61,22 @@ def _directories(folder: Path, depth: int) -> Iterator[Path]:
             yield from _directories(path, depth - 1)
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a directory looks like a run."""
     names = (CONFIG, METRICS, STATUS, "checkpoints")
     return any(os.path.exists(path / name) for name in names)
 
 
-def _summary(path: Path) -> RunSummary:
+def summarize(path: Path) -> RunSummary:
     """The summary of a directory that looks like a run."""
     try:
         config = read_config(path / CONFIG)
         records = last_records(path / METRICS)
-        state, reason = read_status(path / STATUS)
+        state, reason = read_state(path)
     except (UserError, OSError) as error:
         return RunSummary(path, "broken", str(error))
     if not config:
         return RunSummary(path, "broken", f"it has no {CONFIG}")
-    if state == "running" and is_abandoned(path):
-        state, reason = "killed", "no process holds it; the same line again continues it"
     training, recipe = config.get("training"), config.get("recipe")
     steps = training.get("steps") if isinstance(training, dict) else 0
     name = recipe.get("name") if isinstance(recipe, dict) else ""
@@ -98,10 +96,15 @@ def _summary(path: Path) -> RunSummary:
 
 def last_records(path: Path) -> list[dict[str, Any]]:
     """The records of steps at the end of a metrics file; torn lines are left out."""
+    return [line for line in last_lines(path) if "event" not in line]
+
+
+def last_lines(path: Path) -> list[dict[str, Any]]:
+    """The steps and events at the end of a metrics file; torn lines are left out."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
         lines = file.read().splitlines()
     parsed = (parse_line(line) for line in lines)
-    return [record for record in parsed if record is not None and "event" not in record]
+    return [record for record in parsed if record is not None]

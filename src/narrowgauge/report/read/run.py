@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.checkpoint import is_abandoned
 from narrowgauge.errors import UserError
 from narrowgauge.report.read.analysis import Costs, Probe, read_costs, read_probe
 from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_status, read_text
@@ -159,7 +160,7 @@ def read_run(path: Path | str) -> Run:
         )
     records, events, ignored = read_metrics(path / METRICS)
     steps = training_steps(records)
-    status, reason = read_status(path / STATUS)
+    status, reason = read_state(path)
     return Run(
         name=path.resolve().name,
         path=path,
@@ -177,6 +178,14 @@ def read_run(path: Path | str) -> Run:
     )
 
 
+def read_state(path: Path) -> tuple[str, str]:
+    """The status of a run and its reason; "killed" if it is "running" and no process holds the run."""
+    status, reason = read_status(path / STATUS)
+    if status == "running" and is_abandoned(path):
+        return "killed", "no process holds it; the same line again continues it"
+    return status, reason
+
+
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     """Read several run directories; equal names get enough parent directories to make them distinct.
 
@@ -188,7 +197,13 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
         raise UserError(
             "a report needs at least one run; give a directory that `narrowgauge train --out` wrote"
         )
-    for depth in range(2, max(len(run.path.parts) for run in runs) + 1):
+    return with_distinct_names(runs)
+
+
+def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
+    """The runs; those with equal names get enough parent directories to make them distinct."""
+    runs = list(runs)
+    for depth in range(2, max((len(run.path.parts) for run in runs), default=0) + 1):
         names = [run.name for run in runs]
         if len(set(names)) == len(names):
             break

@@ -63,6 +63,8 @@ def _of_one(run: Run) -> list[str]:
     sentences = [f"{recipe}: {name} loss {format_loss(loss)} after {reached}{where}."]
     if run.status == "preempted":
         sentences.append(f"It was stopped after {_reached(run)} ({reason_of_end(run) or 'no reason left'}).")
+    elif run.status == "killed":
+        sentences.append(f"It was killed after {_reached(run)}: {run.reason}.")
     elif run.status != "done":
         sentences.append(f"It is not finished: {_reached(run)} (status: {run.status}).")
     sentences.append("One seed: another would end a little higher or lower.")

@@ -26,12 +26,12 @@ from narrowgauge.distributed import Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.files import cache_directory, make_directory, write_whole
 from narrowgauge.kernels import choose_products
+from narrowgauge.runs.choices import PRODUCTS
 from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.monitor.yardstick import fastest_tries
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 
-PRODUCTS = "NARROWGAUGE_PRODUCTS"
 _SIZE = 512  # of the square matrices that are timed
 
 

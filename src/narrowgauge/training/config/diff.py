@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.toml_text import toml_key, toml_value
+from narrowgauge.toml_text import toml_tables
 from narrowgauge.training.config.config import Config, config_keys
 from narrowgauge.training.config.synonyms import unknown_key
 
@@ -36,12 +36,7 @@ def to_toml(config: Config) -> str:
     start = {"weights": config.model.weights} if config.model.weights else {}
     tables["model"] = {"name": config.model.name} | start | asdict(config.spec.model)
     tables["recipe"] |= tables["recipe"].pop("places")
-    lines = []
-    for section, table in tables.items():
-        lines.append(f"[{section}]")
-        lines += [f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items() if v is not None]
-        lines.append("")
-    return "\n".join(lines)
+    return toml_tables(tables)
 
 
 # Keys added after runs that may still be resumed, each with the value that changes nothing. With that value

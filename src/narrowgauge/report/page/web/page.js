@@ -1,13 +1,16 @@
 // The page: which charts there are, and what the controls, the legend, the pointer and the arrow keys do.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const RUNS = DATA.runs;
+let DATA, RUNS, VARIANTS; // of a live page, these change
+function takeData(text) {
+  DATA = JSON.parse(text);
+  [RUNS, VARIANTS] = [DATA.runs, DATA.variants];
+}
+takeData(document.getElementById("data").textContent);
 const AXES = {
   tokens: { name: "tokens", says: (x) => short(x) },
   step: { name: "steps", says: (x) => Math.round(x).toLocaleString("en") },
   seconds: { name: "of training time", says: duration },
 };
-const VARIANTS = DATA.variants;
 const control = { axis: "tokens", smooth: 4, from: 0, log: false, hidden: new Set() };
 const shownRuns = () => RUNS.map((run, number) => ({ run, number })).filter(({ run }) => !control.hidden.has(run.variant));
 
@@ -70,9 +73,8 @@ const signed = (text) => (Number.parseFloat(text) === 0 ? text.replace("-", "") 
 const four = (value) => value.toFixed(4), percent = (value) => `${signed(value.toFixed(2))} %`;
 const numbered = { tick: short, format: (value) => short(value) };
 const inPercent = { tick: (value, ...scale) => `${signed(short(value, ...scale))} %`, format: percent, zero: true };
-const speedNote = RUNS.some((run) => run.emulated) ? "; emulated: not the formats' own" : "";
-const hasSeeds = RUNS.length > VARIANTS.length;
-const gapNote = () => (hasSeeds ? "percent, mean and range over seeds" : "percent at equal tokens");
+const speedNote = () => (RUNS.some((run) => run.emulated) ? "; emulated: not the formats' own" : "");
+const gapNote = () => (RUNS.length > VARIANTS.length ? "percent, mean and range over seeds" : "percent at equal tokens");
 
 const SPECS = [
   { id: "val_loss", title: "Validation loss", log: true, layers: (view) => shownRuns().map(({ run }) => validationOf(run, view)), subtitle: across("nats a token"), ...numbered, format: four },
@@ -83,13 +85,16 @@ const SPECS = [
 const REST = [
   { id: "grad_norm", title: "Gradient norm", log: true, layers: all("grad_norm"), subtitle: across("before clipping"), ...numbered },
   { id: "lr", title: "Learning rate", layers: all("lr", true), subtitle: across("schedule"), ...numbered },
-  { id: "tokens_per_s", title: "Tokens per second", layers: all("tokens_per_s"), subtitle: (view) => across("all ranks")(view) + speedNote, ...numbered },
+  { id: "tokens_per_s", title: "Tokens per second", layers: all("tokens_per_s"), subtitle: (view) => across("all ranks")(view) + speedNote(), ...numbered },
 ];
 
+const markKeys = (within) => within.querySelectorAll(".key").forEach((key) => swatch(Number(key.dataset.look), key));
+
+/** Draws all charts; returns a function that draws them again from changed data. */
 function start() {
-  document.querySelectorAll(".key").forEach((key) => swatch(Number(key.dataset.look), key));
+  markKeys(document);
   const host = document.getElementById("charts"), rest = document.getElementById("rest");
-  if (!host) return;
+  if (!host) return () => {};
   rest.closest("section").hidden = false;
   const charts = [...SPECS.map((spec) => makeChart(host, spec)), makeTimeline(host, shownRuns), ...REST.map((spec) => makeChart(rest, spec))];
   const redraw = () => {
@@ -101,15 +106,19 @@ function start() {
       if (chart.plot.parentNode.classList.toggle("wide", isAlone)) chart.draw(view);
     });
   };
-  charts.forEach((chart) => followPointer(chart, charts));
+  const pointed = charts.map((chart) => followPointer(chart, charts));
   wireControls(redraw);
-  wireLegend(redraw);
+  fillLegend(redraw);
   redraw();
   let width = host.clientWidth;
   new ResizeObserver(() => { if (host.clientWidth !== width) { width = host.clientWidth; redraw(); } }).observe(host);
+  return () => { fillLegend(redraw); redraw(); pointed.forEach((again) => again()); };
 }
 
-/** One crosshair through all charts; the chart under the pointer or the focus says the values. */
+/**
+ * One crosshair through all charts; the chart under the pointer or the focus says the values.
+ * Returns a function that shows it again, after the charts were drawn anew.
+ */
 function followPointer(chart, charts) {
   let at = null;
   const show = (x) => { at = x; charts.forEach((other) => other.point(x, other === chart)); };
@@ -131,6 +140,7 @@ function followPointer(chart, charts) {
     event.preventDefault();
     show(Math.min(view.high, Math.max(view.low, to)));
   });
+  return () => { if (at !== null) show(at); };
 }
 
 function wireControls(redraw) {
@@ -152,11 +162,14 @@ function wireControls(redraw) {
   read();
 }
 
-function wireLegend(redraw) {
-  const legend = document.querySelector(".legend");
+function fillLegend(redraw) {
+  const legend = document.querySelector(".legend"), names = VARIANTS.join("\n");
+  if (legend.dataset.names === names) return;
+  legend.dataset.names = names;
+  legend.replaceChildren();
   legend.hidden = VARIANTS.length < 2;
   VARIANTS.forEach((name, number) => {
-    const button = make("button", { type: "button", "aria-pressed": "true" }, legend);
+    const button = make("button", { type: "button", "aria-pressed": String(!control.hidden.has(number)) }, legend);
     swatch(number, button);
     make("span", {}, button, name);
     button.addEventListener("click", () => {
@@ -168,4 +181,4 @@ function wireLegend(redraw) {
   });
 }
 
-start();
+const drawAgain = start();
