@@ -148,6 +148,20 @@ def _has_bf16_products() -> bool:
     return _chosen_products == ["bf16"] if _chosen_products else cpu_multiplies_bf16()
 
 
+_chosen_attention: list[str] = []  # the last choice of a run in this process
+
+
+def choose_attention(name: str) -> None:
+    """From now on compute attention of bf16 values on a CPU "in-order" (`cpu_attention`), or by "torch"."""
+    _chosen_attention[:] = [name] if name else []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def multiplies_attention_in_order() -> bool:
+    """Whether attention of bf16 values on a CPU is that of `cpu_attention`."""
+    return _chosen_attention == ["in-order"]
+
+
 def is_traced() -> bool:
     """Whether a compiler is tracing this call; an exported graph keeps torch's operators instead."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
