@@ -198,7 +198,8 @@ def _side_by_side(experiment: Experiment, out: Path, console: Console, command: 
                 write_page(experiment, out, command)
                 written = time.monotonic()
 
-        engine = Engine(experiment.jobs, environment_of(experiment.threads, experiment.products), show)
+        environment = environment_of(experiment.threads, experiment.products, experiment.attention)
+        engine = Engine(experiment.jobs, environment, show)
         try:
             failed = engine.run([jobs_of(chain, out, out, is_measured=False) for chain in forks])
             return failed or engine.run([jobs_of(chain, out, out, is_measured=True) for chain in waiting])

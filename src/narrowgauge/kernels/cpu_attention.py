@@ -13,8 +13,9 @@ index (those over a row in 16 lanes). So the digits are the same on every CPU, f
 for any batch: the twin in torch, which adds term by term, has the bits of the C. Only a product below
 1e-38 is not exact; such a term is far below the last digit of a sum.
 
-The C holds the scores of eight queries at a time, and skips those after the diagonal. Bytes in memory per
-layer: those of q, k, v, y, and 8 for each row (m and 1 / l). It runs where a run has chosen it
+The C holds the scores of eight queries at a time, and skips those after the diagonal. A v_s that is not
+finite makes the results of up to seven queries before s NaN as well, and in the twin those of all. Bytes in
+memory per layer: those of q, k, v, y, and 8 for each row (m and 1 / l). It runs where a run has chosen it
 (`dispatch.choose_attention`).
 
 Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, G = N / K query heads of a
@@ -87,7 +88,7 @@ class _Attention(torch.autograd.Function):
 
 def forward(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
     """(the result, bf16 [B, T, N, H]; m and 1 / l of each row, fp32 [B, N, T, 2])."""
-    if not _uses_c():
+    if not has_c():
         return reference_forward(q_BNTH, k_BKSH, v_BKSH)
     y_BTNH, stats_BNT2 = _results(q_BNTH)
     tensors = {"q": q_BNTH, "k": k_BKSH, "v": v_BKSH, "y": y_BTNH.transpose(1, 2)}
@@ -99,14 +100,12 @@ def backward(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, y_BTNH: Tensor, stats_BNT2: Tensor, grad_BTNH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, bf16 [B, T, N or K, H]."""
-    if not _uses_c():
+    if not has_c():
         return reference_backward(q_BNTH, k_BKSH, v_BKSH, y_BTNH, stats_BNT2, grad_BTNH)
     dq_BTNH, dk_BSKH, dv_BSKH = (_heads_last(x) for x in (q_BNTH, k_BKSH, v_BKSH))
     tensors = {"q": q_BNTH, "k": k_BKSH, "v": v_BKSH}
     tensors |= {"out": y_BTNH.transpose(1, 2), "grad": grad_BTNH.transpose(1, 2)}
-    tensors |= {
-        name: x.transpose(1, 2) for name, x in (("dq", dq_BTNH), ("dk", dk_BSKH), ("dv", dv_BSKH))
-    }
+    tensors |= {name: x.transpose(1, 2) for name, x in (("dq", dq_BTNH), ("dk", dk_BSKH), ("dv", dv_BSKH))}
     _call("attention_backward", tensors, stats_BNT2)
     return dq_BTNH, dk_BSKH, dv_BSKH
 
@@ -136,7 +135,8 @@ def _heads_last(x_BNTH: Tensor) -> Tensor:
     return x_BNTH.new_empty((B, T, N, H))
 
 
-def _uses_c() -> bool:
+def has_c() -> bool:
+    """Whether the C computes it; else the twin does."""
     return os.environ.get("NARROWGAUGE_KERNELS") != "0" and c_library() is not None
 
 
