@@ -5,10 +5,10 @@
 
 Every contestant takes an optimizer step each round, in one process and in turn; every other round runs in
 reverse. A ratio belongs to one round: medians with quartiles are printed. Time is processor time of all
-threads, which other work on the machine moves least. `torch` is narrowgauge with torch's attention, `in
-order` is narrowgauge with `kernels.cpu_attention`. Plain torch is the peers of `narrowgauge bench`: the same
-model with `torch.nn.Linear` and fused AdamW, in fp32 or under bf16 autocast. All have memory kept, as `train`
-does, and multiply bf16 in the precision that `train` chooses.
+threads, which other work on the machine moves least. `torch` is narrowgauge with torch's attention,
+`in-order` is narrowgauge with `kernels.attention.in_order`. Plain torch is the peers of `narrowgauge bench`:
+the same model with `torch.nn.Linear` and fused AdamW, in fp32 or under bf16 autocast. All have memory kept,
+as `train` does, and ours multiplies bf16 in the precision that `train` chooses.
 """
 
 import argparse

@@ -145,7 +145,7 @@ class Engine:
         self.stop = self.stop or number
 
 
-def environment_of(threads: int, products: str, attention: str) -> dict[str, str]:
+def environment_of(threads: int, products: str = "", attention: str = "") -> dict[str, str]:
     """Variables of a process: its CPU threads, and its arithmetic (`Experiment`); 0 and "": its choice."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     cores = dict.fromkeys(names, str(threads)) if threads else {}

@@ -152,13 +152,13 @@ _chosen_attention: list[str] = []  # the last choice of a run in this process
 
 
 def choose_attention(name: str) -> None:
-    """From now on compute attention of bf16 values on a CPU "in-order" (`cpu_attention`), or by "torch"."""
+    """From now on compute attention of bf16 values on a CPU "in-order" (`attention`), or by "torch"."""
     _chosen_attention[:] = [name] if name else []
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def multiplies_attention_in_order() -> bool:
-    """Whether attention of bf16 values on a CPU is that of `cpu_attention`."""
+    """Whether attention of bf16 values on a CPU is that of `attention.in_order`."""
     return _chosen_attention == ["in-order"]
 
 

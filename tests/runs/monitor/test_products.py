@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.kernels import cpu_attention
+from narrowgauge.kernels.attention import in_order
 from narrowgauge.quantization.passes import build
 from narrowgauge.runs.monitor import arithmetic
 from narrowgauge.runs.monitor.arithmetic import (
@@ -86,7 +86,7 @@ def test_a_run_goes_on_with_its_attention_on_a_machine_without_c(train, look, tm
     (path / "status.json").write_text(json.dumps({"status": "preempted", "reason": ""}))
     monkeypatch.setenv(ATTENTION, "torch")
     monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
-    assert not cpu_attention.has_c()
+    assert not in_order.has_c()
     train("in-order", changes)
     assert look(path).events("resume")[0]["attention"] == "in-order"
     assert look(path).column("loss") == before

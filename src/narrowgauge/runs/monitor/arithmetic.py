@@ -5,7 +5,7 @@ oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they 
 AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
 (docs/lab-log-archive.md). Either way the values are those of bf16 and sums are kept in fp32; only the order
 of the sums differs, and so may the last digit of a loss. The same holds for attention of bf16 values:
-torch's, or "in-order", which has the same digits on every CPU (`kernels.cpu_attention`). That is why a
+torch's, or "in-order", which has the same digits on every CPU (`kernels.attention.in_order`). That is why a
 resumed run keeps its choices on any CPU, and why all ranks share them.
 
     1. a resumed run            the choice recorded at its start; if none was recorded, oneDNN's and torch's
@@ -35,7 +35,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import cache_directory, make_directory, write_whole
 from narrowgauge.kernels import choose_attention, choose_products
 from narrowgauge.kernels.attention import attend
-from narrowgauge.kernels.cpu_attention import LANES, has_c
+from narrowgauge.kernels.attention.in_order import LANES, has_c
 from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.monitor.yardstick import fastest_tries

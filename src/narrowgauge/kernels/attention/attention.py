@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.devices import GpuWork, is_shape_only, tell
-from narrowgauge.kernels.cpu_attention import attend_in_order, takes
+from narrowgauge.kernels.attention.in_order import attend_in_order, takes
 from narrowgauge.kernels.dispatch import attention_backends, is_slow
 from narrowgauge.kernels.dropout import Dropout
 
@@ -44,7 +44,7 @@ def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None =
     mask, and torch would fall back to an implementation that holds all T x T scores, so there the heads are
     repeated.
 
-    A CPU computes causal attention of bf16 values as `cpu_attention` does if the run has chosen it. Otherwise
+    A CPU computes causal attention of bf16 values as `in_order` does if the run has chosen it. Otherwise
     a CPU without bf16 matmuls computes it in fp32, which takes a quarter of the time and keeps operands that
     are twice as wide.
     """

@@ -5,8 +5,9 @@ import subprocess
 import pytest
 import torch
 
-from narrowgauge.kernels import choose_attention, cpu_attention
+from narrowgauge.kernels import choose_attention
 from narrowgauge.kernels.attention import attend
+from narrowgauge.kernels.attention import in_order as way
 from narrowgauge.quantization.passes import build, c_call
 
 needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
@@ -29,8 +30,8 @@ def operands(B, N, K, T, H, size=1.0):
 def outcome(shape, size=1.0):
     """y, its row statistics and the gradients of q, k and v."""
     q, k, v, grad = operands(*shape, size=size)
-    y, stats = cpu_attention.forward(q, k, v)
-    return y, stats, *cpu_attention.backward(q, k, v, y, stats, grad)
+    y, stats = way.forward(q, k, v)
+    return y, stats, *way.backward(q, k, v, y, stats, grad)
 
 
 def same(one, other):
@@ -43,7 +44,7 @@ def same(one, other):
 def test_c_gives_the_bits_of_the_twin(shape, size, monkeypatch):
     found = outcome(shape, size)
     monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
-    assert not cpu_attention.has_c()
+    assert not way.has_c()
     assert same(found, outcome(shape, size))
 
 
@@ -62,14 +63,14 @@ def test_other_vector_widths_give_the_same_bits(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_FOR_THIS_CPU", ("",))
     library = c_call.c_library.__wrapped__()
     assert library is not None
-    monkeypatch.setattr(cpu_attention, "c_library", lambda: library)
+    monkeypatch.setattr(way, "c_library", lambda: library)
     assert all(same(a, outcome(shape)) for a, shape in zip(here, SHAPES, strict=True))
 
 
 @needs_c
 def test_threads_and_batches_change_nothing(monkeypatch):
     whole = outcome((4, 4, 2, 37, 32))
-    monkeypatch.setattr(cpu_attention, "_A_THREAD", 1000)
+    monkeypatch.setattr(way, "_A_THREAD", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -77,7 +78,7 @@ def test_threads_and_batches_change_nothing(monkeypatch):
     finally:
         torch.set_num_threads(before)
     q, k, v, _ = operands(4, 4, 2, 37, 32)
-    assert torch.equal(cpu_attention.forward(q[1:2], k[1:2], v[1:2])[0], whole[0][1:2])
+    assert torch.equal(way.forward(q[1:2], k[1:2], v[1:2])[0], whole[0][1:2])
 
 
 def gradients(function, q, k, v, grad):
@@ -92,7 +93,7 @@ def gradients(function, q, k, v, grad):
 def test_it_is_as_close_to_float64_as_torchs_kernel(shape, in_order):
     """Both round p, ds and the results to bf16; the quarter is the luck of so few roundings."""
     q, k, v, grad = operands(*shape)
-    assert cpu_attention.takes(q, k, v, None)
+    assert way.takes(q, k, v, None)
     found = gradients(attend, q, k, v, grad)
     exact = gradients(attend, q.double(), k.double(), v.double(), grad)
     choose_attention("torch")
@@ -123,7 +124,7 @@ def test_what_it_does_not_compute_is_left_to_torch(why, in_order):
         q, k, v = q.float(), k.float(), v.float()
     if why == "off":
         choose_attention("torch")
-    assert not cpu_attention.takes(q, k, v, mask)
+    assert not way.takes(q, k, v, mask)
     assert attend(q, k, v, mask).shape == q.shape
 
 
