@@ -157,7 +157,7 @@ def choose_attention(name: str) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def multiplies_attention_in_order() -> bool:
+def attends_in_order() -> bool:
     """Whether attention of bf16 values on a CPU is that of `attention.in_order`."""
     return _chosen_attention == ["in-order"]
 

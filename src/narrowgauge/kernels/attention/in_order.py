@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.dispatch import is_traced, multiplies_attention_in_order
+from narrowgauge.kernels.dispatch import is_traced
 from narrowgauge.quantization.passes.c_call import c_library, share
 
 LANES = 16  # of a sum over a row, and the unit of head_dim
@@ -50,9 +50,9 @@ class _Call(ctypes.Structure):
     ]
 
 
-def takes(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend_in_order` computes this attention: causal, of bf16 values on a CPU, if chosen."""
-    if q_BNTH.dtype != torch.bfloat16 or mask is not None or not multiplies_attention_in_order():
+def takes(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> bool:
+    """Whether `attend_in_order` supports this attention: causal, of bf16 values, plain tensors on a CPU."""
+    if q_BNTH.dtype != torch.bfloat16 or mask is not None:
         return False
     is_square = 1 < q_BNTH.shape[2] == k_BKSH.shape[2]
     is_plain = all(type(x) is Tensor and x.device.type == "cpu" for x in (q_BNTH, k_BKSH, v_BKSH))
