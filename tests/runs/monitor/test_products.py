@@ -59,6 +59,26 @@ def test_attention_is_kept_asked_for_or_measured(monkeypatch):
         attention_of([], 32, 64)
 
 
+def test_all_ranks_compute_as_the_first_one_chose():
+    """The choice travels as JSON; at first it did not, and a run on two processes could not begin."""
+
+    class Ranks:
+        rank, said = 0, ""
+
+        def broadcast(self, value):
+            self.said = self.said or json.dumps(value)
+            return json.loads(self.said)
+
+    ranks, cpu = Ranks(), torch.device("cpu")
+    first = arithmetic.choose_arithmetic(1, (32, 64), lambda: [], cpu, ranks, print)
+    ranks.rank = 1
+    try:
+        assert arithmetic.choose_arithmetic(1, (32, 64), lambda: 1 / 0, cpu, ranks, print) == first
+    finally:
+        arithmetic.NO_CHOICE.choose()
+    assert first.facts == {"products": HAS_BF16, "attention": "torch"}
+
+
 @pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))

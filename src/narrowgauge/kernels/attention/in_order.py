@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
         return y_BTNH, stats_BNT2
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
         q_BNTH, k_BKSH, v_BKSH, y_BTNH, stats_BNT2 = ctx.saved_tensors
         function = _backward_operator if is_traced() else backward

@@ -105,15 +105,17 @@ def choose_arithmetic(
     Returns:
         The choices; those of a GPU are empty.
     """
-    choice: tuple[Arithmetic, int, str] = (NO_CHOICE, pinned or torch.get_num_threads(), "")
+    choice: tuple[str, str, int, str] = ("", "", pinned or torch.get_num_threads(), "")
     if device.type == "cpu":
         if coordinator.rank == 0:
             recorded = lines()
             threads, words = threads_of(recorded, pinned)
             torch.set_num_threads(threads)  # the matmuls are timed with this number
-            choice = (Arithmetic.of(recorded, *heads), threads, words)
+            found = Arithmetic.of(recorded, *heads)
+            choice = (found.products, found.attention, threads, words)
         choice = coordinator.broadcast(choice)
-    chosen, threads, words = choice
+    products, attention, threads, words = choice
+    chosen = Arithmetic(products, attention)
     torch.set_num_threads(threads)
     chosen.choose()
     for sentence in filter(None, (words, _slowness(chosen))):
