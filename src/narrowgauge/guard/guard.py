@@ -18,7 +18,7 @@ deviation, but not medians. Window and factor, 128 and 6, are those of OLMo-core
 compares with mean and deviation; one NaN spoils its window until it has passed. Here only steps that were
 taken enter the window, so it is always finite. The hundredth is for a loss that hardly moves, where every
 small change would be a spike. Norms are compared by ratio because their scatter is multiplicative. There are
-no spikes before the window is full, except that one in the warm-up is said (`warmup`). `guard.spike`
+no spikes before the window is full, except that one in the warm-up is reported (`warmup`). `guard.spike`
 selects the reaction:
 
     off         nothing
@@ -82,7 +82,7 @@ class Guard:
     skips_in_a_row: int = 0  # since the last step that was taken
     spikes_in_a_row: int = 0  # spikes that only caused a warning, since the last step without one
     rollbacks: int = 0  # in the run
-    warmup_spikes: int = 0  # in the run; the first is said
+    warmup_spikes: int = 0  # in the run; the first is reported
     samples: int = 0  # used or skipped by the run; the next step begins there
     raised: list[Raise] = field(default_factory=list)  # in the run, in order
 

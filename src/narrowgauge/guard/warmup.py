@@ -2,7 +2,7 @@
 
 A spike is a norm, after the fifth step, above three times the median of the twenty before it (measured at
 seven widths: docs/lab-log-archive.md, "Initial weights by role"). The window of the other spikes is not full
-that early, and none of their reactions helps: the step is taken, and the run says so once.
+that early, and none of their reactions helps: the step is taken, and the run reports it once.
 
 Why it matters: in ladder 1, whose warm-ups spike, pairs deviate by 0.5 to 0.9 % (docs/evidence.md); in the
 pilot of ladder 2 (docs/ladder2.md), pairs from the same weights deviate by 0.58 % with spikes and by 0.13 %
@@ -16,7 +16,7 @@ _FACTOR, _BEFORE, _LEAST = 3.0, 20, 5
 
 
 def spike_ratio(before: Sequence[float], norm: float) -> float:
-    """A gradient norm as a multiple of the median of the twenty `before` it; 0 if it is no spike.
+    """A gradient norm as a multiple of the median of the twenty `before` it; 0 if it is not a spike.
 
     >>> spike_ratio([1.0, 9.0, 1.0, 1.0, 1.0, 2.0], 4.0), spike_ratio([1.0, 1.0], 9.0)
     (4.0, 0.0)

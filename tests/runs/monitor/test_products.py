@@ -92,6 +92,7 @@ def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch,
     assert measured_attention(24, 128) == "torch", "which the C does not compute"
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 def test_a_run_goes_on_with_its_attention_on_a_machine_without_c(train, look, tmp_path, monkeypatch):
     changes = {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "mxfp8"}

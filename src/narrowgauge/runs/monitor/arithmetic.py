@@ -52,7 +52,7 @@ class Arithmetic:
     """The choices for a CPU; "" on a GPU, where the recipe decides.
 
     Attributes:
-        products: The precision of matmuls of bf16 values: "bf16" or "fp32".
+        `products`: The precision of matmuls of bf16 values: "bf16" or "fp32".
         attention: How attention of bf16 values is computed: "in-order" or "torch".
     """
 
