@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 import narrowgauge as ng
-from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import DTYPES, set_step
-from narrowgauge.runs.monitor.arithmetic import products_of
+from narrowgauge.runs.monitor.arithmetic import Arithmetic
 from narrowgauge.runs.monitor.hardware import memory_kept
 
 
@@ -122,8 +121,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
     if device == "cpu":
-        results["products"] = products_of([])
-        choose_products(results["products"])
+        arithmetic = Arithmetic.of([], model_config(options.model).head_dim, options.length)
+        arithmetic.choose()
+        results |= arithmetic.facts
     with memory_kept(torch.device(device)):
         figures = results | {
             "step": benchmark_steps(options, device),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from narrowgauge.runs.choices import PRODUCTS
+from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
@@ -43,6 +43,7 @@ def _kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NARROWGAUGE_CACHE", str(cache))
         patch.setenv(PRODUCTS, "onednn")  # not what a moment of this machine measures
+        patch.setenv(ATTENTION, "torch")
         yield cache
 
 

@@ -99,6 +99,7 @@ def worker(directory: Path, pins: Mapping[str, str] = PINS) -> Iterator[Worker]:
     inherited = {k: v for k, v in os.environ.items() if k not in PINS}
     own = {"NARROWGAUGE_CACHE": str(directory / "cache"), "PYTHONPATH": str(package), "COLUMNS": "110"}
     own["NARROWGAUGE_PRODUCTS"] = "onednn"  # what `pin` tells, and not what a moment measures
+    own["NARROWGAUGE_ATTENTION"] = "torch"
     command = [sys.executable, "-W", "error", str(HERE / "worker.py")]
     with subprocess.Popen(
         command,

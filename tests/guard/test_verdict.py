@@ -51,6 +51,22 @@ def test_a_spike_is_what_the_policy_says(loss, norm):
         assert g.judge(loss, norm).action == action
 
 
+@pytest.mark.parametrize("spike", ["warn", "skip", "rollback"])
+def test_a_spike_in_the_warm_up_is_taken_and_said_once(spike):
+    """Measured: from its step on, two runs of one seed are different runs."""
+    history = [(6.0, 1.0)] * 6 + [(6.0, 3.5)] + [(6.0, 1.0)] * 3 + [(6.0, 9.0)]
+    g = guard(spike=spike)
+    found = [g.judge(*one, is_warmup=True) for one in history]
+    assert [v.action for v in found] == ["take"] * 6 + ["warn"] + ["take"] * 4
+    assert all(v.takes for v in found)
+    assert "is 4 times the median before it, so a comparison with this run begins in chaos" in found[6].reason
+    assert g.warmup_spikes == 2
+    assert Guard.from_state(g.rules, {"guard": json.loads(json.dumps(g.state()))}, 0).warmup_spikes == 2
+    for quiet in (guard(spike="off"), guard(spike=spike)):
+        is_warmup = quiet.rules.spike == "off"
+        assert {quiet.judge(*one, is_warmup=is_warmup).action for one in history} == {"take"}
+
+
 @pytest.mark.parametrize(("loss", "norm"), [(3.4, 1.0), (0.1, 0.01), (3.0, 3.0)])
 def test_what_is_not_far_above_is_no_spike(loss, norm):
     g = guard(spike="skip")

@@ -59,7 +59,7 @@ def test_any_order_gives_the_attention(kv_heads, monkeypatch):
     plain = attend(q, k, v)
     asked = []
     monkeypatch.setattr(
-        "narrowgauge.kernels.attention.attention_backends",
+        "narrowgauge.kernels.attention.attention.attention_backends",
         lambda device, has_mask: asked.append(device) or attention_backends(GPU, has_mask=True),
     )
     assert torch.equal(attend(q, k, v), plain)

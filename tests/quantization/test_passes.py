@@ -112,8 +112,8 @@ def test_what_autograd_follows_is_left_to_torch():
 def test_a_library_that_rounds_otherwise_is_not_used(tmp_path, monkeypatch):
     """Such as one made with flags that let the compiler change numbers."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    source = build.source().replace("rintf(x)", "floorf(x)")
-    monkeypatch.setattr(build, "source", lambda: source)
+    sources = {name: text.replace("rintf(x)", "floorf(x)") for name, text in build.sources().items()}
+    monkeypatch.setattr(build, "sources", lambda: sources)
     assert c_call.c_library.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
 

@@ -6,7 +6,10 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.experiment.grid import Variant
 
-KEYS = ("rungs", "seeds", "jobs", "threads", "products", "held_out_tokens", "order", "fork", "rows", "probe")
+KEYS = (
+    *("rungs", "seeds", "jobs", "threads", "products", "attention", "held_out_tokens", "order"),
+    *("fork", "rows", "probe"),
+)
 
 
 def take_arms(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Variant]]:

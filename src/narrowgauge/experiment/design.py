@@ -91,6 +91,7 @@ class Experiment:
         jobs: The number of simultaneous runs.
         threads: CPU threads of each run; 0 if each configuration has the number.
         `products`: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
+        attention: The attention of a CPU, "in-order" or "torch"; "" to have each run measure.
         rows: The file of the results; None for `runs.csv` in the directory of the runs. A chain whose rows
             are all there is not trained again, so an experiment continues on another machine.
         probes: Whether the arms are probed at the end (`experiment.probe`).
@@ -103,6 +104,7 @@ class Experiment:
     jobs: int = 1
     threads: int = 0
     products: str = ""
+    attention: str = ""
     rows: Path | None = None
     probes: bool = True
 
@@ -164,6 +166,7 @@ def make_measured(
         jobs=_positive(table, "jobs", 1),
         threads=_positive(table, "threads", 1),
         products=str(table.get("products", "")),
+        attention=str(table.get("attention", "")),
         rows=Path(table["rows"]) if "rows" in table else None,
         probes=bool(table.get("probe", True)),
     )

@@ -10,10 +10,9 @@ import torch
 from narrowgauge.data import open_data
 from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.jobs import state_of
-from narrowgauge.kernels import choose_products
 from narrowgauge.report.read.listing import last_records
 from narrowgauge.runs import choose_device
-from narrowgauge.runs.monitor.arithmetic import measured_products
+from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_count, human_duration
@@ -33,12 +32,13 @@ def recorded_speed(chain: Chain, out: Path) -> float | None:
     return speeds[len(speeds) // 2] if speeds else None
 
 
-def measured_speed(config: Config, threads: int, products: str) -> float:
+def measured_speed(config: Config, threads: int, products: str = "", attention: str = "") -> float:
     """Tokens/s of a few steps in this process, under the machine's current load."""
     dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    choose_products(products or measured_products())
+    measured = Arithmetic.of((), config.spec.model.head_dim, config.data.sequence_length)
+    Arithmetic(products or measured.products, attention or measured.attention).choose()
     try:
         trainer = Trainer.begin(config.plan, choose_device(config.training.device))
         with trainer.batches(dataset.train) as batches:
@@ -49,7 +49,7 @@ def measured_speed(config: Config, threads: int, products: str) -> float:
             seconds = time.perf_counter() - start
     finally:
         torch.set_num_threads(before)
-        choose_products("")
+        NO_CHOICE.choose()
     return _STEPS * config.training.batch_size * config.data.sequence_length / seconds
 
 
@@ -71,7 +71,7 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
         first = "; the first is compiled, which may take minutes" if config.training.compile else ""
         say(f"timing {arm}, {number} of {len(unknown)}: {1 + _STEPS} steps{first}")
         torch.compiler.reset()  # torch compiles at most eight variants of a function
-        speeds[arm] = measured_speed(config, _threads(experiment), experiment.products)
+        speeds[arm] = measured_speed(config, _threads(experiment), experiment.products, experiment.attention)
     return speeds
 
 

@@ -27,7 +27,7 @@ from narrowgauge.errors import ProcessFailed
 from narrowgauge.experiment.jobs import Job, state_of
 from narrowgauge.processes import Programs
 from narrowgauge.report.read.records import read_status
-from narrowgauge.runs.choices import PRODUCTS
+from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.signals import COMPARED
 
 _POLL_S = 0.25
@@ -145,11 +145,11 @@ class Engine:
         self.stop = self.stop or number
 
 
-def environment_of(threads: int, products: str) -> dict[str, str]:
-    """Variables of a process: its CPU threads, and the precision of its matmuls; 0 and "": its choice."""
+def environment_of(threads: int, products: str = "", attention: str = "") -> dict[str, str]:
+    """Variables of a process: its CPU threads, and its arithmetic (`Experiment`); 0 and "": its choice."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     cores = dict.fromkeys(names, str(threads)) if threads else {}
-    return cores | ({PRODUCTS: products} if products else {})
+    return cores | {k: v for k, v in ((PRODUCTS, products), (ATTENTION, attention)) if v}
 
 
 def _gpu(place: int) -> Mapping[str, str]:

@@ -208,7 +208,8 @@ def _side_by_side(experiment: Experiment, out: Path, console: Console, command: 
                 write_page(experiment, out, command)
                 written = time.monotonic()
 
-        engine = Engine(experiment.jobs, environment_of(experiment.threads, experiment.products), show)
+        environment = environment_of(experiment.threads, experiment.products, experiment.attention)
+        engine = Engine(experiment.jobs, environment, show)
         try:
             failed = engine.run([jobs_of(chain, out, out, is_measured=False) for chain in forks])
             return failed or engine.run([jobs_of(chain, out, out, is_measured=True) for chain in waiting])
@@ -309,11 +310,17 @@ def _begun(path: Path) -> bool:
 def _results(experiment: Experiment, out: Path) -> list[ArmResult]:
     """The results of the finished runs."""
     rows = collect_rows(experiment, out)
-    return arm_results(rows, experiment.arms[0], experiment.family, _parameters(experiment))
+    parameters, is_calm = _parameters(experiment), _is_calm(experiment)
+    return arm_results(rows, experiment.arms[0], experiment.family, parameters, is_calm=is_calm)
 
 
 def _parameters(experiment: Experiment) -> int:
     return count_block_weights(experiment.chains[0].trunk.config.spec.model)
+
+
+def _is_calm(experiment: Experiment) -> bool:
+    """Whether no warm-up is expected to spike: the initial weights are by role."""
+    return not experiment.chains[0].trunk.config.spec.model.initial_std
 
 
 def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
@@ -326,6 +333,7 @@ def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
             run.tokens,
             _parameters(experiment),
             _gaps_so_far(experiment, out, number),
+            _is_calm(experiment),
         )
         sentences.append(f"rung {number}: {text}" if experiment.rungs > 1 else text)
     return sentences

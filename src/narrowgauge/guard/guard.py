@@ -18,7 +18,8 @@ deviation, but not medians. Window and factor, 128 and 6, are those of OLMo-core
 compares with mean and deviation; one NaN spoils its window until it has passed. Here only steps that were
 taken enter the window, so it is always finite. The hundredth is for a loss that hardly moves, where every
 small change would be a spike. Norms are compared by ratio because their scatter is multiplicative. There are
-no spikes before the window is full. `guard.spike` selects the reaction:
+no spikes before the window is full, except that one in the warm-up is reported (`warmup`). `guard.spike`
+selects the reaction:
 
     off         nothing
     warn        an event, at the first of several in a row; the step is taken
@@ -46,6 +47,7 @@ from typing import Any, Literal
 from narrowgauge.errors import Failed
 from narrowgauge.guard.raises import Raise, read_raises, write_raises
 from narrowgauge.guard.rules import GuardRules
+from narrowgauge.guard.warmup import warmup_reason
 
 NORMAL = 1.4826  # standard deviation over median distance from the median
 FLOOR = 0.01  # the least deviation, as a share of the median
@@ -80,13 +82,20 @@ class Guard:
     skips_in_a_row: int = 0  # since the last step that was taken
     spikes_in_a_row: int = 0  # spikes that only caused a warning, since the last step without one
     rollbacks: int = 0  # in the run
+    warmup_spikes: int = 0  # in the run; the first is reported
     samples: int = 0  # used or skipped by the run; the next step begins there
     raised: list[Raise] = field(default_factory=list)  # in the run, in order
 
-    def judge(self, loss: float, norm: float, is_scaled: bool = False) -> GuardVerdict:
+    def judge(
+        self, loss: float, norm: float, is_scaled: bool = False, is_warmup: bool = False
+    ) -> GuardVerdict:
         """Decide about a step from loss and gradient norm of the global batch, and update the state.
 
-        `is_scaled`: whether the loss is scaled, so that a norm that is not finite lowers the scale.
+        Args:
+            loss: The loss.
+            norm: The gradient norm before clipping.
+            is_scaled: Whether the loss is scaled, so that a norm that is not finite lowers the scale.
+            is_warmup: Whether the step is one of the warm-up.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raises = self.may_raise and not is_scaled
@@ -101,10 +110,14 @@ class Guard:
             return self._skip(GuardVerdict("skip", reason))
         self.skips_in_a_row = 0
         self.spikes_in_a_row = self.spikes_in_a_row + 1 if reason else 0
+        early = warmup_reason(self.norms, norm) if is_warmup and self.rules.spike != "off" else ""
+        self.warmup_spikes += bool(early)
         for window, value in ((self.losses, loss), (self.norms, norm)):
             window.append(value)
             del window[: -self.rules.spike_window]
-        return GuardVerdict("warn", reason) if self.spikes_in_a_row == 1 else GuardVerdict()
+        if self.spikes_in_a_row == 1:
+            return GuardVerdict("warn", reason)
+        return GuardVerdict("warn", early) if early and self.warmup_spikes == 1 else GuardVerdict()
 
     @property
     def may_raise(self) -> bool:
@@ -130,6 +143,7 @@ class Guard:
     def went_back(self, before: "Guard") -> None:
         """Keep the counts of the guard `before`, and the raised places; the same samples are used again."""
         self.skips, self.rollbacks, self.raised = before.skips, before.rollbacks, list(before.raised)
+        self.warmup_spikes = before.warmup_spikes
 
     def require_patience(self, verdict: GuardVerdict, step: int, cause: str = "") -> None:
         """Check the limits of the rules after a verdict on a step.

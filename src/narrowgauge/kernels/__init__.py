@@ -16,6 +16,7 @@ from narrowgauge.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.kernels.cast import emulate as emulate
     from narrowgauge.kernels.cast import quantize as quantize
+    from narrowgauge.kernels.dispatch import choose_attention as choose_attention
     from narrowgauge.kernels.dispatch import choose_products as choose_products
     from narrowgauge.kernels.dispatch import has_kernels as has_kernels
 else:

@@ -135,7 +135,9 @@ def is_slow(x: torch.Tensor) -> bool:
     return x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not _has_bf16_products())
 
 
-_chosen_products: list[str] = []  # the last choice of a run in this process
+# The last choices of a run in this process. A compiler guards them: other choices make other code.
+_chosen_products: list[str] = []
+_chosen_attention: list[str] = []
 
 
 def choose_products(name: str) -> None:
@@ -143,9 +145,23 @@ def choose_products(name: str) -> None:
     _chosen_products[:] = [name] if name else []
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_bf16_products() -> bool:
-    return _chosen_products == ["bf16"] if _chosen_products else cpu_multiplies_bf16()
+    return _chosen_products == ["bf16"] if _chosen_products else _onednn_multiplies_bf16()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _onednn_multiplies_bf16() -> bool:
+    return cpu_multiplies_bf16()
+
+
+def choose_attention(name: str) -> None:
+    """From now on compute attention of bf16 values on a CPU "in-order" (`attention`), or by "torch"."""
+    _chosen_attention[:] = [name] if name else []
+
+
+def attends_in_order() -> bool:
+    """Whether attention of bf16 values on a CPU is that of `attention.in_order`."""
+    return _chosen_attention == ["in-order"]
 
 
 def is_traced() -> bool:

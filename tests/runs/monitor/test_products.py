@@ -1,13 +1,23 @@
-"""In which precision a CPU multiplies: the faster of two, the same for the whole run."""
+"""The arithmetic of a CPU, of matmuls and of attention: the faster of two, the same for the whole run."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import in_order
+from narrowgauge.quantization.passes import build
 from narrowgauge.runs.monitor import arithmetic
-from narrowgauge.runs.monitor.arithmetic import PRODUCTS, measured_products, products_of
+from narrowgauge.runs.monitor.arithmetic import (
+    ATTENTION,
+    PRODUCTS,
+    attention_of,
+    measured_attention,
+    measured_products,
+    products_of,
+)
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 
 HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"
@@ -35,6 +45,72 @@ def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
     assert measured_products() == "fp32"  # kept
     next((tmp_path / "products").iterdir()).write_text("{torn")
     assert measured_products() == "bf16"
+
+
+def test_attention_is_kept_asked_for_or_measured(monkeypatch):
+    monkeypatch.setenv(ATTENTION, "torch")
+    assert attention_of([{"event": "start", "attention": "in-order"}, {"step": 1}], 32, 64) == "in-order"
+    assert attention_of([], 32, 64) == "torch"
+    monkeypatch.setenv(ATTENTION, "in-order")
+    assert attention_of([], 32, 64) == "in-order"
+    assert attention_of([{"event": "start", "step": 0}], 32, 64) == "torch"  # from before it was recorded
+    monkeypatch.setenv(ATTENTION, "fast")
+    with pytest.raises(UserError, match="must be in-order or torch"):
+        attention_of([], 32, 64)
+
+
+def test_all_ranks_compute_as_the_first_one_chose():
+    """The choice travels as JSON; at first it did not, and a run on two processes could not begin."""
+
+    class Ranks:
+        rank, said = 0, ""
+
+        def broadcast(self, value):
+            self.said = self.said or json.dumps(value)
+            return json.loads(self.said)
+
+    ranks, cpu = Ranks(), torch.device("cpu")
+    first = arithmetic.choose_arithmetic(1, (32, 64), lambda: [], cpu, ranks, print)
+    ranks.rank = 1
+    try:
+        assert arithmetic.choose_arithmetic(1, (32, 64), lambda: 1 / 0, cpu, ranks, print) == first
+    finally:
+        arithmetic.NO_CHOICE.choose()
+    assert first.facts == {"products": HAS_BF16, "attention": "torch"}
+
+
+@pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
+def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    assert measured_attention(32, 64) in ("in-order", "torch")  # truly timed
+    seconds = {"in-order": 1.1, "torch": 1.0}
+    monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, head_dim, tokens: seconds[way])
+    assert measured_attention(32, 128) == "in-order", "a close race"
+    seconds["torch"] = 0.5
+    assert measured_attention(32, 128) == "in-order", "kept"
+    assert measured_attention(64, 128) == "torch"
+    assert measured_attention(24, 128) == "torch", "which the C does not compute"
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
+def test_a_run_goes_on_with_its_attention_on_a_machine_without_c(train, look, tmp_path, monkeypatch):
+    changes = {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "mxfp8"}
+    monkeypatch.setenv(ATTENTION, "torch")
+    other = look(train("torch", changes)).column("loss")
+    monkeypatch.setenv(ATTENTION, "in-order")
+    path = train("in-order", changes)
+    assert look(path).events("start")[0]["attention"] == "in-order"
+    before = look(path).column("loss")
+    assert before != other
+    shutil.rmtree(path / "checkpoints" / "step-4")
+    (path / "status.json").write_text(json.dumps({"status": "preempted", "reason": ""}))
+    monkeypatch.setenv(ATTENTION, "torch")
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+    assert not in_order.has_c()
+    train("in-order", changes)
+    assert look(path).events("resume")[0]["attention"] == "in-order"
+    assert look(path).column("loss") == before
 
 
 def test_a_run_says_it_and_a_resumed_one_has_the_same_digits(train, look, tmp_path, monkeypatch):

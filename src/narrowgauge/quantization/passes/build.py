@@ -1,4 +1,4 @@
-"""Compiles the C of `passes.c` once per machine, if there is a C compiler.
+"""Compiles the C of this folder (`SOURCES`) once per machine into one library, if there is a C compiler.
 
 The library is kept in the cache (`files.cache_directory`) under a name made of the source, the compiler flags
 and the CPU, so that a home directory shared by several machines holds one for each. It is kept only after its
@@ -30,6 +30,7 @@ from narrowgauge.files import cache_directory, make_directory, open_regular
 from narrowgauge.operating_system import is_private, user_id
 from narrowgauge.processes import output_of
 
+SOURCES = ("passes.c", "attention.c")
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 _FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")  # uses the first that the compiler knows
 _SECONDS = 60
@@ -45,7 +46,7 @@ def compiler() -> list[str]:
 
 
 def kept() -> Iterator[bytes]:
-    """The cached libraries for this source, CPU and compiler that no other user can have written.
+    """The cached libraries for these sources, CPU and compiler that no other user can have written.
 
     There may be several if machines with different C libraries share a home directory.
 
@@ -73,11 +74,13 @@ def built(directory: Path) -> Path | None:
     command = compiler()
     if not command:
         return None
-    file, library = directory / "passes.c", directory / "passes.so"
-    file.write_text(source(), encoding="utf-8")
+    library, files = directory / "passes.so", []
+    for name, text in sources().items():
+        files.append(str(directory / name))
+        (directory / name).write_text(text, encoding="utf-8")
     for own in _FOR_THIS_CPU:
         flags = [*_FLAGS, *filter(None, [own])]
-        if output_of([*command, *flags, str(file), "-o", str(library), "-lm"], _SECONDS).code == 0:
+        if output_of([*command, *flags, *files, "-o", str(library), "-lm"], _SECONDS).code == 0:
             return library
     return None
 
@@ -106,9 +109,10 @@ def keep(content: bytes) -> None:
             Path(file.name).unlink(missing_ok=True)
 
 
-def source() -> str:
-    """The package's C source."""
-    return resources.files("narrowgauge.quantization.passes").joinpath("passes.c").read_text(encoding="utf-8")
+def sources() -> dict[str, str]:
+    """The package's C sources, by file name."""
+    folder = resources.files("narrowgauge.quantization.passes")
+    return {name: folder.joinpath(name).read_text(encoding="utf-8") for name in SOURCES}
 
 
 def _cpu() -> str:
@@ -132,8 +136,8 @@ def _is_private(folder: Path) -> bool:
 
 
 def _key() -> str:
-    """The first half of a library's name: source, compiler and CPU."""
-    parts = (source(), _FLAGS, compiler(), platform.system(), platform.machine(), _cpu())
+    """The first half of a library's name: sources, compiler and CPU."""
+    parts = (sources(), _FLAGS, compiler(), platform.system(), platform.machine(), _cpu())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

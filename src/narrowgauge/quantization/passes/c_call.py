@@ -74,15 +74,22 @@ def run(name: str, one: Pass) -> None:
     """Call a pass; several threads share a large one."""
     found = c_library()
     assert found is not None
-    function, count = getattr(found, name), int(found.units(ctypes.byref(one)))
-    numbers = one.batch * one.rows * one.columns
-    threads = max(1, min(torch.get_num_threads(), numbers // _A_THREAD, count))
-    bounds = [count * n // threads for n in range(threads + 1)]
-    parts = [(bounds[n], bounds[n + 1]) for n in range(threads)]
-    others = [_threads().submit(function, ctypes.byref(one), *part) for part in parts[1:]]
-    failures = [function(ctypes.byref(one), *parts[0]), *(other.result() for other in others)]
-    if any(failures):
+    count, numbers = int(found.units(ctypes.byref(one))), one.batch * one.rows * one.columns
+    if not share(getattr(found, name), one, count, numbers // _A_THREAD):
         raise MemoryError(f"{name} of quantization could not allocate memory for its strip of blocks")
+
+
+def share(function: Any, argument: ctypes.Structure, units: int, most: int) -> bool:
+    """Call a function of the library on units 0 to `units`, in at most `most` of torch's threads.
+
+    Returns:
+        Whether it could allocate its memory.
+    """
+    threads = max(1, min(torch.get_num_threads(), most, units))
+    bounds = [units * n // threads for n in range(threads + 1)]
+    parts = [(bounds[n], bounds[n + 1]) for n in range(threads)]
+    others = [_threads().submit(function, ctypes.byref(argument), *part) for part in parts[1:]]
+    return not any([function(ctypes.byref(argument), *parts[0]), *(other.result() for other in others)])
 
 
 def _threads() -> ThreadPoolExecutor:

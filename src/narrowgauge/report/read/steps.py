@@ -5,14 +5,12 @@ that includes it.
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from narrowgauge.guard.warmup import spike_ratio
 from narrowgauge.report.read.records import as_float
-
-_SPIKE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +62,23 @@ def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
     return steps
 
 
-def spikes(norms: Sequence[float]) -> list[float]:
-    """The spikes among gradient norms, each as a multiple of the median of the twenty norms before it.
-
-    A spike is a norm after the fifth that is above three times that median.
-
-    >>> spikes([1.0, 9.0, 1.0, 1.0, 1.0, 2.0, 4.0])
-    [4.0]
-    """
-    ratios = (norms[i] / statistics.median(norms[max(0, i - 20) : i]) for i in range(5, len(norms)))
-    return [ratio for ratio in ratios if ratio > _SPIKE]
-
-
 def warmup_spikes(steps: Sequence[Step]) -> list[float]:
-    """The `spikes` among the gradient norms of a run while its learning rate rises."""
+    """The spikes among the gradient norms of a run while its learning rate rises (`guard.warmup`).
+
+    Returns:
+        Each as a multiple of the median before it.
+    """
     peak = max((step.lr for step in steps if math.isfinite(step.lr)), default=math.inf)
-    norms = []
+    norms: list[float] = []
+    found = []
     for step in steps:
         if not math.isfinite(step.grad_norm) or not step.grad_norm:
             break
+        found.append(spike_ratio(norms, step.grad_norm))
         norms.append(step.grad_norm)
         if step.lr >= peak:
             break
-    return spikes(norms)
+    return [ratio for ratio in found if ratio]
 
 
 def validations(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:

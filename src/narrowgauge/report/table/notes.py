@@ -13,11 +13,9 @@ from narrowgauge.report.table.sentence import reason_of_end, summary
 from narrowgauge.report.table.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.verdict.groups import groups
 from narrowgauge.report.verdict.rule import Judgement
-from narrowgauge.report.verdict.verdict import Verdict, has_validation, verdicts
+from narrowgauge.report.verdict.verdict import Verdict, has_validation, known_of, verdicts
 from narrowgauge.t_interval import CONFIDENCE
 from narrowgauge.units import human_count
-
-_CHAOS = "0.5 to 1"  # docs/evidence.md, whose warm-ups spike
 
 
 def table_notes(runs: Sequence[Run]) -> list[str]:
@@ -53,7 +51,9 @@ def _warmup_note(runs: Sequence[Run]) -> list[str]:
         "before it: two runs of one seed part there"
     )
     if len(runs) > 1:
-        text += f", and gaps deviate by {_CHAOS} % whatever the format"
+        deviation = known_of(runs)
+        text += ". This comparison begins in chaos: pairs deviate by about "
+        text += f"{deviation:.2g} % whatever the format" if deviation else "0.5 to 0.9 % whatever the format"
     return [f"{text}. A longer warm-up, a lower rate, or model.initial_std = 0 avoids it."]
 
 

@@ -144,4 +144,4 @@ def _deviation(judgement: Judgement | None, run: Run, seeds: int) -> float:
     """The deviation in percent of a mean gap: as measured, else as runs of such a length usually have."""
     if judgement is not None and judgement.spread is not None:
         return judgement.spread.deviation / math.sqrt(seeds)
-    return (known_of(run) or 0.5) / math.sqrt(seeds)
+    return (known_of([run]) or 0.5) / math.sqrt(seeds)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_block_weights, model_config
 from narrowgauge.report.read.run import Run
+from narrowgauge.report.read.steps import warmup_spikes
 from narrowgauge.report.verdict.gap import Gap, gap_to
 from narrowgauge.report.verdict.groups import Group, groups
 from narrowgauge.report.verdict.rule import Judgement, judge, known_deviation
@@ -90,20 +91,25 @@ def judged(
     gaps = judged_gaps(all_groups, in_percent)
     family = [number for number, group in enumerate(all_groups) if number and not group.is_control]
     reference = list(all_groups[0].runs.values())
-    known = known_of(reference[0])
+    known = known_of([run for group in all_groups for run in group.runs.values()])
     if not in_percent:
         known *= (final_loss(reference[0], has_validation(reference)) or 0.0) / 100
     return gaps, judge(dict(enumerate(gaps)), family, known)
 
 
-def known_of(run: Run) -> float:
-    """The known deviation of runs as long as this one; 0 if its model is unknown."""
+def known_of(runs: Sequence[Run]) -> float:
+    """The known deviation of runs as long as the first; 0 if its model is unknown.
+
+    They are calm if all have recorded their warm-up, and none spikes there.
+    """
+    run = runs[0]
     section = run.config.get("model", {})
     try:
         model = model_config(**{key: value for key, value in section.items() if key != "weights"})
     except (UserError, TypeError, AttributeError):
         return 0.0
-    return known_deviation(run.tokens / count_block_weights(model))
+    is_calm = all(one.steps and not warmup_spikes(one.steps) for one in runs)
+    return known_deviation(run.tokens / count_block_weights(model), is_calm)
 
 
 def has_validation(runs: Sequence[Run]) -> bool:

@@ -123,8 +123,9 @@ def _train(
                 dataset.tokenizer.save(directory.tokenizer)
                 if resolved.weights:  # for a later export
                     directory.keep_special_tokens(RunDirectory(Path(resolved.weights)).special_tokens())
-            products = choose_arithmetic(
-                config.training.threads, directory.lines, device, coordinator, display.log
+            heads = config.spec.model.head_dim, config.data.sequence_length
+            arithmetic = choose_arithmetic(
+                config.training.threads, heads, directory.lines, device, coordinator, display.log
             )
             context = RunContext(
                 resolved,
@@ -135,7 +136,7 @@ def _train(
                 checkpointer,
                 coordinator.broadcast(run_id),
                 profile,
-                products,
+                arithmetic,
             )
             trainer = start_or_resume(context, changes, Mesh(resolved.parallel_dims, device))
             train(context, trainer, requests)

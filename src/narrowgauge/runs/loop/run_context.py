@@ -14,6 +14,7 @@ from narrowgauge.runs.loop.checkpointing import Checkpointer
 from narrowgauge.runs.loop.resolve import Run
 from narrowgauge.runs.loop.run_writer import RunWriter
 from narrowgauge.runs.monitor import hardware, yardstick
+from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic
 from narrowgauge.runs.monitor.profiler import Profile
 from narrowgauge.runs.monitor.progress import Display
 
@@ -30,7 +31,7 @@ class RunContext:
     checkpointer: Checkpointer
     run_id: str  # the id that a checkpoint must have to be resumed
     profile: Profile | None  # the profile of some steps, if requested
-    products: str = ""  # the precision of a CPU's matmuls: "bf16" or "fp32"; "" on a GPU
+    arithmetic: Arithmetic = NO_CHOICE  # of a CPU
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -45,7 +46,7 @@ class RunContext:
             "backend_reason": run.backend.reason,
             "placement": run.placement,
             "device": hardware.device_name(run.device),
-            **({"products": self.products} if self.products else {}),
+            **self.arithmetic.facts,
             "threads": torch.get_num_threads(),
             "processes": self.coordinator.size,
             "torch": torch.__version__,

@@ -1,23 +1,31 @@
-"""The arithmetic of a CPU: the number of threads, and the faster precision for matmuls of bf16 values.
+"""The arithmetic of a CPU: the number of threads, the faster precision for matmuls of bf16 values, and the
+faster way to compute attention.
 
 oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they are fast: a CPU with
 AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
 (docs/lab-log-archive.md). Either way the values are those of bf16 and sums are kept in fp32; only the order
-of the sums differs, and so may the last digit of a loss. That is why a resumed run keeps its choice on any
-CPU, and why all ranks share it.
+of the sums differs, and so may the last digit of a loss. The same holds for attention of bf16 values:
+torch's, or "in-order", which has the same digits on every CPU (`kernels.attention.in_order`). That is why a
+resumed run keeps its choices on any CPU, and why all ranks share them.
 
-    1. a resumed run            the choice recorded at its start; oneDNN's if none was recorded
+    1. a resumed run            the choice recorded at its start; if none was recorded, oneDNN's and torch's
     2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN reports
-    3. otherwise                the faster of one matmul of each kind, timed once for a machine and torch, and
-                                kept in the cache
+       NARROWGAUGE_ATTENTION    in-order or torch
+    3. otherwise                the faster one, timed once for a machine and torch, and kept in the cache.
+                                Attention is timed for its head_dim and tokens, and torch's is taken only if
+                                it is faster by a fifth, so that a close race does not depend on the moment
 """
 
 import hashlib
 import json
+import math
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,49 +33,104 @@ import torch
 from narrowgauge.distributed import Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.files import cache_directory, make_directory, write_whole
-from narrowgauge.kernels import choose_products
-from narrowgauge.runs.choices import PRODUCTS
+from narrowgauge.kernels import choose_attention, choose_products
+from narrowgauge.kernels.attention import attend
+from narrowgauge.kernels.attention.in_order import LANES, has_c
+from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.monitor.yardstick import fastest_tries
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 
 _SIZE = 512  # of the square matrices that are timed
+_HEADS, _LONGEST, _TRIES = 4, 1024, 5  # of the attention that is timed
+_CLEARLY = 1.2  # torch's attention is chosen if it is this much faster
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The choices for a CPU; "" on a GPU, where the recipe decides.
+
+    Attributes:
+        `products`: The precision of matmuls of bf16 values: "bf16" or "fp32".
+        attention: How attention of bf16 values is computed: "in-order" or "torch".
+    """
+
+    products: str = ""
+    attention: str = ""
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], head_dim: int, tokens: int) -> "Arithmetic":
+        """The choices of a run, recorded in its metrics, or made now for a new run.
+
+        Raises:
+            UserError: A variable has another value.
+        """
+        products = products_of(lines)
+        choose_products(products)  # torch's attention is timed with it
+        return cls(products, attention_of(lines, head_dim, tokens))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The choices as a start event records them."""
+        return {"products": self.products, "attention": self.attention} if self.products else {}
+
+    def choose(self) -> None:
+        """Compute by these choices from now on."""
+        choose_products(self.products)
+        choose_attention(self.attention)
+
+
+NO_CHOICE = Arithmetic()
 
 
 def choose_arithmetic(
     pinned: int,
+    heads: tuple[int, int],
     lines: Callable[[], Sequence[Mapping[str, Any]]],
     device: torch.device,
     coordinator: Coordinator,
     log: Callable[[str], None],
-) -> str:
-    """Set a CPU's threads and the precision of its matmuls. Collective.
+) -> Arithmetic:
+    """Set a CPU's threads, the precision of its matmuls, and its attention. Collective.
 
     Args:
         pinned: `training.threads`; 0 for as many as are free.
+        heads: The head_dim of the model, and the tokens of a sequence.
         lines: Reads the run's metrics, which record its first choice.
         device: The device. On a GPU there is nothing to choose: the recipe sets the precision.
         coordinator: Coordinates the ranks; rank 0 chooses.
         log: Prints a line about the choice if it differs from torch's.
 
     Returns:
-        The precision, "bf16" or "fp32"; "" on a GPU.
+        The choices; those of a GPU are empty.
     """
-    choice: tuple[str, int, str] = ("", pinned or torch.get_num_threads(), "")
+    choice: tuple[str, str, int, str] = ("", "", pinned or torch.get_num_threads(), "")
     if device.type == "cpu":
         if coordinator.rank == 0:
             recorded = lines()
             threads, words = threads_of(recorded, pinned)
             torch.set_num_threads(threads)  # the matmuls are timed with this number
-            choice = (products_of(recorded), threads, words)
+            found = Arithmetic.of(recorded, *heads)
+            choice = (found.products, found.attention, threads, words)
         choice = coordinator.broadcast(choice)
-    name, threads, words = choice
+    products, attention, threads, words = choice
+    chosen = Arithmetic(products, attention)
     torch.set_num_threads(threads)
-    choose_products(name)
-    if words:
-        log(words)
-    return name
+    chosen.choose()
+    for sentence in filter(None, (words, _slowness(chosen))):
+        log(sentence)
+    return chosen
+
+
+def _slowness(chosen: Arithmetic) -> str:
+    """A sentence where the chosen attention is slow here."""
+    if chosen.attention != "in-order" or has_c():
+        return ""
+    return (
+        "attention is computed term by term in torch, with the digits of the C in which this run began, and "
+        "slowly: C passes need a C compiler, and NARROWGAUGE_KERNELS must not be 0"
+    )
 
 
 def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -86,13 +149,74 @@ def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
     return asked or measured_products()
 
 
+def attention_of(lines: Sequence[Mapping[str, Any]], head_dim: int, tokens: int) -> str:
+    """The choice of a run, "in-order" or "torch": recorded in its metrics, or made now for a new run.
+
+    Raises:
+        UserError: NARROWGAUGE_ATTENTION has another value.
+    """
+    if recorded := [str(line["attention"]) for line in lines if line.get("attention")]:
+        return recorded[-1]
+    asked = os.environ.get(ATTENTION, "")
+    if asked not in ("", "in-order", "torch"):
+        raise UserError(f"{ATTENTION}={asked} must be in-order or torch; unset it to have it measured")
+    if any(line.get("event") == "start" for line in lines):  # from before it was recorded
+        return "torch"
+    return asked or measured_attention(head_dim, tokens)
+
+
+def measured_attention(head_dim: int, tokens: int) -> str:
+    """The faster attention for this machine, torch, head_dim and tokens: cached, or measured now."""
+    if head_dim % LANES or not has_c():
+        return "torch"
+    entry = _entry("attention", head_dim, tokens)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(entry.read_text(encoding="utf-8"))["attention"]
+        if kept in ("in-order", "torch"):
+            return str(kept)
+    seconds = {way: _attention_seconds(way, head_dim, tokens) for way in ("in-order", "torch")}
+    chosen = "torch" if _CLEARLY * seconds["torch"] < seconds["in-order"] else "in-order"
+    _keep(entry, {"attention": chosen, "seconds": seconds})
+    return chosen
+
+
+def _attention_seconds(way: str, head_dim: int, tokens: int) -> float:
+    """The shortest time of attention, forward and backward, of one sequence on one thread."""
+    shape = (1, _HEADS, min(tokens, _LONGEST), head_dim)
+    q, k, v = (torch.linspace(-1, 1, math.prod(shape)).view(shape).bfloat16() for _ in range(3))
+    threads, seconds = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    choose_attention(way)
+    try:
+        for _ in range(_TRIES + 1):
+            start = time.perf_counter()
+            out = attend(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            seconds.append(time.perf_counter() - start)
+    finally:
+        choose_attention("")
+        torch.set_num_threads(threads)
+    return min(seconds[1:])
+
+
+def _entry(what: str, *more: object) -> Path:
+    """The cached choice of this machine and torch."""
+    parts = (platform.node(), device_name(torch.device("cpu")), torch.__version__, *more)
+    return cache_directory() / what / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+
+
+def _keep(entry: Path, choice: Mapping[str, Any]) -> None:
+    with suppress(OSError):
+        make_directory(entry.parent)
+        write_whole(entry, json.dumps(choice))
+
+
 def measured_products() -> str:
     """The faster precision for this machine and torch: from the cache, or measured now."""
     if not cpu_multiplies_bf16():
         return "fp32"
     cpu = torch.device("cpu")
-    parts = (platform.node(), device_name(cpu), torch.__version__)
-    entry = cache_directory() / "products" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    entry = _entry("products")
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(entry.read_text(encoding="utf-8"))["products"]
         if kept in ("bf16", "fp32"):
@@ -100,7 +224,5 @@ def measured_products() -> str:
     seconds = {d: fastest_tries(_SIZE, cpu, d)[0] for d in (torch.bfloat16, torch.float32)}
     chosen = "bf16" if seconds[torch.bfloat16] <= seconds[torch.float32] else "fp32"
     flops = {str(d).removeprefix("torch."): 2 * _SIZE**3 / s for d, s in seconds.items()}
-    with suppress(OSError):
-        make_directory(entry.parent)
-        write_whole(entry, json.dumps({"products": chosen, "flops": flops}))
+    _keep(entry, {"products": chosen, "flops": flops})
     return chosen

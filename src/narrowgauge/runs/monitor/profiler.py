@@ -29,7 +29,7 @@ _SKIPPED = 2  # steps of this process before the recorded ones
 CLASSES = (
     ("communication", r"c10d|gloo:|nccl:|FSDP::|record_param_comms"),
     ("optimizer", r"Optimizer\.step|linalg_vector_norm"),
-    ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct"),
+    ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct|_Attention|narrowgauge::attention"),
     ("GEMMs", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_mm_v2)$|^narrowgauge::scaled_mm$"),
     ("loss", r"CrossEntropy|HeadLoss"),
     ("casts", r"LinearFunction|SwigluMlp|^narrowgauge::emulate$"),

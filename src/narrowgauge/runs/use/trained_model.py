@@ -13,14 +13,13 @@ from narrowgauge.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.data import AUTO, Dataset, Tokenizer, load_tokenizer, open_data
 from narrowgauge.data.cache import Progress
 from narrowgauge.errors import UserError
-from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
 from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.cast import CODES_AND_SCALES
-from narrowgauge.runs.monitor.arithmetic import products_of
+from narrowgauge.runs.monitor.arithmetic import Arithmetic
 from narrowgauge.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config, make_config
@@ -129,7 +128,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{config.checkpoint.every} steps; continue the run first"
         )
     if target.type == "cpu" and (lines := directory.lines()):
-        choose_products(products_of(lines))
+        Arithmetic.of(lines, config.spec.model.head_dim, config.data.sequence_length).choose()
     plan, model = model_of(config.plan, checkpoint, target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     files = (tokenizer or saved, directory.special_tokens())

@@ -140,9 +140,9 @@ class Trainer(TrainState):
         Raises:
             Corrupted: the step was computed twice (`guard.replay_every`), and the results differ.
         """
-        step, engine = self.step + 1, self.engine
+        step, engine, guard = self.step + 1, self.engine, self.guard
         micro_batches = self.next_micro_batches(batches)
-        replays = bool(self.guard.rules.replay_every) and step % self.guard.rules.replay_every == 0
+        replays = bool(guard.rules.replay_every) and step % guard.rules.replay_every == 0
         if replays:
             rehearsal = step_fingerprint(self._accumulate(micro_batches), self.names)
             discard_step(self.model)
@@ -156,7 +156,7 @@ class Trainer(TrainState):
             gauges.after_backward()
         norm = self.optimizer.clip_grad_norm_(self.plan.optimizer.clip_norm).item()
         lr, (loss, self.terms, self.tokens) = self.plan.learning_rate(step), step_terms(engine, total)
-        self.verdict = self.guard.judge(loss, norm, is_scaled=self.scaler is not None)
+        self.verdict = guard.judge(loss, norm, bool(self.scaler), step <= self.plan.schedule.warmup_steps)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
@@ -169,7 +169,7 @@ class Trainer(TrainState):
         if self.scaler:
             self.scaler.update()
         self.micro_batches = micro_batches
-        self.step, self.guard.samples = step, self.guard.samples + self.plan.spec.batch_size
+        self.step, guard.samples = step, guard.samples + self.plan.spec.batch_size
         if self.verdict.action != "raise":
             self.follow_rules()
         return loss, norm, lr
