@@ -9,10 +9,9 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import in_order
 from narrowgauge.quantization.passes import build
+from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.runs.monitor import arithmetic
 from narrowgauge.runs.monitor.arithmetic import (
-    ATTENTION,
-    PRODUCTS,
     attention_of,
     measured_attention,
     measured_products,
