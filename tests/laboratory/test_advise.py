@@ -46,7 +46,7 @@ def space(cluster, name="bf16"):
         "training": {"batch_size": 2, "device": "cpu"},
         "recipe": {"name": name},
     }
-    return Space(values, layouts(1, 2, 4)[0], load_cluster(cluster))
+    return Space(values, layouts(1, 2, 4, 4)[0], load_cluster(cluster))
 
 
 @pytest.mark.tier("thorough")
