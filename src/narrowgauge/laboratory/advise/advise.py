@@ -121,7 +121,7 @@ def _search(
     lost: dict[str, str],
     show: Show | None,
 ) -> tuple[list[tuple[Answer, Point, ParallelDims]], list[tuple[Point, str, ParallelDims]]]:
-    """The best answer of each recipe and layout that fits, and the least memory of each; fills `lost`."""
+    """The best answer of each recipe and layout, and the least memory where none fits; fills `lost`."""
     answers: list[tuple[Answer, Point, ParallelDims]] = []
     least: list[tuple[Point, str, ParallelDims]] = []
     batch = defaults["training"]["batch_size"]
@@ -133,9 +133,10 @@ def _search(
         if show is not None:
             show(f"advise {label} ...")
         space = Space({**defaults, "recipe": {"name": name}}, dims, machine)
-        best, corner = space.best(), space.least()
-        least.append((corner, name, dims))
+        best = space.best()
         if best is None:
+            corner = space.least()
+            least.append((corner, name, dims))
             lost[label] = f"does not fit: {corner.needed / 2**30:.1f} GiB with {corner.setting.words}"
         else:
             answers.append((answered(best, name, dims), best, dims))

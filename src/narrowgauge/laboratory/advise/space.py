@@ -156,9 +156,12 @@ class Space:
 
     def _border(self, corner: Index) -> list[Index]:
         """The border of the settings up to a corner, with its kind of loss."""
+        first: Index = (0, 0, corner[2], 0)
+        if self.at(first).fits:
+            return [first]
         if not self.at(corner).fits:
             return []
-        waiting: list[Index] = [(0, 0, corner[2], 0)]
+        waiting = [first]
         seen, found = set(waiting), list[Index]()
         while waiting:
             index = waiting.pop(0)
