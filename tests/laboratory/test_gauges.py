@@ -136,5 +136,5 @@ def test_several_reporters_get_every_step_that_is_read(tmp_path):
 
 
 def test_what_is_no_reporter_is_refused():
-    with pytest.raises(UserError, match="'runs/mine' is no reporter: it needs log"):
+    with pytest.raises(UserError, match="'runs/mine' is not a reporter: it needs log"):
         ng.gauges(model_of(), to="runs/mine")

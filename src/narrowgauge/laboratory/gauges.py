@@ -310,6 +310,6 @@ def gauges(
         `g.entries()`.
 
     Raises:
-        UserError: No layer of the model is under a recipe, or `to` is no reporter.
+        UserError: No layer of the model is under a recipe, or `to` is not a reporter.
     """
     return GaugeSession(model, every, own or {}, to if isinstance(to, list | tuple) else (to,))

@@ -148,7 +148,7 @@ def plan_config(
     words: Sequence[str] = ("plan",),
     note: str = "",
 ) -> Planned:
-    """Plan a configuration; `note` says where its values come from.
+    """Plan a configuration; `note` states where its values come from.
 
     Raises:
         UserError: A budget, a price or a gap without a cluster.

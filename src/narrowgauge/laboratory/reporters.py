@@ -1,6 +1,6 @@
 """Reporters of others as functions of a step and its values: W&B, trackio, TensorBoard, MLflow, Lightning.
 
-The program is told by the method that it has, so none of them is imported here, and any object with the same
+The method that a program has identifies it, so none of them is imported here, and any object with the same
 method works. A reporter that fails stops the loop with its own error: the caller opened it, and knows why.
 """
 
@@ -34,7 +34,7 @@ def reporter(given: Any) -> Report:
     if callable(given):
         return lambda step, values: given(step, dict(values))
     raise UserError(
-        f"{given!r} is no reporter: it needs log (W&B, trackio), add_scalar (TensorBoard), log_metrics "
+        f"{given!r} is not a reporter: it needs log (W&B, trackio), add_scalar (TensorBoard), log_metrics "
         "(MLflow, Lightning), or be a function of a step and a dictionary"
     )
 

@@ -54,8 +54,8 @@ def with_published(values: Values) -> tuple[Values, str]:
     name = values.get("model", {}).get("name", "")
     if (found := published(name)) is None:
         return values, ""
-    given = values.get("training", {}).get("steps")
-    steps = int(given) if str(given or "").isdecimal() else None
+    given = str(values.get("training", {}).get("steps", ""))
+    steps = int(given) if given.isdecimal() else None
     defaults = published_config(name, found, steps)
     merged = {key: {**defaults.get(key, {}), **values.get(key, {})} for key in {**defaults, **values}}
     if merged == values:
