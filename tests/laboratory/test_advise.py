@@ -11,9 +11,8 @@ from narrowgauge.cli.main import main
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import load_cluster, tokens_of
 from narrowgauge.errors import UserError
-from narrowgauge.forecast import Forecaster
 from narrowgauge.laboratory.advise.space import Space, layouts
-from narrowgauge.models import count_block_weights, model_config, model_names
+from narrowgauge.models import model_names
 from narrowgauge.models.published import published
 from narrowgauge.runs import lay_out
 from narrowgauge.training import make_config
@@ -128,32 +127,16 @@ SITUATIONS = {
 
 #: device x model x budget, beyond the situations: (cluster, model, what else is given)
 COMBINATIONS = [
-    ("rtx4090", "debug", {"tokens": "1B"}),
-    ("rtx4090", "gpt2-debug", {"hours": 1}),
-    ("rtx4090", "moe-debug", {"tokens": "100M"}),
-    ("rtx2080ti", "debug", {"tokens": "1B", "recipes": ["fp16"]}),
-    ("t4", "ladder-1m", {"hours": 2, "recipes": ["fp16"]}),
     ("v100", "debug", {"money": 1, "price": "0.50USD", "recipes": ["fp16"]}),
     ("v100-32gb", "gpt2-debug", {"tokens": "1B", "recipes": ["fp16"]}),
     ("a100", "debug", {"money": 1}),
     ("a100", "debug", {"tokens": "1B", "devices": 2, "batch_size": 16}),
-    ("h100", "ladder-1m", {"tokens": "3.8M"}),
-    ("h100", "debug", {"hours": 1, "sequence_length": 512}),
-    ("h100", "moe-debug", {"tokens": "1B", "recipes": ["bf16"], "devices": 4}),
-    ("h200", "debug", {"tokens": "1B", "recipes": ["msamp-o2"]}),
-    ("b200", "debug", {"tokens": "1B", "recipes": ["mxfp8", "nvfp4"]}),
-    ("mi250x", "debug", {"tokens": "1B", "recipes": ["bf16", "mxfp4"]}),
-    ("mi300x", "debug", {"hours": 1}),
-    ("frontier", "ladder-1m", {"tokens": "10M", "devices": 16, "batch_size": 32, "recipes": ["bf16"]}),
-    ("cpu", "debug", {"hours": 3}),
-    ("cpu", "ladder-1m", {"tokens": "3.8M", "recipes": ["bf16", "mxfp4"]}),
-    ("b200", "ladder-1m", {"tokens": "1B", "devices": 8, "batch_size": 8, "recipes": ["nvfp4"]}),
 ]
 
 
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("cluster", "model", "given"), COMBINATIONS)
-def test_the_lines_of_twenty_combinations_plan_and_train(cluster, model, given, plans):
+def test_the_lines_of_more_combinations_plan_and_lay_out(cluster, model, given, plans):
     given = {"recipes": ["bf16", "fp8"], **given}
     found = advised(model=model, cluster=cluster, **given)
     plans(found.answers[0].plan_line)
@@ -166,28 +149,6 @@ def test_the_lines_of_twenty_combinations_plan_and_train(cluster, model, given, 
         assert ("tokens" not in given) or answer.tokens >= tokens_of(given["tokens"])
         assert answer.days * 24 <= given.get("hours", float("inf"))
         assert (answer.cost or 0) <= given.get("money", float("inf")) * 1.001
-
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(
-    ("memory", "recipes", "devices"),
-    [("24GB", ["bf16", "fp8"], 1), ("90MB", ["bf16"], 2), ("24GB", ["bf16"], 4)],
-)
-def test_no_recipe_layout_and_setting_beats_the_first_answer(memory, recipes, devices, tmp_path):
-    """By brute force over the space: every point of each layout, timed; the batch of 4 keeps it small."""
-    cluster = card(tmp_path, memory)
-    given = {"tokens": 1e7, "batch_size": 4, "sequence_length": 256}
-    found = advised(model="debug", cluster=cluster, recipes=recipes, devices=devices, **given)
-    forecaster, size = Forecaster(), count_block_weights(model_config(name="debug"))
-    scores = []
-    for name in recipes:
-        extra = forecaster.forecast(ng.recipe(name), size, 1e7, name).extra_tokens_percent
-        for dims in layouts(devices, 2, 4, 4):
-            values = space(cluster, name).values | {"training": {"batch_size": 4, "device": "cpu"}}
-            points = Space(values, dims, load_cluster(cluster)).every_point() if 4 % dims.data == 0 else []
-            scores += [point.seconds * (1 + extra.mean / 100) for point in points]
-    first = found.answers[0].score * 86_400 * 4 * 256
-    assert first == pytest.approx(min(scores), rel=2e-3), "steps are whole, so tokens are rounded up"
 
 
 def test_a_line_for_several_nodes_writes_a_script(tmp_path, monkeypatch, capsys):

@@ -133,7 +133,11 @@ def _search(
         if show is not None:
             show(f"advise {label} ...")
         space = Space({**defaults, "recipe": {"name": name}}, dims, machine)
-        best = space.best()
+        try:
+            best = space.best()
+        except UserError as error:  # the recipe's blocks do not allow this layout
+            lost[label] = str(error)
+            continue
         if best is None:
             corner = space.least()
             least.append((corner, name, dims))
