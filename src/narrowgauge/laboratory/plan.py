@@ -81,7 +81,7 @@ class Planned(Result):
 
     def as_json(self) -> dict[str, Any]:
         """Memory, step, traffic, budget and expectation."""
-        more = {} if self.gap is None else {"gap": self.gap.as_json()}
+        more: dict[str, Any] = {} if self.gap is None else {"gap": self.gap.as_json()}
         more |= {"defaults": self.note} if self.note else {}
         return as_json(self.plan, self.tokens, self.price) | more
 
