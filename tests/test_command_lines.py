@@ -33,15 +33,13 @@ from support.markdown import blocks, shell_lines, titled
 from support.other_tools import write_files
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "docs" / "from-text-to-comparison.ipynb"
+NOTEBOOK = ROOT / "docs" / "which-format.ipynb"
 NAMES = ["README.md", "CONTRIBUTING.md", "conformance/README.md"]
 NAMES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 PAGES["the notebook"] = "".join(
     f"```sh\n{source.removeprefix('%%sh')}\n```\n"
-    for cell in json.loads((ROOT / "docs" / "from-text-to-comparison.ipynb").read_text(encoding="utf-8"))[
-        "cells"
-    ]
+    for cell in json.loads((ROOT / "docs" / "which-format.ipynb").read_text(encoding="utf-8"))["cells"]
     if (source := "".join(cell["source"])).startswith("%%sh\n")
 )
 # What a reader brings along, and what a checkout would hold if the reader did what the page proposes.
@@ -107,9 +105,8 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A checkout's configurations, where a reader would paste the lines."""
-    for name in ("configs", "experiments"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    """A checkout's experiments, where a reader would paste the lines."""
+    shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -19,13 +18,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")}
 ARCHIVE = "lab-log-archive.md"
-NOTEBOOK = DOCS / "from-text-to-comparison.ipynb"
+NOTEBOOK = DOCS / "which-format.ipynb"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A checkout's configurations, where a reader would paste the lines."""
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    """An empty folder, where a reader pastes the lines."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,6 +1,7 @@
 """Packages that import on use: what they state for type checkers is what they hand on."""
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -64,10 +65,22 @@ ng.format("e4m3").nosuch
 
 
 @pytest.mark.tier("thorough")  # mypy reads torch for a minute; the test above compares the names
-def test_a_type_checker_knows_every_name_and_no_other(tmp_path):
+def test_a_type_checker_knows_every_name_and_no_other_and_accepts_the_examples(tmp_path):
+    page = (ROOT.parents[1] / "docs" / "examples.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    files = [f"example_{number}.py" for number in range(len(examples))]
+    for file, text in zip(files, examples, strict=True):
+        (tmp_path / file).write_text(text, encoding="utf-8")
     (tmp_path / "snippet.py").write_text(SNIPPET, encoding="utf-8")
-    options = ("--strict", "--no-error-summary", "--hide-error-context", "--cache-dir", tmp_path / "cache")
-    command = [sys.executable, "-m", "mypy", *map(str, options), "snippet.py"]
+    options = (
+        "--strict",
+        "--allow-untyped-calls",
+        "--no-error-summary",
+        "--hide-error-context",
+        "--cache-dir",
+        tmp_path / "cache",
+    )
+    command = [sys.executable, "-m", "mypy", *map(str, options), "snippet.py", *files]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     lines = [line.removeprefix("snippet.py:") for line in found.stdout.splitlines()]
     quantize = lines.pop(2)

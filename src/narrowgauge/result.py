@@ -39,7 +39,7 @@ class Result:
         from rich.console import Console
 
         text = StringIO()
-        self.show(Console(file=text, width=200))
+        self.show(Console(file=text, width=200, force_jupyter=False))
         return text.getvalue().rstrip("\n")
 
     def show(self, console: "Console") -> None:

@@ -29,7 +29,6 @@ Tools &ndash; and [http://example.org nails].
 * H<sub>2</sub>O is not in it
 [[Category:Metals]]
 """
-CONFIGS = Path(__file__).parents[2] / "configs"
 # whose checkpoints, exports and pages are kept
 MSAMP, NVFP4 = "msamp-o3, 2 micro-batches", "nvfp4, 2 micro-batches"
 # of a model with the parts of GPT-2, which llm.c has
@@ -158,7 +157,7 @@ def plans(worker: Worker) -> Tree:
             "--parallel.tensor 2 --parallel.context 2 --parallel.pipeline 2"
         ),
         "nvfp4, copies of shards": (
-            f"{CONFIGS / 'gpt3-13b.toml'} --model.layers 2 --training.recompute true --recipe nvfp4 "
+            "gpt3-13b --model.layers 2 --training.recompute true --recipe nvfp4 "
             "--cluster h100 --devices 64 --parallel.replicate 4 --tokens 1B --price 2"
         ),
     }

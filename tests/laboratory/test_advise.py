@@ -9,11 +9,12 @@ import narrowgauge as ng
 from narrowgauge.cli.line import read_line
 from narrowgauge.cli.main import main
 from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.cluster import load_cluster
+from narrowgauge.cluster import load_cluster, tokens_of
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.advise.space import Space, layouts
 from narrowgauge.models import model_names
 from narrowgauge.models.published import published
+from narrowgauge.runs import lay_out
 from narrowgauge.training import make_config
 
 CARD = """
@@ -46,7 +47,7 @@ def space(cluster, name="bf16"):
         "training": {"batch_size": 2, "device": "cpu"},
         "recipe": {"name": name},
     }
-    return Space(values, layouts(1, 2, 4)[0], load_cluster(cluster))
+    return Space(values, layouts(1, 2, 4, 4)[0], load_cluster(cluster))
 
 
 @pytest.mark.tier("thorough")
@@ -62,7 +63,7 @@ def test_no_setting_of_the_space_is_faster_than_the_best(memory, name, tmp_path)
 def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
     searched = space(card(tmp_path, "10MB"))
     assert searched.best() is None
-    assert len(searched.planned) == 2, "the corner, with and without a chunked loss"
+    assert len(searched.planned) == 4, "the fastest and the smallest setting of each kind of loss"
 
 
 @pytest.fixture
@@ -122,6 +123,55 @@ SITUATIONS = {
         "recipes": ["bf16"],
     },
 }
+
+
+#: device x model x budget, beyond the situations: (cluster, model, what else is given)
+COMBINATIONS = [
+    ("v100", "debug", {"money": 1, "price": "0.50USD", "recipes": ["fp16"]}),
+    ("v100-32gb", "gpt2-debug", {"tokens": "1B", "recipes": ["fp16"]}),
+    ("a100", "debug", {"money": 1}),
+    ("a100", "debug", {"tokens": "1B", "devices": 2, "batch_size": 16}),
+]
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize(("cluster", "model", "given"), COMBINATIONS)
+def test_the_lines_of_more_combinations_plan_and_lay_out(cluster, model, given, plans):
+    given = {"recipes": ["bf16", "fp8"], **given}
+    found = advised(model=model, cluster=cluster, **given)
+    plans(found.answers[0].plan_line)
+    for answer in found.answers:
+        words = shlex.split(answer.line)
+        line = words[words.index("--") + 1 :] if "launch" in words else words[words.index("train") :]
+        config = make_config(config_values(read_line(line)))
+        assert config.recipe.name == answer.recipe
+        assert lay_out(config, given.get("devices", 1)).parallel_dims.text == answer.layout
+        assert ("tokens" not in given) or answer.tokens >= tokens_of(given["tokens"])
+        assert answer.days * 24 <= given.get("hours", float("inf"))
+        assert (answer.cost or 0) <= given.get("money", float("inf")) * 1.001
+
+
+def test_a_line_for_several_nodes_writes_a_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = {"model": "ladder-1m", "tokens": "1M", "batch_size": 4, "recipes": ["bf16"]}
+    found = advised(cluster=card(tmp_path), devices=4, **given)
+    words = shlex.split(found.answers[0].line)
+    assert words[:3] == ["narrowgauge", "launch", "--torchrun"]
+    assert main(words[1:]) == 0
+    assert "--nproc-per-node 2" in (tmp_path / "train.sh").read_text()
+    assert any("pipeline 2" in name for name in [*found.lost, *(a.layout for a in found.answers)])
+    with pytest.raises(
+        UserError, match="devices = 3: a node of this cluster has 2, and a run takes whole nodes"
+    ):
+        ng.advise(cluster=card(tmp_path), devices=3, **given)
+
+
+def test_nothing_would_make_the_reference_need_more_tokens(tmp_path):
+    found = advised(
+        model="debug", cluster=card(tmp_path), tokens="10M", recipes=["bf16", "nvfp4"], batch_size=2
+    )
+    assert found.answers[0].is_reference
+    assert not any("bf16 needs" in text for text in found.changes)
 
 
 @pytest.mark.tier("thorough")

@@ -88,3 +88,53 @@ def test_a_model_without_a_recipe_is_refused():
         ng.gauges(torch.nn.Linear(4, 4))
     with pytest.raises(UserError, match="every = 0"):
         ng.gauges(model_of(), every=0)
+
+
+class Recorder:
+    """A stand-in for a program that this environment lacks: the method that it has, and what it was given."""
+
+    def __init__(self, method, module="some"):
+        self.calls = []
+        self.kind = type(
+            "Program", (), {"__module__": module, method: lambda _, *a, **k: self.calls.append((a, k))}
+        )
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "extra"),
+    [
+        ("log", "wandb.sdk.wandb_run", {"commit": False}),
+        ("log", "trackio.run", {"step": 2}),
+        ("log_metrics", "mlflow", {"step": 2}),
+    ],
+)
+def test_a_program_gets_what_its_own_calls_take(method, module, extra):
+    model, recorder = model_of(), Recorder(method, module)
+    with ng.gauges(model, every=2, to=recorder.kind()) as gauges:
+        train(model, adamw(model), steps=3)
+    (((values,), keywords),) = recorder.calls
+    assert keywords == extra
+    assert values.pop("narrowgauge/step", 2) == 2
+    assert values == gauges.entries()
+    assert values["narrowgauge/fprop.x/sqnr_db"] > 10
+
+
+def test_several_reporters_get_every_step_that_is_read(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    model, seen = model_of(), {}
+    writer = tensorboard.SummaryWriter(str(tmp_path))
+    with ng.gauges(model, to=[writer, seen.__setitem__]) as gauges:
+        train(model, adamw(model), steps=2)
+    writer.close()
+    events = reader.EventAccumulator(str(tmp_path)).Reload()
+    name = "narrowgauge/fprop.x/sqnr_db"
+    assert [(e.step, e.value) for e in events.Scalars(name)] == [
+        (step, pytest.approx(seen[step][name])) for step in (1, 2)
+    ]
+    assert seen[2] == gauges.entries()
+
+
+def test_what_is_no_reporter_is_refused():
+    with pytest.raises(UserError, match="'runs/mine' is not a reporter: it needs log"):
+        ng.gauges(model_of(), to="runs/mine")

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import rich.console
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
@@ -141,6 +142,14 @@ def test_a_plan_and_a_forecast_are_results(tmp_path):
     the_same_in_every_form(ng.predict(["mxfp8", {"fprop": "mxfp4"}], 1e9, 2e10), tmp_path)
     with pytest.raises(UserError, match="need to know the machine"):
         ng.plan("gpt2-124m", tokens="10B")
+
+
+def test_a_table_is_plain_text_in_a_notebook(monkeypatch):
+    """There, rich takes any stream for a notebook's cell, and prints escape codes into it."""
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    table = str(ng.plan(model="debug", recipe="bf16"))
+    assert "together" in table
+    assert "\x1b" not in table
 
 
 def test_pandas_is_optional(monkeypatch):

@@ -9,7 +9,6 @@ import io
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from narrowgauge.cli.main import main as narrowgauge
@@ -19,7 +18,6 @@ from narrowgauge.units import human_bytes, human_duration
 CARD, GPT3, FRONTIER = (
     f"how-to/{name}.md" for name in ("fp8-on-a-4090", "gpt3-from-wikipedia", "llama3-on-frontier")
 )
-CONFIGS = Path(__file__).parents[2] / "configs"
 AT_24 = "--memory-limit 24GB --data.sequence_length 1024"
 OFFLOAD = "--recipe.offload master,grad,m,v"
 AGAIN = "--training.recompute true"
@@ -35,7 +33,7 @@ class Row:
 
     def text(self) -> str:
         """The line with its figures."""
-        options = self.options.replace("configs/", f"{CONFIGS}/").split()
+        options = self.options.split()
         return self.template.format(**figures(["plan", *options, "--json"]))
 
 
@@ -119,7 +117,7 @@ ROWS = [
             GPT3,
             f"| `{recipe}` | {{weights}} | {{gradients}} | {{m}} | {{v}} | {{activations}} | {{workspace}} | "
             "{device} |",
-            f"configs/gpt3-345m.toml --recipe {recipe} --memory-limit 24GB",
+            f"gpt3-345m --recipe {recipe} --memory-limit 24GB",
         )
         for recipe in ("bf16", "fp8", "msamp-o2", "fp4")
     ),
@@ -128,7 +126,7 @@ ROWS = [
             GPT3,
             f"| `{recipe}`{', emulated' if recipe == 'fp4' else ''} | {{best_step}} | {{best_time}} | "
             "{expect_step} | {expect_time} | {expect_price} |",
-            f"configs/gpt3-345m.toml --recipe {recipe} --cluster h100 --price 3.50USD",
+            f"gpt3-345m --recipe {recipe} --cluster h100 --price 3.50USD",
         )
         for recipe in ("bf16", "fp8", "fp4")
     ),
@@ -136,7 +134,7 @@ ROWS = [
         Row(
             GPT3,
             f"| `{recipe}` | {{device}} | {{best_hours}} | {{expect_hours}} |",
-            f"configs/gpt3-6.7b.toml --recipe {recipe} --cluster h100 {AGAIN} --tokens 100B",
+            f"gpt3-6.7b --recipe {recipe} --cluster h100 {AGAIN} --tokens 100B",
         )
         for recipe in ("bf16", "msamp-o2")
     ),

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.laboratory.chart import heat
+from narrowgauge.laboratory.reporters import reporter
 from narrowgauge.nn import Gauges, Stepped
 from narrowgauge.nn.gauges import LayerGauge, means
 from narrowgauge.nn.observer import Observation
@@ -130,9 +131,12 @@ class GaugeSession:
         readings: The readings of each step that was read, by its number.
     """
 
-    def __init__(self, model: torch.nn.Module, every: int, own: Mapping[str, Figure]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, every: int, own: Mapping[str, Figure], to: Sequence[object]
+    ) -> None:
         """Find the layers under a recipe; nothing is attached yet."""
         self.model, self.every, self.own = model, every, dict(own)
+        self._reports = [reporter(one) for one in to]
         self.layers: dict[str, torch.nn.Module] = dict(
             filter(lambda named: isinstance(named[1], Stepped), model.named_modules())
         )
@@ -261,6 +265,8 @@ class GaugeSession:
             for line in lines
         ]
         self._lines += lines
+        for report in self._reports:
+            report(self._step, self.entries())
 
 
 @dataclass(frozen=True)
@@ -282,7 +288,12 @@ class _WithOwn:
         self.gauge.product(place, c_MN, a_RK, b_NK)
 
 
-def gauges(model: torch.nn.Module, every: int = 1, own: Mapping[str, Figure] | None = None) -> GaugeSession:
+def gauges(
+    model: torch.nn.Module,
+    every: int = 1,
+    own: Mapping[str, Figure] | None = None,
+    to: object = (),
+) -> GaugeSession:
     """Attach gauges to a converted model for a `with` block, in a loop of any shape.
 
     Args:
@@ -290,12 +301,15 @@ def gauges(model: torch.nn.Module, every: int = 1, own: Mapping[str, Figure] | N
         every: Steps between readings; the first is step `every`.
         own: Custom gauges by name: functions of an operand as it came and as the GEMM sees it (after a
             Hadamard transform in its coordinates), both float32 matrices, that return a number.
+        to: A reporter, or a sequence of some, that gets the `entries` of each step that was read: a W&B run,
+            `trackio`, a `SummaryWriter`, `mlflow`, a logger of Lightning, or a function of a step and a
+            dictionary.
 
     Returns:
         The session, for `with ng.gauges(model) as g:`; then `g.map()`, `g.report("x.html")` and
         `g.entries()`.
 
     Raises:
-        UserError: No layer of the model is under a recipe.
+        UserError: No layer of the model is under a recipe, or `to` is not a reporter.
     """
-    return GaugeSession(model, every, own or {})
+    return GaugeSession(model, every, own or {}, to if isinstance(to, list | tuple) else (to,))

@@ -11,10 +11,11 @@ from narrowgauge.cluster.plan.pays import Pays, pays
 from narrowgauge.cluster.plan.plan import Plan, as_json
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.chart import bars
-from narrowgauge.laboratory.settings import Section, config_of
+from narrowgauge.laboratory.settings import Section, config_of, values_of
 from narrowgauge.recipes import RecipeLike
 from narrowgauge.result import Result, Row
 from narrowgauge.training import Config
+from narrowgauge.training.config.named import with_published
 
 
 class Planned(Result):
@@ -26,13 +27,21 @@ class Planned(Result):
         price: The price of a device-hour that was given.
         gap: Whether the recipe's speed pays for the tokens that buy its loss back; None if not asked.
         words: The command line that the printed line of a change begins with.
+        note: Where the values come from that were not given; "" if that is the default of each key.
     """
 
     def __init__(
-        self, plan: Plan, tokens: int, price: Price | None, gap: Pays | None, words: Sequence[str] = ("plan",)
+        self,
+        plan: Plan,
+        tokens: int,
+        price: Price | None,
+        gap: Pays | None,
+        words: Sequence[str] = ("plan",),
+        note: str = "",
     ) -> None:
         """Keep the plan and its budget."""
-        self.plan, self.tokens, self.price, self.gap, self.words = plan, tokens, price, gap, words
+        self.plan, self.tokens, self.price, self.gap = plan, tokens, price, gap
+        self.words, self.note = words, note
 
     @property
     def fits(self) -> bool:
@@ -72,14 +81,15 @@ class Planned(Result):
 
     def as_json(self) -> dict[str, Any]:
         """Memory, step, traffic, budget and expectation."""
-        more = {} if self.gap is None else {"gap": self.gap.as_json()}
+        more: dict[str, Any] = {} if self.gap is None else {"gap": self.gap.as_json()}
+        more |= {"defaults": self.note} if self.note else {}
         return as_json(self.plan, self.tokens, self.price) | more
 
     def show(self, console: Console) -> None:
         """Print the plan, and whether the recipe pays if that was asked."""
         print_plan(self.plan, console, self.tokens, self.price, self.words)
-        if self.gap is not None:
-            console.print(self.gap.line, markup=False, highlight=False, soft_wrap=True)
+        for line in filter(None, (self.gap and self.gap.line, self.note)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def plot(self) -> str:
         """The memory of a device by class, in GiB."""
@@ -104,7 +114,8 @@ def plan(
         ng.plan(model="llama3-8b", recipe="mxfp8", cluster="b200", devices=8, tokens=10**12)
 
     Args:
-        model: A named size, or the section `model` as a dictionary.
+        model: A named size, or the section `model` as a dictionary. What is not given of the training of a
+            model is as published (`narrowgauge.models.published`).
         recipe: A recipe's name, path, dictionary, or a `Recipe`; None for the default.
         cluster: A shipped cluster, or a .toml file; None for this machine, without a time.
         tokens: Tokens to train on, as a number or as text such as "300B"; None for those of `training.steps`.
@@ -120,10 +131,11 @@ def plan(
     Raises:
         UserError: A name or value is wrong, or the devices cannot share the batch.
     """
-    config = config_of(recipe, backend, {"model": model, **sections} if model is not None else sections)
+    values, note = with_published(values_of({"model": model, **sections}))
+    config = config_of(recipe, backend, values)
     machine = None if cluster is None else load_cluster(str(cluster))
     count = 0 if tokens is None else tokens_of(tokens if isinstance(tokens, str) else f"{tokens}")
-    return plan_config(config, machine, count, devices, price, gap)
+    return plan_config(config, machine, count, devices, price, gap, note=note)
 
 
 def plan_config(
@@ -134,8 +146,9 @@ def plan_config(
     price: str | None = None,
     gap: bool = False,
     words: Sequence[str] = ("plan",),
+    note: str = "",
 ) -> Planned:
-    """Plan a configuration.
+    """Plan a configuration; `note` states where its values come from.
 
     Raises:
         UserError: A budget, a price or a gap without a cluster.
@@ -145,4 +158,4 @@ def plan_config(
     asked = None if price is None else parse_price("--price", price)
     found = make_plan(config, devices, cluster)
     decision = pays(found, devices, cluster, tokens) if cluster is not None and gap else None
-    return Planned(found, tokens, asked, decision, words)
+    return Planned(found, tokens, asked, decision, words, note)

@@ -1,5 +1,6 @@
 """How named models were trained by their authors: batch, rate, schedule, tokens, and the source."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +19,7 @@ class Published:
         lr: The peak of the learning rate.
         warmup_steps: Steps of the linear rise.
         final: The share of the peak at the end.
-        weight_decay: That of AdamW.
+        weight_decay: That of AdamW; None where it is not published.
         tokens: Tokens of the whole training.
         source: The paper or script.
         note: What was not published, and is taken from elsewhere.
@@ -29,16 +30,26 @@ class Published:
     lr: float
     warmup_steps: int
     final: float
-    weight_decay: float
     tokens: float
     source: str
+    weight_decay: float | None = None
     note: str = ""
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps of all tokens."""
+        return math.ceil(self.tokens / (self.batch_size * self.sequence_length))
 
 
 @cache
 def _table() -> dict[str, Published]:
     table = parse_toml(shipped_text("models", "published"), "published.toml")
     return {name: Published(**facts) for name, facts in table.items()}
+
+
+def published_names() -> list[str]:
+    """The models whose training is published."""
+    return list(_table())
 
 
 def published(name: str) -> Published | None:

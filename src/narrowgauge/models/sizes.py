@@ -5,7 +5,7 @@
 recipe fits. The others are published models, with their published dimensions:
 
     gpt2-*        the four released sizes
-    gpt3-*        the GPT scripts of MS-AMP's examples for Megatron-LM (`configs/` has all their settings)
+    gpt3-*        the GPT scripts of MS-AMP's examples for Megatron-LM (settings: `training/config/shipped/`)
     llama3-*      1B and 3B are from Llama 3.2, 8B, 70B and 405B from Llama 3.1
     qwen2.5-*     the base models
     tinyllama-1.1b

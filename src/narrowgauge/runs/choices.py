@@ -15,7 +15,7 @@ SERVERS = {
 }
 #: The tasks of `eval --task`.
 TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")
-#: The environment variables of a CPU's arithmetic: precision of matmuls, way of attention (`monitor.arithmetic`).
+#: The environment variables of the arithmetic of a CPU (`monitor.arithmetic`).
 PRODUCTS, ATTENTION = "NARROWGAUGE_PRODUCTS", "NARROWGAUGE_ATTENTION"
 #: The line of `recipe.toml` below which the guard's changes stand.
 RAISED = "\n# Raised by the guard; a resume takes it from the checkpoint\n"

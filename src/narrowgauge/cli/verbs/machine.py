@@ -13,19 +13,22 @@ from narrowgauge.cluster.scaling.scaling import scaling
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.plan import plan_config
 from narrowgauge.training import make_config
+from narrowgauge.training.config.named import with_published
 
 
 def run_plan(options: argparse.Namespace) -> None:
     """Print the plan of a configuration."""
-    config = make_config(config_values(options))
+    values = config_values(options)
+    values, note = (values, "") if options.config else with_published(values)
     found = plan_config(
-        config,
+        make_config(values),
         load_cluster(options.cluster) if options.cluster else None,
         tokens_of(options.tokens) if options.tokens else 0,
         int(_number("--devices", options.devices, int)),
         options.price,
         options.gap,
         options.command_line,
+        note,
     )
     if options.json:
         print(json.dumps(found.as_json(), indent=2))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from narrowgauge.cluster import Cluster, Price, cluster_names, load_cluster, parse_price
+from narrowgauge.cluster.launch.site import site_names
 from narrowgauge.cluster.plan.plan import make_plan
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
@@ -20,6 +21,8 @@ from narrowgauge.recipes import choose_backend, recipe
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.training import make_config
+from narrowgauge.training.config.micro_batch import fitting_sizes
+from narrowgauge.training.config.named import published_config
 from narrowgauge.units import human_count, parse_count
 
 RECIPES = ("bf16", "fp8", "mxfp8", "nvfp4", "nvfp4-finish", "msamp-o2")
@@ -79,6 +82,11 @@ def advise(
     for option, value in (("hours", hours), ("money", money), ("devices", devices)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{option} = {value}: it must be above 0")
+    if devices > machine.devices_per_node and devices % machine.devices_per_node:
+        raise UserError(
+            f"devices = {devices}: a node of this cluster has {machine.devices_per_node}, and a run takes "
+            f"whole nodes; take {devices // machine.devices_per_node * machine.devices_per_node}"
+        )
     hour = parse_price("--price", price) if price else machine.device_hour
     missing = _missing(budget, hours, money, hour is not None)
     if missing:
@@ -86,7 +94,7 @@ def advise(
     limit = min(
         hours or math.inf, math.inf if money is None or hour is None else money / hour.amount / devices
     )
-    line = _Line(model, name, defaults, found, None if data is None else str(data))
+    line = _Line(model, name, machine.devices_per_node, defaults, found, None if data is None else str(data))
     size, forecaster = count_block_weights(sized), Forecaster()
 
     def forecast(one: str, trained: float) -> Forecast:
@@ -100,7 +108,7 @@ def advise(
         if why := _unfit(one, machine, bool(recipes)):
             lost[one] = why
         else:
-            candidates[one] = layouts(devices, machine.devices_per_node, sized.heads)
+            candidates[one] = layouts(devices, machine.devices_per_node, sized.heads, sized.layers)
     answers, least = _search(candidates, defaults, machine, answered, lost, show)
     return _advice(answers, least, lost, notes, machine, (budget, limit), model, devices)
 
@@ -113,21 +121,26 @@ def _search(
     lost: dict[str, str],
     show: Show | None,
 ) -> tuple[list[tuple[Answer, Point, ParallelDims]], list[tuple[Point, str, ParallelDims]]]:
-    """The best answer of each recipe and layout that fits, and the least memory of each; fills `lost`."""
+    """The best answer of each recipe and layout, and the least memory where none fits; fills `lost`."""
     answers: list[tuple[Answer, Point, ParallelDims]] = []
     least: list[tuple[Point, str, ParallelDims]] = []
     batch = defaults["training"]["batch_size"]
     for name, dims in ((name, dims) for name, found in candidates.items() for dims in found):
         label = f"{name} {dims.text}".strip()
-        if batch % dims.data:
-            lost[label] = f"{dims.data} processes cannot share a batch of {batch}"
+        if not fitting_sizes(batch, dims):
+            lost[label] = f"{dims.data} processes cannot share a batch of {batch} in {dims.pipeline} stages"
             continue
         if show is not None:
             show(f"advise {label} ...")
         space = Space({**defaults, "recipe": {"name": name}}, dims, machine)
-        best, corner = space.best(), space.least()
-        least.append((corner, name, dims))
+        try:
+            best = space.best()
+        except UserError as error:  # the recipe's blocks do not allow this layout
+            lost[label] = str(error)
+            continue
         if best is None:
+            corner = space.least()
+            least.append((corner, name, dims))
             lost[label] = f"does not fit: {corner.needed / 2**30:.1f} GiB with {corner.setting.words}"
         else:
             answers.append((answered(best, name, dims), best, dims))
@@ -187,7 +200,8 @@ def _why(answer: Answer, first: Answer) -> str:
         return f"after those with evidence: {answer.forecast.refused}"
     if answer is first:
         return "fewest device-hours for the loss of bf16"
-    return f"{answer.score / first.score:.2f} times the device-hours of {first.recipe} for the same loss"
+    name = first.recipe if answer.recipe != first.recipe else f"{first.recipe} {first.layout}"
+    return f"{answer.score / first.score:.2f} times the device-hours of {name} for the same loss"
 
 
 def _changes(
@@ -202,10 +216,10 @@ def _changes(
         speed = (other.days / other.tokens) / (first.days / first.tokens)
         least = 100 * ((1 + (first.extra_tokens or 0.0) / 100) / speed - 1)
         most = 100 * ((1 + (other.extra_tokens or 0.0) / 100) * speed - 1)
-        if extra is not None and first.extra_tokens and most > 0:
+        if extra is not None and not first.is_reference and most > 0:
             ends = _ends(first.forecast)
             found.append(f"{other.recipe} wins if {first.recipe} needs {most:+.0f} % tokens or more ({ends})")
-        elif least > 0:
+        elif least > 0 and not other.is_reference:
             ends = _ends(other.forecast)
             found.append(f"{other.recipe} wins if it needs less than {least:+.0f} % tokens ({ends})")
     point = known[0][1]
@@ -266,6 +280,7 @@ class _Line:
 
     model: str
     cluster: str
+    per_node: int
     defaults: Values
     published: Published | None
     data: str | None
@@ -276,24 +291,32 @@ class _Line:
         words = ["--model", self.model, "--recipe", name, "--steps", str(steps)]
         words += ["--data.sequence_length", str(self.defaults["data"]["sequence_length"])]
         words += ["--training.batch_size", str(t["batch_size"]), *point.setting.options]
-        for axis in ("replicate", "shard", "tensor"):
+        for axis in ("pipeline", "replicate", "shard", "tensor"):
             if (count := getattr(dims, axis)) > 1:
                 words += [f"--parallel.{axis}", str(count)]
-        if (p := self.published) is not None:
-            warmup = max(1, min(p.warmup_steps, steps // 10))
-            words += ["--optimizer.lr", f"{p.lr:g}", "--optimizer.weight_decay", f"{p.weight_decay:g}"]
-            words += [
-                "--schedule.warmup_steps",
-                str(warmup),
-                "--schedule.final_lr_fraction",
-                f"{p.final:.4g}",
-            ]
+        if self.published is not None:
+            config = published_config(self.model, self.published, steps)
+            for section in ("optimizer", "schedule"):
+                for key, value in config[section].items():
+                    words += [
+                        f"--{section}.{key}",
+                        f"{value:.4g}" if isinstance(value, float) else f"{value}",
+                    ]
         words += [] if self.data is None else ["--data", self.data]
         planned = ["narrowgauge", "plan", *words, "--cluster", self.cluster, "--devices", str(dims.size)]
-        start = ["narrowgauge"]
-        if dims.size > 1:
-            start = ["torchrun", "--standalone", "--nproc-per-node", str(dims.size), "-m", "narrowgauge"]
-        return shlex.join([*start, "train", *words]), shlex.join(planned)
+        return shlex.join([*self.start(dims.size), "train", *words]), shlex.join(planned)
+
+    def start(self, devices: int) -> list[str]:
+        """The words that start a verb on some devices; several nodes take a script, as their site needs."""
+        nodes, per_node = -(-devices // self.per_node), min(devices, self.per_node)
+        if devices == 1:
+            return ["narrowgauge"]
+        if nodes == 1:
+            return ["torchrun", "--standalone", "--nproc-per-node", str(devices), "-m", "narrowgauge"]
+        where = ["--torchrun", "--gpus-per-node", str(per_node)]
+        if self.cluster in site_names():
+            where = ["--slurm", "--site", self.cluster, "--gpus-per-node", str(per_node)]
+        return ["narrowgauge", "launch", *where, "--nodes", str(nodes), "--out", "train.sh", "--"]
 
 
 def _machine(name: str | None) -> tuple[Cluster, str]:

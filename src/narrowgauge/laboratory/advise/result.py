@@ -49,6 +49,12 @@ class Answer:
         return None if extra is None else extra.mean
 
     @property
+    def is_reference(self) -> bool:
+        """Whether the recipe is the one that gaps are measured against: it has none, whatever happens."""
+        gap = self.forecast.gap_percent
+        return gap is not None and gap.low == gap.high == 0.0
+
+    @property
     def score(self) -> float:
         """Days a token for the loss of bf16; a gap counts by the tokens that buy it back."""
         return self.days * (1 + (self.extra_tokens or 0.0) / 100) / self.tokens
@@ -158,7 +164,7 @@ def _evidence(a: Answer) -> tuple[str, str, str, str]:
     gap, extra = a.forecast.gap_percent, a.extra_tokens
     if gap is None:
         return "not known", "", "", ""
-    if gap.low == gap.high == 0.0:
+    if a.is_reference:
         return "reference", "", "", ""
     tokens = "" if extra is None else f"{extra:+.0f} %" if extra < 1e4 else "never"
     return f"{gap.mean:+.2f} %", f"{gap.low:+.2f} to {gap.high:+.2f}", tokens, f"{a.forecast.points}"

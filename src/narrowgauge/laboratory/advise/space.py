@@ -23,6 +23,7 @@ from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.simulate import StepEstimate, estimate_step
 from narrowgauge.training import Config, make_config
+from narrowgauge.training.config.micro_batch import fitting_sizes
 
 MICRO_BATCHES = (16, 8, 4, 2, 1)
 RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
@@ -112,8 +113,8 @@ class Space:
     @cached_property
     def axes(self) -> tuple[tuple[int, ...], tuple[bool | str, ...], tuple[bool, ...], tuple[str, ...]]:
         """The values of each axis, the fastest first."""
-        share = int(self.values["training"]["batch_size"]) // self.dims.data
-        sizes = tuple(n for n in MICRO_BATCHES if share % n == 0)
+        fitting = fitting_sizes(int(self.values["training"]["batch_size"]), self.dims)
+        sizes = tuple(n for n in MICRO_BATCHES if n in fitting)
         has_host = self.cluster.facts.is_gpu
         return sizes, RECOMPUTE, (False, True), OFFLOAD if has_host else OFFLOAD[:1]
 
@@ -155,9 +156,12 @@ class Space:
 
     def _border(self, corner: Index) -> list[Index]:
         """The border of the settings up to a corner, with its kind of loss."""
+        first: Index = (0, 0, corner[2], 0)
+        if self.at(first).fits:
+            return [first]
         if not self.at(corner).fits:
             return []
-        waiting: list[Index] = [(0, 0, corner[2], 0)]
+        waiting = [first]
         seen, found = set(waiting), list[Index]()
         while waiting:
             index = waiting.pop(0)
@@ -193,12 +197,22 @@ def _neighbors(index: Index, corner: Index) -> Iterator[Index]:
             yield a, b, c, d
 
 
-def layouts(devices: int, per_node: int, heads: int) -> list[ParallelDims]:
-    """The layouts of some devices: replicas, shards, and shards with tensor parallelism in a node."""
+def layouts(devices: int, per_node: int, heads: int, layers: int) -> list[ParallelDims]:
+    """The layouts of some devices.
+
+    Replicas, shards, and shards with tensor parallelism in a node. On several nodes also replicas of a node's
+    shards, and pipelines of whole layers with and without the widest tensor parallelism; in one node the
+    links are fast, and a pipeline would only add waiting.
+    """
     if devices == 1:
         return [ParallelDims()]
     found = [ParallelDims(replicate=devices), ParallelDims(shard=devices)]
-    for tensor in (2, 4, 8):
-        if tensor <= per_node and devices % tensor == 0 and heads % tensor == 0 and devices >= tensor:
-            found.append(ParallelDims(shard=devices // tensor, tensor=tensor))
+    widths = [n for n in (2, 4, 8) if n <= per_node and devices % n == 0 == heads % n]
+    found += [ParallelDims(shard=devices // n, tensor=n) for n in widths]
+    if devices > per_node:
+        if per_node > 1:
+            found.append(ParallelDims(replicate=devices // per_node, shard=per_node))
+        for stages, width in product((2, 4, 8), (1, *widths[-1:])):
+            if layers % stages == 0 == devices % (stages * width):
+                found.append(ParallelDims(stages, shard=devices // (stages * width), tensor=width))
     return found

@@ -24,6 +24,7 @@ from narrowgauge.toml_text import parse_toml, toml_value
 from narrowgauge.training.config.guard_section import GuardSection
 from narrowgauge.training.config.keys import Key, keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
+from narrowgauge.training.config.named import config_names, named_config
 from narrowgauge.training.config.schema import (
     CheckpointSection,
     DataSection,
@@ -203,7 +204,7 @@ def _with_initial_run(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, M
 
 
 def load_values(path: Path) -> dict[str, Any]:
-    """Read the tables of a TOML file.
+    """Read the tables of a TOML file, or of the configuration that ships by this name.
 
     Raises:
         UserError: the file is missing, unreadable or not TOML, or a section in it is not a table.
@@ -211,8 +212,12 @@ def load_values(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if (named := named_config(str(path))) is not None:
+            return named
         near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"next to it are {', '.join(near[:5])}" if near else "name a .toml file; options begin with --"
+        hint = f"next to it are {', '.join(near[:5])}"
+        if path.suffix != ".toml" or not near:
+            hint = f"name a .toml file, or one that ships: {', '.join(config_names())}"
         raise UserError(f"no configuration file {path}; {hint}") from None
     except IsADirectoryError:
         own = path / "config.toml"
