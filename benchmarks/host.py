@@ -5,9 +5,9 @@
 
 The project's own code runs forward and backward passes under `accumulating`, as a run does between its first
 and last micro-batch. Triton binds and looks up every launch, but for a driver that loads and launches
-nothing; torch's scaled matmul returns memory. Tensors are on the CPU and tiny, so torch's own operations cost
-little more than their dispatch. CUDA's launch (some microseconds each), cuBLASLt's heuristics and the
-allocator are left out, so the figure is a bound from below.
+nothing; matmuls return memory, and one operation stands for attention, because a CPU computes both slowly.
+Tensors are on the CPU and tiny, so torch's other operations cost little more than their dispatch. What CUDA
+and cuBLAS do for a launch is left out, some microseconds each, so the figure is a bound from below.
 
 Every layer costs the same, so models of 2 and of 6 layers give the cost of a layer and of the rest. The time
 is processor time, the least of all rounds, and is also given in units of one addition of small tensors,
@@ -113,12 +113,19 @@ def pretend(is_native: bool) -> None:
     def summed(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
         return torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=torch.float32)
 
+    def product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+        return torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return q.addcmul(k, v)  # one operation that autograd differentiates by a node of its own, as there
+
+    torch.nn.functional.scaled_dot_product_attention = attention
     dispatch.has_kernels = lambda device: True
     rounding.converts_to_fp8 = lambda device: True
     backend = Backend("native" if is_native else "emulated", "")
     linear.verified_backend = lambda *_: backend
-    linear.is_gpu = lambda device: True
-    torch._scaled_mm_v2, gemm._summed_in_fp32 = scaled, summed
+    linear.is_gpu = gemm.is_gpu = lambda device: True
+    torch._scaled_mm_v2, gemm._summed_in_fp32, gemm._plain_product = scaled, summed, product
     choose_products("bf16")  # whatever this CPU prefers
 
 

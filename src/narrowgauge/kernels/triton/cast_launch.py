@@ -14,7 +14,7 @@ from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax import DelayedScale, new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
-from narrowgauge.kernels.triton.launch import Launch, launch, triton
+from narrowgauge.kernels.triton.launch import Launch, cdiv, launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.block_scales import scales_from
@@ -164,7 +164,7 @@ def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             x = x if len(x) >= x.shape[1] else x.T  # only the first axis of a grid may be long
             tile = tile_of(x.stride(1))
             launch(
-                largest, (triton.cdiv(x.shape[0], tile[0]), triton.cdiv(x.shape[1], tile[1])),
+                largest, (cdiv(x.shape[0], tile[0]), cdiv(x.shape[1], tile[1])),
                 x, amax, x, x, *x.shape, *x.stride(), 0, 0, 1, 1, updates="amax", IS_TOLD=False,
                 TR=tile[0], TK=tile[1], BR=1, BK=1, H=0, BY_ROW=False, IS_ONE=True, FINITE=False, **LAUNCH,
             )  # fmt: skip
@@ -454,7 +454,7 @@ def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
 
 
 def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
-    return triton.cdiv(view.R, tile[0]), triton.cdiv(view.K_OUT, tile[1])
+    return cdiv(view.R, tile[0]), cdiv(view.K_OUT, tile[1])
 
 
 def _random(x: torch.Tensor, stream: RandomStream | None) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ import torch
 from narrowgauge.devices import GpuWork, tell
 from narrowgauge.kernels.dispatch import is_triton_installed
 
-__all__ = ["Launch", "launch", "libdevice", "tl", "triton"]
+__all__ = ["Launch", "cdiv", "launch", "libdevice", "next_power_of_2", "tl", "triton"]
 
 
 class Declared:
@@ -43,11 +43,13 @@ def _jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Declared if fn is None else Declared(fn)
 
 
-def _next_power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; Triton's function of this name is slow on the host."""
     return 1 << (n - 1).bit_length()
 
 
-def _cdiv(x: int, y: int) -> int:
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up."""
     return -(-x // y)
 
 
@@ -56,7 +58,7 @@ if is_triton_installed():
     import triton.language as tl
     from triton.language.extra import libdevice
 else:
-    triton = SimpleNamespace(jit=_jit, cdiv=_cdiv, next_power_of_2=_next_power_of_2)
+    triton = SimpleNamespace(jit=_jit, cdiv=cdiv, next_power_of_2=next_power_of_2)
     tl = SimpleNamespace(constexpr=Constant)
     libdevice = SimpleNamespace()
 
@@ -121,30 +123,31 @@ class Launch:
 
     def __call__(self, *args: Any) -> None:
         """Launch with these arguments, up to the kernel's constants."""
-        if self.is_direct and not args[0].is_meta:
-            self._launch_again(args)
-        elif args[0].is_meta:
+        if args[0].is_meta:
             self._record(args)
-        else:
-            with torch.cuda.device_of(args[0]):
-                self.kernel[self.grid](*args, **self.options)
+        elif not (self.is_direct and self._launched_again(args)):
+            self._by_triton(args)
 
-    def _launch_again(self, args: tuple[Any, ...]) -> None:
-        """Launch the compiled kernel of these arguments, which Triton compiles the first time."""
-        active = triton.runtime.driver.active
-        device, index = active.get_current_device(), args[0].get_device()
-        if index not in (device, -1):
-            with torch.cuda.device_of(args[0]):
-                self._launch_again(args)
-            return
+    def _by_triton(self, args: tuple[Any, ...]) -> Any:
+        """Launch on the device of the first argument; returns the compiled kernel."""
+        first = args[0]
+        with torch.cuda.device_of(first):
+            return self.kernel[self.grid](*args, **self.options)
+
+    def _launched_again(self, args: tuple[Any, ...]) -> bool:
+        """Launch on torch's current device, if the arguments are there; a new kind is compiled by Triton."""
+        runtime, active = triton.knobs.runtime, triton.runtime.driver.active
+        device, hook = active.get_current_device(), runtime.launch_enter_hook
+        is_here = args[0].get_device() in (device, -1)  # -1: a driver of tensors on a CPU
+        if not is_here or self.kernel.pre_run_hooks or getattr(hook, "calls", hook):
+            return False
         key = (device, *[_specialized(a) for a in args])
         compiled = self._compiled.get(key)
-        hook = triton.knobs.runtime.launch_enter_hook
-        if compiled is None or self.kernel.pre_run_hooks or getattr(hook, "calls", hook):
+        if compiled is None:
             if len(self._compiled) >= _MOST:
                 self._compiled.clear()
-            self._compiled[key] = self.kernel[self.grid](*args, **self.options)
-            return
+            self._compiled[key] = self._by_triton(args)
+            return True
         compiled.run(
             *self.grid,
             active.get_current_stream(device),
@@ -152,10 +155,11 @@ class Launch:
             compiled.packed_metadata,
             None,  # what a profiler is told of the launch: there is none
             hook,
-            triton.knobs.runtime.launch_exit_hook,
+            runtime.launch_exit_hook,
             *args,
             *self._constants,
         )
+        return True
 
     def _record(self, args: tuple[Any, ...]) -> None:
         """Report the work of a launch (`devices.tell`)."""
