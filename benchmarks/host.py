@@ -17,6 +17,7 @@ folders to compare; rounds of all folders alternate, each in a process of its ow
 """
 
 import argparse
+import atexit
 import json
 import os
 import subprocess
@@ -146,9 +147,9 @@ def pass_of(model_name: str, recipe: str, layers: int, is_native: bool) -> Calla
     ids = torch.zeros(1, TOKENS, dtype=torch.int64)
     held = ExitStack()
     held.enter_context(accumulating(model, is_native, True))
+    atexit.register(held.close)
 
     def micro_batch() -> None:
-        assert held  # for as long as this function lives
         set_step(model, 0, 1, 0, 10)
         begin_amaxes()
         model.loss(ids, ids).backward()
@@ -245,7 +246,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--calls", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--profile", type=int, default=0, help="the calls that take most time, instead")
     parser.add_argument("--src", nargs="+", default=[os.path.join(os.path.dirname(__file__), "../src")])
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -336,13 +336,6 @@ def native_product(
     """
     fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
     rows = a.rows, b.rows
-    if isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand) and a.cast.block is b.cast.block is None:
-        a, b = _padded(a), _padded(b)
-        scales = a.scales.reshape(1), [ScalingType.TensorWise], b.scales.reshape(1), [ScalingType.TensorWise]
-        sums = torch_scaled_mm(
-            _elements(a), _elements(b).T, *scales, output_dtype=dtype, use_fast_accum=fast
-        )
-        return sums if sums.shape == rows else sums[: rows[0], : rows[1]]
     result = torch_scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
     return result if result.shape == rows else result[: rows[0], : rows[1]]
 
@@ -354,7 +347,8 @@ def _in_blocks(cast: Cast) -> bool:
 
 def arguments(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
     """The keyword arguments of `scaled_mm` for two operands."""
-    a, b = (x if isinstance(x, TiledOperand) else _padded(x) for x in (a, b))
+    a = a if isinstance(a, TiledOperand) else _padded(a)
+    b = b if isinstance(b, TiledOperand) else _padded(b)
     types_a, scale_a = _scales(a, b, first=True)
     types_b, scale_b = _scales(b, a, first=False)
     swizzles = None

@@ -141,7 +141,16 @@ class Launch:
         is_here = args[0].get_device() in (device, -1)  # -1: a driver of tensors on a CPU
         if not is_here or self.kernel.pre_run_hooks or getattr(hook, "calls", hook):
             return False
-        key = (device, *[_specialized(a) for a in args])
+        # What a kernel is compiled for of an argument, or more.
+        kinds = [
+            (a.dtype, a.data_ptr() % 16 == 0)
+            if isinstance(a, torch.Tensor)
+            else float
+            if isinstance(a, float)
+            else a
+            for a in args
+        ]
+        key = (device, *kinds)
         compiled = self._compiled.get(key)
         if compiled is None:
             if len(self._compiled) >= _MOST:
@@ -180,13 +189,6 @@ class Launch:
                 numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(self.options.items()),
             )
         )
-
-
-def _specialized(argument: Any) -> Any:
-    """What a kernel is compiled for of an argument, or more."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return float if isinstance(argument, float) else argument
 
 
 def _is_direct(kernel: Any) -> bool:
