@@ -23,7 +23,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -120,13 +120,14 @@ def pretend(is_native: bool) -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return q.addcmul(k, v)  # one operation that autograd differentiates by a node of its own, as there
 
-    torch.nn.functional.scaled_dot_product_attention = attention
+    vars(torch.nn.functional)["scaled_dot_product_attention"] = attention
     dispatch.has_kernels = lambda device: True
-    rounding.converts_to_fp8 = lambda device: True
+    vars(rounding)["converts_to_fp8"] = lambda device: True
     backend = Backend("native" if is_native else "emulated", "")
-    linear.verified_backend = lambda *_: backend
-    linear.is_gpu = gemm.is_gpu = lambda device: True
-    torch._scaled_mm_v2, gemm._summed_in_fp32, gemm._plain_product = scaled, summed, product
+    vars(linear)["verified_backend"] = lambda *_: backend
+    vars(linear)["is_gpu"] = vars(gemm)["is_gpu"] = lambda device: True
+    vars(torch)["_scaled_mm_v2"] = scaled
+    gemm._summed_in_fp32, gemm._plain_product = summed, product
     choose_products("bf16")  # whatever this CPU prefers
 
 
@@ -180,8 +181,9 @@ def calls_of(action: Callable[[], object]) -> int:
     return calls
 
 
-def whole(few: float, more: float, layers: int) -> float:
+def whole(both: Iterable[float], layers: int) -> float:
     """The figure of all layers from those of two small models."""
+    few, more = both
     a_layer = (more - few) / (LAYERS[1] - LAYERS[0])
     return few + a_layer * (layers - LAYERS[0])
 
@@ -202,7 +204,7 @@ def measure(model_name: str, recipe: str, rounds: int, with_calls: bool) -> dict
         micro_batch()
     found: dict[str, Any] = {"model": model_name, "recipe": recipe, "layers": layers}
     if with_calls:
-        found["calls"] = round(whole(*map(calls_of, both), layers))
+        found["calls"] = round(whole(map(calls_of, both), layers))
         return found
     a, b = torch.zeros(8), torch.ones(8)
     times: list[list[float]] = [[], []]
@@ -212,7 +214,7 @@ def measure(model_name: str, recipe: str, rounds: int, with_calls: bool) -> dict
         additions.append(processor_seconds(lambda: a.add(b), 5000))
         for own, micro_batch in zip(times, both, strict=True):
             own.append(processor_seconds(micro_batch))
-    seconds, addition = whole(*map(min, times), layers), min(additions)
+    seconds, addition = whole(map(min, times), layers), min(additions)
     counts = []
     for micro_batch in both:
         launches.clear()
@@ -222,7 +224,7 @@ def measure(model_name: str, recipe: str, rounds: int, with_calls: bool) -> dict
         "ms": 1e3 * seconds,
         "addition_us": 1e6 * addition,
         "additions": seconds / addition,
-        "triton_launches": round(whole(*counts, layers)),
+        "triton_launches": round(whole(counts, layers)),
     }
 
 

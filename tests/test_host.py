@@ -1,4 +1,4 @@
-"""What the host does for a micro-batch (benchmarks/host.py), and that launches which go past Triton are its own."""
+"""What the host does for a micro-batch (benchmarks/host.py); launches that go past Triton are Triton's."""
 
 import json
 import os

@@ -211,10 +211,7 @@ _HOOKS_BEFORE = *_HOOKS, "_forward_pre_hooks", "_backward_pre_hooks"
 
 def has_hooks(of: torch.nn.Module | torch.Tensor, before: bool = False) -> bool:
     """Whether hooks see a module's output, or its input, or a leaf's gradient; torch lists none publicly."""
-    for name in _HOOKS_BEFORE if before else _HOOKS:  # a loop, because each layer asks in each pass
-        if getattr(of, name, None):
-            return True
-    return False
+    return any(getattr(of, name, None) for name in (_HOOKS_BEFORE if before else _HOOKS))
 
 
 def is_called_after_accumulation(p: torch.Tensor, hook: Callable[..., Any]) -> bool:

@@ -22,7 +22,8 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
 
 Signs = torch.Tensor | tuple[int, ...]
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _KINDS = 1024  # kinds of casts that are kept; a model has a few dozen
 #: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),
 #: for values and for codes. They are those of a multiprocessor's busiest pipe, in the machine code that
