@@ -162,7 +162,7 @@ class Launch:
             active.get_current_stream(device),
             compiled.function,
             compiled.packed_metadata,
-            None,  # what a profiler is told of the launch: there is none
+            None,  # the description for a profiler: there is none
             hook,
             runtime.launch_exit_hook,
             *args,
