@@ -205,10 +205,13 @@ def is_in_place(func: Any) -> bool:
     return func._schema.is_mutable
 
 
+_HOOKS = "_forward_hooks", "_backward_hooks", "_post_accumulate_grad_hooks"
+_HOOKS_BEFORE = *_HOOKS, "_forward_pre_hooks", "_backward_pre_hooks"
+
+
 def has_hooks(of: torch.nn.Module | torch.Tensor, before: bool = False) -> bool:
     """Whether hooks see a module's output, or its input, or a leaf's gradient; torch lists none publicly."""
-    kinds = ("forward", "backward", "post_accumulate_grad") + ("forward_pre", "backward_pre") * before
-    return any(getattr(of, f"_{kind}_hooks", None) for kind in kinds)
+    return any(getattr(of, name, None) for name in (_HOOKS_BEFORE if before else _HOOKS))
 
 
 def is_called_after_accumulation(p: torch.Tensor, hook: Callable[..., Any]) -> bool:

@@ -204,8 +204,11 @@ def set_step(
     Raises:
         UserError: The recipe has such a rule, and its argument is None.
     """
-    layers = [module for module in model.modules() if isinstance(module, Stepped)]
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, Stepped)]
     for layer in layers:
+        if not layer.recipe.rules:
+            continue
         if decay is None and any(rule.follows_schedule for rule in layer.recipe.rules):
             raise UserError(
                 f"a rule of recipe {layer.recipe.name!r} waits for the decay of the learning rate, and its "
@@ -219,7 +222,7 @@ def set_step(
     end_steps(h for layer in layers if layer.step != step for h in layer.histories.values())
     for layer in layers:
         layer.set_position(seed, step, first_sample, steps, decay, is_ended=True)
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, Dropout):
             module.set_position(seed, step, first_sample, next(model.parameters()).device)
 

@@ -33,12 +33,13 @@ Dimensions that the matrix units do not support are padded with zeros, which cha
 afterwards.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from narrowgauge.devices import is_gpu, is_shape_only
-from narrowgauge.formats import pack, torch_dtype
+from narrowgauge.formats import Format, pack, torch_dtype
 from narrowgauge.kernels.cast import Tiles, quantize_in_tiles
 from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
@@ -118,7 +119,7 @@ class QuantizedOperand(NamedTuple):
         """The same values along the other axis."""
         scales = self.scales.T if self.scales.ndim else self.scales
         codes = self.codes.T if self.other is None else self.other
-        return self._replace(codes=codes, scales=scales, other=None)
+        return QuantizedOperand(codes, scales, self.tensor_scale, self.cast)
 
 
 class TiledOperand(NamedTuple):
@@ -245,6 +246,9 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
     if a_MK.is_meta and not is_shape_only(a_MK):
         a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
         return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the operator's kernels, so that they are counted
+    is_plain = type(a_MK) is torch.Tensor and is_gpu(a_MK.device) and not torch.compiler.is_compiling()
+    if is_plain:  # calling the operator takes longer than what it launches
+        return _scaled_on_gpu(a_MK.to(wider), b_KN.to(wider), scale, other)
     return scaled_mm(a_MK, b_KN, scale, other, wider)
 
 
@@ -297,9 +301,10 @@ def quantized_operand(q: QTensor, axis: int, other: torch.Tensor | None = None) 
     `other` holds the same codes, contiguous along the other axis.
     """
     scales = q.scales if q.scale_codes is None else q.scale_codes
-    codes = QuantizedOperand(q.codes, scales, q.tensor_scale, q.cast)
-    codes = codes if axis == -1 else codes.transposed()
-    return codes if other is None else codes._replace(other=other.T if axis == -1 else other)
+    if axis == -1:
+        return QuantizedOperand(q.codes, scales, q.tensor_scale, q.cast, None if other is None else other.T)
+    scales = scales.T if scales.ndim else scales
+    return QuantizedOperand(q.codes.T, scales, q.tensor_scale, q.cast, other)
 
 
 def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> TiledOperand | None:
@@ -330,8 +335,9 @@ def native_product(
     fp32, as TransformerEngine requires.
     """
     fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
+    rows = a.rows, b.rows
     result = torch_scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
-    return result[: a.rows, : b.rows]
+    return result if result.shape == rows else result[: rows[0], : rows[1]]
 
 
 def _in_blocks(cast: Cast) -> bool:
@@ -341,7 +347,8 @@ def _in_blocks(cast: Cast) -> bool:
 
 def arguments(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
     """The keyword arguments of `scaled_mm` for two operands."""
-    a, b = (x if isinstance(x, TiledOperand) else _padded(x) for x in (a, b))
+    a = a if isinstance(a, TiledOperand) else _padded(a)
+    b = b if isinstance(b, TiledOperand) else _padded(b)
     types_a, scale_a = _scales(a, b, first=True)
     types_b, scale_b = _scales(b, a, first=False)
     swizzles = None
@@ -364,6 +371,8 @@ def _padded(x: QuantizedOperand) -> QuantizedOperand:
     columns = 128 if x.cast.block in ((1, 128), (128, 128)) else 32
     # torch's compiler requires full square blocks, its kernels do not.
     missing = -x.codes.shape[0] % (128 if x.cast.block == (128, 128) else ROWS)
+    if not (missing or x.codes.shape[1] % columns):
+        return x
     codes = _pad(x.codes, (0, -x.codes.shape[1] % columns, 0, missing))
     scales = x.scales
     if scales.ndim and x.cast.block is not None and x.cast.block[0] == 1:
@@ -378,7 +387,12 @@ def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
 
 def _elements(x: NativeOperand) -> torch.Tensor:
     codes = x.tiles.codes if isinstance(x, TiledOperand) else pack(along_contraction(x.codes), x.cast.element)
-    return codes.view(torch_dtype(x.cast.element) or torch.float4_e2m1fn_x2)
+    return codes.view(_dtype_of(x.cast.element))
+
+
+@cache
+def _dtype_of(element: Format) -> torch.dtype:
+    return torch_dtype(element) or torch.float4_e2m1fn_x2
 
 
 def along_contraction(codes: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         `known` is the amax of the input, from the kernel that wrote it.
         """
         if not torch.compiler.is_compiling():
-            self.calls += 1
+            self.__dict__["calls"] = self.calls + 1  # a module's own way takes longer than a small launch
         if self.state_at_rest is not None and not self.is_sharded:
             return _outside_of_graphs(self, input, with_bias, known)
         if self.spec.is_wide and self._is_plain(input):
@@ -286,12 +286,12 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         samples = input.shape[0] if input.ndim > 2 else 1
         # Some tokens of sequences, as an expert has them, have random bits as if all were there.
         share = Fraction(len(input), self.sequence_length) if self.sequence_length else samples
-        is_compiling = torch.compiler.is_compiling()
+        is_compiling, shards = torch.compiler.is_compiling(), self.shards
         return Operands(
             self.spec,
             self.begin_pass(),
             share,
-            self.shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
+            {} if shards.is_whole else shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
             WeightUse(
                 self.spec.transposed,
                 self._record_at_rest(),
@@ -318,7 +318,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
 
     def begin_pass(self) -> StepState:
         """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
-        is_training = self._begin_pass() if self.has_memory else torch.is_grad_enabled()
+        if not self.has_memory:
+            return _TRAINING if torch.is_grad_enabled() else _NOT_TRAINING
+        is_training = self._begin_pass()
         first_sample = 0 if self.first_sample is None else self.first_sample
         return StepState(self.keys, first_sample, self.histories, is_training)
 
@@ -457,6 +459,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Attach the weight's record to the parameter, which may be another one than before."""
         if self.state_at_rest is not None and (weight := self._parameters.get("weight")) is not None:
             bind(weight, self.state_at_rest, self.is_sharded)
+
+
+_TRAINING, _NOT_TRAINING = StepState(is_training=True), StepState()  # of layers without memory
 
 
 def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:

@@ -83,7 +83,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     layer, observer = operands.layer, operands.observer
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     needs_dx, needs_dw, needs_dbias, _ = ctx.needs_input_grad
-    shares_dy = needs_dx and needs_dw and operands.shared("dgrad.dy", "wgrad.dy")
+    shares_dy = needs_dx and needs_dw and layer.shares_dy
     dx_MK = dw_NK = dbias_N = dy = None
     dy_amax = amax_of_gradient(dy_MN)
     if needs_dx:
@@ -166,7 +166,9 @@ def _with_kept(
 
 def autocast_disabled(device: str) -> AbstractContextManager[Any]:
     """A context without autocast, because the recipe decides the dtypes (the meta device has no autocast)."""
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    if device == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device)):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 #: (x_MK, w_NK, bias_N or None, operands) to y_MN, in the dtype of x.

@@ -51,8 +51,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
 #: Forms of an operand: codes and scales, for torch's scaled GEMMs; parts, where the row kernel supports the
-#: tensor; values.
-CODES, ROWS, VALUES = "codes", "rows", "values"
+#: tensor; values; the tensor itself, in the dtype of the matmul.
+CODES, ROWS, VALUES, WIDE = "codes", "rows", "values", "wide"
 
 Tensors = tuple[torch.Tensor | None, ...]
 #: From the three tensors that were kept, to the operand.
@@ -68,12 +68,14 @@ class LayerSpec:
     saved: str | Cast = "input"  #: what is kept of the input for the backward pass
     native: bool = False  #: whether narrow operands stay codes, for the hardware to multiply
     transposed: bool = False  #: whether the weight is stored (K, N)
-    #: The form of each place's operand: `CODES`, `ROWS` or `VALUES`.
+    #: The form of each place's operand: `CODES`, `ROWS`, `VALUES` or `WIDE`.
     forms: Mapping[str, str] = field(init=False)
     #: Whether wgrad reuses the operand of x of the forward pass, or something made from it.
     reuses_x: bool = field(init=False)
     #: The same for dgrad and the weight.
     reuses_w: bool = field(init=False)
+    #: Whether dgrad and wgrad see the same values of dy.
+    shares_dy: bool = field(init=False)
     #: Whether no place rounds to anything but `compute`, so that torch's matmuls have the same values.
     is_wide: bool = field(init=False)
 
@@ -83,6 +85,8 @@ class LayerSpec:
             "forms": {place: self._form(place, cast) for place, cast in self.casts.items()},
             "reuses_x": has_all and reuses("wgrad.x", self.casts, self.saved),
             "reuses_w": has_all and reuses("dgrad.w", self.casts, self.saved),
+            "shares_dy": {"dgrad.dy", "wgrad.dy"} <= self.casts.keys()
+            and have_same_numbers(self.casts, "dgrad.dy", "wgrad.dy"),
             "is_wide": isinstance(self.saved, str)
             and all(cast == _WIDE.get(self.compute) for cast in self.casts.values()),
         }
@@ -92,6 +96,8 @@ class LayerSpec:
     def _form(self, place: str, cast: Cast) -> str:
         if self.native and cast.is_scaled:
             return CODES
+        if cast == _WIDE.get(self.compute):
+            return WIDE
         has_rows = self.compute == torch.bfloat16 and place in ROW_PLACES and not rows_gap(cast)
         return ROWS if has_rows else VALUES
 
@@ -124,8 +130,11 @@ class Operands:
         if isinstance(tensor, GatheredWeight):  # already gathered in these values: there is no loss to gauge
             gathered = tensor.operand(self.layer.compute, self.layer.native)
             return gathered if axis == -1 else gathered.transposed()
-        cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
         form = self.layer.forms[place]
+        if form == WIDE and self.observer is None:
+            operand = Operand(tensor.to(self.layer.compute))
+            return operand if axis == -1 else operand.transposed()
+        cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
         if form == CODES and self.observer is None:
             operand_in_tiles = tiled_operand(tensor, cast, axis, context)
             if operand_in_tiles is not None:
@@ -171,10 +180,6 @@ class Operands:
             return operand.transposed()
         assert not isinstance(operand, NativeOperand)  # such a matmul has no native scheme
         return self.of(operand.numbers(), place, 0)
-
-    def shared(self, a: str, b: str) -> bool:
-        """Whether two places see the same values of the same tensor, whatever the axis."""
-        return have_same_numbers(self.layer.casts, a, b)
 
     def shard(self, place: str) -> TensorShard | None:
         """The shard of a place's tensor; None if this process holds all of it."""

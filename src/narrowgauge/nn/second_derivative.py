@@ -29,6 +29,8 @@ def once_differentiable(backward: Backward) -> Backward:
 
     @wraps(backward)
     def wrapper(ctx: Any, *gradients: Any) -> Any:
+        if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+            return backward(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

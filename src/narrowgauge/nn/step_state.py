@@ -122,8 +122,8 @@ class Stepped:
         """
         if step != self.step:
             self._end_step(is_ended)
-        self.step, self.step_is_set, self.unsaid = step, True, 0
-        self.length = steps, decay
+        # A module's own way to set an attribute is slow, and every micro-batch does it in every layer.
+        vars(self).update(step=step, step_is_set=True, unsaid=0, length=(steps, decay))
         self._use_rules(step, steps, decay)
         self._set_keys(seed, step, first_sample)
 

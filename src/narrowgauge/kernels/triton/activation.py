@@ -7,7 +7,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.amax import new_amax
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
 
 #: Elements of a tile, 16 per thread in four warps: two 16-byte loads from bf16, for each operand.
 TILE = 2048
@@ -106,9 +106,9 @@ def gelu_backward(dy_ptr, x_ptr, dx_ptr, amax_ptr, count, BLOCK: tl.constexpr):
 
 def tiling(rows: int, F: int) -> tuple[int, dict[str, Any]]:
     """The number of tiles and their shape: up to 1024 columns, so that a wide row wastes little."""
-    cols = min(1024, triton.next_power_of_2(F))
+    cols = min(1024, next_power_of_2(F))
     tile = {"ROWS": TILE // cols, "COLS": cols}
-    return triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(F, cols), tile
+    return cdiv(rows, tile["ROWS"]) * cdiv(F, cols), tile
 
 
 def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def launch_swiglu_backward(
 def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     """Contiguous -> the same shape, and its amax (0-dim fp32)."""
     y = torch.empty_like(x)
-    tiles = triton.cdiv(x.numel(), TILE)
+    tiles = cdiv(x.numel(), TILE)
     amax = new_amax(x.device)
     bits = amax.view(torch.int32)
     launch(
@@ -161,7 +161,7 @@ def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Both contiguous -> the gradient of x, and its amax."""
     dx = torch.empty_like(x)
-    tiles = triton.cdiv(x.numel(), TILE)
+    tiles = cdiv(x.numel(), TILE)
     amax = new_amax(x.device)
     bits = amax.view(torch.int32)
     launch(

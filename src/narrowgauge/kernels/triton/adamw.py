@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import fma, magnitude
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
 from narrowgauge.kernels.triton.quantized_state import NOTHING, cast_constants, copy_scale, read, write
 from narrowgauge.quantization import Cast
 
@@ -128,7 +128,7 @@ def launch_update(
     if any(needed):
         amax = torch.zeros(8, dtype=torch.int32, device=w[0].device)
         launch(
-            largest, (triton.cdiv(n, BLOCK * TILES),),
+            largest, (cdiv(n, BLOCK * TILES),),
             *(t for (values, *_), extra in zip(w_g_m_v, extras, strict=True) for t in (values, extra)),
             amax, n, *numbers, writes="amax",
             **casts, SCALES=needed, FROM_M=from_m, BLOCK=BLOCK, TILES=TILES, **LAUNCH,
@@ -138,7 +138,7 @@ def launch_update(
             sources[index] = before[i : i + 1] if is_scaled else extras[index]
     other, other_extra = (w[0], w[0]) if o is None else (o[0], o[0] if o[1] is None else o[1])
     launch(
-        update, (triton.cdiv(n, BLOCK),),
+        update, (cdiv(n, BLOCK),),
         w[0], sources[0], extras[0], g[0], sources[1], m[0], sources[2], extras[2],
         v[0], sources[3], extras[3], other, other_extra, amax, n, *numbers,
         *(word for key in keys for word in key),

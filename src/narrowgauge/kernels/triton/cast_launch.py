@@ -1,7 +1,12 @@
-"""Launches the kernels of a cast: grids, tiles, memory for results."""
+"""Launches the kernels of a cast: grids, tiles, memory for results.
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+All that follows from a cast and the layout of its tensor is computed once (`_Kind`): a micro-batch makes some
+hundred casts of a few layouts, and its host has some 50 us for each.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -9,7 +14,7 @@ from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax import DelayedScale, new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
-from narrowgauge.kernels.triton.launch import launch, triton
+from narrowgauge.kernels.triton.launch import Launch, cdiv, launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.block_scales import scales_from
@@ -17,6 +22,9 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
 
 Signs = torch.Tensor | tuple[int, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
+_KINDS = 1024  # kinds of casts that are kept; a model has a few dozen
 #: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),
 #: for values and for codes. They are those of a multiprocessor's busiest pipe, in the machine code that
 #: Triton 3.7 produces for sm_90, with each pipe at the rate given in the CUDA programming guide. Other GPUs
@@ -45,15 +53,40 @@ class _View(NamedTuple):
     x: tuple[int, int]
     element: tuple[int, int]  # strides in row-major order, which index the random bits
     shape: torch.Size  # of the result
+    blocks: Blocks
 
 
-def _view(x: torch.Tensor, cast: Cast, axis: int) -> _View:
-    R, K = x.shape if axis == -1 else (x.shape[1], x.shape[0])
+class _Kind(NamedTuple):
+    """The launch of a cast of tensors in one layout, and what it passes by value."""
+
+    launch: Launch
+    numbers: tuple[int, ...]
+    view: _View
+
+
+def without_gradient(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.no_grad` for functions that autograd functions call, where gradients are off already."""
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+@lru_cache(_KINDS)
+def _view(shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int) -> _View:
+    R, K = shape if axis == -1 else (shape[1], shape[0])
     K_OUT = K + -K % cast.hadamard.size if cast.hadamard.size else K
-    s0, s1 = x.stride()
+    s0, s1 = strides
     if axis == -1:
-        return _View(R, K, K_OUT, (s0, s1), (K_OUT, 1), torch.Size((R, K_OUT)))
-    return _View(R, K, K_OUT, (s1, s0), (1, R), torch.Size((K_OUT, R)))
+        out = torch.Size((R, K_OUT))
+        return _View(R, K, K_OUT, (s0, s1), (K_OUT, 1), out, blocks_of(out, cast, axis))
+    out = torch.Size((K_OUT, R))
+    return _View(R, K, K_OUT, (s1, s0), (1, R), out, blocks_of(out, cast, axis))
 
 
 def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -63,12 +96,19 @@ def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> to
     return torch.empty(view.shape, dtype=dtype, device=like.device)
 
 
-def _strides(out: torch.Tensor, axis: int) -> tuple[int, int]:
-    """The strides of rows and of the contraction."""
-    return (out.stride(0), out.stride(1)) if axis == -1 else (out.stride(1), out.stride(0))
+def _out_strides(view: _View, axis: int, dtype: torch.dtype, laid: int) -> tuple[int, int]:
+    """The strides of rows and of the contraction along `axis` in an output that is `_empty` along `laid`."""
+    first, second = view.shape
+    strides = (1, first) if dtype == torch.uint8 and laid == 0 else (second, 1)
+    return strides if axis == -1 else strides[::-1]
 
 
-@torch.no_grad()
+def _grid_strides(blocks: Blocks, axis: int) -> tuple[int, int]:
+    """The strides of rows and of the contraction in a contiguous tensor with an entry per block."""
+    return (blocks.grid[1], 1) if axis == -1 else (1, blocks.grid[1])
+
+
+@without_gradient
 def quantized(
     x: torch.Tensor,
     cast: Cast,
@@ -88,14 +128,13 @@ def quantized(
         codes, other, scales, blocks = _cast_given(
             x, cast, axis, torch.uint8, stream, signs, delayed, known, both
         )
-        scales = scales.reshape(() if cast.block is None else blocks.grid)
         scale_codes = encode(scales, format(cast.scales.format)) if cast.scales.are_codes else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
 
 
-@torch.no_grad()
+@without_gradient
 def in_tiles(
     x: torch.Tensor,
     cast: Cast,
@@ -110,15 +149,13 @@ def in_tiles(
     return codes, scale_codes, _one(x) if S is None else S
 
 
-@torch.no_grad()
+@without_gradient
 def launch_codes(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
     """The uint8 codes of a matrix under one scale, 0-dim fp32 (encode, decode); 0 where decode is NaN."""
-    view = _view(x, cast, -1)
-    scales = encode.view(1, 1), decode.view(1, 1)
-    return _launch_given(x, cast, -1, view, blocks_of(view.shape, cast, -1), torch.uint8, None, *scales)[0]
+    return _launch_given(x, cast, -1, torch.uint8, None, encode, decode)[0]
 
 
-@torch.no_grad()
+@without_gradient
 def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The amax of each of n tensors, (n,) float32."""
     amaxes = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -128,7 +165,7 @@ def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             x = x if len(x) >= x.shape[1] else x.T  # only the first axis of a grid may be long
             tile = tile_of(x.stride(1))
             launch(
-                largest, (triton.cdiv(x.shape[0], tile[0]), triton.cdiv(x.shape[1], tile[1])),
+                largest, (cdiv(x.shape[0], tile[0]), cdiv(x.shape[1], tile[1])),
                 x, amax, x, x, *x.shape, *x.stride(), 0, 0, 1, 1, updates="amax", IS_TOLD=False,
                 TR=tile[0], TK=tile[1], BR=1, BK=1, H=0, BY_ROW=False, IS_ONE=True, FINITE=False, **LAUNCH,
             )  # fmt: skip
@@ -150,7 +187,7 @@ def _one(like: torch.Tensor) -> torch.Tensor:
     return one
 
 
-@torch.no_grad()
+@without_gradient
 def emulated(
     x: torch.Tensor,
     cast: Cast,
@@ -166,7 +203,7 @@ def emulated(
     out_dtype = dtype if is_exact else torch.float32
     if _scale_is_known_first(cast):
         values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, delayed, known)
-        return values, scales.reshape(()) if cast.block is None else None
+        return values, scales if cast.block is None else None
     values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, stream, signs, known)
     return values, tensor_scale
 
@@ -187,28 +224,31 @@ def _cast_given(
     known: torch.Tensor | None = None,
     both: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Blocks]:
-    """(codes or values, the same along the other axis, scales, blocks).
+    """(codes or values, the same along the other axis, scales in the grid of blocks or 0-dim, blocks).
 
     Scales in fp32 are computed by the casting kernel from amaxes; others by plain operations.
     """
     if cast.hadamard.size:
         x, known = hadamard(x, cast.hadamard.size, axis, signs), None
-    view = _view(x, cast, axis)
-    blocks = blocks_of(view.shape, cast, axis)
-    if known is None or cast.block is not None:
-        known = _largest(x, cast, view, axis, blocks)
-    amax = known.reshape(blocks.grid)
+    blocks = _view(x.shape, x.stride(), cast, axis).blocks
+    amax = known
+    if amax is None or cast.block is not None:
+        amax = _largest(x, cast, axis)
     (scale, seen), told, divides = delayed, None, False
     from_amax = scale is None and cast.scales.format == "fp32"
     if from_amax:
-        factor, block = amax, torch.empty_like(amax)
+        factor, block = amax, torch.empty(amax.shape, dtype=torch.float32, device=x.device)
     elif scale is not None and cast.block is None:
-        factor, block, told = scale, torch.empty_like(amax), amax
+        factor, block, told = scale, torch.empty((), dtype=torch.float32, device=x.device), amax
     else:
-        scales = scales_from(amax, cast, scale)
-        factor, block, divides = scales.encode.contiguous(), scales.block.contiguous(), scales.divides
+        scales = scales_from(amax.reshape(blocks.grid), cast, scale)
+        shape = amax.shape
+        factor, block = (s.contiguous().reshape(shape) for s in (scales.encode, scales.block))
+        divides = scales.divides
     ways = divides, from_amax, both, told, seen if told is None or seen is None else seen.view(torch.int32)
-    out, other = _launch_given(x, cast, axis, view, blocks, dtype, stream, factor, block, *ways)
+    out, other = _launch_given(x, cast, axis, dtype, stream, factor, block, *ways)
+    if cast.block is not None and not block.ndim:
+        block = block.reshape(blocks.grid)
     return out, other, block, blocks
 
 
@@ -216,8 +256,6 @@ def _launch_given(
     x: torch.Tensor,
     cast: Cast,
     axis: int,
-    view: _View,
-    blocks: Blocks,
     dtype: torch.dtype,
     stream: RandomStream | None,
     factor: torch.Tensor,
@@ -229,23 +267,46 @@ def _launch_given(
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(codes or values, the same along the other axis) under given factors, or those of amaxes."""
-    out = _empty(view, axis, dtype, x)
-    other = _empty(view, -1 - axis, dtype, x) if both else None
-    tile = tile_of(view.x[1])
-    launch(
+    converts = is_converted(cast.element, cast.rounding.mode, x.device)
+    writes_block = told is not None or from_amax
+    options = dtype, converts, divides, from_amax, both, writes_block
+    kind = _given(x.shape, x.stride(), cast, axis, *options)
+    out = _empty(kind.view, axis, dtype, x)
+    other = _empty(kind.view, -1 - axis, dtype, x) if both else None
+    kind.launch(
+        x, out, out if other is None else other, factor, block, told, seen, *_random(x, stream), *kind.numbers
+    )
+    return out, other
+
+
+@lru_cache(_KINDS)
+def _given(
+    shape: torch.Size,
+    strides: tuple[int, int],
+    cast: Cast,
+    axis: int,
+    dtype: torch.dtype,
+    converts: bool,
+    divides: bool,
+    from_amax: bool,
+    both: bool,
+    writes_block: bool,
+) -> _Kind:
+    """The launch of `cast_given`."""
+    view = _view(shape, strides, cast, axis)
+    tile, blocks = tile_of(view.x[1]), view.blocks
+    out = _out_strides(view, axis, dtype, axis)
+    other = _out_strides(view, axis, dtype, -1 - axis) if both else out
+    launch = Launch(
         cast_given, _grid(view, tile),
-        x, out, out if other is None else other, factor, block, told, seen, *_random(x, stream),
-        view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
-        *_strides(block, axis), *_extents(blocks, axis), *view.element,
-        writes="out other" if told is None and not from_amax else "out other block", updates="seen",
-        TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=block.numel() == 1,
+        "out other block" if writes_block else "out other", "seen", lanes=_lanes(shape, cast, axis, dtype),
+        TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=max(blocks.grid) == 1,
         **facts(cast.element), ROUNDING=cast.rounding.mode, RANDOM_BITS=cast.rounding.random_bits,
         CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
-        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.scales.power_of_two,
-        CONVERTS=is_converted(cast.element, cast.rounding.mode, x.device),
-        lanes=_lanes(x, cast, axis, dtype), **LAUNCH,
+        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.scales.power_of_two, CONVERTS=converts, **LAUNCH,
     )  # fmt: skip
-    return out, other
+    numbers = *view.x, *out, *other, *_grid_strides(blocks, axis), *_extents(blocks, axis), *view.element
+    return _Kind(launch, (view.R, view.K, *numbers), view)
 
 
 def _cast_blocks(
@@ -262,92 +323,114 @@ def _cast_blocks(
 
     `in_tiles`: codes packed and padded, codes of scales in tiles, no scales.
     """
-    assert cast.block is not None
-    view = _view(x, cast, axis)
-    blocks = blocks_of(view.shape, cast, axis)
+    over = tensor_scale = scale_codes = None
     matrix = transform(cast.hadamard.size, signs, x) if cast.hadamard.size else None
-    over = tensor_scale = None
     if cast.scales.outer != "none":
-        over = _largest(x, cast, view, axis, blocks, matrix, known)
+        over = _largest(x, cast, axis, matrix, known)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    codes = dtype == torch.uint8
-    grid, how = blocks.grid if axis == -1 else blocks.grid[::-1], cast.scales
+    converts = is_converted(cast.element, cast.rounding.mode, x.device)
+    kind, packed, tiles = _blocked(x.shape, x.stride(), cast, axis, dtype, converts, in_tiles)
+    grid, codes = kind.view.blocks.grid, dtype == torch.uint8
+    if in_tiles:
+        out = torch.empty(packed, dtype=torch.uint8, device=x.device)
+        scale_codes = torch.empty((tiles,), dtype=torch.uint8, device=x.device)
+    else:
+        out = _empty(kind.view, axis, dtype, x)
+        if codes and cast.scales.are_codes:
+            scale_codes = torch.empty(grid, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(grid if codes and not in_tiles else (), dtype=torch.float32, device=x.device)
+    kind.launch(
+        x, out, scales, scales if scale_codes is None else scale_codes, scales if over is None else over,
+        scales if tensor_scale is None else tensor_scale,
+        x if matrix is None else matrix, *_random(x, stream), *kind.numbers,
+    )  # fmt: skip
+    return out, kind.view.blocks, scales, scale_codes, tensor_scale
+
+
+@lru_cache(_KINDS)
+def _blocked(
+    shape: torch.Size,
+    strides: tuple[int, int],
+    cast: Cast,
+    axis: int,
+    dtype: torch.dtype,
+    converts: bool,
+    in_tiles: bool,
+) -> tuple[_Kind, tuple[int, int], int]:
+    """The launch of `cast_blocks`; in tiles, the shape of packed codes and the number of scales."""
+    assert cast.block is not None
+    view, how, codes = _view(shape, strides, cast, axis), cast.scales, dtype == torch.uint8
+    grid = view.blocks.grid if axis == -1 else view.blocks.grid[::-1]
     tile, programs = tile_of(view.x[1], cast.block[1]), view
-    extent, strides = (view.R, view.K_OUT), (0, 0)
+    extent, packed, tiles = (view.R, view.K_OUT), (0, 0), 0
     if in_tiles:
         rows, across = (-(-n // of) for n, of in ((view.R, 128), (grid[1], 4)))
         programs = view._replace(R=128 * rows, K_OUT=4 * across * cast.block[1])
         extent = view.R + -view.R % PADDED_ROWS, view.K_OUT + -view.K_OUT % PADDED_COLUMNS
-        packed = extent[0], extent[1] * cast.element.bits // 8
-        out = torch.empty(packed, dtype=torch.uint8, device=x.device)
-        scales = torch.empty((), dtype=torch.float32, device=x.device)
-        scale_codes: torch.Tensor | None = torch.empty(
-            (512 * rows * across,), dtype=torch.uint8, device=x.device
-        )
-        out_strides = out.stride(0), 1
-    else:
-        out = _empty(view, axis, dtype, x)
-        scales = torch.empty(blocks.grid if codes else (), dtype=torch.float32, device=x.device)
-        has_codes = codes and how.are_codes
-        scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device) if has_codes else None
-        strides, out_strides = _strides(scales, axis) if codes else (0, 0), _strides(out, axis)
-    launch(
-        cast_blocks, _grid(programs, tile),
-        x, out, scales, scales if scale_codes is None else scale_codes, scales if over is None else over,
-        scales if tensor_scale is None else tensor_scale,
-        x if matrix is None else matrix, *_random(x, stream),
-        view.R, view.K, *extent, *grid, *view.x, *out_strides, *strides, *view.element,
-        writes="out scales scale_codes tensor_scale",
+        packed, tiles = (extent[0], extent[1] * cast.element.bits // 8), 512 * rows * across
+    of_out = (packed[1], 1) if in_tiles else _out_strides(view, axis, dtype, axis)
+    of_grid = _grid_strides(view.blocks, axis) if codes and not in_tiles else (0, 0)
+    launch = Launch(
+        cast_blocks, _grid(programs, tile), "out scales scale_codes tensor_scale",
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard.size,
         **facts(cast.element), ROUNDING=cast.rounding.mode, RANDOM_BITS=cast.rounding.random_bits,
         SCALE="rounded" if how.are_rounded else how.format, **facts_of_scale(how.format),
         RULE=how.rule, POWER_OF_TWO=how.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
-        LARGEST=cast.target * cast.aim,
-        CONVERTS=is_converted(cast.element, cast.rounding.mode, x.device), IN_TILES=in_tiles,
-        lanes=_lanes(x, cast, axis, dtype), **LAUNCH,
+        LARGEST=cast.target * cast.aim, CONVERTS=converts, IN_TILES=in_tiles,
+        lanes=_lanes(shape, cast, axis, dtype), **LAUNCH,
     )  # fmt: skip
-    return out, blocks, scales, scale_codes, tensor_scale
+    numbers = view.R, view.K, *extent, *grid, *view.x, *of_out, *of_grid, *view.element
+    return _Kind(launch, numbers, view), packed, tiles
 
 
 def _largest(
     x: torch.Tensor,
     cast: Cast,
-    view: _View,
     axis: int,
-    blocks: Blocks,
     matrix: torch.Tensor | None = None,
     known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The amax of each block, float32 in their grid; for NVFP4 that of all finite blocks.
+    """The amax of each block, float32 in their grid, 0-dim for one; for NVFP4 that of all finite blocks.
 
     For NVFP4 the `known` one is used, without a read, if it is finite.
     """
-    finite = cast.scales.outer != "none"
-    known = known if finite and matrix is None else None
-    BR, BK = cast.block if finite and cast.block else (1, 1)
-    if finite or max(blocks.grid) == 1:
-        amax = new_amax(x.device).view(torch.int32).reshape(1, 1)
+    known = known if cast.scales.outer != "none" and matrix is None else None
+    H = 0 if matrix is None else len(matrix)
+    kind, is_one = _largest_of(x.shape, x.stride(), cast, axis, H, known is not None)
+    if is_one:
+        amax = new_amax(x.device)
+        bits = amax.view(torch.int32)
     else:
-        amax = torch.zeros(blocks.grid, dtype=torch.int32, device=x.device)
+        bits = torch.zeros(kind.view.blocks.grid, dtype=torch.int32, device=x.device)
+        amax = bits.view(torch.float32)
+    kind.launch(x, bits, x if matrix is None else matrix, x if known is None else known, *kind.numbers)
+    return amax
+
+
+@lru_cache(_KINDS)
+def _largest_of(
+    shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int, H: int, is_told: bool
+) -> tuple[_Kind, bool]:
+    """The launch of `largest`, and whether it has one result."""
+    view, finite = _view(shape, strides, cast, axis), cast.scales.outer != "none"
+    BR, BK = cast.block if finite and cast.block else (1, 1)
+    is_one = finite or max(view.blocks.grid) == 1
     tile = tile_of(view.x[1])
-    launch(
-        largest, _grid(view, tile),
-        x, amax, x if matrix is None else matrix, x if known is None else known,
-        view.R, view.K, *view.x, *_strides(amax, axis),
-        *((2**30, 2**30) if finite else _extents(blocks, axis)), updates="amax",
-        seldom="" if known is None else "x", IS_TOLD=known is not None,
-        TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
-        BY_ROW=_is_by_row(cast), IS_ONE=amax.numel() == 1, FINITE=finite,
-        lanes=_LANES_OF_AMAX * x.numel() if cast.block is None else 0.0, **LAUNCH,
+    launch = Launch(
+        largest, _grid(view, tile), updates="amax", seldom="x" if is_told else "", IS_TOLD=is_told,
+        TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=H, BY_ROW=_is_by_row(cast), IS_ONE=is_one, FINITE=finite,
+        lanes=_LANES_OF_AMAX * shape.numel() if cast.block is None else 0.0, **LAUNCH,
     )  # fmt: skip
-    return amax.view(torch.float32)
+    of_amax = (1, 1) if is_one else _grid_strides(view.blocks, axis)
+    extents = (2**30, 2**30) if finite else _extents(view.blocks, axis)
+    return _Kind(launch, (view.R, view.K, *view.x, *of_amax, *extents), view), is_one
 
 
-def _lanes(x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype) -> float:
-    """The instructions of a cast of `x`, for `GpuWork.lanes`."""
+def _lanes(shape: torch.Size, cast: Cast, axis: int, dtype: torch.dtype) -> float:
+    """The instructions of a cast, for `GpuWork.lanes`."""
     of_an_element = _LANES[_kind(cast)][dtype == torch.uint8][axis == 0]
-    return x.numel() * float(of_an_element + _LANES_STOCHASTIC * (cast.rounding.mode == "stochastic"))
+    return shape.numel() * float(of_an_element + _LANES_STOCHASTIC * (cast.rounding.mode == "stochastic"))
 
 
 def _kind(cast: Cast) -> str:
@@ -372,7 +455,7 @@ def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
 
 
 def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
-    return triton.cdiv(view.R, tile[0]), triton.cdiv(view.K_OUT, tile[1])
+    return cdiv(view.R, tile[0]), cdiv(view.K_OUT, tile[1])
 
 
 def _random(x: torch.Tensor, stream: RandomStream | None) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
 
 BLOCK = 4096
 WARPS = 8
@@ -176,7 +176,7 @@ def write_gradients(
     if rows:
         launch(
             _gradients,
-            (rows, triton.cdiv(width, BLOCK)),
+            (rows, cdiv(width, BLOCK)),
             z_TV,
             y_T,
             stats_2T,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
 from narrowgauge.kernels.triton.quantized_state import (
     EMIN,
     MAX,
@@ -121,14 +121,14 @@ def launch_sum(
     found = torch.zeros(4, dtype=torch.int32, device=codes.device)
     casts: dict[str, Any] = {"IS_EMPTY": is_empty, "G": G, "BLOCK": BLOCK}
     launch(
-        largest_sum, (triton.cdiv(n, BLOCK * TILES),), codes, scale, dw, found, n,
+        largest_sum, (cdiv(n, BLOCK * TILES),), codes, scale, dw, found, n,
         writes="found", **casts, TILES=TILES, **LAUNCH,
     )  # fmt: skip
     old_scale = found.view(torch.float32)[1:2]
     key, offset = (found, found) if stream is None else stream
     mu = old_scale if prescale is None else prescale[0]
     launch(
-        add_sum, (triton.cdiv(n, BLOCK),), codes, old_scale, scale, dw, found, mu, key, offset, n,
+        add_sum, (cdiv(n, BLOCK),), codes, old_scale, scale, dw, found, mu, key, offset, n,
         writes="scale" + " g" * is_empty, updates="found" + " g" * (not is_empty),
         **casts, PRESCALES=prescale is not None, **LAUNCH,
     )  # fmt: skip

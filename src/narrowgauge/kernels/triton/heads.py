@@ -8,7 +8,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.amax import new_amax
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
 
 #: Pairs of a tile, 16 per thread in four warps: two 16-byte loads from each half in bf16.
 TILE = 2048
@@ -108,9 +108,9 @@ def split_backward(
 
 def _tiles(tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
     """The number of tiles for the tokens of a head, and their shape."""
-    half = triton.next_power_of_2(head_dim // 2)
+    half = next_power_of_2(head_dim // 2)
     rows = max(1, TILE // half)
-    return triton.cdiv(tokens, rows), {"ROWS": rows, "HALF": half}
+    return cdiv(tokens, rows), {"ROWS": rows, "HALF": half}
 
 
 def _strides(table: Tensor | None) -> tuple[int, int, int]:
@@ -210,11 +210,11 @@ def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
     """
     B, N, T, H = x_BNTH.shape
     y_BNTH = torch.empty_like(x_BNTH)
-    half_block = triton.next_power_of_2(H // 2)
+    half_block = next_power_of_2(H // 2)
     rows_each = max(1, ROTARY_TILE // half_block)
     launch(
         rotary_pairs,
-        (triton.cdiv(B * N * T, rows_each),),
+        (cdiv(B * N * T, rows_each),),
         x_BNTH,
         table,
         y_BNTH,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
 
 #: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
 #: widths. With 16,384 tokens they write and read 0.25 bytes per element, on top of the 16 that must be moved.
@@ -125,7 +125,7 @@ def norm_backward(
 
 
 def _blocks(D: int) -> dict[str, Any]:
-    block = triton.next_power_of_2(D)
+    block = next_power_of_2(D)
     return {"D": D, "BLOCK": block, "num_warps": max(1, min(16, block // 256))}
 
 
@@ -187,8 +187,8 @@ def launch_backward(
         The fp32 gradient of the weight, and that of the bias if `with_bias`.
     """
     M, D = len(scale_M), len(weight_D)
-    rows_per_program = triton.cdiv(M, PROGRAMS)
-    programs = triton.cdiv(M, rows_per_program)
+    rows_per_program = cdiv(M, PROGRAMS)
+    programs = cdiv(M, rows_per_program)
     sums_2PD = scale_M.new_empty(1 + with_bias, programs, D)
     launch(
         norm_backward,

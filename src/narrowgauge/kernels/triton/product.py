@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import narrow
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
 
 #: Elements of a tile, 16 per thread: four 16-byte loads from fp32.
 TILE = 2048
@@ -34,7 +34,7 @@ def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype, other: Ten
     out = torch.empty_like(product, dtype=dtype)
     launch(
         scale_and_round,
-        (triton.cdiv(product.numel(), TILE),),
+        (cdiv(product.numel(), TILE),),
         product,
         scale,
         scale if other is None else other,
@@ -71,10 +71,10 @@ def launch_scaled_rows(
     """(product * rows + rest) * columns in `dtype`; both are contiguous (M, N), scales 1-dim or 0-dim."""
     out = torch.empty_like(product, dtype=dtype)
     M, N = product.shape
-    block = min(TILE // 2, triton.next_power_of_2(N))
+    block = min(TILE // 2, next_power_of_2(N))
     launch(
         scale_rows_and_round,
-        (M, triton.cdiv(N, block)),
+        (M, cdiv(N, block)),
         product,
         product if rest is None else rest,
         rows,
@@ -106,7 +106,7 @@ def launch_transposed(x_RC: Tensor) -> Tensor:
     """Transpose a contiguous matrix of bytes; the result is contiguous."""
     rows, columns = x_RC.shape
     out_CR = x_RC.new_empty(columns, rows)
-    tiles = triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE)
+    tiles = cdiv(rows, SIDE) * cdiv(columns, SIDE)
     launch(
         transpose,
         (tiles,),

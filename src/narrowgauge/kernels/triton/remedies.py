@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import INTERPRETED, magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch, libdevice, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, libdevice, next_power_of_2, tl, triton
 from narrowgauge.kernels.triton.rounding import facts, to_grid, value_of
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 from narrowgauge.quantization import Cast
@@ -87,7 +87,7 @@ def launch_ranked(x: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     counts = torch.zeros(3 * 256 + 4, dtype=torch.int32, device=x.device)
     counts, state = counts[: 3 * 256], counts[3 * 256 :]
     found = torch.empty(2, dtype=torch.int16, device=x.device)
-    bits, grid = x.view(torch.int16), (triton.cdiv(n, BLOCK * TILES),)
+    bits, grid = x.view(torch.int16), (cdiv(n, BLOCK * TILES),)
     options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
     for is_high in (True, False):
         launch(
@@ -184,7 +184,7 @@ def slope_of_rows(
 def _row_options(x: Tensor, cast: Cast) -> dict[str, Any]:
     element = facts(cast.element)
     return {
-        "TK": min(COLUMNS, triton.next_power_of_2(x.shape[1])),
+        "TK": min(COLUMNS, next_power_of_2(x.shape[1])),
         "AIM": cast.aim,
         "POWER_OF_TWO": cast.scales.power_of_two,
         **{key: element[key] for key in ("MAX", "EMIN", "M")},

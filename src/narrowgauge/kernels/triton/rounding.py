@@ -21,7 +21,7 @@ from torch import Tensor
 from narrowgauge.formats import Format, format
 from narrowgauge.kernels.dispatch import converts_to_fp8
 from narrowgauge.kernels.triton.arithmetic import narrow
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import launch, next_power_of_2, tl, triton
 
 
 def facts(fmt: Format) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def random_signs(key_ptr, out_ptr, size, BLOCK: tl.constexpr):
 def launch_signs(key: Tensor, size: int) -> Tensor:
     """The signs of `size` elements of a stream whose two int32 words are `key`: +1 or -1, in bf16."""
     signs = torch.empty(size, dtype=torch.bfloat16, device=key.device)
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, next_power_of_2(size))
     launch(
         random_signs,
         (1,),

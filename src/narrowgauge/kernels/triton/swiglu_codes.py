@@ -22,7 +22,7 @@ from narrowgauge.kernels.triton.activation import (
     tiling,
 )
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
-from narrowgauge.kernels.triton.launch import launch, tl, triton
+from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
 from narrowgauge.kernels.triton.rounding import code_of, is_converted, to_fp8, to_grid
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 
@@ -182,7 +182,7 @@ def launch_swiglu_backward_codes(
         for shape in ((rows, 2 * F), (2 * F, rows), (F, rows))
     )
     scales = y_told.new_empty(2) if delayed is None else y_told
-    tiles = triton.cdiv(rows, SQUARE["ROWS"]) * triton.cdiv(F, SQUARE["COLS"])
+    tiles = cdiv(rows, SQUARE["ROWS"]) * cdiv(F, SQUARE["COLS"])
     launch(
         swiglu_backward_codes, (tiles,),
         dy_MF, gate_up_M2F, grad_amax if delayed is None else grad_amax.view(torch.int32),

@@ -1,0 +1,45 @@
+"""What the host does for a micro-batch (benchmarks/host.py); launches that go past Triton are Triton's."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton binds the launches")
+
+
+def child(*command):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+#: Calls of Python functions of one micro-batch of Qwen2.5-1.5B. They repeat exactly: 44,098 and 26,682 with
+#: Python 3.11 and torch 2.13; other versions differ by some of the 5 % that are added here. Whoever lowers
+#: them lowers these.
+MOST = {"fp8": 46_300, "bf16": 28_000}
+
+
+@pytest.mark.tier("thorough")  # compiles kernels; the time is for benchmarks/host.py to compare
+@pytest.mark.parametrize("recipe", MOST)
+def test_calls_of_a_micro_batch(recipe):
+    (found,) = child("benchmarks/host.py", "--calls", "--json", "--recipes", recipe)
+    assert found["calls"] <= MOST[recipe]
+
+
+@pytest.mark.tier("thorough")
+def test_a_launch_that_goes_past_triton_passes_what_triton_would():
+    """Kernel, grid, stream and arguments, of every launch of a micro-batch, and on no other device."""
+    (same,) = child(str(Path(__file__).parent / "support" / "host_launches.py"))
+    assert same["launches"] > 50
+    assert same["kernels"] > 5
+    assert same["past"] > 0.9 * same["launches"]
+    assert same["unlike"] == []
