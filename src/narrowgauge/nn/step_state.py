@@ -54,7 +54,7 @@ class StepState:
     is_training: bool = False
 
     def operand_stream(self, place: str, elements_per_sample: int) -> RandomStream:
-        """The random bits of an operand; those of a weight are the same in every part of the batch."""
+        """The random bits of an operand; a weight's bits are the same in every part of the batch."""
         assert self.keys is not None
         offset = 0 if place.endswith(".w") else self.first_sample * elements_per_sample
         return RandomStream(self.keys[GEMM_PLACES.index(place)], offset)
@@ -245,7 +245,7 @@ class Stepped:
             self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
 
     def _use_own_samples(self) -> None:
-        """Use the samples of this process, if the loop does not set those of a pass."""
+        """Use the samples of this process, if the loop does not set the samples of a pass."""
         if self.first_sample is not None and not self.step_is_set:
             self.first_sample = torch.full_like(self.first_sample, self.process * _A_PROCESS)
 
