@@ -86,8 +86,13 @@ def read() -> list[dict[str, str]]:
 
 
 def keep(new: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """Writes rows in the place of those of the same versions, and returns all."""
+    """Writes rows in the place of those of the same versions, and returns all.
+
+    A result takes the place of the reason why its version was not tested.
+    """
     by_key = {tuple(row[key] for key in COLUMNS[:4]): row for row in (*read(), *new)}
+    for tool, version in {(tool, version) for tool, version, torch, _ in by_key if torch}:
+        by_key.pop((tool, version, "", ""), None)
     order = list(TESTS)
 
     def place(row: dict[str, str]) -> tuple[int, list[int], list[int]]:

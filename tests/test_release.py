@@ -120,3 +120,15 @@ def test_an_interpreter_that_does_not_start_is_not_here(tmp_path, monkeypatch):
 def test_the_small_part_of_each_tier_has_tests_of_it():
     assert 'tier("thorough"' in (ROOT / workflows._SMALL["make test-thorough"]).read_text(encoding="utf-8")
     assert (ROOT / workflows._SMALL["make test "]).is_file()
+
+
+def test_a_result_takes_the_place_of_the_reason_why_there_was_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "ROWS", tmp_path / "versions.csv")
+    none = dict.fromkeys(versions.COLUMNS, "")
+    versions.keep([none | {"tool": "torch", "version": v, "note": "no wheel"} for v in ("2.12.1", "2.15.0")])
+    result = {"tool": "torch", "version": "2.15.0", "torch": "2.15.0", "python": "3.11.7", "passed": "7"}
+    rows = versions.keep([none | result])
+    assert [(row["version"], row["passed"], row["note"]) for row in rows] == [
+        ("2.12.1", "", "no wheel"),
+        ("2.15.0", "7", ""),
+    ]

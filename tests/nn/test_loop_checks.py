@@ -184,7 +184,7 @@ def test_no_loop_is_warned_that_says_steps_or_never_did_or_needs_none():
     ng.step(told)
     for m in (deterministic, told, model("fp8-delayed")):
         steps(m, 12)
-    assert evaluated[0].unsaid == 0, "no pass of its own"
+    assert evaluated[0].steps_unset == 0, "no pass of its own"
 
 
 TIMED = """

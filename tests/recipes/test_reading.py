@@ -213,6 +213,29 @@ def test_a_recipe_of_modelopt_with_imports(modelopt):
     assert len(lost(found)) == 2
 
 
+NARROW_EXPERTS = """
+quantize:
+  algorithm: max
+  quant_cfg:
+  - {quantizer_name: '*', enable: false}
+  - {quantizer_name: '*moe*weight_quantizer', cfg: {num_bits: e4m3}}
+  - {quantizer_name: '*mlp*weight_quantizer', cfg: {num_bits: e4m3}}
+  - {quantizer_name: '*share_expert*', enable: false}
+"""
+
+
+def test_a_recipe_of_modelopt_for_some_layers_comes_back_without_its_wide_ones(tmp_path):
+    """`*share_expert*` was dropped, and the shared expert of a mixture was narrow."""
+    pytest.importorskip("yaml")
+    found = read(NARROW_EXPERTS, "modelopt", tmp_path)
+    for name, element in (("moe.experts.0", "e4m3"), ("moe.share_expert.up", "bf16"), ("proj", "bf16")):
+        assert found.for_layer([(f"blocks.1.{name}", 1)], 4).casts["fprop.w"].element.name == element
+    text = write_recipe(found, "modelopt")
+    again = read(text, "modelopt", tmp_path)
+    assert (again.casts, again.rules) == (found.casts, found.rules)
+    assert [text.count(f"'{p}") for p in ("*moe*w", "*mlp*w", "*.up", "*share_expert*'")] == [1, 1, 0, 1]
+
+
 def test_what_a_recipe_of_modelopt_has_beyond_ours_is_refused_by_name(modelopt, tmp_path):
     with pytest.raises(UserError, match="algorithm 'awq_lite' changes weights"):
         modelopt(algorithm="awq_lite")

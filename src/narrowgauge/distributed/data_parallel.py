@@ -105,7 +105,7 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     with quantized_fsdp(module, only_narrow=True):
         torch_fully_shard(module, **options)
     note_shards(module)
-    _train_beside(module, _rank_in_mesh(options.get("mesh")))
+    _use_process(module, _rank_in_mesh(options.get("mesh")))
     if any(layer.recipe.state["grad"] != FP32 for _, layer in _layers(module)):
         quantize_fsdp_reduce(module)
     return module
@@ -133,7 +133,7 @@ class _Reduction:
         if ddp is not None and not self.is_synced:
             _require_prepared(module, ddp)
             _send_state(module, ddp.process_group)
-            _train_beside(module, rank_in(ddp.process_group))
+            _use_process(module, rank_in(ddp.process_group))
             self.is_synced = True
         if torch.is_grad_enabled():
             will_sync = ddp is not None and ddp.require_backward_grad_sync
@@ -194,11 +194,11 @@ def _is_random(module: torch.nn.Module) -> bool:
     return isinstance(module, Stepped) and module.is_random
 
 
-def _train_beside(module: torch.nn.Module, process: int) -> None:
+def _use_process(module: torch.nn.Module, process: int) -> None:
     """Let every layer draw this process's random bits until a loop specifies the samples of a pass."""
     for layer in module.modules():
         if isinstance(layer, Stepped):
-            layer.train_beside(process)
+            layer.use_process(process)
 
 
 def _rank_in_mesh(mesh: DeviceMesh | None) -> int:

@@ -62,7 +62,7 @@ class Transformer(nn.Module):
     for the balance of experts (`experts.py`).
 
     If several processes compute each sequence together, `share` = (index, count) identifies the local one of
-    `count` equal shares of its tokens. Ids and positions are those of the full sequence, results (logits, the
+    `count` equal shares of its tokens. Ids and positions belong to the full sequence, results (logits, the
     term of the loss) those of the local tokens, which see the others through `Block.to_heads`. A block that
     another process computes is an `nn.Identity`, and other modules may be None.
     """
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         """Token ids (int64) -> the head's input: [B, T, D] in `compute_dtype`.
 
         Args:
-            x_BT: The ids; with a `cache`, those of the tokens after the ones that the cache holds.
+            x_BT: The ids; with a `cache`, the ids of the tokens after the ones that the cache holds.
             position_BT: The position of each token in its document, which keeps documents separate: each is
                 computed as if it stood alone at the start of a sequence.
             cache: Keys and values of earlier tokens; not together with `position_BT`.

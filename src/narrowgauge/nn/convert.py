@@ -63,7 +63,7 @@ def convert(
             casts and those of experts are stacked.
 
     Warns:
-        UserWarning: No recipe can reach some matrices, such as those of `torch.nn.MultiheadAttention` and of
+        UserWarning: No recipe can reach some matrices, such as in `torch.nn.MultiheadAttention` and in
             layers in plain lists; or some layers override the forward pass (`own_forward.py`).
     """
     keep = (keep,) if isinstance(keep, str) else keep

@@ -19,7 +19,7 @@ two, each of bf16 values:
 Both matmuls accumulate in fp32, and the result is rounded once.
 
 **Native operands** are codes and scales, which the hardware multiplies directly, through
-`torch.nn.functional.scaled_mm`. The values are those of `quantize`, the same codes and scales that are
+`torch.nn.functional.scaled_mm`. The values are the results of `quantize`, the same codes and scales that are
 emulated elsewhere; only the order of summation is the hardware's. The code here handles layout: both operands
 are stored in bytes along the contraction, and scales in the order in which their kernel reads them:
 

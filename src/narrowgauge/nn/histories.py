@@ -143,7 +143,7 @@ class HeldAmax(AmaxHistory):
 
 
 class ChannelChoice(History):
-    """The channels that a layer keeps in another cast: those of its input with the largest norms."""
+    """The channels that a layer keeps in another cast: the channels of its input with the largest norms."""
 
     squares: torch.Tensor
     sums: torch.Tensor
@@ -151,7 +151,7 @@ class ChannelChoice(History):
     age: torch.Tensor
 
     def __init__(self, cast: Cast, channels: int) -> None:
-        """Start without a choice; `channels` counts those of the full layer, even if it is sharded."""
+        """Start without a choice; `channels` counts the full layer's channels, even if it is sharded."""
         self.channels = channels
         super().__init__(cast)
 
@@ -195,7 +195,7 @@ class ChannelChoice(History):
 
 @torch.no_grad()
 def end_steps(histories: Iterable[History]) -> None:
-    """Call `end_step` on all; those of one kind together, because each operation is a GPU launch."""
+    """Call `end_step` on all; histories of one kind together, because each operation is a GPU launch."""
     alike: dict[tuple[object, ...], list[AmaxHistory]] = {}
     for history in histories:
         if type(history) is AmaxHistory:

@@ -79,7 +79,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
         observer: Reads all operands and results; attached for a step.
         accumulation: What is the same in all micro-batches of a step; attached for a step (`accumulating`).
-        calls: The forward passes since conversion, without those of compiled code (`audit`).
+        calls: The forward passes since conversion, without the passes of compiled code (`audit`).
     """
 
     weight: torch.nn.Parameter
@@ -481,7 +481,7 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = F
     Args:
         model: The model.
         keeps_codes: Whether layers keep the codes of their weights from one micro-batch to the next.
-        keeps_both: Whether they keep those of small weights along both axes.
+        keeps_both: Whether they keep the operands of small weights along both axes.
     """
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))

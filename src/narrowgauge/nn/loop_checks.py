@@ -34,7 +34,7 @@ class CountsSteps(Protocol):
 
 
 #: Optimizer steps after one `set_step` before a warning. Adversarial training takes a few on purpose.
-MOST_UNSAID = 10
+MOST_STEPS_UNSET = 10
 
 _COUNTING: WeakKeyDictionary[CountsSteps, None] = WeakKeyDictionary()  # in order
 

@@ -160,7 +160,7 @@ class Operands:
         """`of` for the weight whose parameter is `w_NK`.
 
         Its codes are computed once per step if that is allowed, and if they are the same in each micro-batch.
-        They are then kept along one axis only, except those of a small weight if memory is not short.
+        They are then kept along one axis only, except the operands of a small weight if memory is not short.
         """
         cast, kept = self.layer.casts[place], self.weight.accumulation
         is_same = not (cast.is_random or cast.hadamard.signs == "random" or cast.amax.refresh)

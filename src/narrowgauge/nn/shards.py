@@ -46,7 +46,7 @@ class PooledSequences:
     """The sequences of `count` processes, some of whose tokens this one computes together (experts).
 
     Together they have the sequences of a step from `begin` on; of these, this process has those from `own`
-    on. Their n-th micro-batches are concatenated into one: so their random bits are those of one process with
+    on. Their n-th micro-batches are concatenated into one: so their random bits equal one process's with
     micro-batches of `count` times as many sequences.
     """
 
@@ -64,7 +64,7 @@ class LinearShards:
     """The sharding of one layer; None for a dimension that is not sharded.
 
     Attributes:
-        pool: The sequences whose tokens the layer computes, if not those of this process.
+        pool: The sequences whose tokens the layer computes, if not this process's sequences.
         tokens: The shard of the tokens.
         inputs: The shard of the weight's columns.
         outputs: The shard of the weight's rows.

@@ -21,7 +21,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
 from narrowgauge.nn.histories import History
-from narrowgauge.nn.loop_checks import MOST_UNSAID, warn_of_still_step
+from narrowgauge.nn.loop_checks import MOST_STEPS_UNSET, warn_of_still_step
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.torch_compat import is_in_backward
@@ -54,7 +54,7 @@ class StepState:
     is_training: bool = False
 
     def operand_stream(self, place: str, elements_per_sample: int) -> RandomStream:
-        """The random bits of an operand; those of a weight are the same in every part of the batch."""
+        """The random bits of an operand; a weight's bits are the same in every part of the batch."""
         assert self.keys is not None
         offset = 0 if place.endswith(".w") else self.first_sample * elements_per_sample
         return RandomStream(self.keys[GEMM_PLACES.index(place)], offset)
@@ -86,9 +86,9 @@ class Stepped:
         step_is_set: Whether the loop sets the step.
         begins_step: Whether the next pass that records gradients begins a step.
         hears_optimizer: Whether an optimizer has taken a step since the layer was made.
-        is_told: Whether `nn.step` was called; from then on only it counts steps.
+        counts_calls: Whether `nn.step` was called; from then on only it counts steps.
         awaits_backward: The passes of this step that the backward pass may recompute.
-        unsaid: The number of optimizer steps, each after a pass, since the loop last set the step.
+        steps_unset: The number of optimizer steps, each after a pass, since the loop last set the step.
     """
 
     recipe: Recipe
@@ -103,9 +103,9 @@ class Stepped:
     step_is_set = False
     begins_step = True
     hears_optimizer = False
-    is_told = False
+    counts_calls = False
     awaits_backward = 0
-    unsaid = 0
+    steps_unset = 0
 
     def set_position(
         self,
@@ -123,14 +123,14 @@ class Stepped:
         if step != self.step:
             self._end_step(is_ended)
         # A module's own way to set an attribute is slow, and every micro-batch does it in every layer.
-        vars(self).update(step=step, step_is_set=True, unsaid=0, length=(steps, decay))
+        vars(self).update(step=step, step_is_set=True, steps_unset=0, length=(steps, decay))
         self._use_rules(step, steps, decay)
         self._set_keys(seed, step, first_sample)
 
     def position(self) -> dict[str, Any]:
         """The position of training as numbers, which determine random bits and the next forward pass."""
         keys = [] if self.keys is None else self.keys.tolist()
-        hears = {"hears_optimizer": self.hears_optimizer, "is_told": self.is_told}
+        hears = {"hears_optimizer": self.hears_optimizer, "is_told": self.counts_calls}
         at = {"step": self.step, "length": list(self.length), "is_set": self.step_is_set}
         return {**at, "keys": keys, **hears}
 
@@ -140,7 +140,7 @@ class Stepped:
         self.step, self.step_is_set = position["step"], position["is_set"]
         # Older versions do not save these.
         self.hears_optimizer = position.get("hears_optimizer", self.hears_optimizer)
-        self.is_told = position.get("is_told", self.is_told)
+        self.counts_calls = position.get("is_told", self.counts_calls)
         steps, decay = self.length = tuple(position.get("length", self.length))
         if self.step is not None:
             self._use_rules(self.step, steps, decay)
@@ -148,7 +148,7 @@ class Stepped:
             self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
             self._use_own_samples()
 
-    def train_beside(self, process: int) -> None:
+    def use_process(self, process: int) -> None:
         """Draw the random bits of process number `process`, until a loop sets the samples of a pass."""
         self.process = process
         self._use_own_samples()
@@ -180,7 +180,7 @@ class Stepped:
 
     def step_taken(self) -> None:
         """Count an optimizer step. Until a step is set, only calls of this method count from now on."""
-        self.begins_step = self.hears_optimizer = self.is_told = True
+        self.begins_step = self.hears_optimizer = self.counts_calls = True
         self.step_is_set = False
         self._use_own_samples()
 
@@ -190,12 +190,12 @@ class Stepped:
         Warns:
             UserWarning: The loop has stopped setting steps.
         """
-        if self.is_told:
+        if self.counts_calls:
             return
         if self.step_is_set and not self.begins_step and self._follows_step():
-            self.unsaid += 1
-            if self.unsaid == MOST_UNSAID:
-                warn_of_still_step(self.step, self.unsaid)
+            self.steps_unset += 1
+            if self.steps_unset == MOST_STEPS_UNSET:
+                warn_of_still_step(self.step, self.steps_unset)
         self.begins_step = self.hears_optimizer = True
 
     def _follows_step(self) -> bool:
@@ -245,7 +245,7 @@ class Stepped:
             self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
 
     def _use_own_samples(self) -> None:
-        """Use the samples of this process, if the loop does not set those of a pass."""
+        """Use the samples of this process, if the loop does not set the samples of a pass."""
         if self.first_sample is not None and not self.step_is_set:
             self.first_sample = torch.full_like(self.first_sample, self.process * _A_PROCESS)
 

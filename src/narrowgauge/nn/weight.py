@@ -163,7 +163,7 @@ class Accumulation:
     Attributes:
         parameter: The weight whose existing gradient a backward pass adds to; None leaves it to autograd.
         keeps_codes: Whether the codes of the weight are kept from one micro-batch to the next.
-        keeps_both: Whether those of a small weight are kept along both axes.
+        keeps_both: Whether the operands of a small weight are kept along both axes.
         kept: The operands that were kept.
     """
 
@@ -263,7 +263,7 @@ def make_weight_state(
     offload: Collection[str] = (),
     local: torch.Tensor | None = None,
 ) -> ParamState | None:
-    """Store a weight, its master and its gradient in casts, replacing those of another recipe.
+    """Store a weight, its master and its gradient in casts, replacing the casts of another recipe.
 
     Args:
         parameter: The weight. Its values are rounded once, from the widest available; it becomes a

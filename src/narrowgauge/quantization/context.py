@@ -95,7 +95,7 @@ class QuantContext:
     def random_over(self, blocks: Blocks) -> Randomness:
         """The source of random bits for a tensor split into blocks; explicit values are split with it.
 
-        An element's bits are those of its index in the global tensor, regardless of padding in its block.
+        An element's bits follow from its index in the global tensor, regardless of padding in its block.
         """
         random = self.random
         if isinstance(random, RandomStream) and self.shard is not None:
@@ -123,7 +123,7 @@ class QuantContext:
         return random
 
     def row_amax(self, amax: torch.Tensor, blocks: Blocks, axis: int, cast: Cast) -> torch.Tensor:
-        """The amax of each row of the global tensor, from those of the local blocks.
+        """The amax of each row of the global tensor, from the amaxes of the local blocks.
 
         If groups of columns within a row have their own outer scale, the amax of the group, repeated per
         block.
@@ -137,7 +137,7 @@ class QuantContext:
         return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
 
     def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
-        """The amaxes of the global tensor's blocks, from those of the local elements."""
+        """The amaxes of the global tensor's blocks, from the magnitudes of the local elements."""
         if self.shard is None or self.scale is not None:
             return amax
         if cast.block is None and not amax.numel():  # this process holds no element of the tensor
@@ -145,7 +145,7 @@ class QuantContext:
         return self.shard.reduce_amax(amax, cast, axis)
 
     def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """The amax of the global tensor (0-dim), from those of the local blocks."""
+        """The amax of the global tensor (0-dim), from the amaxes of the local blocks."""
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
         largest = largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
         return largest if self.held is None else torch.where(self.held > 0, self.held, largest)

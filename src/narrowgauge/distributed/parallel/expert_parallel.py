@@ -7,7 +7,7 @@
 The three are all-to-alls of torch.distributed (GShard, arXiv 2006.16668, section 3.3), without a capacity
 limit: nothing is dropped and nothing padded. An expert sees one matrix, the tokens of the first process of
 the group before those of the second, as if one process had all their sequences in one micro-batch. So a
-recipe's scales, blocks and random bits of an expert are those of the group's tokens.
+recipe's scales, blocks and random bits of an expert follow from the group's tokens.
 
 The other weights are sharded over `shard` as usual. An expert is sharded over the processes that hold the
 same one, as a separate FSDP2 unit: it then uses memory and traffic only while it computes.
@@ -59,7 +59,7 @@ def check_expert_parallel(model: ModelConfig, parallel_dims: ParallelDims) -> No
 
 
 def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:
-    """Keep this process's experts of each layer, and route tokens to those of others, in place.
+    """Keep this process's experts of each layer, and route tokens to the experts of others, in place.
 
     Args:
         model: a converted model on the meta device.

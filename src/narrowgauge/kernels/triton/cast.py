@@ -251,16 +251,16 @@ def cast_given(
     if BY_ROW:
         at = r * scale_R
         exists = r < R
-        is_first = tl.program_id(1) == 0
+        is_first = tl.program_id(1) + tl.arange(0, 1) == 0
     elif IS_ONE:
         at = tl.arange(0, 1)
         exists = tl.full((1,), 1, tl.int1)
-        is_first = tl.program_id(0) + tl.program_id(1) == 0
+        is_first = tl.program_id(0) + tl.program_id(1) + tl.arange(0, 1) == 0
     else:
         row, column = tl.program_id(0) * TR, tl.program_id(1) * TK
         at = row // block_R * scale_R + column // block_K * scale_K + tl.arange(0, 1)
         exists = tl.full((1,), 1, tl.int1)
-        is_first = (row % block_R == 0) & (column % block_K == 0)
+        is_first = row % block_R + column % block_K + tl.arange(0, 1) == 0
     if FROM_AMAX:
         amax = tl.load(encode + at, mask=exists, other=0.0)
         finite = (amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITE

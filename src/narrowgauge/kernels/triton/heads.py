@@ -50,7 +50,7 @@ def split_forward(
         x1 = _with_bias(x1, of_head, pair < half, dtype)
         x2 = _with_bias(x2, of_head + half, pair < half, dtype)
     if table_ptr is not None:
-        is_turned = head < turned
+        is_turned = head + tl.zeros((1, 1), tl.int32) < turned
         cos, sin = _angles(
             table_ptr, token // T, token % T, pair, inside & is_turned, table_b, table_t, sines
         )
@@ -79,11 +79,12 @@ def split_backward(
     b, t = token // T, token % T
     pair = tl.arange(0, HALF)[None, :]
     inside = (token < M)[:, None] & (pair < half)
-    is_q, is_turned = head < N, head < N + K
-    is_k = is_turned & (head >= N)
+    tile_head = head + tl.zeros((1, 1), tl.int32)
+    is_q, is_turned = tile_head < N, tile_head < N + K
+    is_k = is_turned & (tile_head >= N)
     q1, q2 = _load_halves(dq_ptr, b, head, t, pair, half, qb, qn, qt, inside & is_q)
     k1, k2 = _load_halves(dk_ptr, b, head - N, t, pair, half, kb, kn, kt, inside & is_k)
-    v1, v2 = _load_halves(dv_ptr, b, head - N - K, t, pair, half, vb, vn, vt, inside & (head >= N + K))
+    v1, v2 = _load_halves(dv_ptr, b, head - N - K, t, pair, half, vb, vn, vt, inside & (tile_head >= N + K))
     x1 = tl.where(is_q, q1, tl.where(is_k, k1, v1))
     x2 = tl.where(is_q, q2, tl.where(is_k, k2, v2))
     if table_ptr is not None:

@@ -108,9 +108,10 @@ def swiglu_backward_codes(
     if grad_encode_ptr is None:
         factor, scale = _scale_of(grad_amax_ptr, MAX)
         y_factor, y_scale = _scale_of(y_told_ptr, Y_MAX)
-        is_first = tl.program_id(0) == 0
-        tl.store(grad_scale_ptr + tl.arange(0, 1), scale, is_first)
-        tl.store(y_scale_ptr + tl.arange(0, 1), y_scale, is_first)
+        one = tl.arange(0, 1)
+        is_first = tl.program_id(0) + one == 0
+        tl.store(grad_scale_ptr + one, scale, is_first)
+        tl.store(y_scale_ptr + one, y_scale, is_first)
     else:
         factor = tl.load(grad_encode_ptr + tl.arange(0, 1))
         scale = factor

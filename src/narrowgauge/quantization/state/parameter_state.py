@@ -35,7 +35,7 @@ from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries
 _PLAIN: Any = torch.Tensor.grad  # the descriptor, which subclasses may hide
-_UPDATES = 2**36  # the first stream of random bits of updates from outside, above those of optimizers
+_UPDATES = 2**36  # the first stream of random bits of updates from outside, above the optimizers' streams
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -43,7 +43,7 @@ class ParamState:
     """The record of one parameter: all that is stored for it except plain values and `parameter.grad`.
 
     Attributes:
-        index: The position of the parameter among those of the full model, on which the random bits of its
+        index: The parameter's position in the full model, on which the random bits of its
             state depend; -1 if it has none.
         shard: The shard of the full model's parameter in this process; None for all of it.
         holders: The number of copies over the processes of a pipeline stage: 2 for an embedding that is tied
@@ -53,7 +53,7 @@ class ParamState:
         updated: The float32 values that updates from outside have computed and that are not rounded yet.
         updates: The number of updates from outside that drew random bits (`NarrowTensor`).
         reads: The number of operations outside of the layer that read a narrow weight for a gradient.
-        is_traced: Whether its tensors are those of a tracer, which knows neither master nor random bits.
+        is_traced: Whether its tensors are a tracer's, which knows neither master nor random bits.
     """
 
     index: int = -1
@@ -180,7 +180,7 @@ _UPDATED: WeakSet[ParamState] = WeakSet()
 
 
 def round_updates(besides: Collection[ParamState] = ()) -> None:
-    """Round all updates from outside that wait for the next read, besides those of some records."""
+    """Round all updates from outside that wait for the next read, except the updates of some records."""
     for record in [each for each in _UPDATED if each not in besides]:
         _UPDATED.discard(record)
         record.round_updates()

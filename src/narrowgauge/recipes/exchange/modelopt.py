@@ -13,17 +13,19 @@ Source: ModelOpt @ a2fbac7, modelopt_recipes/ and modelopt/torch/quantization/co
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.describe import wide_and_other_rules
 from narrowgauge.recipes.exchange.layers import kept
 from narrowgauge.recipes.exchange.reading import Keep, Reading, yaml_documents
-from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products, unsaid
-from narrowgauge.recipes.places import SEEN_BEFORE, cast_in
+from narrowgauge.recipes.exchange.refusal import Refusal, cast_refusals, other_rules, outside_products
+from narrowgauge.recipes.places import GEMM_PLACES, SEEN_BEFORE, cast_in
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.rule import Rule
 
 VERSION = "ModelOpt 0.47.0dev (a2fbac7, 2026-08-21)"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
@@ -64,16 +66,18 @@ NUMERICS: Sequence[tuple[Mapping[str, Any], Cast]] = tuple(_numerics())
 
 def refusals(recipe: Recipe) -> list[Refusal]:
     """What ModelOpt cannot express of a recipe."""
-    found = [*outside_products(recipe, "modelopt"), *other_rules(recipe, "modelopt")]
-    wide, casts = make_cast(recipe.compute), recipe.casts
+    narrow = _narrow_layers(recipe)
+    rest = replace(recipe, rules=recipe.rules[1:]) if narrow else recipe
+    found = [*outside_products(recipe, "modelopt"), *other_rules(rest, "modelopt")]
+    wide, casts = make_cast(recipe.compute), _casts(recipe, narrow)
     for place in ("fprop.x", "fprop.w"):
-        found += unsaid(place, casts[place], [*(c for _, c in NUMERICS), wide], "modelopt")
+        found += cast_refusals(place, casts[place], [*(c for _, c in NUMERICS), wide], "modelopt")
     for place in ("dgrad.dy", "wgrad.dy"):
-        found += unsaid(place, casts[place], [wide], "modelopt")
+        found += cast_refusals(place, casts[place], [wide], "modelopt")
     for place in ("dgrad.w", "wgrad.x"):
         of = SEEN_BEFORE[place]
         same = wide if casts[of] == wide else cast_in(place, of)
-        found += unsaid(place, casts[place], [same], "modelopt")
+        found += cast_refusals(place, casts[place], [same], "modelopt")
     _, first, last = kept(recipe)
     for key, count in (("first_blocks", first), ("last_blocks", last)):
         if count:
@@ -81,6 +85,21 @@ def refusals(recipe: Recipe) -> list[Refusal]:
                 Refusal("", f"keep.{key}", f"keep.{key} = {count}, and modelopt has patterns of names")
             )
     return found
+
+
+def _narrow_layers(recipe: Recipe) -> Rule | None:
+    """The first rule, if it alone makes layers narrow, by their names and for the whole run; else None."""
+    wide = make_cast(recipe.compute)
+    first = next(iter(recipe.rules), None)
+    if first is None or first in wide_and_other_rules(recipe)[0]:
+        return None
+    is_rest_wide = all(recipe.casts[place] == wide for place in GEMM_PLACES)
+    is_by_name = first == Rule(casts=first.casts, modules=first.modules)
+    return first if first.modules and is_by_name and is_rest_wide else None
+
+
+def _casts(recipe: Recipe, rule: Rule | None) -> Mapping[str, Cast]:
+    return {**recipe.casts, **rule.casts} if rule else recipe.casts
 
 
 def text(recipe: Recipe) -> str:
@@ -94,10 +113,12 @@ def text(recipe: Recipe) -> str:
         "  quant_cfg:",
         *_entry("*"),
     ]
-    wide = make_cast(recipe.compute)
-    for kind, place in PLACES.items():
-        if (c := recipe.casts[place]) != wide:
-            lines += _entry(f"*{kind}", _cfg(c, kind))
+    wide, narrow = make_cast(recipe.compute), _narrow_layers(recipe)
+    casts = _casts(recipe, narrow)
+    for layers in _narrow_patterns(narrow.modules) if narrow else ("*",):
+        for kind, place in PLACES.items():
+            if casts[place] != wide:
+                lines += _entry(f"{layers}{kind}", _cfg(casts[place], kind))
     for pattern in dict.fromkeys(map(_their_pattern, kept(recipe)[0])):
         lines += _entry(pattern)
     return "\n".join(lines) + "\n"
@@ -121,6 +142,13 @@ def _entry(pattern: str, cfg: Mapping[str, Any] | None = None) -> list[str]:
         lines += [f"          {k}:{'' if v is None else f' {v}'}" for k, v in sizes.items()]
         lines += ["          type: dynamic"] if "scale_bits" in sizes else []
     return lines
+
+
+def _narrow_patterns(modules: Sequence[str]) -> list[str]:
+    """ModelOpt's patterns for the names of narrow layers, without those that a pattern stands for."""
+    also = {name for pattern in modules for name in _ALSO.get(pattern, ())}
+    names = [name if "*" in name else f"*.{name}" for name in modules if name not in also]
+    return [name if name.endswith("*") else f"{name}." for name in names]
 
 
 def _their_pattern(name: str) -> str:
@@ -301,7 +329,8 @@ def _reading(path: Path, entries: Sequence[_Entry], lost: list[str]) -> Reading:
         if SEEN_BEFORE[place] in casts:
             casts[place] = cast_in(place, SEEN_BEFORE[place])
     casts = {place: casts[place] for place in ("fprop.x", "fprop.w", "dgrad.w", "wgrad.x") if place in casts}
+    kept_layers = Keep(tuple(dict.fromkeys(keep)))
     if "*" in of_layers:
-        return Reading(casts=casts, keep=Keep(tuple(dict.fromkeys(keep))), lost=lost)
+        return Reading(casts=casts, keep=kept_layers, lost=lost)
     only = [name for layers in of_layers for name in (layers.removesuffix("."), *_ALSO.get(layers, ()))]
-    return Reading(casts=casts, only=tuple(dict.fromkeys(only)), lost=lost)
+    return Reading(casts=casts, only=tuple(dict.fromkeys(only)), keep=kept_layers, lost=lost)

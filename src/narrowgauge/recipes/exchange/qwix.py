@@ -16,7 +16,7 @@ from typing import Any
 
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.exchange.layers import kept
-from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.exchange.refusal import Refusal, cast_refusals, other_rules, outside_products
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
 
@@ -41,7 +41,7 @@ def refusals(recipe: Recipe) -> list[Refusal]:
     wide = make_cast(recipe.compute)
     casts = recipe.casts
     for place in GEMM_PLACES:
-        found += unsaid(place, casts[place], [*_said(casts[place]), wide], "qwix")
+        found += cast_refusals(place, casts[place], [*_said(casts[place]), wide], "qwix")
     if found:
         return found
     for gemm, (a, b) in _operands(recipe).items():

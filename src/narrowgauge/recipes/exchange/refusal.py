@@ -128,7 +128,7 @@ def other_rules(recipe: Recipe, target: str) -> list[Refusal]:
     return found
 
 
-def unsaid(place: str, c: Cast, said: Iterable[Cast], target: str) -> list[Refusal]:
+def cast_refusals(place: str, c: Cast, said: Iterable[Cast], target: str) -> list[Refusal]:
     """Refusals of a cast that a target cannot express: the keys in which the nearest differs."""
     casts = list(said)
     if any(c == other for other in casts):

@@ -10,7 +10,7 @@ from narrowgauge.quantization import Cast
 from narrowgauge.recipes.describe import wide_and_other_rules
 from narrowgauge.recipes.exchange.layers import kept, selection
 from narrowgauge.recipes.exchange.reading import Call, PythonFile, Reading, call_of, python_file
-from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.exchange.refusal import Refusal, cast_refusals, other_rules, outside_products
 from narrowgauge.recipes.exchange.te_quantizers import SIGNATURES as QUANTIZERS
 from narrowgauge.recipes.exchange.te_quantizers import TENSORS, Quantizer, quantizers
 from narrowgauge.recipes.exchange.te_recipes import SIGNATURES as RECIPES
@@ -34,16 +34,17 @@ def of_products(recipe: Recipe, target: str) -> list[Refusal]:
     found: list[Refusal] = []
     for tensor, row, column in TENSORS:
         options = [q for q in quantizers(recipe.compute) if tensor in q.tensors]
-        found += unsaid(row, recipe.casts[row], (q.row for q in options if q.row), target)
-        found += _unsaid_column(column, recipe.casts[column], [q.column for q in options if q.column], target)
+        found += cast_refusals(row, recipe.casts[row], (q.row for q in options if q.row), target)
+        columns = [q.column for q in options if q.column]
+        found += _column_refusals(column, recipe.casts[column], columns, target)
     return found or _unmultiplied(recipe)
 
 
-def _unsaid_column(place: str, c: Cast, said: list[Cast], target: str) -> list[Refusal]:
+def _column_refusals(place: str, c: Cast, said: list[Cast], target: str) -> list[Refusal]:
     """The same for a columnwise tensor, which may be made from the values of the rowwise one."""
     if c.of and place != "wgrad.dy":  # columnwise_source is not for gradients
-        return unsaid(place, replace(c, of=""), said, target) if c.is_scaled else []
-    return unsaid(place, c, said, target)
+        return cast_refusals(place, replace(c, of=""), said, target) if c.is_scaled else []
+    return cast_refusals(place, c, said, target)
 
 
 def _unmultiplied(recipe: Recipe) -> list[Refusal]:

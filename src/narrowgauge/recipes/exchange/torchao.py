@@ -14,7 +14,7 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.exchange.layers import selection
 from narrowgauge.recipes.exchange.reading import Call, PythonFile, Reading, Signatures, python_file
-from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.exchange.refusal import Refusal, cast_refusals, other_rules, outside_products
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 
@@ -106,7 +106,7 @@ def refusals(recipe: Recipe) -> list[Refusal]:
     if any(c.scales.format == "e8m0" for c in recipe.casts.values()):
         said += [make_cast({"cast": "mxfp8", "scale_rule": rule}) for rule in MX_MODES]
     for place in GEMM_PLACES:
-        found += unsaid(place, recipe.casts[place], said, "torchao")
+        found += cast_refusals(place, recipe.casts[place], said, "torchao")
     return found or _together(recipe)
 
 
