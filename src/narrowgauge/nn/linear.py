@@ -17,6 +17,7 @@ from fractions import Fraction
 from typing import Any, Self
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from narrowgauge.devices import is_gpu
 from narrowgauge.kernels import quantize
@@ -46,11 +47,10 @@ from narrowgauge.quantization import (
     PreScale,
     QTensor,
     has_gradient,
-    like_shard,
     local_part,
     state_of,
 )
-from narrowgauge.quantization.state.narrow_tensor import saved_weight
+from narrowgauge.quantization.state.saved_weight import saved_weight
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
 from narrowgauge.torch_compat import SeesFSDP, has_hooks, reshaped
@@ -425,10 +425,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Save a plain weight under its plain name, whatever stores it."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if (weight := self._own_weight()) is not None:
-            state = state_of(weight)
-            is_here = isinstance(weight, NarrowTensor)
-            saved = saved_weight(state) if is_here else like_shard(state.require_weight().read(), weight)
-            destination[f"{prefix}weight"] = saved
+            destination[f"{prefix}weight"] = saved_weight(weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a plain weight, rounding it to the format that stores it."""
@@ -457,6 +454,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Attach the weight's record to the parameter, which may be another one than before."""
         if self.state_at_rest is not None and (weight := self._parameters.get("weight")) is not None:
             bind(weight, self.state_at_rest, self.is_sharded)
+            if self.gathering is not None and isinstance(weight, DTensor):
+                self.gathering.parameter = weight
 
 
 def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
