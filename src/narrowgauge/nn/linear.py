@@ -144,7 +144,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         for history in self.histories.values():
             history.reset(self._device())
         self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.state.prescale else None
-        self.has_memory = self._follows_step()
+        self.has_memory = self.follows_step()
         self._set_keys(0, 0, 0)
 
     def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
@@ -351,8 +351,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         if self.reduce_prescale is not None:
             self.reduce_prescale.end_step()
 
-    def _follows_step(self) -> bool:
-        return super()._follows_step() or self.reduce_prescale is not None
+    def follows_step(self) -> bool:
+        """Whether any value of this layer, or of its gradient on the wire, depends on the step."""
+        return super().follows_step() or self.reduce_prescale is not None
 
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""
