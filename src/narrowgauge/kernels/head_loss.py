@@ -52,7 +52,7 @@ from narrowgauge.kernels.cross_entropy import (
 )
 from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32
 from narrowgauge.kernels.product import aligned_rows
-from narrowgauge.kernels.second_derivative import once_differentiable
+from narrowgauge.second_derivative import once_differentiable
 
 Add = Callable[[Tensor, Tensor], bool]
 

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.amax import send_back
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.kernels.second_derivative import once_differentiable
+from narrowgauge.second_derivative import once_differentiable
 
 Heads = tuple[Tensor, Tensor, Tensor]
 

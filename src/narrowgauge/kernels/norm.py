@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.kernels.second_derivative import once_differentiable
+from narrowgauge.second_derivative import once_differentiable
 
 #: The widest row that fits the registers of one program in the backward pass.
 WIDEST = 8192

@@ -15,13 +15,13 @@ import torch
 from narrowgauge.kernels.activation import swiglu_by_kernel, swiglu_codes, swiglu_gradient_codes
 from narrowgauge.kernels.amax import amax_of_gradient
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
-from narrowgauge.kernels.second_derivative import once_differentiable
 from narrowgauge.nn.gemm import QuantizedOperand, multiply
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.operands import LayerSpec, Operands, keep_operand
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.second_derivative import once_differentiable
 
 _FP8 = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.devices import imagined
-from narrowgauge.kernels.second_derivative import once_differentiable
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.transformer.attention_context import AttentionContext, Part, needs_largest
+from narrowgauge.second_derivative import once_differentiable
 
 SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time, in float32
 

@@ -242,15 +242,6 @@ def local_tensor(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, DTensor) else t.detach()
 
 
-def like_shard(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Local values as a DTensor of the same shards as a parameter; unchanged if it is not sharded."""
-    if not isinstance(p, DTensor):
-        return local
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-
-
 def local_part(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The part of `x`, a DTensor or full tensor, that a parameter holds in this process."""
     shard = shard_of(p)
