@@ -1,7 +1,11 @@
 """A narrow weight under FSDP2 is a DTensor of narrow tensors: code reads and writes it as any other."""
 
 import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+import narrowgauge as ng
+from narrowgauge.errors import UserError
 from nn.own_loop import is_on_page
 
 RECIPES = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco")
@@ -45,3 +49,9 @@ def test_an_optimizer_that_copies_its_results_rounds_as_the_recipe_does(ranks):
     """A quarter of the weights' last bit, four times, with random bits: some weights move."""
     for moved in ranks(2, "jobs_sharded_weight.copied_by_an_optimizer", recipe="bf16-sr"):
         assert 0.1 < moved < 0.9
+
+
+def test_offloading_by_torch_is_refused():
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), "msamp-o2", keep=[])
+    with pytest.raises(UserError, match="leave offload_policy out"):
+        ng.fully_shard(model, offload_policy=CPUOffloadPolicy())
