@@ -25,6 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "json_lines": (),
     "toml_text": (),
     "torch_compat": (),
+    "second_derivative": (),
     "devices": (),
     "collectives": (),
     "formats": (),

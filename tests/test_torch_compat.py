@@ -325,17 +325,25 @@ def test_overflow_found_on_another_rank_skips_the_step():
 
 
 def test_fsdp_asks_a_plain_tensor_for_what_travels():
-    class Extension:
+    class Extension(compat.FSDPExtension):
         def fsdp_pre_all_gather(self, *args):
             return self, args
 
         def fsdp_post_all_gather(self, *args, **kwargs):
             return args
 
-    shard = torch.ones(2)
-    compat.attach_fsdp_extension(shard, Extension)
-    assert shard.fsdp_pre_all_gather(1)[0] is shard
+    shard, extension = torch.ones(2), Extension()
+    compat.attach_fsdp_extension(shard, extension)
+    assert shard.fsdp_pre_all_gather(1) == (extension, (1,))
     assert shard.fsdp_post_all_gather(2) == (2,)
+
+
+def test_a_dtensor_keeps_the_local_tensor_that_it_is_made_of(four_fake_ranks):
+    like = DTensor.from_local(torch.zeros(2, 3), init_device_mesh("cpu", (4,)), [Shard(0)])
+    local = torch.arange(6.0).view(2, 3)
+    found = compat.as_shard(local, like)
+    assert compat.local_tensor(found) is local
+    assert (found.shape, found.placements) == ((8, 3), (Shard(0),))
 
 
 def test_fsdp_looks_for_these_two_names():

@@ -9,7 +9,6 @@ CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments note known d
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import MethodType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
 # tree_*: traverse an operation's arguments, which are nested lists and dicts; there is no public name.
 # ScalingType, SwizzleType, scaled_mm: public but recent: kernels are still added and their conditions change.
 __all__ = [
+    "FSDPExtension",
     "ScalingType",
     "SeesFSDP",
     "SwizzleType",
@@ -34,6 +34,7 @@ __all__ = [
     "active_ddp",
     "after_backward",
     "all_gather_single",
+    "as_shard",
     "ask_at_wrapping",
     "attach_fsdp_extension",
     "attach_hooks_again",
@@ -122,6 +123,14 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
     write through `to_local()` does.
     """
     return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def as_shard(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of the same shards as another, whose local tensor is this very object.
+
+    `DTensor.from_local` takes a view of it. FSDP2 makes its shards the same way.
+    """
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def norm_each(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -332,21 +341,32 @@ def overflow_flags(
     return flags
 
 
-class _FSDPExtension(Protocol):
+class FSDPExtension(Protocol):
     """The methods by which FSDP2 asks a shard what to communicate: an experimental interface."""
 
-    def fsdp_pre_all_gather(self, *args: Any) -> Any: ...
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """The tensors that FSDP sends of a shard, and metadata; FSDP counts the arguments."""
 
-    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any: ...
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The full parameter, from the tensors that have arrived; None once it is written to `out`."""
 
 
-def attach_fsdp_extension(shard: torch.Tensor, extension: type[_FSDPExtension]) -> None:
+def attach_fsdp_extension(shard: torch.Tensor, extension: FSDPExtension) -> None:
     """Give a plain tensor the FSDP2 extension methods of `extension`, as if it were a tensor subclass.
 
     FSDP2 looks for the two names on the sharded tensor; torchao's subclasses also define them.
     """
     for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-        setattr(shard, name, MethodType(getattr(extension, name), shard))
+        setattr(shard, name, getattr(extension, name))
 
 
 class SeesFSDP:

@@ -8,9 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -265,18 +263,6 @@ def resumed(recipe):
     return all(torch.equal(t, theirs[name]) for name, t in ours.items())
 
 
-def broadcast_from_rank_0(recipe):
-    """FSDP2, and a full state dict that only rank 0 has: the sentence, or whether all have its weights."""
-    model = cut(net(recipe), ng.fully_shard)
-    start = {name: t.detach().clone() for name, t in net(recipe, seed=3).state_dict().items()}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    try:
-        set_model_state_dict(model, dict(start) if dist.get_rank() == 0 else {}, options=options)
-    except UserError as error:
-        return str(error)
-    return all(torch.equal(t, start[name]) for name, t in weights(model).items())
-
-
 def through_torchs_checkpoint(recipe, folder):
     """FSDP2 and `torch.distributed.checkpoint`: the sentence with which each rank refuses the state."""
     model = cut(net(recipe), ng.fully_shard)
@@ -318,20 +304,6 @@ def page(blocks):
     for block in blocks:
         exec(block, names)
     return [same_everywhere(names["prepared"].state_dict()), same_everywhere(weights(names["sharded"]))]
-
-
-def uses_of_a_shard(recipe):
-    """What reading a sharded weight, and writing to one, raise."""
-    model = ng.fully_shard(net(recipe))
-    weight = next(m.weight for m in model.modules() if isinstance(m, Linear))
-    sentences = []
-    for use in (torch.norm, lambda w: w.mul_(0), lambda w: nn.init.constant_(w, 0.5), lambda w: w.clone()):
-        try:
-            with torch.no_grad():
-                use(weight)
-        except UserError as error:
-            sentences.append(str(error))
-    return sentences
 
 
 def collectives_of_weights(recipe):

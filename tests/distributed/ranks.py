@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 def be_rank(rank: int, job: dict, meeting: str, out: int) -> None:

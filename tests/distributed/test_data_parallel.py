@@ -58,13 +58,6 @@ def test_fsdp_trains_as_one_process(ranks, name, torchs_clip):
         assert found["apart"] < 0.05
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_a_shard_without_values_is_neither_read_nor_written(ranks, name):
-    for sentences in ranks(2, "jobs_data_parallel.uses_of_a_shard", recipe=name):
-        assert len(sentences) == 4
-        assert all("the parameter does not hold its values" in sentence for sentence in sentences)
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_fsdp_of_torchs_own(ranks, name):
     for found in ranks(2, "jobs_data_parallel.sharded", recipe=name, by="torch"):
@@ -79,16 +72,6 @@ def test_fsdp_of_torchs_own(ranks, name):
 @pytest.mark.parametrize("name", ["fp8-delayed", "coat", "msamp-o3"])
 def test_fsdp_is_resumed_bit_for_bit(ranks, name):
     assert ranks(2, "jobs_data_parallel.resumed", recipe=name) == [True, True]
-
-
-@pytest.mark.tier("thorough", keep=("nvfp4",))
-@pytest.mark.parametrize("name", ["fp8", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco"])
-def test_a_state_dict_of_rank_0_arrives_under_fsdp_or_is_refused(ranks, name):
-    for found in ranks(2, "jobs_data_parallel.broadcast_from_rank_0", recipe=name):
-        if name in ("fp8", "nvfp4"):
-            assert found is True
-        else:
-            assert "give new ones with load_state_dict or before narrowgauge.fully_shard" in found
 
 
 @pytest.mark.tier("thorough", keep=("msamp-o2",))

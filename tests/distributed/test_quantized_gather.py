@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.nn.gemm import quantized_operand
-from narrowgauge.nn.weight import GatheredWeight, PlaceholderShard
+from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import cast, emulate, quantize
 
 D = 16
@@ -155,12 +155,3 @@ class TestGathered:
         parameter = torch.nn.Parameter(gathered)
         (torch.ones(2, 6) @ parameter).sum().backward()
         assert torch.equal(parameter.grad, torch.full((6, 8), 2.0))
-
-    def test_a_hollow_tensor_has_a_shape_and_nothing_else(self):
-        placeholder = torch.nn.Parameter(PlaceholderShard(torch.Size((6, 8)), (8, 1), torch.device("cpu")))
-        first, last = placeholder.chunk(2)
-        assert [type(first), first.shape, last.dtype] == [PlaceholderShard, (3, 8), torch.float32]
-        padded = placeholder.detach().new_zeros(8, 8)
-        padded.narrow(0, 0, 6).copy_(placeholder.detach())
-        assert (type(padded.view(-1)), padded.view(-1).shape) == (PlaceholderShard, (64,))
-        assert repr(padded) == "PlaceholderShard((8, 8))"

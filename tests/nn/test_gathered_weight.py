@@ -34,7 +34,7 @@ def test_a_shard_is_quantized_once_until_its_weight_changes():
     gather = WeightGather(fp8, shard, None, TensorShard(tuple(full_axis(n) for n in shard.shape)))
 
     def sent():
-        (codes,), (_, scale, _) = gather.pre_all_gather(shard, OneProcess(), shard.shape)
+        (codes,), (scale, _) = gather.fsdp_pre_all_gather(OneProcess(), shard.shape, None, None, None)
         return codes, scale
 
     codes, scale = sent()

@@ -7,6 +7,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.errors import UserError
 from nn import idioms
+from nn.idioms_of_writing import WRITES
 
 RECIPES = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco")
 #: The largest relative error of one rounding of a weight; that of bf16-sr may be upward or downward.
@@ -74,10 +75,10 @@ def test_gradients_arrive_by_every_path(name, idiom):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("idiom", idioms.WRITES)
+@pytest.mark.parametrize("idiom", WRITES)
 def test_writes_round_once_or_are_refused(name, idiom):
     m, twin = pair(name)
-    run = idioms.WRITES[idiom]
+    run = WRITES[idiom]
     if name == "eco" and idiom in UPDATES:
         with pytest.raises(UserError, match="cannot update a weight that is kept as 'e4m3' without a master"):
             run(m)

@@ -209,3 +209,16 @@ def test_positions_and_convolutions_are_no_matrices_of_a_recipe():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2), torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8))
     model.positions = torch.nn.Parameter(torch.ones(1, 4, 8))
     convert(model, "mxfp8")  # a warning is an error here
+
+
+@pytest.mark.tier("thorough")  # short: optim/test_carried_state.py
+def test_both_state_dicts_carry_the_state_of_experts():
+    """Their weights are one parameter, with which no layer multiplies as a whole."""
+    m, other = (convert(mixtral(), "nvfp4") for _ in range(2))
+    optimizer, its_optimizer = (AdamW(each.parameters(), "nvfp4", lr=1e-3) for each in (m, other))
+    outcome(m)
+    optimizer.step()
+    saved = copy.deepcopy([m.state_dict(), optimizer.state_dict()])
+    other.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    assert torch.equal(outcome(other)[0], outcome(m)[0])

@@ -1,6 +1,8 @@
 """Checkpoints of a model's and an optimizer's state dicts go on to the same digits, or are refused."""
 
+import copy
 import importlib.util
+import pickle
 import warnings
 
 import pytest
@@ -11,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import Attention
+from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn import recipe_tensors
 
 RECIPES = ("fp8-delayed", "nvfp4", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr", "eco")
@@ -96,6 +100,78 @@ def test_accelerates_save_state(recipe, tmp_path):
         lambda m, o: prepared(m, o).save_state(tmp_path / "state"),
         lambda m, o, _: prepared(m, o).load_state(tmp_path / "state"),
     )
+
+
+class Frozen(nn.Module):
+    """A trained layer between two frozen ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 64))
+        self.layers[0].requires_grad_(False)
+        self.layers[3].requires_grad_(False)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Attentive(nn.Module):
+    """The attention and the residual stream of the package's own model, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.attention, self.residual = nn.Linear(64, 64), Attention(), Residual()
+
+    def forward(self, x):
+        heads = self.layer(x).view(1, -1, 4, 16).transpose(1, 2)
+        y = self.attention(heads, heads, heads).transpose(1, 2).reshape(1, *x.shape)
+        return self.residual(x[None], y)
+
+
+RANDOM = {"cast": "e4m3", "rounding": "stochastic"}
+OTHERS = {
+    "frozen": (Frozen, {}),
+    "attention": (Attentive, {"attention.p": RANDOM, "attention.q": RANDOM}),
+    "stream": (Attentive, {"stream": {"cast": "bf16", "rounding": "stochastic"}}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        *(("frozen", name) for name in ("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr")),
+        ("attention", "bf16"),
+        ("stream", "bf16"),
+    ],
+)
+def test_modules_without_a_weight_in_the_optimizer(kind, recipe, monkeypatch):
+    model, places = OTHERS[kind]
+
+    def make_other(recipe, seed=0):
+        torch.manual_seed(seed)
+        m = ng.convert(model(), ng.recipe(recipe).with_places(places), keep=[])
+        return m, ng.AdamW([p for p in m.parameters() if p.requires_grad], recipe, lr=1e-2, seed=3)
+
+    monkeypatch.setitem(globals(), "make", make_other)
+
+    def load(m, optimizer, saved):
+        m.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+
+    assert_goes_on(recipe, lambda m, o: copy.deepcopy([m.state_dict(), o.state_dict()]), load)
+
+
+def test_a_copy_of_a_model_carries_its_own_state():
+    torch.manual_seed(0)
+    m = ng.convert(Attentive(), ng.recipe("bf16").with_places(OTHERS["attention"][1]), keep=[])
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(m)))
+    optimizer, other = (ng.AdamW(each.parameters(), "bf16") for each in (m, twin))
+    before = other.state_dict()
+    train(m, optimizer, [1])
+    saved, own = optimizer.state_dict()["state"][0], other.state_dict()["state"][0]
+    key = "recipe.others.NarrowAttention.0.position"
+    assert torch.equal(own[key], before["state"][0][key])
+    assert not torch.equal(saved[key], own[key])
 
 
 @pytest.mark.parametrize("recipe", ["msamp-o2", "bf16-sr", "eco"])

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,7 +86,8 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
 
     Raises:
         UserError: Low-precision weights have no values yet (meta device), or would be sharded along another
-            dimension than the first; or layers keep channels, which each process would choose by itself.
+            dimension than the first, or moved to host memory by torch; or layers keep channels, which each
+            process would choose by itself.
     """
     if any(isinstance(m, ChannelChoice) for m in module.modules()):
         raise UserError(
@@ -94,6 +96,12 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
         )
     if options.get("shard_placement_fn") is not None:
         raise UserError("narrowgauge.fully_shard shards the first dimension: leave out shard_placement_fn")
+    is_offloaded = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+    if is_offloaded and any(layer.state_at_rest is not None for _, layer in _layers(module)):
+        raise UserError(
+            "torch's CPUOffloadPolicy does not move codes, scales and masters of low-precision weights: "
+            "leave offload_policy out, and name the places for host memory in the recipe's list `offload`"
+        )
     for name, layer in _layers(module):
         if layer.state_at_rest is not None and layer.weight.is_meta:
             raise UserError(

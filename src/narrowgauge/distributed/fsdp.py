@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.formats import RandomStream
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.weight import PlaceholderShard, WeightGather, make_weight_state, sync_scales
+from narrowgauge.nn.weight import WeightGather, make_weight_state, sync_scales
 from narrowgauge.quantization import (
     Cast,
+    NarrowTensor,
     ParamState,
     QuantizedState,
     TensorShard,
@@ -34,6 +35,7 @@ from narrowgauge.quantization import (
     state_of,
 )
 from narrowgauge.quantization.state.gradient_state import add_all
+from narrowgauge.quantization.state.narrow_tensor import make_plain
 from narrowgauge.torch_compat import local_tensor
 
 FP32 = make_cast("fp32")
@@ -76,15 +78,15 @@ def renew_gather_scales(model: torch.nn.Module) -> None:
 
 
 def _detach_state(layer: Linear) -> tuple[ParamState | None, TensorShard]:
-    """Replace a low-precision weight by a placeholder; returns the weight's record and its shard."""
+    """Take the values of a low-precision weight off it; returns the weight's record and its shard.
+
+    FSDP shards a parameter on the meta device without allocating memory.
+    """
     weight, state = layer.weight, layer.state_at_rest
     layer.state_at_rest = None
     shard = state_of(weight).shard or TensorShard(tuple(full_axis(n) for n in weight.shape))
-    if state is not None and state.weight is not None:
-        strides = torch.empty(weight.shape, device="meta").stride()
-        layer.weight = torch.nn.Parameter(
-            PlaceholderShard(weight.shape, strides, weight.device), weight.requires_grad
-        )
+    if isinstance(weight, NarrowTensor):
+        make_plain(weight, torch.empty(weight.shape, device="meta"))
     return state, shard
 
 

@@ -43,11 +43,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import Format
 from narrowgauge.kernels.amax import DelayedScale, KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.second_derivative import once_differentiable
 
 if TYPE_CHECKING:
     from narrowgauge.kernels.triton.swiglu_codes import SwigluCodes

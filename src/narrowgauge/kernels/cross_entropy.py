@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.second_derivative import once_differentiable
 
 #: fp32 logits held at a time (64 MiB). It determines the order of summation, so it is not a setting.
 CHUNK_ELEMENTS = 2**24

@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.cross_entropy import (
@@ -53,6 +52,7 @@ from narrowgauge.kernels.cross_entropy import (
 )
 from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32
 from narrowgauge.kernels.product import aligned_rows
+from narrowgauge.second_derivative import once_differentiable
 
 Add = Callable[[Tensor, Tensor], bool]
 

@@ -42,10 +42,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.amax import send_back
 from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.second_derivative import once_differentiable
 
 Heads = tuple[Tensor, Tensor, Tensor]
 

@@ -33,10 +33,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.second_derivative import once_differentiable
 
 #: The widest row that fits the registers of one program in the backward pass.
 WIDEST = 8192

@@ -15,7 +15,7 @@ from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.nn.step_state import Stepped
+from narrowgauge.nn.step_state import Conversion, Stepped
 from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_layers, outline_of
 from narrowgauge.nn.transformer.own_forward import untouched_layers
 from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_places
@@ -150,6 +150,10 @@ def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: st
         put(model, name, stack)
     replace_places(model, recipe, plan.parts)
     refuse_wrapping(model)
+    conversion = Conversion()
+    for module in model.modules():
+        if isinstance(module, Stepped):
+            module.join(conversion)
     return model
 
 

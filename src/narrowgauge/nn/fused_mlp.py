@@ -18,10 +18,10 @@ from narrowgauge.kernels.recompute import is_discarding, is_unread, once
 from narrowgauge.nn.gemm import QuantizedOperand, multiply
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.operands import LayerSpec, Operands, keep_operand
-from narrowgauge.nn.second_derivative import once_differentiable
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.second_derivative import once_differentiable
 
 _FP8 = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 

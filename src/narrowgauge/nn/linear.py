@@ -17,6 +17,7 @@ from fractions import Fraction
 from typing import Any, Self
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from narrowgauge.devices import is_gpu
 from narrowgauge.kernels import quantize
@@ -46,11 +47,10 @@ from narrowgauge.quantization import (
     PreScale,
     QTensor,
     has_gradient,
-    like_shard,
     local_part,
     state_of,
 )
-from narrowgauge.quantization.state.narrow_tensor import saved_weight
+from narrowgauge.quantization.state.saved_weight import saved_weight
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
 from narrowgauge.torch_compat import SeesFSDP, has_hooks, reshaped
@@ -144,7 +144,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         for history in self.histories.values():
             history.reset(self._device())
         self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.state.prescale else None
-        self.has_memory = self._follows_step()
+        self.has_memory = self.follows_step()
         self._set_keys(0, 0, 0)
 
     def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
@@ -353,8 +353,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         if self.reduce_prescale is not None:
             self.reduce_prescale.end_step()
 
-    def _follows_step(self) -> bool:
-        return super()._follows_step() or self.reduce_prescale is not None
+    def follows_step(self) -> bool:
+        """Whether any value of this layer, or of its gradient on the wire, depends on the step."""
+        return super().follows_step() or self.reduce_prescale is not None
 
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""
@@ -427,10 +428,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Save a plain weight under its plain name, whatever stores it."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if (weight := self._own_weight()) is not None:
-            state = state_of(weight)
-            is_here = isinstance(weight, NarrowTensor)
-            saved = saved_weight(state) if is_here else like_shard(state.require_weight().read(), weight)
-            destination[f"{prefix}weight"] = saved
+            destination[f"{prefix}weight"] = saved_weight(weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a plain weight, rounding it to the format that stores it."""
@@ -459,6 +457,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Attach the weight's record to the parameter, which may be another one than before."""
         if self.state_at_rest is not None and (weight := self._parameters.get("weight")) is not None:
             bind(weight, self.state_at_rest, self.is_sharded)
+            if self.gathering is not None and isinstance(weight, DTensor):
+                self.gathering.parameter = weight
 
 
 _TRAINING, _NOT_TRAINING = StepState(is_training=True), StepState()  # of layers without memory

@@ -27,11 +27,11 @@ from narrowgauge.kernels.recompute import is_discarding, is_unread
 from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand, add_bias, multiply
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.operands import Operands, keep_input, keep_operand
-from narrowgauge.nn.second_derivative import once_differentiable
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, kept_count
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.kept_channels import MEETS
+from narrowgauge.second_derivative import once_differentiable
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -70,10 +71,23 @@ class StepState:
         return None if self.keys is None else RandomStream(self.keys[-1], self.first_sample * elements)
 
 
+class Conversion:
+    """The modules that one call of `convert` has put under a recipe; a copy of the model gets its own."""
+
+    def __init__(self) -> None:
+        self.modules: WeakSet[Stepped] = WeakSet()
+
+    def __reduce__(self) -> tuple[type["Conversion"], tuple[()]]:
+        """An empty one, which copied and unpickled modules join."""
+        return Conversion, ()
+
+
 class Stepped:
     """A module whose values depend on the step.
 
     Attributes:
+        index: The number of the module among those of its kind.
+        conversion: The modules that were converted together with this one.
         recipe: The recipe of this layer.
         is_random: Whether any of its casts needs random bits.
         keys: int32, a key for each random stream; None if no cast is random.
@@ -91,7 +105,9 @@ class Stepped:
         steps_unset: The number of optimizer steps, each after a pass, since the loop last set the step.
     """
 
+    index: int
     recipe: Recipe
+    conversion: Conversion | None = None
     is_random: bool
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
@@ -106,6 +122,17 @@ class Stepped:
     counts_calls = False
     awaits_backward = 0
     steps_unset = 0
+
+    def join(self, conversion: Conversion) -> None:
+        """Belong to a conversion."""
+        self.conversion = conversion
+        conversion.modules.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Join the conversion of a copied or unpickled model."""
+        super().__setstate__(state)  # type: ignore[misc]
+        if self.conversion is not None:
+            self.join(self.conversion)
 
     def set_position(
         self,
@@ -192,13 +219,13 @@ class Stepped:
         """
         if self.counts_calls:
             return
-        if self.step_is_set and not self.begins_step and self._follows_step():
+        if self.step_is_set and not self.begins_step and self.follows_step():
             self.steps_unset += 1
             if self.steps_unset == MOST_STEPS_UNSET:
                 warn_of_still_step(self.step, self.steps_unset)
         self.begins_step = self.hears_optimizer = True
 
-    def _follows_step(self) -> bool:
+    def follows_step(self) -> bool:
         """Whether any value of this module depends on the step."""
         has_memory = self.is_random or bool(self.histories)
         return has_memory or any(rule.is_timed for rule in self.recipe.rules)

@@ -11,16 +11,12 @@ once, with the random bits of the layer's last pass (`collect_gradient`).
 Between the micro-batches of a step, weights do not change and gradients are only summed. `Accumulation` uses
 this to save work, without changing values.
 
-**Gather.** FSDP calls two methods of a shard: `fsdp_pre_all_gather` returns what to send, and
-`fsdp_post_all_gather` makes the full weight from what arrived. Two tensor subclasses claim the dtype float32,
-so that gradients are float32 in any transfer format, but hold no float32 values:
-
-    PlaceholderShard    the shard of a weight whose values are in its record
-    GatheredWeight      the full weight: the codes or values that arrived, and their scale
-
-A weight that is fp32 at rest stays an ordinary shard, with these two methods attached. Its codes are those of
-the full weight, because their scale comes from the amax over all shards. `sync_scales` computes the
-scales of many layers in one all-reduce; a layer whose weight has changed since computes its own.
+**Gather.** Under FSDP2 a parameter is a DTensor, and its local tensor is the shard: a `NarrowTensor` if the
+weight is stored in a cast, else an ordinary tensor. FSDP calls two methods of the shard:
+`fsdp_pre_all_gather` returns what to send, and `fsdp_post_all_gather` makes the full weight, a
+`GatheredWeight`, from what arrived. Both belong to a `WeightGather`. The codes of a weight that is fp32 at
+rest are those of the full weight, because their scale comes from the amax over all shards. `sync_scales`
+computes the scales of many layers in one all-reduce; a layer whose weight has changed since computes its own.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -51,7 +47,7 @@ from narrowgauge.quantization import (
     state_of,
 )
 from narrowgauge.quantization.scales import fp32_scale
-from narrowgauge.quantization.state.narrow_tensor import make_narrow, make_plain
+from narrowgauge.quantization.state.narrow_tensor import make_narrow, make_narrow_shard, make_plain
 from narrowgauge.quantization.state.parameter_state import (
     NarrowGradParameter,
     attach_state,
@@ -64,14 +60,13 @@ from narrowgauge.torch_compat import (
     has_hooks,
     is_accumulated,
     is_called_after_accumulation,
-    is_in_place,
-    is_view_operation,
     local_tensor,
     operation_name,
     tree_leaves,
     tree_map_only,
     version_of,
     wrapper_subclass,
+    written_arguments,
 )
 
 T = TypeVar("T")
@@ -148,6 +143,12 @@ class GatheredWeight(torch.Tensor):
                 )
             if func is aten._to_copy.default and first.scale is None and kwargs:
                 return func(first.numbers, *args[1:], **kwargs)
+        written = tree_leaves(list(written_arguments(func, args, kwargs or {}).values()))
+        if any(isinstance(x, GatheredWeight) for x in written):
+            raise UserError(
+                f"{operation_name(func)} on a weight that FSDP2 has gathered for a pass would be lost: write "
+                "to its shards, after reshard() of the FSDP2 module that holds it"
+            )
         args, kwargs = tree_map_only(GatheredWeight, lambda x: x.wide().float(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -267,10 +268,10 @@ def make_weight_state(
 
     Args:
         parameter: The weight. Its values are rounded once, from the widest available; it becomes a
-            `NarrowTensor` unless `local` is given.
+            `NarrowTensor`, or a DTensor of such shards.
         casts: The casts of "weight", "master" (None: no master) and "grad".
         offload: The places, of "master" and "grad", that are stored in host memory.
-        local: float32, the local values of a parameter that FSDP2 has sharded and that holds no values.
+        local: float32, the local values of a parameter that FSDP2 has sharded.
 
     Returns:
         The parameter's record; None if weight and gradient are plain fp32.
@@ -282,7 +283,7 @@ def make_weight_state(
     is_plain = weight.name == grad.name == "fp32"
     if is_plain and not state_of(parameter).by_place():
         return None
-    state, shape, device = ensure_state(parameter), values.shape, parameter.device
+    state, shape, device = ensure_state(parameter), values.shape, values.device
     state.weight = state.master = state.gradient = None
     if weight.name != "fp32":
         state.weight = QuantizedState(shape, weight, device, shard=state.shard)
@@ -301,13 +302,16 @@ def make_weight_state(
 def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> None:
     """Attach a record to a parameter, and move it to the parameter's device.
 
-    Call it again after anything that replaces the layer's parameter. A parameter sharded by FSDP2 is a
-    DTensor, whose gradient is collected elsewhere (`distributed.fsdp`).
+    Call it again after anything that replaces the layer's parameter. The gradient of a parameter that FSDP2
+    has sharded is collected elsewhere (`distributed.fsdp`).
     """
-    for tensor in state.by_place().values():
+    is_blank = is_sharded and parameter.is_meta  # its values are in the record
+    for tensor in () if is_blank else state.by_place().values():
         tensor.move(parameter.device)
     attach_state(parameter, state)
     if is_sharded:
+        if state.weight is not None and isinstance(parameter, DTensor):
+            make_narrow_shard(parameter, state)
         return
     if state.weight is not None and not isinstance(parameter, NarrowTensor):
         make_narrow(parameter, state)
@@ -325,89 +329,6 @@ def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:
     requires_grad = parameter.requires_grad
     parameter.requires_grad_().register_post_accumulate_grad_hook(collect_gradient)
     parameter.requires_grad_(requires_grad)
-
-
-#: The operations of FSDP2 on a shard besides views: new tensors like it, and copies of shards.
-_OF_FSDP = {"new_zeros", "new_empty", "empty_like", "zeros_like", "_to_copy", "copy_", "split_with_sizes"}
-
-
-class PlaceholderShard(torch.Tensor):
-    """A float32 tensor without values; operations on it return placeholders.
-
-    Attributes:
-        cast: The cast that stores the values of the shard, once they have moved there; from then on other
-            code may not read or write the shard.
-    """
-
-    cast: Cast | None = None
-
-    __torch_function__ = disabled_torch_function
-
-    @staticmethod
-    def __new__(cls, shape: torch.Size, strides: Sequence[int], device: torch.device) -> "PlaceholderShard":
-        """Make a placeholder of this shape."""
-        return wrapper_subclass(cls, shape, strides, torch.float32, device)
-
-    def __init__(self, *_: object) -> None:
-        """Nothing more."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute the shape of the result on the meta device."""
-        leaves = tree_leaves((args, kwargs))
-        placeholder = next(a for a in leaves if isinstance(a, PlaceholderShard))
-        cast, others = placeholder.cast, (a for a in leaves if isinstance(a, torch.Tensor))
-        is_placed = all(isinstance(a, PlaceholderShard) for a in others)
-        is_of_fsdp = is_placed and (is_view_operation(func) or operation_name(func) in _OF_FSDP)
-        if cast is not None and not is_of_fsdp:
-            raise UserError(
-                f"{operation_name(func)} on a sharded weight that is kept as {cast.name!r}: the parameter "
-                "does not hold its values; read them from state_dict(), and give new ones with "
-                "load_state_dict or before narrowgauge.fully_shard"
-            )
-
-        def to_meta(x: torch.Tensor) -> torch.Tensor:
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-        metas, named = tree_map_only(torch.Tensor, to_meta, (args, dict(kwargs or {})))
-        device = named.get("device") or placeholder.device
-        if "device" in named:
-            named["device"] = torch.device("meta")
-        result = func(*metas, **named)
-        if is_in_place(func):
-            return args[0]
-
-        def like_it(x: torch.Tensor) -> PlaceholderShard:
-            shard = PlaceholderShard(x.shape, x.stride(), device)
-            shard.cast = cast if is_view_operation(func) else None
-            return shard
-
-        return tree_map_only(torch.Tensor, like_it, result)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Shape only, as there are no values."""
-        return f"PlaceholderShard({tuple(self.shape)})"
-
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor], Any]:
-        """The tensor that FSDP sends, and the metadata for `fsdp_post_all_gather`."""
-        gathering: WeightGather = module.gathering
-        return gathering.pre_all_gather(self, mesh, outer_size)
-
-    def fsdp_post_all_gather(
-        self,
-        outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The full weight, made from the gathered codes or values."""
-        gathering, scale, rows = metadata
-        return gathering.post_all_gather(outputs[0][:rows], scale, out)
 
 
 class WeightGather:
@@ -430,28 +351,33 @@ class WeightGather:
         self.scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self.version = -1
         self.codes: torch.Tensor | None = None
-        tensor = local_tensor(parameter)
-        if isinstance(tensor, PlaceholderShard):
-            tensor.cast = None if at_rest is None else at_rest.cast
+        if at_rest is None:
+            attach_fsdp_extension(local_tensor(parameter), self)
         else:
-            attach_fsdp_extension(tensor, PlaceholderShard)
+            state_of(parameter).gathering = self
 
     @property
     def needs_scale(self) -> bool:
         """Whether the scale depends on all shards; a weight stored in a cast has its scale already."""
         return self.at_rest is None and self.cast.is_scaled
 
-    def pre_all_gather(
-        self, shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of the parameter waits for an optimizer."""
+        return self.parameter.grad is not None
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], Any]:
-        """The codes or values that a shard of a weight of `size` sends, padded to the longest shard."""
-        numbers, scale = self._numbers(shard)
-        missing = -(-size[0] // mesh.size()) - len(numbers)
-        return (pad(numbers, (0, 0, 0, missing)) if missing else numbers,), (self, scale, size[0])
+        """The codes or values that the shard sends, padded to the longest shard; their scale; the rows."""
+        numbers, scale = self._numbers(local_tensor(self.parameter))
+        missing = -(-outer_size[0] // mesh.size()) - len(numbers)
+        return (pad(numbers, (0, 0, 0, missing)) if missing else numbers,), (scale, outer_size[0])
 
     def _numbers(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The shard's codes or values, in its shape, and their scale."""
         if self.at_rest is not None:
+            state_of(self.parameter).round_updates()
             if not self.cast.is_scaled and self.at_rest.cast.is_scaled:
                 return self.at_rest.read(), None
             numbers, *scales = self.at_rest.tensors.values()
@@ -468,10 +394,17 @@ class WeightGather:
             self.codes = codes_under(shard, self.cast, encode, decode)
         return self.codes, decode
 
-    def post_all_gather(
-        self, numbers: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The gathered weight; if `out` is given, it is updated in place instead."""
+        scale, rows = metadata
+        numbers = outputs[0][:rows]
         if out is None:
             return GatheredWeight(numbers, scale, self.cast, self.at_rest is None), ()
         weight = local_tensor(out)

@@ -9,6 +9,8 @@ So the optimizer's state of a parameter includes what a resume to the same digit
     recipe.I.PLACE.*            histories of the I-th layer that multiplies with it, such as delayed scales
     recipe.I.position           the step of that layer, and the keys of its random streams
     recipe.shard                which process's shard all this is of (FSDP2)
+    recipe.others.*             the same of modules without a weight in the optimizer: frozen layers, experts
+                                in one parameter, attention, the residual stream; with the first parameter
 
 Codes and master go only into a model that already has the weights they belong to: an optimizer's state dict
 never changes what `model.load_state_dict` has loaded by more than the rounding of its format. Weights that
@@ -26,31 +28,49 @@ from narrowgauge.collectives import all_reduce_max
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import counting_layers
+from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import ParamState, local_tensor, state_of, stored_tensor
 
 PREFIX = "recipe."  # of the names in a parameter's state
 POSITION, SHARD = "position", f"{PREFIX}shard"
 
-Layers = Mapping[int, list[Linear]]  # by the id of the weight
+Layers = Mapping[int, Mapping[str, Stepped]]  # by the id of the weight that carries them, and by name
 
 
 def layers_of(parameters: Iterable[torch.Tensor]) -> Layers:
     """The converted layers that multiply with each parameter, in their order in the model.
 
-    A second `convert` makes other layers; the first ones may live on, and do not count.
+    The first parameter that has any also carries the modules that were converted together with them and that
+    no parameter has. A second `convert` makes other layers; the first ones may live on, and do not count.
     """
     found: dict[int, dict[int, Linear]] = {id(p): {} for p in parameters}
     for layer in counting_layers():
-        if isinstance(layer, Linear):
-            weight = dict(layer.named_parameters(recurse=False)).get("weight")
-            if id(weight) in found:
-                found[id(weight)][layer.index] = layer
-    return {key: [layers[i] for i in sorted(layers)] for key, layers in found.items()}
+        if isinstance(layer, Linear) and (key := id(_weight_of(layer))) in found:
+            found[key][layer.index] = layer
+    carried: dict[int, dict[str, Stepped]] = {}
+    for key, layers in found.items():
+        carried[key] = {str(n): layers[i] for n, i in enumerate(sorted(layers))}
+    rest = {m.conversion: set(m.conversion.modules) for m in _all(carried) if m.conversion is not None}
+    for layers_of_one in carried.values():
+        for module in [*layers_of_one.values()]:
+            others = rest.pop(module.conversion, set()) if module.conversion is not None else set()
+            by_name = {f"others.{type(m).__name__}.{m.index}": m for m in others.difference(_all(carried))}
+            layers_of_one |= dict(sorted(by_name.items()))
+    return carried
+
+
+def _weight_of(layer: Linear) -> torch.Tensor | None:
+    """The parameter that a layer multiplies with; None if it is computed, or a slice of another."""
+    return dict(layer.named_parameters(recurse=False)).get("weight")
+
+
+def _all(carried: Layers) -> list[Stepped]:
+    return [module for layers in carried.values() for module in layers.values()]
 
 
 def carried_tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
     """The recipe's state of a parameter by name, copied, because loading the model's weights changes it."""
-    own = {f"{PREFIX}{i}.{POSITION}": _as_tensor(layer.position()) for i, layer in _stepped(p, layers)}
+    own = {f"{PREFIX}{name}.{POSITION}": _as_tensor(m.position()) for name, m in _stepped(p, layers)}
     if isinstance(p, DTensor):
         own[SHARD] = _shard_number(p)
     return own | {name: t.clone() for name, t in _tensors(p, layers).items()}
@@ -63,21 +83,29 @@ def _shard_number(p: DTensor) -> torch.Tensor:
 
 def _tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
     """The tensors of the model that hold the recipe's state of a parameter."""
-    record = state_of(p)
-    tensors = record.tensors()
-    if record.weight is not None:
-        tensors["stored"] = stored_tensor(p)
+    tensors: dict[str, torch.Tensor] = {}
+    for prefix, weight in _weights(p, layers).items():
+        record = state_of(weight)
+        kept = record.tensors() | ({} if record.weight is None else {"stored": stored_tensor(weight)})
+        tensors |= {f"{prefix}{name}": t for name, t in kept.items()}
     for i, layer in _stepped(p, layers):
         for place, history in layer.histories.items():
             tensors |= {f"{i}.{place}.{name}": t for name, t in history.tensors().items()}
-        if layer.reduce_prescale is not None:
+        if isinstance(layer, Linear) and layer.reduce_prescale is not None:
             tensors |= {f"{i}.reduce.{name}": t for name, t in layer.reduce_prescale.tensors.items()}
     return {PREFIX + name: t for name, t in tensors.items()}
 
 
-def _stepped(p: torch.Tensor, layers: Layers) -> list[tuple[int, Linear]]:
-    """The layers of a parameter whose values depend on the step, with their numbers."""
-    return [(i, layer) for i, layer in enumerate(layers[id(p)]) if layer.has_memory]
+def _weights(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
+    """A parameter and the weights that it carries, each with the first part of the names of its state."""
+    carried = {name: _weight_of(m) for name, m in layers[id(p)].items() if isinstance(m, Linear)}
+    others = {f"{name}.": w for name, w in carried.items() if w is not None and w is not p}
+    return {"": p, **others}
+
+
+def _stepped(p: torch.Tensor, layers: Layers) -> list[tuple[str, Stepped]]:
+    """The modules that a parameter carries and whose values depend on the step, by name."""
+    return [(name, module) for name, module in layers[id(p)].items() if module.follows_step()]
 
 
 def _is_others(p: DTensor, number: torch.Tensor) -> bool:
@@ -107,8 +135,10 @@ def require_loadable(p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.
             f"the optimizer's state is of a model under another recipe: {name!r} differs; convert the model "
             "with the recipe that it was saved under"
         )
-    record = state_of(p)
-    if record.weight is not None and not _is_of(record, saved):
+    for prefix, weight in _weights(p, layers).items():
+        record = state_of(weight)
+        if record.weight is None or _is_of(record, PREFIX + prefix, saved):
+            continue
         raise UserError(
             "the optimizer's state carries masters and codes of other weights than the model has: load the "
             "model's state dict first, and then the optimizer's"
@@ -123,14 +153,14 @@ def load_carried(p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.Tens
         layer.restore_position(_as_position(saved[f"{PREFIX}{i}.{POSITION}"]))
 
 
-def _is_of(record: ParamState, saved: Mapping[str, torch.Tensor]) -> bool:
+def _is_of(record: ParamState, prefix: str, saved: Mapping[str, torch.Tensor]) -> bool:
     """Whether a weight has the saved numbers, or what rounding them once more makes of these."""
     weight = record.require_weight()
     first, *others = weight.tensors
     names = {first: "stored"} | {name: f"weight.{name}" for name in others}
 
     def like(t: torch.Tensor, name: str) -> torch.Tensor:
-        return saved[PREFIX + names[name]].view(t.dtype).to(t.device)
+        return saved[prefix + names[name]].view(t.dtype).to(t.device)
 
     scratch = copy(weight)
     scratch.gauge, scratch.prefetched = None, None

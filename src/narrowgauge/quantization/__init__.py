@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.state.parameter_state import ensure_state as ensure_state
     from narrowgauge.quantization.state.parameter_state import gradient_of as gradient_of
     from narrowgauge.quantization.state.parameter_state import has_gradient as has_gradient
-    from narrowgauge.quantization.state.parameter_state import like_shard as like_shard
     from narrowgauge.quantization.state.parameter_state import local_part as local_part
     from narrowgauge.quantization.state.parameter_state import local_tensor as local_tensor
     from narrowgauge.quantization.state.parameter_state import master_or_weight as master_or_weight

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.nn.weight import GatheredWeight, PlaceholderShard
+from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import NarrowTensor
 from narrowgauge.torch_compat import local_tensor, storage_key
 
@@ -129,4 +129,4 @@ def _with_memory(x: torch.Tensor) -> torch.Tensor | None:
         return _with_memory(local_tensor(x))
     if isinstance(x, GatheredWeight):
         return x.numbers
-    return None if isinstance(x, PlaceholderShard | NarrowTensor) else x  # its codes are seen elsewhere
+    return None if isinstance(x, NarrowTensor) else x  # its codes are seen elsewhere

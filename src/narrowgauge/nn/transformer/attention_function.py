@@ -33,8 +33,8 @@ from torch import Tensor
 
 from narrowgauge.devices import imagined
 from narrowgauge.nn.gemm import Operand
-from narrowgauge.nn.second_derivative import once_differentiable
 from narrowgauge.nn.transformer.attention_context import AttentionContext, Part, needs_largest
+from narrowgauge.second_derivative import once_differentiable
 
 SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time, in float32
 

@@ -20,9 +20,11 @@ another update, which is therefore refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization.state.parameter_state import (
@@ -33,25 +35,27 @@ from narrowgauge.quantization.state.parameter_state import (
     state_of,
 )
 from narrowgauge.torch_compat import (
+    as_shard,
     attach_hooks_again,
     disabled_torch_function,
     has_result,
     is_collective,
     is_in_place,
     is_view_operation,
+    local_tensor,
     operation_name,
-    storage_key,
     tree_leaves,
     tree_map_only,
-    version_of,
     wait_for,
-    without_torch_function,
     wrapper_subclass,
     writes_result,
     written_arguments,
 )
 
 View = Callable[[torch.Tensor], torch.Tensor]
+
+_OF_FSDP = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+_OWN = ("narrowgauge", "views", "_is_param", "_local_tensor", "_spec")  # attributes that make a tensor
 
 _REPLACING = ("fill_", "zero_", "normal_", "uniform_", "set_", "exponential_", "bernoulli_")
 
@@ -151,13 +155,13 @@ class NarrowTensor(torch.Tensor):
         raise _has_no_memory(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A weight with its own record; of a view, its values."""
+        """A weight with its own record; of a view or a shard, its values."""
         from copy import deepcopy
 
         if id(self) in memo:
             copied: torch.Tensor = memo[id(self)]
             return copied
-        if self.views or not self.is_leaf:
+        if self.views or not self.is_leaf or self.narrowgauge.gathering is not None:
             copied = self.detach().clone()
         else:
             copied = NarrowTensor(self, deepcopy(self.narrowgauge, memo), self.dtype)
@@ -185,8 +189,10 @@ class NarrowTensor(torch.Tensor):
         return names, (self.narrowgauge, self.dtype)
 
     def __getattr__(self, name: str) -> Any:
-        """The stored tensors by the names of `__tensor_flatten__`."""
+        """The stored tensors by the names of `__tensor_flatten__`, and FSDP2's methods of a shard."""
         record = self.__dict__.get("narrowgauge")
+        if record is not None and record.gathering is not None and name in _OF_FSDP:
+            return getattr(record.gathering, name)
         key = name.removeprefix("inner_")
         if record is None or key == name or record.weight is None or key not in record.weight.tensors:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -217,6 +223,8 @@ class NarrowTensor(torch.Tensor):
             return _view(first, func, args[1:], kwargs)
         name = operation_name(func)
         if isinstance(first, NarrowTensor) and (name.endswith("_like") or name.startswith("new_")):
+            if name == "new_zeros" and first.narrowgauge.gathering is not None and not first.views:
+                return _padded(first, torch.Size(args[1]))
             like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
             return func(like, *args[1:], **kwargs)
         if torch.is_grad_enabled():
@@ -233,68 +241,6 @@ class NarrowTensor(torch.Tensor):
         return f"NarrowTensor({shown}, cast={cast.name!r})"
 
 
-class SavedWeight(torch.Tensor):
-    """The values of a narrow weight in a state dict, copied; a write reaches the weight as well.
-
-    A state dict of an ordinary module aliases its parameters, and `state_dict()[name].copy_(x)` or an average
-    over `state_dict().values()` changes the module. The same happens here, after each operation that writes.
-
-    Attributes:
-        whole: The float32 values of which this tensor is a view, or all of.
-        record: The record of the weight.
-    """
-
-    whole: torch.Tensor
-    record: ParamState
-
-    @staticmethod
-    def of(values: torch.Tensor, whole: torch.Tensor, record: ParamState) -> "SavedWeight":
-        """Values that share memory with the float32 values `whole` of a record."""
-        self = values.as_subclass(SavedWeight)
-        self.whole, self.record = whole, record
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation on the values, and write to the weight what it has changed."""
-        kwargs = kwargs or {}
-        with without_torch_function():
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SavedWeight)]
-            before = [version_of(x) for x in given]
-            result = func(*args, **kwargs)
-            changed = {id(x.record): x for x, v in zip(given, before, strict=True) if version_of(x) != v}
-            for x in changed.values():
-                x.record.write(x.whole)
-
-            def owned(t: torch.Tensor) -> torch.Tensor:
-                for x in given:
-                    if t is not x and t.dtype == x.dtype and _share_memory(t, x):
-                        return SavedWeight.of(t, x.whole, x.record)
-                return t
-
-            return tree_map_only(torch.Tensor, owned, result)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """The values alone."""
-        return self.as_subclass(torch.Tensor).clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values alone."""
-        return self.as_subclass(torch.Tensor).detach().__reduce_ex__(protocol)
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
-
-
-def saved_weight(record: ParamState) -> torch.Tensor:
-    """The values of a record's weight, for a state dict; float32."""
-    values = record.require_weight().read()
-    return SavedWeight.of(values, values, record)
-
-
 def make_narrow(p: torch.nn.Parameter, record: ParamState) -> None:
     """Turn a parameter into the weight of a record; it stays the same object, for optimizers that hold it.
 
@@ -306,6 +252,16 @@ def make_narrow(p: torch.nn.Parameter, record: ParamState) -> None:
     attach_state(p, record)
 
 
+def make_narrow_shard(p: DTensor, record: ParamState) -> None:
+    """Turn the local tensor of a parameter that FSDP2 has sharded into the weight of a record."""
+    if isinstance(local_tensor(p), NarrowTensor):
+        return
+    shape = torch.empty(record.require_weight().shape, device="meta")
+    shard = as_shard(NarrowTensor(shape, record, torch.float32), p)
+    _become(p, torch.nn.Parameter(shard, p.requires_grad))
+    attach_state(p, record)
+
+
 def make_plain(p: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Turn a narrow weight into an ordinary parameter with values in its dtype."""
     record = state_of(p)
@@ -313,9 +269,9 @@ def make_plain(p: torch.nn.Parameter, values: torch.Tensor) -> None:
     attach_state(p, record)
 
 
-def _become(p: torch.nn.Parameter, other: torch.nn.Parameter) -> None:
+def _become(p: torch.Tensor, other: torch.nn.Parameter) -> None:
     """Put another parameter's content in a parameter, which keeps its attributes and hooks."""
-    vars(other).update({k: v for k, v in vars(p).items() if k not in ("narrowgauge", "views", "_is_param")})
+    vars(other).update({k: v for k, v in vars(p).items() if k not in _OWN})
     try:
         torch.utils.swap_tensors(p, other)
     except RuntimeError as error:
@@ -335,12 +291,34 @@ def _view(x: NarrowTensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if name in ("detach", "alias", "lift_fresh"):
         return NarrowTensor(x, record, dtype, views)
     if isinstance(result, torch.Tensor):
+        if views and isinstance(views[-1], _Padding) and result.shape == record.require_weight().shape:
+            return NarrowTensor(result, record, dtype, views[:-1])
         return NarrowTensor(result, record, dtype, (*views, lambda base: func(base, *args, **kwargs)))
 
     def nth(i: int) -> View:
         return lambda base: func(base, *args, **kwargs)[i]
 
     return [NarrowTensor(each, record, dtype, (*views, nth(i))) for i, each in enumerate(result)]
+
+
+class _Padding(NamedTuple):
+    """The view of a shard with rows of zeros after its own, which a slice takes off again.
+
+    FSDP2 makes all shards of a parameter as long as the longest, and then keeps such a slice.
+    """
+
+    rows: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return pad(x, (0, 0) * (x.ndim - 1) + (0, self.rows - len(x)))
+
+
+def _padded(x: NarrowTensor, size: torch.Size) -> torch.Tensor:
+    """What FSDP2 gets for `x.new_zeros(size)` and then copies `x` to; zeros for any other size."""
+    shape = torch.empty(size, dtype=x.dtype, device="meta")
+    if size[1:] != x.shape[1:] or size[0] <= len(x):
+        return torch.zeros_like(shape, device=x.device)
+    return NarrowTensor(shape, x.narrowgauge, x.dtype, (_Padding(size[0]),))
 
 
 def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -422,7 +400,7 @@ def _is_update(func: Any, record: ParamState) -> bool:
     """Whether an operation that writes computes new values from the old ones."""
     name = operation_name(func).removeprefix("_foreach_")
     if name == "copy_":
-        return record.gradient is not None and not record.gradient.is_empty
+        return record.has_gradient
     return not writes_result(func) and not name.startswith(_REPLACING)
 
 

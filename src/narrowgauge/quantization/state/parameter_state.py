@@ -13,7 +13,8 @@ A parameter keeps its record as long as it is the same object: through `.to(...)
 it with itself. Torch makes new objects without a record in three places:
 
     copy.deepcopy of a wide parameter, load_state_dict(assign=True)    `nn.Linear` attaches its record again
-    fully_shard (FSDP2)                                                `distributed.fsdp` attaches a new one
+    fully_shard (FSDP2)                                                `distributed.fsdp` attaches that of the
+                                                                       shard, which its local tensor shares
     the parameter that FSDP2 gathers for a forward pass                has none: the record is the shard's
 """
 
@@ -21,21 +22,31 @@ from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from narrowgauge.collectives import all_reduce_max
 from narrowgauge.formats import RandomStream, random_stream, torch_dtype
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.state.gradient_state import GradientState
 from narrowgauge.quantization.state.quantized_state import QuantizedState
+from narrowgauge.torch_compat import FSDPExtension
 
 _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries
 _PLAIN: Any = torch.Tensor.grad  # the descriptor, which subclasses may hide
 _UPDATES = 2**36  # the first stream of random bits of updates from outside, above the optimizers' streams
+
+
+class Gathering(FSDPExtension, Protocol):
+    """FSDP2's methods of a shard, for the parameter that it belongs to."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of the parameter waits for an optimizer."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -48,6 +59,7 @@ class ParamState:
         shard: The shard of the full model's parameter in this process; None for all of it.
         holders: The number of copies over the processes of a pipeline stage: 2 for an embedding that is tied
             to the head, in another stage; 1 / n for an expert, where n processes have different ones.
+        gathering: How FSDP2 sends the shard of a narrow weight (`nn.weight`); None if it does not.
         gathered_shape: The shape that FSDP2 gathers it to, in a simulated step (a DTensor has this shape).
         gradient: The sum over micro-batches in a cast; None: it is `parameter.grad`.
         updated: The float32 values that updates from outside have computed and that are not rounded yet.
@@ -59,6 +71,7 @@ class ParamState:
     index: int = -1
     shard: TensorShard | None = None
     holders: Fraction = Fraction(1)
+    gathering: Gathering | None = None
     gathered_shape: torch.Size | None = None
     gradient: GradientState | None = None
     updated: torch.Tensor | None = None
@@ -99,6 +112,13 @@ class ParamState:
         """The cast of the weight."""
         assert self._weight is not None
         return self._weight.cast
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient in a cast, or that of a shard, waits for an optimizer."""
+        if self.gradient is None:
+            return self.gathering is not None and self.gathering.has_gradient
+        return not self.gradient.is_empty
 
     def require_weight(self) -> QuantizedState:
         """The weight of a parameter that is stored in a cast."""
@@ -157,10 +177,17 @@ class ParamState:
                 state.write(x.to(state.device).float(), bits)
 
     def load(self, x: torch.Tensor) -> None:
-        """Take values from a state dict. Those that the weight has already leave its finer master alone."""
+        """Take values from a state dict. Those that the weight has already leave its finer master alone.
+
+        Processes with shards of one scale all write, or none does.
+        """
         weight, x = self.require_weight(), x.to(self.device).float()
-        is_here = not (weight.shares_scale or x.is_meta)  # processes of one scale must all write, or none
-        if not (is_here and torch.allclose(weight.read(), x, rtol=0, atol=0, equal_nan=True)):
+        is_other = x.is_meta or not torch.allclose(weight.read(), x, rtol=0, atol=0, equal_nan=True)
+        if weight.shares_scale and not x.is_meta:
+            assert weight.shard is not None
+            flag = torch.tensor(float(is_other), device=self.device)
+            is_other = bool(all_reduce_max(flag, weight.shard.groups))
+        if is_other:
             self.write(x)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -215,15 +242,6 @@ def local_tensor(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, DTensor) else t.detach()
 
 
-def like_shard(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Local values as a DTensor of the same shards as a parameter; unchanged if it is not sharded."""
-    if not isinstance(p, DTensor):
-        return local
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-
-
 def local_part(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The part of `x`, a DTensor or full tensor, that a parameter holds in this process."""
     shard = shard_of(p)
@@ -235,6 +253,12 @@ class NarrowGradParameter(torch.nn.Parameter):
 
     Autograd accumulates into `parameter.grad`, and a hook then rounds the sum into the record (`nn.weight`).
     Reading `grad` decodes the gradient to float32, which it remains until it is dropped (`GradientState`).
+
+    It is a property, and not a narrow tensor that autograd keeps, for the sake of the values. Code outside
+    changes a gradient in several operations: a scaler divides it, clipping multiplies it, an optimizer adds
+    decay. A narrow tensor would round after each, or would have to become float32 at the first, as the
+    property does; and to round in the gradient's cast takes the random bits of the layer's pass, which
+    autograd does not hand to the tensor that it adds to.
     """
 
     @property

@@ -1,0 +1,31 @@
+"""The operations that a kernel computes refuse a second derivative in a sentence, as converted layers do."""
+
+import pytest
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.cross_entropy import cross_entropy
+from narrowgauge.kernels.heads import rotary, split_heads
+from narrowgauge.kernels.norm import norm
+
+LABELS = torch.tensor([0, 3, 5, 1])
+TABLE = torch.stack([torch.ones(4, 2), torch.zeros(4, 2)])  # cosines, sines
+OPERATIONS = {
+    "norm": lambda x: norm(x, torch.ones(8, device=x.device), None, 1e-5, "rms", torch.float32),
+    "swiglu": swiglu,
+    "gelu": gelu,
+    "cross_entropy": lambda x: cross_entropy(x, LABELS.to(x.device)),
+    "rotary": lambda x: rotary(x.view(1, 2, 4, 4), TABLE.to(x.device)),
+    "split_heads": lambda x: split_heads(x.view(1, 4, 8), None, TABLE[..., :1].to(x.device), (2, 1, 1), 2)[0],
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_second_derivative_is_refused(device, name):
+    x = torch.linspace(-1, 1, 32).view(4, 8).to(device).requires_grad_()
+    results = OPERATIONS[name](x)
+    y = results[0] if isinstance(results, tuple) else results
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(UserError, match="no second derivative"):
+        slope.square().sum().backward()
