@@ -286,17 +286,14 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         samples = input.shape[0] if input.ndim > 2 else 1
         # Some tokens of sequences, as an expert has them, have random bits as if all were there.
         share = Fraction(len(input), self.sequence_length) if self.sequence_length else samples
-        is_compiling, shards = torch.compiler.is_compiling(), self.shards
+        accumulation = None if torch.compiler.is_compiling() else self.accumulation
+        shards = self.shards
         return Operands(
             self.spec,
             self.begin_pass(),
             share,
             {} if shards.is_whole else shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
-            WeightUse(
-                self.spec.transposed,
-                self._record_at_rest(),
-                None if is_compiling else self.accumulation,
-            ),
+            WeightUse(self.spec.transposed, self._record_at_rest(), accumulation),
             self.observer,
             input_amax,
         )
