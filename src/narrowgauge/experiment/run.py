@@ -35,8 +35,8 @@ from narrowgauge.experiment.watch import Watch
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
-from narrowgauge.report.page.expected import expected_section
 from narrowgauge.report.page.rungs import rungs_section
+from narrowgauge.report.page.sections import expected_section
 from narrowgauge.report.read.comparison import COMPARISON
 from narrowgauge.report.table.rungs import print_results
 from narrowgauge.report.verdict.expected import expectations

@@ -6,7 +6,7 @@ import pytest
 
 from narrowgauge.cli.main import main
 from narrowgauge.report import read_runs
-from narrowgauge.report.page.expected import expected_section
+from narrowgauge.report.page.sections import expected_section
 from narrowgauge.report.verdict.expected import expectations, own_points
 
 TOKENS = 21_000_000  # of `ladder-1m`: 25 for each parameter

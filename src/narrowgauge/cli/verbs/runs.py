@@ -18,7 +18,7 @@ from narrowgauge.json_lines import strict_json
 from narrowgauge.laboratory.watch import keep_page, linger, opened_browser, serving, write_page
 from narrowgauge.report import RunSummary, list_runs, print_comparison, read_runs, write_report
 from narrowgauge.report.live.server import PageServer
-from narrowgauge.report.page.expected import expected_section
+from narrowgauge.report.page.sections import expected_section
 from narrowgauge.report.verdict.expected import expectations
 
 _EXIT_INTERRUPTED = 130  # Ctrl-C is how a server ends

@@ -1,4 +1,5 @@
-"""The sections of the page that need no script: result, table, configuration, samples.
+"""The sections of the page that need no script: result, table, configuration, samples,
+forecasts.
 
 They are plain HTML, so the page can be read, searched and printed without JavaScript. Every text that comes
 from a run passes through `html.escape`.
@@ -8,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from narrowgauge.report.page.plain_page import html_table
 from narrowgauge.report.read.records import flatten
 from narrowgauge.report.read.run import Run
 from narrowgauge.report.table.notes import table_notes
 from narrowgauge.report.table.sentence import MOST, summary
 from narrowgauge.report.table.table import TEXT_COLUMNS, table_rows
+from narrowgauge.report.verdict.expected import Expectation
 from narrowgauge.report.verdict.groups import groups
 
 FEW_ROWS = 16  # up to this many, the rows of single seeds are shown initially
@@ -162,3 +165,21 @@ def _setting_text(value: object) -> str:
 
 def _prompt(prompt: str) -> str:
     return f' <span class="muted">after the prompt</span> <q>{escape(prompt)}</q>' if prompt else ""
+
+
+def expected_section(found: Sequence[Expectation]) -> str:
+    """The section that compares measured gaps with their forecasts; "" for nothing."""
+    if not found:
+        return ""
+    head = ("run", "gap", "forecast", "90 %", "probability", "verdict")
+    lines = []
+    for one in found:
+        interval = one.forecast.gap_percent
+        shown = ("-", "-", "-")
+        if interval is not None and one.probability is not None:
+            ends = f"{interval.low:+.2f} to {interval.high:+.2f}"
+            shown = (f"{interval.mean:+.2f} %", ends, f"{one.probability:.0%}")
+        lines.append([one.name, f"{one.gap:+.2f} %", *shown, one.word])
+    notes = "".join(f"<p>{escape(one.text)}</p>" for one in found if one.word != "inside")
+    table = html_table(head, lines, ("run", "verdict"))
+    return f'<section id="expected"><h2>Expected</h2>{table}{notes}</section>'
