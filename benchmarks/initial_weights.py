@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 import narrowgauge as ng
-from narrowgauge.report.read.steps import spikes
+from narrowgauge.guard.warmup import spike_ratio
 
 RULES = {"0.02": 0.02, "by role": 0.0}
 
@@ -50,7 +50,8 @@ def run(width: int, rule: str, seed: int, options: argparse.Namespace) -> tuple[
     ng.run(values, out, Console(file=io.StringIO()))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
-    return len(spikes(norms)), max(norms[5:]), [line["val_loss"] for line in lines if "val_loss" in line][-1]
+    count = sum(spike_ratio(norms[:step], norm) > 0 for step, norm in enumerate(norms))
+    return count, max(norms[5:]), [line["val_loss"] for line in lines if "val_loss" in line][-1]
 
 
 def row(width: int, rule: str, found: Sequence[tuple[int, float, float]]) -> str:

@@ -43,7 +43,7 @@ def commands(text: str) -> list[list[str]]:
 def test_every_verb_is_shown():
     assert {words[0] for page in PAGES.values() for words in commands(page)} == {
         *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
-        *("runs", "models"),
+        *("runs", "watch", "models"),
         *("export", "import", "plan", "advise", "convert", "doctor", "launch"),
         *("probe", "sensitivity", "search"),
     }

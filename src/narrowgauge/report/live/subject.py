@@ -61,16 +61,20 @@ class Subject:
 
     def ends(self) -> tuple[object, ...]:
         """What changes when a run begins or ends."""
-        return tuple((path, is_abandoned(path), _stamp(path / STATUS)) for path in self.all_paths)
+        runs = [(path, is_abandoned(path), _stamp(path / STATUS)) for path in self.all_paths]
+        return *runs, *self._rows()
 
     def state(self, now: float) -> str:
         """A digest that changes whenever a file of it does, a process that holds a run ends, or is silent."""
         parts: list[object] = [self.name, self.paths, *(state_of_run(path, now) for path in self.all_paths)]
         if self.folder is not None:
             parts += [_stamp(self.folder / name) for name in _OF_COMPARISON]
-        if self.planned is not None and self.planned.rows:
-            parts.append(_stamp(Path(self.planned.rows)))
+        parts += self._rows()
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def _rows(self) -> list[object]:
+        """What changes with the results of runs that ended, here or on another machine."""
+        return [_stamp(Path(self.planned.rows))] if self.planned is not None and self.planned.rows else []
 
 
 def state_of_run(path: Path, now: float) -> tuple[object, ...]:

@@ -82,7 +82,7 @@ class DataSection(Section):
     """The source of the tokens."""
 
     source: str = Field(
-        "stdlib", description="what `prepare` made or takes, or token files; several: commas between"
+        "stdlib", description="texts, what `prepare` made, or token files; commas between"
     )
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
     tokenizer: str = Field(
