@@ -81,9 +81,7 @@ ModelSection = create_model(
 class DataSection(Section):
     """The source of the tokens."""
 
-    source: str = Field(
-        "stdlib", description="texts, what `prepare` made, or token files; commas between"
-    )
+    source: str = Field("stdlib", description="text, token files, what `prepare` made; commas between")
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
     tokenizer: str = Field(
         AUTO,
