@@ -9,12 +9,11 @@ tokens and sums with the other processes; they are in the room `distributed`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from narrowgauge.once import computed_once
 from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -70,6 +69,7 @@ class LinearShards:
         outputs: The shard of the weight's rows.
         before: Computes the input of the matmuls from the layer's input.
         after: Computes the layer's output, still without bias, from the matmul's result.
+        is_whole: Whether this process computes the layer alone.
     """
 
     tokens: EqualShare | None = None
@@ -78,11 +78,12 @@ class LinearShards:
     before: Exchange | None = None
     after: Exchange | None = None
     pool: PooledSequences | None = None
+    is_whole: bool = field(init=False, compare=False)
 
-    @computed_once
-    def is_whole(self) -> bool:
-        """Whether this process computes the layer alone."""
-        return self == LinearShards()
+    def __post_init__(self) -> None:
+        parts = (self.tokens, self.inputs, self.outputs, self.before, self.after, self.pool)
+        # Not computed at first use, which compiled code would take for a change of the layer.
+        object.__setattr__(self, "is_whole", all(part is None for part in parts))
 
     def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
         """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; full ones are left
