@@ -28,21 +28,21 @@ TABLES = {  # heading -> the formats of its rows
 HEAD = """# Twenty libraries, case by case
 
 Each library quantizes the same small tensors, each made for one property of a format, and is
-compared with an exact oracle in rational arithmetic. `conformance/matrix.csv` holds the rows, this
-page is made from it, and [found in others](found-in-others.md) has the faults as texts to file.
+compared with an exact oracle in rational arithmetic. `conformance/matrix.csv` holds the rows,
+this page is made from it, and [found in others](found-in-others.md) describes the faults.
 
 ```sh
 python conformance/matrix.py --environments ../environments --install
 python conformance/page.py
 ```
 
-A library that is not installed keeps its stored rows. Checkouts are named by environment variables
-(the docstrings in `conformance/adapters/`).
+A library that is not installed keeps its stored rows. Environment variables locate the checkouts of
+libraries without a package (see the docstrings in `conformance/adapters/`).
 
 | mark | meaning |
 |---|---|
-| `=` | codes and scales equal, bit for bit; of a stored tensor: its values |
-| `v` | values equal to the last bits of float32; a code or scale differs, or the library returns none |
+| `=` | codes and scales equal, bit for bit; for a stored tensor: its values |
+| `v` | values equal up to the last bits of float32; a code or scale differs, or the library returns none |
 """
 Row = dict[str, str]
 

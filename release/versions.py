@@ -115,13 +115,21 @@ def page(rows: Iterable[dict[str, str]]) -> str:
         counts = f"{row['passed']} passed"
         counts += f", {row['skipped']} skipped" if int(row["skipped"] or 0) else ""
         counts += f", **{row['failed']} failed**" if int(row["failed"] or 0) else ""
-        said = f"not run: {row['note']}" if row["note"] else counts
+        said = f"not tested: {row['note']}" if row["note"] else counts
         cells = (row["tool"], row["version"], row["torch"], row["python"], said, row["date"])
         lines.append(f"| {' | '.join(cells)} |")
-    needs = [*extras["dependencies"], *(p for e in extras["optional-dependencies"].values() for p in e)]
-    ranges = sorted({p for p in needs for tool in TESTS if p.startswith((f"{tool}>", f"{tool}<"))})
-    allowed = ", ".join(f"`{p}`" for p in ranges)
+    ranges: dict[str, list[str]] = {}
+    for extra, needs in {"": extras["dependencies"], **extras["optional-dependencies"]}.items():
+        for need in needs:
+            if need.startswith(tuple(f"{tool}{sign}" for tool in TESTS for sign in "<>")):
+                ranges.setdefault(need, []).append(extra)
+    allowed = ", ".join(f"`{p}`{_of_extras(names)}" for p, names in sorted(ranges.items()))
     return HEAD + "\n".join(lines) + f"\n\n`pyproject.toml` allows {allowed}.\n"
+
+
+def _of_extras(names: list[str]) -> str:
+    """The extras that have a requirement; "" for one of the package itself."""
+    return "" if "" in names else f" ({', '.join(f'`{name}`' for name in sorted(names))})"
 
 
 def main() -> None:

@@ -77,6 +77,15 @@ LINES = {
     "report: page": (["report", "{run}", "--out", "{dir}"], ["{dir}", "is a directory"]),
     "report: below a file": (["report", "{run}", "--out", "{dir}/good.toml/x"], ["cannot write"]),
     "recipes: name": (["recipes", "mxpf4"], ["unknown recipe 'mxpf4'", "'mxfp4'"]),
+    "recipes: a name near none": (
+        ["recipes", "nope"],
+        ["unknown recipe 'nope'", "'narrowgauge recipes' lists"],
+    ),
+    "a configuration that does not ship": (["train", "gpt2-124"], ["no configuration file", "gpt2-124m"]),
+    "watch: no runs": (
+        ["watch", "{dir}", "--once", "{dir}/p.html"],
+        ["{dir} has no runs", "a run directory"],
+    ),
     "recipes: file": (["recipes", "{dir}/none.toml"], ["{dir}/none.toml", "cannot be read"]),
     "formats: name": (["formats", "e4m4"], ["unknown format 'e4m4'", "'e4m3'"]),
     "no file": (["train", "{dir}/goood.toml"], ["{dir}/goood.toml", "good.toml"]),

@@ -22,7 +22,7 @@ def exported(narrowgauge, finished, tmp_path_factory):
     assert (ended.code, ended.err) == (0, "")
     first, remark = ended.out.splitlines()
     assert first == f"{out}: {finished} after step 6, as hf"
-    assert remark.startswith("weights are those before the casts of the recipe")
+    assert remark.startswith("weights are stored as they are before the recipe's casts")
     return out
 
 

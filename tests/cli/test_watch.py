@@ -91,6 +91,13 @@ def test_watch_ends_with_ctrl_c_and_code_130(narrowgauge, tmp_path):
     assert (done.code, done.err) == (130, f"{tmp_path / 'later'} does not exist yet; the page waits for it\n")
 
 
+def test_an_empty_folder_is_named_in_the_terminal(narrowgauge, tmp_path):
+    process = narrowgauge.start("watch", tmp_path, "--no-browser")
+    address_in(process)
+    process.send(signal.SIGINT)
+    assert process.wait().err == f"{tmp_path} has no runs yet; the page waits for the first\n"
+
+
 def test_a_comparison_of_three_arms_is_followed_from_its_folder(tiny, tmp_path):
     out = tmp_path / "compared"
     sections = {name: table for name, table in tiny({"training.steps": 2}).items() if name != "recipe"}
@@ -100,6 +107,7 @@ def test_a_comparison_of_three_arms_is_followed_from_its_folder(tiny, tmp_path):
     assert "3 runs compared" in seen
     assert "3 runs: 3 done." in seen
     assert "one seed has no interval and proves no gap" in seen
+    assert "known of runs whose warm-up does not spike" in seen, "the plan that compare printed"
     assert "interim" not in seen
     write_page([out], tmp_path / "page.html")
     kept = (tmp_path / "page.html").read_text()

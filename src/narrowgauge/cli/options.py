@@ -116,7 +116,7 @@ def _scaling(p: KeyParser) -> None:
 
 
 def _convert(p: KeyParser) -> None:
-    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("run", metavar="RUN", type=Path, help="a run directory")
     p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
 
@@ -195,12 +195,12 @@ def _eval(p: KeyParser) -> None:
 
 
 def _export(p: KeyParser) -> None:
-    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("run", metavar="RUN", type=Path, help="a run directory")
     p.add_argument("--to", required=True, metavar="FORMAT", help=" | ".join(EXPORT_FORMATS))
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; bf16 for quantized weights)")
     p.add_argument("--shard-gb", type=float, default=5.0, help="size of each safetensors file in GB (5)")
-    text = f"store activation scales: those of a text, or of the recipe's memory ({RECORDED})"
+    text = f"store activation scales: measured on a text, or '{RECORDED}' by delayed scaling"
     p.add_argument("--calibrate", metavar="SOURCE", help=text)
 
 
@@ -209,7 +209,7 @@ def _import(p: KeyParser) -> None:
         "path", metavar="PATH", type=Path, help="a Hugging Face folder, or a file of llm.c or GGUF"
     )
     p.add_argument("--out", required=True, type=Path, metavar="RUN", help="a new run directory")
-    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (the model's)")
     p.add_argument("--data", metavar="SOURCE", default="stdlib", help="text to evaluate it on (stdlib)")
 
 
@@ -217,7 +217,7 @@ def _lint(p: KeyParser) -> None:
     text = "a folder of safetensors or GGUF, or one file, of any program"
     p.add_argument("path", metavar="CHECKPOINT", type=Path, help=text)
     p.add_argument("--all", action="store_true", help="read every code and scale, in place of samples")
-    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _served(p: KeyParser) -> None:
@@ -233,12 +233,12 @@ def _served(p: KeyParser) -> None:
         "--margin", type=float, default=0.01, help="largest difference of the loss that is equal (0.01)"
     )
     p.add_argument("--page", type=Path, metavar="FILE", help="also write the result as a page (HTML)")
-    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _model(p: KeyParser) -> None:
     p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
-    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (the model's)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 
@@ -286,7 +286,7 @@ def _subject(p: KeyParser, batches: int) -> None:
     p.add_argument("--batches", type=positive_integer, default=batches, metavar="N", help=text)
     p.add_argument("--batch-size", type=positive_integer, metavar="N", help="sequences per batch (the run's)")
     p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (the run's)")
-    p.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (that of the model)")
+    p.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (the model's)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -295,18 +295,18 @@ def _advise(p: KeyParser) -> None:
     p.add_argument("--model", required=True, metavar="NAME", help="a named model (narrowgauge models)")
     names = ", ".join(cluster.cluster_names())
     p.add_argument("--cluster", metavar="SPEC", help=f"{names}, or a .toml file (this machine)")
-    p.add_argument("--devices", type=positive_integer, default=1, metavar="N", help="in all (1)")
-    p.add_argument("--tokens", metavar="D", help="to train on, as 10B (those of the published training)")
-    p.add_argument("--hours", type=float, metavar="H", help="the most, of the whole training")
-    p.add_argument("--money", type=float, metavar="M", help="the most, in the currency of the price")
-    p.add_argument("--price", metavar="P", help="of a device-hour, as 2.50USD (the cluster's)")
-    p.add_argument("--recipes", metavar="A,B,C", help="to choose from (those that the device multiplies)")
+    p.add_argument("--devices", type=positive_integer, default=1, metavar="N", help="number of devices (1)")
+    p.add_argument("--tokens", metavar="D", help="training tokens, as in 10B (as published)")
+    p.add_argument("--hours", type=float, metavar="H", help="limit on the hours of the training")
+    p.add_argument("--money", type=float, metavar="M", help="limit on its cost, in the currency of the price")
+    p.add_argument("--price", metavar="P", help="price of a device-hour, as in 2.50USD (the cluster's)")
+    p.add_argument("--recipes", metavar="A,B,C", help="recipes to choose from (those native on the device)")
     p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (as published)")
     p.add_argument(
-        "--batch-size", type=positive_integer, metavar="N", help="sequences of a step (as published)"
+        "--batch-size", type=positive_integer, metavar="N", help="sequences per step (as published)"
     )
-    p.add_argument("--data", metavar="SOURCE", help="the text that the lines name")
-    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--data", metavar="SOURCE", help="data source for the printed commands")
+    p.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _predict(p: KeyParser) -> None:
@@ -346,7 +346,7 @@ def _launch(p: KeyParser) -> None:
 
 
 def _report(p: KeyParser) -> None:
-    p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    p.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories, the reference first")
     p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
     p.add_argument("--expected", action="store_true", help="compare each gap with its forecast")
 
@@ -354,7 +354,7 @@ def _report(p: KeyParser) -> None:
 def _watch(p: KeyParser) -> None:
     text = "a run, a folder of compare, a folder of runs, or several runs, the reference first"
     p.add_argument("paths", metavar="PATH", type=Path, nargs="+", help=text)
-    p.add_argument("--port", type=int, default=0, metavar="P", help="port of 127.0.0.1 (any free one)")
+    p.add_argument("--port", type=int, default=0, metavar="P", help="port on 127.0.0.1 (any free one)")
     p.add_argument("--no-browser", action="store_true", help="only print the address")
     p.add_argument("--once", type=Path, metavar="FILE", help="write the page to FILE and end")
     # for `train --watch`: ends with the input, then writes the page if the run did not
@@ -382,7 +382,7 @@ def _recipes(p: KeyParser) -> None:
 
 def _name(p: KeyParser) -> None:
     """Add the option that these verbs share."""
-    p.add_argument("name", metavar="NAME", nargs="?")
+    p.add_argument("name", metavar="NAME", nargs="?", help="the one to describe (list all)")
 
 
 def _runs(p: KeyParser) -> None:

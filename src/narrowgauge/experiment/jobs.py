@@ -59,7 +59,7 @@ def require_same(run: RungRun, out: Path) -> None:
     for key, (old, new) in directory.changes(run.config).items():
         change = f"{key} = {old!r}, and now it is {new!r}" if old != new else f"another text of {new!r}"
         raise UserError(
-            f"{directory.path} holds a run with {change}; restore what it began with, or name another "
+            f"{directory.path} holds a run with {change}; restore the old value, or name another "
             "directory with --out"
         )
 

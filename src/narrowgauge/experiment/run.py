@@ -255,6 +255,7 @@ def _planned(experiment: Experiment, out: Path, command: str) -> str:
         "family": experiment.family,
         "seeds": experiment.seeds,
         "parameters": _parameters(experiment),
+        "is_calm": _is_calm(experiment),
         "rows": str(_rows_file(experiment, out).resolve()) if experiment.is_measured else "",
         "runs": [
             {

@@ -144,11 +144,12 @@ def _extra(subject: Subject, runs: Sequence[Run]) -> tuple[Sequence[str], str]:
     if planned is None or not planned.compared:
         return [], ""
     rows = rows_of(planned)
-    results = arm_results(rows, planned.reference, list(planned.family), planned.parameters) if rows else []
+    family, calm = list(planned.family), planned.is_calm
+    results = arm_results(rows, planned.reference, family, planned.parameters, is_calm=calm)
     last = planned.compared[0]
     gaps = {one.arm: dict(one.gaps) for one in results if one.rung == last.rung} or _gaps(runs)
     arms, seeds = len(planned.family), len(planned.seeds)
-    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps)
+    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, calm)
     return [f"{sight[0].upper()}{sight[1:]}."], _rungs(subject, rows, results)
 
 

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.files import shipped_text
 from narrowgauge.quantization import cast_names
 from narrowgauge.recipes.recipe import Recipe
@@ -140,7 +140,8 @@ def _unknown(name: str) -> UserError:
         return UserError(f"unknown recipe {name!r}; write {name}.toml, which is there")
     if name and Path(name).is_dir():
         return UserError(f"recipe {name!r} is a directory; name a .toml file, or one that ships")
-    return unknown("recipe", name, [*_FILES, "FILE.toml"])
+    error = unknown("recipe", name, [*_FILES, "FILE.toml"])
+    return error if nearest(name, _FILES) else UserError(f"{error}; 'narrowgauge recipes' lists all")
 
 
 def load_recipe(path: str | Path) -> Recipe:

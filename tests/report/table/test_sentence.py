@@ -86,3 +86,9 @@ def test_a_run_that_has_not_come_far_enough_lacks_no_seed(make_run):
     text = " ".join(summary(read_runs([good, early])))
     assert "Not compared with bf16 yet, for one of the two has not come far enough: fp8." in text
     assert "seed" not in text
+
+
+def test_unfinished_runs_are_named(make_run):
+    paths = [make_run("bf16", recipe="bf16"), *(make_run(name, status="running") for name in "abcdef")]
+    assert summary(read_runs(paths))[-1] == "Not finished: a, b, c, d, and 2 more."
+    assert summary(read_runs(paths[:2]))[-1] == "Not finished: a."

@@ -145,6 +145,8 @@ def test_a_server_that_is_not_installed_is_refused_in_a_sentence(tmp_path):
         pytest.skip("vllm is installed")
     with pytest.raises(UserError, match="vllm is not installed here; python -m pip install vllm"):
         Server("vllm", tmp_path, 8)
+    with pytest.raises(UserError, match="vllm is not installed here"):
+        served(tmp_path / "none", "vllm")  # before the run is opened
 
 
 @pytest.mark.tier("thorough")

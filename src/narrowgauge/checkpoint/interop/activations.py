@@ -138,19 +138,19 @@ def before_the_casts(model: torch.nn.Module) -> list[str]:
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     if not any(cast.is_scaled for m in layers for place, cast in m.spec.casts.items() if "fprop" in place):
         return list(_elsewhere(model))
-    sentence = "weights are those before the casts of the recipe, and servers multiply wide operands"
+    sentence = "weights are stored as they are before the recipe's casts, and servers multiply wide operands"
     return [sentence, *_elsewhere(model)]
 
 
 def in_llama_cpp(model: torch.nn.Module) -> list[str]:
-    """What llama.cpp computes in another way than training."""
+    """What llama.cpp computes differently from training."""
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     names = sorted({m.spec.casts["fprop.x"].name for m in layers if m.spec.casts["fprop.x"].is_scaled})
     if not names:
         return list(_elsewhere(model))
     sentence = (
-        f"inputs were {' and '.join(names)} in training, and llama.cpp rounds them to a format that belongs "
-        "to the weight's: int8 in blocks of 32 with narrow weights, else the weight's own"
+        f"inputs were {' and '.join(names)} in training, and llama.cpp rounds them to int8 in blocks "
+        "of 32 where weights are narrow, and to the weights' format elsewhere"
     )
     return [sentence, *_elsewhere(model)]
 

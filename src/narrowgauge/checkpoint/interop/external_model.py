@@ -47,7 +47,7 @@ def read_external_model(path: Path) -> ExternalModel:
             return read_gguf_external(path) if is_gguf(path) else read_llmc(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}; fix its permissions or copy it again") from error
-    raise UserError(f"{path} does not exist; name a folder of Hugging Face's, or a file of llm.c or GGUF")
+    raise UserError(f"{path} does not exist; name a Hugging Face folder, or a file of llm.c or GGUF")
 
 
 def _llmc_file(folder: Path) -> Path | None:

@@ -134,7 +134,7 @@ def _files_of(folder: Path, found: Checkpoint) -> Iterator[Path]:
             raise UserError(
                 f"{folder} is a run, and lint reads checkpoints of other programs; export it first"
             )
-        raise UserError(f"{folder} has no .safetensors and no .gguf; name a folder that has, or a file")
+        raise UserError(f"{folder} has no .safetensors and no .gguf; name another folder, or a file")
     yield from (inside(folder, file.name) for file in files)
 
 

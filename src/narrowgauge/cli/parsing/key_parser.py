@@ -43,8 +43,14 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "prepare": ("narrowgauge prepare my-texts/ --out data/mine --tokenizer bpe-4096",),
     "sample": ("narrowgauge sample runs/mine --prompt 'def main'",),
     "eval": ("narrowgauge eval runs/mine --task val --batches 8",),
-    "export": ("narrowgauge export runs/mine --to hf --out exported",),
-    "import": ("narrowgauge import gpt2/ --out runs/gpt2",),
+    "export": (
+        "narrowgauge export runs/mine --to hf --out exported",
+        "narrowgauge export runs/mine --to compressed-tensors --calibrate text.txt --out served",
+    ),
+    "import": (
+        "narrowgauge import gpt2/ --out runs/gpt2",
+        "narrowgauge import model.gguf --out runs/theirs --data text.txt",
+    ),
     "lint": ("narrowgauge lint downloaded-nvfp4/ --all",),
     "served": ("narrowgauge served runs/mine --with llama.cpp",),
     "convert": ("narrowgauge convert runs/mine --recipe mxfp8 --out runs/mxfp8",),

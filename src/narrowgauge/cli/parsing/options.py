@@ -27,7 +27,13 @@ def add_config_options(p: KeyParser) -> None:
     """Add CONFIG.toml, --out, the short options, and one option for each key of the configuration."""
     keys = training.config_keys()
     p.take_keys()
-    p.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="a configuration file")
+    p.add_argument(
+        "config",
+        metavar="CONFIG.toml",
+        type=Path,
+        nargs="?",
+        help="a file, or a name that ships, such as gpt2-124m",
+    )
     p.add_argument("--out", type=Path, metavar="DIR", help="the run directory")
     for short, name in SHORT.items():
         text = str(keys[name]).replace("%", "%%")

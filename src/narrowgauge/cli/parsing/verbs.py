@@ -54,7 +54,7 @@ VERBS: Mapping[str, Verb] = {
     "sample": Verb("generate text with a run or a model of another program", "models:sample"),
     "eval": Verb("evaluate a run or a model of another program: losses and scores", "models:evaluate"),
     "export": Verb("write a run's model for other programs", "models:export"),
-    "import": Verb("make a run of a model of another program", "models:import_"),
+    "import": Verb("turn a model of another program into a run", "models:import_"),
     "lint": Verb(
         "find faults in a quantized checkpoint of any program; exit code 1 if it has any",
         "checkpoints:run_lint",

@@ -18,6 +18,7 @@ from narrowgauge.json_lines import strict_json
 from narrowgauge.laboratory.watch import keep_page, linger, opened_browser, serving, write_page
 from narrowgauge.report import RunSummary, list_runs, print_comparison, read_runs, write_report
 from narrowgauge.report.live.server import PageServer
+from narrowgauge.report.live.subject import subjects
 from narrowgauge.report.page.sections import expected_section
 from narrowgauge.report.verdict.expected import expectations
 
@@ -79,13 +80,20 @@ def run_report(options: argparse.Namespace) -> None:
 def run_watch(options: argparse.Namespace) -> int:
     """Write the page once, or serve it until Ctrl-C; returns the exit code."""
     paths = options.paths
+    empty = [path for path in paths if path.exists() and not subjects([path])[0]]
     if options.once is not None:
+        if empty:
+            raise UserError(
+                f"{empty[0]} has no runs; name a run directory, or a folder of runs or of compare"
+            )
         write_page(paths, options.once)
         print(f"page: {options.once}")
         return 0
     for path in paths:
         if not path.exists():
             print(f"{path} does not exist yet; the page waits for it", file=sys.stderr)
+    for path in empty:
+        print(f"{path} has no runs yet; the page waits for the first", file=sys.stderr)
     try:
         with serving(paths, options.port) as server:
             _serve(server, options)

@@ -27,9 +27,8 @@ def memory(runs: Sequence[Run]) -> str:
         '<section class="memory"><h2>Memory</h2>'
         + bars(*_bars(measured, classes), "Memory by class")
         + numbers([run.name for run, _ in measured], rows, "Memory by class")
-        + "<p>In brackets: bytes a parameter. Measured in the first step of the last process; what was "
-        "expected (the line across a bar) is the same step on tensors without numbers, each operation on "
-        "whole tensors.</p></section>"
+        + "<p>In brackets: bytes per parameter. Measured in the first step of the last process. The line "
+        "across a bar is the expected memory: the same step simulated on tensors without data.</p></section>"
     )
 
 

@@ -1,6 +1,6 @@
 """What a comparison is about to train: OUT/comparison.json, which `compare` writes before its first run.
 
-    {"command", "reference", "family", "seeds", "parameters", "rows",
+    {"command", "reference", "family", "seeds", "parameters", "is_calm", "rows",
      "runs": [{"name", "arm", "seed", "rung", "steps", "tokens"}, ...]}
 
 The runs are in the order of training, those of the reference first. A reader learns from it which runs are
@@ -38,6 +38,7 @@ class PlannedComparison:
         family: The arms that are compared, without the reference and controls.
         seeds: The seeds of each arm.
         parameters: Parameters in linear layers, to which tokens are related.
+        is_calm: Whether no warm-up is expected to spike; False in the file of an older version.
         rows: The file of results of a measured experiment; "" for a comparison that has none.
         runs: All runs in the order of training.
     """
@@ -47,6 +48,7 @@ class PlannedComparison:
     family: tuple[str, ...]
     seeds: tuple[int, ...]
     parameters: int
+    is_calm: bool
     rows: str
     runs: tuple[PlannedRun, ...]
 
@@ -68,6 +70,7 @@ def read_comparison(folder: Path) -> PlannedComparison | None:
             family=tuple(map(str, found["family"])),
             seeds=tuple(map(int, found["seeds"])),
             parameters=int(found["parameters"]),
+            is_calm=found.get("is_calm") is True,
             rows=str(found["rows"]),
             runs=tuple(map(_run, found["runs"])),
         )

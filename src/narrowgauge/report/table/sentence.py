@@ -170,8 +170,9 @@ def _names(found: Sequence[Verdict], what: Callable[[Verdict], str]) -> str:
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
-    left = sum(run.status not in ("done", "failed") for run in runs)
-    return [f"Not finished: {left} of {len(runs)} runs."] if left else []
+    left = [run.name for run in runs if run.status not in ("done", "failed")]
+    more = [f"and {len(left) - MOST} more"] if len(left) > MOST else []
+    return [f"Not finished: {', '.join(left[:MOST] + more)}."] if left else []
 
 
 def _count(number: int, name: str) -> str:

@@ -33,7 +33,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.runs.choices import SERVERS
 from narrowgauge.runs.use.export import export_run
 from narrowgauge.runs.use.served_layers import LayerDifference, first, layer_differences, layer_names
-from narrowgauge.runs.use.servers import Server
+from narrowgauge.runs.use.servers import Server, require_installed
 from narrowgauge.runs.use.trained_model import TrainedRun, open_run, run_data
 from narrowgauge.t_interval import interval
 
@@ -243,6 +243,7 @@ def served(
             f"{sequences} sequences and a margin of {margin:g} give no interval to judge; use at least 2 and "
             "more than 0, such as 16 and 0.01"
         )
+    require_installed(server)  # before the text is prepared, and a large model is exported
     format = format or SERVERS[server][0]
     trained = open_run(run, "cpu")
     length = sequence_length or trained.config.data.sequence_length

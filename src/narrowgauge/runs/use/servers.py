@@ -43,6 +43,17 @@ _MODULES = {
 }
 
 
+def require_installed(name: str) -> None:
+    """Check that the package of a server is there.
+
+    Raises:
+        UserError: It is not.
+    """
+    module, package = _MODULES[name]
+    if find_spec(module) is None:
+        raise UserError(f"{name} is not installed here; python -m pip install {package}")
+
+
 class Server:
     """A server of the model in a folder; use it in a `with` block."""
 
@@ -54,9 +65,7 @@ class Server:
         """
         if name not in SERVERS:
             raise unknown("server", name, list(SERVERS))
-        module, package = _MODULES[name]
-        if find_spec(module) is None:
-            raise UserError(f"{name} is not installed here; python -m pip install {package}")
+        require_installed(name)
         self.name, self._folder = name, TemporaryDirectory()
         self._words = Path(self._folder.name) / "stderr"
         self._process = Answering(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from narrowgauge.data import split_sources
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.guard.widening import require_raising
 from narrowgauge.models import model_config
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
@@ -218,6 +218,8 @@ def load_values(path: Path) -> dict[str, Any]:
         hint = f"next to it are {', '.join(near[:5])}"
         if path.suffix != ".toml" or not near:
             hint = f"name a .toml file, or one that ships: {', '.join(config_names())}"
+        if path.suffix != ".toml" and (close := nearest(str(path), config_names())):
+            hint = f"the nearest that ships is {close}"
         raise UserError(f"no configuration file {path}; {hint}") from None
     except IsADirectoryError:
         own = path / "config.toml"

@@ -114,8 +114,8 @@ def require_allowed(path: object, changes: ConfigDiff, allowed: Sequence[str]) -
         differences = "; with ".join(_difference_text(key, *values) for key, values in refused.items())
         keys = ",".join(dict.fromkeys([*allowed, *refused]))
         raise UserError(
-            f"{path} holds a run with {differences}; restore what it began with, "
-            f"let it through with --allow-change {keys}, or start a new run with another --out"
+            f"{path} holds a run with {differences}; restore the old value, "
+            f"allow the change with --allow-change {keys}, or start a new run with another --out"
         )
 
 

@@ -111,7 +111,7 @@ class TrainingSection(Section):
     batch_size: int = Field(8, ge=1, lt=2**31, description="sequences per optimizer step")
     micro_batch_size: int = Field(8, ge=1, lt=2**31, description="sequences computed at once")
     fit_micro_batch: bool = Field(True, description="fewer if these do not fit; false where they are given")
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
+    seed: int = Field(0, ge=0, lt=2**63, description="for weights, token order and stochastic rounding")
     rounding_seed: int = Field(-1, ge=-1, lt=2**63, description="of stochastic rounding alone; -1: seed")
     device: str = Field("auto", description="auto, cpu or cuda")
     threads: int = Field(0, ge=0, le=1024, description="of a CPU, for each process; 0: as many as are free")
@@ -124,7 +124,7 @@ class TrainingSection(Section):
     chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
     z_loss: float = Field(0.0, ge=0, description="coefficient of the mean of logsumexp(logits)^2; 0: none")
     balance_loss: float = Field(0.01, ge=0, description="coefficient of the balance of experts; 0: none")
-    memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
+    memory_limit: str = Field("", description="limit per device, as in 24GB (all its memory)")
     hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
 
     @model_validator(mode="before")

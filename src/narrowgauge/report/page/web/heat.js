@@ -4,17 +4,17 @@
 // fixed, so that a colour means the same on every page, and what is unremarkable stays pale.
 const inShare = { unit: " %", scale: Math.sqrt, from: 0, full: 1 };
 const GAUGES = {
-  sqnr: { title: "SQNR", unit: " dB", down: true, from: 40, full: 10, says: (v) => v.toFixed(1), about: "Signal to quantization noise in decibels: at 20 dB the noise is a tenth of the numbers. Orange is noisy; from 40 dB on there is no colour." },
-  underflow: { title: "underflow", ...inShare, about: "Share of the numbers that were not zero and became zero." },
-  zeros: { title: "zeros", ...inShare, about: "Share of the numbers that are zero after the cast." },
-  largest: { title: "saturation", ...inShare, about: "Share of the numbers at the largest number of the format, where the largest of a block often is." },
-  clipped: { title: "clipped", ...inShare, about: "Share of the numbers that lay beyond the largest number and were cut off." },
-  nonfinite: { title: "not finite", ...inShare, full: 0, about: "Share of the numbers that are NaN or infinite." },
-  amax: { title: "amax", unit: "", scale: Math.log, about: "Largest magnitude of the tensor. The colour is logarithmic." },
+  sqnr: { title: "SQNR", unit: " dB", down: true, from: 40, full: 10, says: (v) => v.toFixed(1), about: "Signal to quantization noise in decibels: at 20 dB the noise is a tenth of the values. Orange is noisy; cells of 40 dB and more have no color." },
+  underflow: { title: "underflow", ...inShare, about: "Share of the elements that were not zero and became zero." },
+  zeros: { title: "zeros", ...inShare, about: "Share of the elements that are zero after the cast." },
+  largest: { title: "saturation", ...inShare, about: "Share of the elements at the largest value of the format, where the largest element of a block often lies." },
+  clipped: { title: "clipped", ...inShare, about: "Share of the elements that lay beyond the largest value and were clipped to it." },
+  nonfinite: { title: "not finite", ...inShare, full: 0, about: "Share of the elements that are NaN or infinite." },
+  amax: { title: "amax", unit: "", scale: Math.log, about: "Largest magnitude of the tensor. The color is logarithmic." },
   spread: { title: "amax over blocks", unit: " oct", from: 0, about: "Octaves from the median of the blocks' largest magnitudes up to the largest of them." },
   scales: { title: "scale range", unit: " oct", from: 0, about: "Octaves from the smallest scale of a block to the largest." },
-  bias: { title: "bias", unit: " %", scale: (v) => Math.sqrt(Math.abs(v)), from: 0, full: 1, about: "Mean error in percent of the root mean square: rounding to nearest should leave next to none. Orange is far from zero." },
-  unlike: { title: "product, 1 - cosine", unit: "", scale: Math.sqrt, from: 0, full: 0.01, about: "How far a product points away from the same product in float32: 1 less the cosine of the angle." },
+  bias: { title: "bias", unit: " %", scale: (v) => Math.sqrt(Math.abs(v)), from: 0, full: 1, about: "Mean error in percent of the root mean square: rounding to nearest should leave almost none. Orange is far from zero." },
+  unlike: { title: "matmul, 1 - cosine", unit: "", scale: Math.sqrt, from: 0, full: 0.01, about: "How far the result of a matmul points away from the same result in float32: 1 minus the cosine of the angle." },
 };
 const heat = { run: 0, less: -1, gauge: "", step: 0, row: 0, column: 0, cells: [], data: null, reach: {} };
 
