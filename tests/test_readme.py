@@ -24,7 +24,7 @@ TOPICS += ("how-to/my-run-diverged",)
 PAGES = {"README.md": README} | {
     f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
 }
-SMALL = "--model.layers 1 --model.dim 64 --model.ffn_dim 64 --data.sequence_length 32 --training.batch_size 1"
+SMALL = "--model.layers 1 --model.dim 64 --model.heads 2 --model.kv_heads 1 --model.ffn_dim 64 --data.sequence_length 32 --training.batch_size 1"
 
 
 def test_make_targets_exist():
@@ -69,6 +69,8 @@ def run(narrowgauge, tmp_path_factory):
             words = ["train", "--out", "runs/debug-stdlib-fp8"]
         if words[0] in ("train", "compare", "plan"):
             words = [*words, "--steps", "2", *SMALL.split()]
+        if words[0] == "watch" and "--once" not in words:  # serves until it is stopped
+            words = [*words, "--once", "page.html"]
         if words[0] == "search":  # the head is nine tenths of so small a model
             words = [*words, "--keep", ""]
         ended = narrowgauge(*words, folder=folder, NARROWGAUGE_CACHE=str(folder / "cache"))
