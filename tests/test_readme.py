@@ -24,7 +24,8 @@ TOPICS += ("how-to/my-run-diverged",)
 PAGES = {"README.md": README} | {
     f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
 }
-SMALL = "--model.layers 1 --model.dim 64 --model.heads 2 --model.kv_heads 1 --model.ffn_dim 64 --data.sequence_length 32 --training.batch_size 1"
+SMALL = "--model.layers 1 --model.dim 64 --model.heads 2 --model.kv_heads 1 --model.ffn_dim 64"
+SMALL += " --data.sequence_length 32 --training.batch_size 1"
 
 
 def test_make_targets_exist():

@@ -167,9 +167,10 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """The state without the rules, for JSON."""
-        names = [f.name for f in fields(self) if f.name not in ("rules", "raised")]
-        raised = {"raised": write_raises(self.raised)} if self.raised else {}
-        return {name: copy(getattr(self, name)) for name in names} | raised
+        rare = {"raised": write_raises(self.raised), "warmup_spikes": self.warmup_spikes}
+        names = [f.name for f in fields(self) if f.name != "rules" and f.name not in rare]
+        kept = {name: copy(getattr(self, name)) for name in names}
+        return kept | {name: value for name, value in rare.items() if value}
 
     @classmethod
     def from_state(cls, rules: GuardRules, checkpoint: Mapping[str, Any], samples: int) -> "Guard":

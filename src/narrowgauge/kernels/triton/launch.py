@@ -66,7 +66,7 @@ _SECOND = 2**16  # exclusive limit on the second and third axes of a CUDA grid
 _MOST = 1024  # launches that are remembered; shapes of training are few
 #: Versions of Triton whose compiled kernels are launched with the same arguments as its own `JITFunction.run`
 #: passes them.
-_KNOWN = ("3.6.", "3.7.", "3.8.")
+_KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
 class Launch:
