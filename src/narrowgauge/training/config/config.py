@@ -219,7 +219,7 @@ def load_values(path: Path) -> dict[str, Any]:
         if path.suffix != ".toml" or not near:
             hint = f"name a .toml file, or one that ships: {', '.join(config_names())}"
         if path.suffix != ".toml" and (close := nearest(str(path), config_names())):
-            hint = f"the nearest that ships is {close}"
+            hint = f"the nearest is {close}; {hint}"
         raise UserError(f"no configuration file {path}; {hint}") from None
     except IsADirectoryError:
         own = path / "config.toml"
