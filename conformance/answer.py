@@ -63,7 +63,7 @@ def _texts(numbers):
 
 def main(path):
     """Answer every question of standard input."""
-    out = os.fdopen(os.dup(1), "w")  # what a library prints is no answer
+    out = os.fdopen(os.dup(1), "w")  # a library may print to stdout; answers go to a copy of it
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     module = load(path)

@@ -57,7 +57,7 @@ def test_a_page_beside_a_run_outlives_its_sigkill_and_is_kept(narrowgauge, line,
     kept = (run / "report.html").read_text()
     assert '<span class="state killed">' in kept
     assert 'id="live"' not in kept
-    assert look(run).status["status"] == "running", "nobody but the page knows"
+    assert look(run).status["status"] == "running", "only the page reports the kill"
 
 
 def test_ctrl_c_keeps_the_page_of_a_run(narrowgauge, line, look, tmp_path):

@@ -183,5 +183,5 @@ def _as_position(tensor: torch.Tensor) -> dict[str, Any]:
     numbers, flags, words = [step, *rest[:2]], rest[2:5], rest[5:]
     at, steps, decay = (None if n == -1 else n for n in numbers)
     keys = [words[i : i + 2] for i in range(0, len(words), 2)]
-    told = dict(zip(("is_set", "hears_optimizer", "is_told"), map(bool, flags), strict=True))
-    return {"step": at, "length": [steps, decay], "keys": keys, **told}
+    known = dict(zip(("is_set", "hears_optimizer", "is_told"), map(bool, flags), strict=True))
+    return {"step": at, "length": [steps, decay], "keys": keys, **known}

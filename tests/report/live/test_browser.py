@@ -1,4 +1,4 @@
-"""The live page in a real browser: it follows, keeps the reader's place, and says when nobody is left."""
+"""The live page in a real browser: it follows the run, keeps the reader's place, and reports when the server has stopped."""
 
 import os
 

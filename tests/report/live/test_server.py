@@ -70,7 +70,7 @@ def test_no_other_address_leads_anywhere(server, rest):
     if rest.startswith("?"):
         assert status == 200, "what follows the question mark is ignored"
     else:
-        assert (status, text.partition(":")[0]) == (404, "there is no such page")
+        assert (status, text.partition(":")[0]) == (404, "page not found")
 
 
 def test_the_page_needs_the_slash_that_its_links_depend_on(server):

@@ -123,7 +123,7 @@ def test_transformers_serves_an_export(train, tmp_path, format, recipe):
 
 @pytest.mark.tier("thorough")
 def test_the_first_layer_with_another_scale_is_named(train, tmp_path):
-    """The certificate's page names it, too."""
+    """The page of the certificate names it as well."""
     layer = "model.layers.1.self_attn.k_proj"
     run = train(changes=SIZES | {"recipe.name": "nvfp4"})
     export_run(run, "compressed-tensors", tmp_path / "out")

@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(403, "the address lacks its token: open the one that `narrowgauge watch` printed")
         elif address is None or (page := self.server.pages(address)) is None:
-            self._refuse(404, "there is no such page: the run is gone, or the address is incomplete")
+            self._refuse(404, "page not found: the run was removed, or the address is incomplete")
         elif self.headers.get("If-None-Match") == f'"{page.tag}"':
             self._answer(304, b"", page)
         else:

@@ -34,7 +34,7 @@ class Subject:
         name: What a list calls it.
         paths: The directories of its runs that exist, the reference first.
         folder: The folder of a comparison; None for a run and for runs that were named together.
-        planned: What the comparison is about to train; None if it is not known.
+        planned: The plan of the comparison; None if it is unknown.
     """
 
     name: str

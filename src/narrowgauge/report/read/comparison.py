@@ -61,7 +61,7 @@ class PlannedComparison:
 
 
 def read_comparison(folder: Path) -> PlannedComparison | None:
-    """What the comparison in a folder is about to train; None if there is no such file, or another."""
+    """The plan of the comparison in a folder; None if the file is missing or is not a plan."""
     try:
         found = json.loads((folder / COMPARISON).read_bytes())
         return PlannedComparison(
