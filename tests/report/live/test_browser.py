@@ -1,4 +1,4 @@
-"""The live page in a real browser: it follows the run, keeps the reader's place, and reports when the server has stopped."""
+"""The live page in a real browser: it follows the run, keeps the reader's place, and names a stopped server."""
 
 import os
 
