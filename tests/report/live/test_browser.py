@@ -1,4 +1,4 @@
-"""The live page in a real browser: it follows a run, keeps the scroll position, and reports a stopped server."""
+"""The live page in a real browser: it follows a run, keeps the scroll position, reports a stopped server."""
 
 import os
 
