@@ -9,6 +9,9 @@ import ladder2
 import ladder2_page
 from narrowgauge.experiment.arms import take_arms, take_experiment
 from narrowgauge.experiment.design import make_measured
+from narrowgauge.nn.histories import history_of
+from narrowgauge.recipes.registry import recipe as recipe_from
+from narrowgauge.recipes.resolve import casts_at
 from narrowgauge.report.verdict.rungs import Row, rows_text
 from publish.ladder2 import family_of, stages_markdown
 from publish.pilot import chi_squared, choose, measure
@@ -72,6 +75,20 @@ def test_every_part_is_an_experiment_with_its_null_arms(file):
         assert found.runs[0].config.training.rounding_seed == -1
         assert found.runs[1].config.training.rounding_seed == 101
     assert not any(arm.startswith("null") for arm in family_of(tables))
+
+
+def test_a_forked_arm_needs_no_state_that_a_bf16_trunk_lacks():
+    """A history or a narrow weight is not in the trunk's checkpoint, so its run would stop."""
+    for name, tables in ladder2.read_parts("stages").items():
+        if "fork" not in tables["experiment"]:
+            continue
+        for arm, changes in tables["arms"].items():
+            recipe = recipe_from(
+                changes["recipe.name"] if "recipe.name" in changes else changes["recipe"]["name"]
+            )
+            for step in (0, 999):
+                for place, cast in casts_at(recipe, step, 1000, 200).items():
+                    assert history_of(place, cast, 128) is None, (name, arm, place)
 
 
 def test_predictions_name_arms_and_rungs_that_are_planned():
