@@ -8,7 +8,7 @@ import narrowgauge as ng
 
 ROOT = Path(ng.__file__).parent
 
-# A room may import itself and the rooms above it. The same holds inside of a room for the entries that are
+# A room may import itself and the rooms above it. The same holds inside a room for the entries that are
 # listed: its modules and sub-packages, from the ground up. Those that are not listed make no circle.
 ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (),

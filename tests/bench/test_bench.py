@@ -109,7 +109,7 @@ def test_the_floor_is_never_above_the_count_of_the_step(recipe):
 
 @pytest.mark.tier("thorough")  # counts of seconds
 def test_narrow_state_moves_less(config):
-    """Of 4096 elements and more; the bytes are those of the account of memory."""
+    """Of 4096 elements and more; the bytes match the account of memory."""
     wide = {"model__dim": 128, "model__ffn_dim": 256, "model__heads": 2, "model__kv_heads": 2}
     fp32, msamp = (work_of(config(recipe__name=r, **wide), native=False) for r in ("fp8", "msamp-o2"))
     assert msamp.moved["optimizer"] < 0.65 * fp32.moved["optimizer"]

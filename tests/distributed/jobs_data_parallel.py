@@ -307,7 +307,7 @@ def page(blocks):
 
 
 def collectives_of_weights(recipe):
-    """Whether a sum, an average and a broadcast of a weight are those of its values; and on all ranks."""
+    """Whether a sum, an average and a broadcast of a weight equal its values', on all ranks."""
     torch.manual_seed(dist.get_rank())
     layer = ng.convert(nn.Sequential(nn.Linear(32, 16)), recipe, keep=[])[0]
     own, found = layer.weight.detach().clone(), []

@@ -23,7 +23,7 @@ STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
 
 
 def layer(recipe, unused):
-    """What differs, to the bit, between the experts of this rank and those of one process with all tokens.
+    """What differs, to the bit, between the experts of this rank and of one process with all tokens.
 
     No token goes to the expert `unused`.
     """

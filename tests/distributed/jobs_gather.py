@@ -75,7 +75,7 @@ def rows_of(whole, ranks, rank):
 
 
 def like_the_whole(recipe, places=None, width=24, steps=2, reshard=True, copies=1, transposed=False):
-    """Two steps on the same samples everywhere: outputs, gradients and weights are those of one process."""
+    """Two steps on the same samples everywhere: outputs, gradients and weights equal one process's."""
     recipe = ng.recipe(recipe).with_places(places or {})
     ranks, rank = dist.get_world_size() // copies, dist.get_rank() % (dist.get_world_size() // copies)
     alone = model(recipe, width, transposed)
@@ -193,7 +193,7 @@ def accumulated(recipe, copies=1):
 
 
 def poisoned(recipe, value):
-    """One element of one shard is not finite: products say so on all ranks, as those of the whole do."""
+    """One element of one shard is not finite: matmuls report it on all ranks, as with the whole weight."""
     net = shard(model(recipe, 24))
     if dist.get_rank() == 0:
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """What ranks do in the tests of parity: train together, and look for what one process has alone.
 
-The process that trains alone leaves its numbers in a file; each rank then looks up those of its own pieces.
+The process that trains alone leaves its numbers in a file; each rank then looks up its pieces' numbers.
 """
 
 import re

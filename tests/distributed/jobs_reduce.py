@@ -138,7 +138,7 @@ def learned(steps):
 class Block(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.gain = torch.nn.Parameter(torch.full((16,), 0.5))  # FSDP lays it after those of the children
+        self.gain = torch.nn.Parameter(torch.full((16,), 0.5))  # FSDP lays it after the children's
         self.norm = torch.nn.LayerNorm(16)
         self.up, self.down = torch.nn.Linear(16, width), torch.nn.Linear(width, 16, bias=False)
 

@@ -20,7 +20,7 @@ SIZES = {
     "msamp-o3": 1,
     "mxfp8": 4,
 }
-WIDE = {"reduce": "fp32"}  # sums are compared with those of one process
+WIDE = {"reduce": "fp32"}  # sums are compared with one process's
 
 
 def bytes_of_a_gather(world, width, size):

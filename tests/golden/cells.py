@@ -88,7 +88,7 @@ def near(kept: Cell, now: Cell, bounds: Mapping[str, float]) -> Iterator[str]:
 def changes(kept: Cell, now: Cell) -> dict[str, float]:
     """By how much losses and norms differ at most, as a share of what was kept.
 
-    Those of the first step, which comes from equal weights, are apart: a code that the last bit of a sum tips
+    The first step, which comes from equal weights, is kept apart: a code that the last bit of a sum tips
     over makes other weights, and what comes of them grows with every step.
     """
     steps = list(zip(_numbers(kept["loss and grad_norm"]), _numbers(now["loss and grad_norm"]), strict=True))

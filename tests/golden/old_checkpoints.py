@@ -1,6 +1,6 @@
 """Checkpoints of an earlier commit, one for each recipe, that have to be resumed to the same digits for good.
 
-    python tests/golden/old_checkpoints.py    # keeps those of the package that is imported now
+    python tests/golden/old_checkpoints.py    # keeps the imported package's
 
 Each is the run directory of a training of four steps that was killed after its second: what it holds is what
 that commit wrote, and the digits beside it are those that the same commit went on to compute. The layout on

@@ -144,7 +144,7 @@ def losses(recipe=None, **more):
 
 
 def beside_own_loop(recipe, parts=1, **more):
-    """The losses of the trainer, and those of a loop of one's own from the same weights and tokens."""
+    """The losses of the trainer, and of a separate loop from the same weights and tokens."""
     start = {}
 
     def keep(trainer):

@@ -49,7 +49,7 @@ def test_lightning(torchrun, tmp_path, recipe):
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):
-    """Random bits are those of a sequence's place in the whole batch."""
+    """Random bits follow from a sequence's place in the whole batch."""
     needs("lightning")
     found = torchrun(2, "jobs_trainers.fabric", recipe=recipe)
     losses = [loss for pair in zip(*(each["losses"] for each in found), strict=True) for loss in pair]

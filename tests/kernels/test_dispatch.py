@@ -59,7 +59,7 @@ def launches(function):
 def test_every_launch_is_on_the_device_of_its_tensors():
     """Triton launches on the current device, and a model may be on another; one door sees to that.
 
-    Launches that go past Triton are only those of the current device (tests/test_host.py).
+    Only launches on the current device go past Triton (tests/test_host.py).
     """
     found = {}
     for path in (Path(kernels.__file__).parent / "triton").glob("*.py"):

@@ -1,4 +1,4 @@
-"""Rotary positions in one pass are those of plain torch, bit for bit; their gradient is the turn back."""
+"""Rotary positions in one pass equal plain torch, bit for bit; their gradient is the turn back."""
 
 import pytest
 import torch

@@ -122,7 +122,7 @@ def trained_block(block, device):
 
 @needs_products
 def test_gathered_weights_are_read_again_in_the_backward_pass(device):
-    """The digits are those of whole weights, whose codes are kept."""
+    """The digits equal whole weights', whose codes are kept."""
     whole, found = trained_mlp(device, False), trained_mlp(device, True)
     assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
@@ -180,7 +180,7 @@ def test_where_it_may_not_all_three_are_called(device):
 
 def test_a_small_result_is_kept_between_two_passes():
     made = iter(range(9))
-    assert [once(lambda: next(made)) for _ in range(2)] == [0, 1], "outside of a checkpoint each is made"
+    assert [once(lambda: next(made)) for _ in range(2)] == [0, 1], "outside a checkpoint each is made"
     first, second = contexts()
     with first:
         assert [once(lambda: next(made)) for _ in range(2)] == [2, 3]

@@ -144,7 +144,7 @@ def test_eco_refuses_them_and_changes_nothing(optimizer):
 
 
 def computed_in_fp32_and_copied(p):
-    """An optimizer that ends in `copy_`, as those of Hugging Face and fairseq do."""
+    """An optimizer that ends in `copy_`, as Hugging Face's and fairseq's do."""
 
     class Descent(optim.Optimizer):
         @torch.no_grad()

@@ -66,7 +66,7 @@ compiles = [
 
 def make(name, bias=True):
     torch.manual_seed(0)
-    # outside of a model there is nothing to keep wide
+    # outside a model there is nothing to keep wide
     return Linear(torch.nn.Linear(K, N, bias=bias), recipe(name).for_layer([("up", None)], 0), 0)
 
 

@@ -87,7 +87,7 @@ def _add(y, tokens, weights, expert, x):
 @pytest.mark.tier("thorough", keep=("mxfp4",))
 @pytest.mark.parametrize("recipe", ["mxfp4", "fp8-row"])
 def test_each_expert_computes_as_a_linear_layer_of_its_slice(model, recipe):
-    """One expert a token, so that an expert's blocks and rows are those of the loop."""
+    """One expert a token, so that an expert has the loop's blocks and rows."""
     plain = copy.deepcopy(first_experts(model))
     experts = first_experts(convert(model, recipe))
     x = torch.randn(50, D, generator=torch.Generator().manual_seed(1))

@@ -32,8 +32,8 @@ VARIANTS = {
     "e4m3": [{"headroom": 1.0}, {"headroom": 16 / 17}],
 }
 INPUTS_OF = [(n, k) for n in SCALED for k in inputs() if can_have(n, k)]
-# Along axis 0 the oracle looks at one input of each cast, whose blocks end before they are full; that all
-# others are those of the transpose is shown without it.
+# Along axis 0 the oracle looks at one input of each cast, whose last blocks are not full; a test without the
+# oracle shows that all others equal the transpose's.
 ALONG = [(n, k, axis) for axis in (-1, 0) for n, k in INPUTS_OF if axis == -1 or k == "ragged"]
 
 

@@ -1,7 +1,7 @@
 """A step of one of several processes, counted on an imagined H200, under torch's own FSDP2.
 
 Groups of torch's fake backend stand for the others. FSDP2 refuses meta tensors for the numbers that they
-lack; here nobody needs any. Streams and events of the meta device are those of the CPU, which do nothing.
+lack; here nobody needs any. Streams and events of the meta device are the CPU's, which do nothing.
 What the network does is not counted.
 """
 

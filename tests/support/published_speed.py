@@ -1,6 +1,6 @@
 """Speeds that others have published, and the settings here that are nearest to each program's.
 
-Nothing in the settings is fitted. Tokens/s are those of one device. The machines' files repeat the figures
+Nothing in the settings is fitted. Tokens/s count one device. The machines' files repeat the figures
 (`[[measured]]`), each with the speed that `plan` calls the best: `python -m support.published_speed`, in
 tests/, writes them anew after a change of the estimate.
 """
@@ -83,7 +83,7 @@ class Speed:
 
     @property
     def time(self) -> Estimate:
-        """What `plan` says of its settings; those of several programs can be the same."""
+        """What `plan` reports for its settings; several programs can share settings."""
         settings = repr(replace(self, name="", tokens_per_s=0.0))
         if settings not in _TIMES:
             mesh, cluster = parallel_dims_of(self.config, self.devices), load_cluster(self.cluster)

@@ -134,7 +134,7 @@ def test_a_world_of_one_and_worse(text, words, fix):
     assert item.status == "MISS"
     assert words in item.found
     assert fix in item.fix
-    assert "ranks" not in verdicts(text), "those of no world are not judged"
+    assert "ranks" not in verdicts(text), "ranks without a world are not judged"
 
 
 def test_the_shell_of_a_batch_script_is_where_the_doctor_is_started():
