@@ -1,4 +1,4 @@
-"""The conformance vectors: made anew they are the same, none is missing, the fast path agrees with each."""
+"""The conformance vectors: made again they are the same, none is missing, the fast path agrees with each."""
 
 import json
 import runpy
@@ -63,7 +63,7 @@ def cast_of(v):
 
 
 def context_of(v):
-    """What a vector gives beside the tensor and its cast."""
+    """What a vector gives besides the tensor and its cast."""
     return QuantContext(
         random=RandomStream(torch.tensor(v["key"], dtype=torch.int32)) if "key" in v else None,
         signs=torch.tensor(v["signs"]) if "signs" in v else None,
@@ -208,7 +208,7 @@ def test_the_files_are_what_the_oracle_makes(tmp_path):
 
 
 def test_the_example_of_the_page(capsys):
-    """A reader with nothing but the standard library."""
+    """A reader with only the standard library."""
     page = (FOLDER / "README.md").read_text()
     example = page.partition("## An example")[2].split("```python\n")[1].split("```")[0]
     done = subprocess.run(

@@ -243,7 +243,7 @@ OF_OTHERS = {"_exit", "_replace", "_asdict", "_to_copy", "_actions", "_option_st
 
 
 def dotted(node: ast.expr) -> str:
-    """`torch._C.name` as text; "" for what is no chain of names."""
+    """`torch._C.name` as text; "" for anything but a chain of names."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):

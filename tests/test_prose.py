@@ -67,6 +67,22 @@ def test_a_clean_room_is_free_of_the_patterns(room):
     assert not found, "\n".join(found)
 
 
+#: Folders of tests and test modules.
+TESTS = sorted({path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*.py")})
+
+
+@pytest.mark.parametrize("part", TESTS)
+def test_docstrings_and_comments_of_tests_are_free_of_the_patterns(part):
+    path = ROOT / "tests" / part
+    found = [
+        f'{file.relative_to(ROOT)}: "{words}": write {PATTERNS[pattern]}'
+        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+        for text in (docstrings(file), comments(file))
+        for _, words, pattern in findings(text)
+    ]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize(("pattern", "example"), list(zip(PATTERNS, EXAMPLES, strict=True)))
 def test_a_pattern_finds_its_example(pattern, example):
     assert pattern in {found for _, _, found in findings(example)}

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of narrow gathers: FSDP's weights in narrow numbers against the whole model."""
+"""What ranks do in the tests of narrow gathers: FSDP's weights in low precision against the whole model."""
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ def compare_gradients(alone, cut, ranks, rank, times):
     for name, p in cut.named_parameters():
         ours, theirs = gradient_of(p), gradient_of(alone.get_parameter(name))
         ours = ours.to_local() if isinstance(ours, DTensor) else ours
-        if (narrow := state_of(p).gradient) is None:  # the sum of so many equal ones
+        if (narrow := state_of(p).gradient) is None:  # the sum of n equal ones
             torch.testing.assert_close(ours, times * rows_of(theirs, ranks, rank))
         else:
             spacing = 2.0**-narrow.cast.element.mantissa_bits
@@ -176,7 +176,7 @@ def records(recipe):
 
 
 def accumulated(recipe, copies=1):
-    """Micro-batches of its own on every rank; copies of shards hold the same bytes."""
+    """Different micro-batches on every rank; copies of shards hold the same bytes."""
     net = shard(model(recipe, 24), copies=copies)
     for number in range(3):
         set_step(net, 7, 1, 8 * dist.get_rank())

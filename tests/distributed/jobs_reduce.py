@@ -251,7 +251,7 @@ def at_rest(grad, reduce):
 
 
 def counted():
-    """What `CommCounter` says of torch's own collectives."""
+    """What `CommCounter` counts of torch's collectives."""
     ranks = dist.get_world_size()
     x = torch.zeros(12 * ranks)
     with CommCounter() as traffic:

@@ -1,4 +1,4 @@
-"""E. Numbers that go wrong: skipped, told, never saved; and state that keeps its bits and its window."""
+"""E. Numbers that go wrong: skipped, reported, never saved; and state that keeps its bits and its window."""
 
 import math
 import random
@@ -14,7 +14,7 @@ NAN = {"kind": "gradient", "factor": math.nan}
 
 
 def bad(steps, ranks, **more):
-    """A gradient that is no number, on the last rank alone."""
+    """A NaN gradient, on the last rank alone."""
     return NAN | {"steps": list(steps), "rank": ranks - 1} | more
 
 

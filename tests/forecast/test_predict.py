@@ -26,7 +26,7 @@ def forecaster():
 
 
 def small_atlas(folder: Path) -> Path:
-    """The runs of at most 50 million parameters as a file of its own."""
+    """The runs of at most 50 million parameters as a separate file."""
     points = [p for p in read_atlas().points if p.params < forecasts.SMALL]
     path = folder / "small.csv"
     with path.open("w", encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""What processes do in the tests of torchtitan's plug: its own trainer, on a CPU."""
+"""What processes do in the tests of the torchtitan integration: its own trainer, on a CPU."""
 
 import json
 import os
@@ -203,7 +203,7 @@ def converted(recipe):
 
 
 def layers(recipe):
-    """What each linear layer says of itself."""
+    """What each linear layer records of itself."""
     found = {}
     train(
         configuration(recipe, steps=1),

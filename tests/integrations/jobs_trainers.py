@@ -1,4 +1,4 @@
-"""What two processes do in the tests of the plugs for Hugging Face's Trainer, Lightning and Fabric."""
+"""What two processes do in the tests of integrations: Hugging Face's Trainer, Lightning and Fabric."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The plugs under torchrun: two processes, gloo, DDP as the trainers make it."""
+"""The integrations under torchrun: two processes, gloo, DDP as the trainers make it."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def needs(*packages):
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trainer(torchrun, tmp_path, recipe):
-    """Replicas stay equal, and a training that goes on from the trainer's checkpoint has the same digits."""
+    """Replicas stay equal, and training from the trainer's checkpoint continues to the same digits."""
     needs("transformers", "accelerate")
     found, other = torchrun(2, "jobs_trainers.trainer", recipe=recipe, folder=str(tmp_path / "out"))
     assert found["same"]

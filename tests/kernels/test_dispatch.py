@@ -122,7 +122,7 @@ def without_headers(monkeypatch, tmp_path):
 
 
 def test_missing_headers_are_found_before_a_kernel_is_built(without_headers, monkeypatch):
-    """Triton would fail in the middle of step 0; now plain operations run, and a sentence says why."""
+    """Triton would fail in the middle of step 0; now plain operations run, and a sentence explains why."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     gpu = torch.device("cuda", 48)
     assert not dispatch.can_compile()

@@ -63,7 +63,7 @@ def test_other_casts_are_laid_out_elsewhere(device):
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_a_layer_asks_for_the_same_products(name, device, monkeypatch):
-    """Forward and backward, with tiles and without; only the products are left out, which no CPU has."""
+    """Forward and backward, with tiles and without; only the matmuls are left out, which no CPU has."""
     asked = []
 
     def taken(mat_a, mat_b, **given):

@@ -79,7 +79,7 @@ def test_each_role_has_its_standard_deviation(name, dim):
         expected = roles.get(module, 1 / math.sqrt(value.shape[1]))
         if module.endswith(("attention_out", "down")):
             expected *= embedding / 2
-        error = 6 / math.sqrt(2 * value.numel())  # six deviations of a standard deviation of so many draws
+        error = 6 / math.sqrt(2 * value.numel())  # six deviations of a standard deviation of n draws
         assert value.std().item() == pytest.approx(expected, rel=error), parameter
 
 

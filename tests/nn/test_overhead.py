@@ -1,4 +1,4 @@
-"""What a layer costs beside its arithmetic: Python calls and imports. The bounds may only go down."""
+"""What a layer costs besides its arithmetic: Python calls and imports. The bounds may only go down."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Weights, masters and gradients in narrow numbers: bytes, sums over micro-batches, what others see."""
+"""Weights, masters and gradients in low precision: bytes, sums over micro-batches, what others see."""
 
 import copy
 import gc

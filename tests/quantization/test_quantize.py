@@ -126,7 +126,7 @@ def test_the_emulated_operand_is_the_stored_numbers(name, kind):
     x = inputs()[kind]
     q = ng.quantize(x, name)
     operand, scale = emulate(x, cast_named(name), -1, torch.bfloat16)
-    # bf16 holds every product of an element and a block's scale, but for fp32 scales that are no power of two
+    # bf16 holds every product of an element and a block's scale, except under fp32 scales other than 2^n
     is_inexact = q.cast.scales.format == "fp32" and q.cast.block is not None
     assert operand.dtype == (torch.float32 if is_inexact else torch.bfloat16)
     assert torch.equal(operand.float() * (1.0 if scale is None else scale), q.dequantize())
@@ -203,7 +203,7 @@ def test_compiled_emulation_is_bit_identical(name):
         q = ng.quantize(x, name, axis)
         return q.codes, q.scales
 
-    torch.compiler.reset()  # each cast is a compilation of its own
+    torch.compiler.reset()  # each cast is compiled separately
     x = torch.randn(64, 96).bfloat16()
     for function in (operand, stored):
         for axis in (-1, 0):

@@ -182,7 +182,7 @@ def test_the_recipes_of_nemo_rl_narrow_the_routed_experts_alone():
 
 @pytest.fixture
 def modelopt(tmp_path):
-    """A recipe of ModelOpt's beside the files that it imports, of other words than ModelOpt's."""
+    """A recipe of ModelOpt's next to the files that it imports, of other words than ModelOpt's."""
     pytest.importorskip("yaml")
     units = tmp_path / "configs" / "units"
     units.mkdir(parents=True)

@@ -47,7 +47,7 @@ FP8_LM = {  # GB, with micro-batches of 2, of 1 for 175B
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure; `most`: the model fitted in so much, and nothing more is said."""
+    """One published figure; `most`: the model fitted in so much memory, and no more is known."""
 
     name: str
     size: float

@@ -2,7 +2,7 @@
 
 Nothing in the settings is fitted. Tokens/s count one device. The machines' files repeat the figures
 (`[[measured]]`), each with the speed that `plan` calls the best: `python -m support.published_speed`, in
-tests/, writes them anew after a change of the estimate.
+tests/, writes them again after a change of the estimate.
 """
 
 import sys
@@ -187,7 +187,7 @@ def of_machine(name: str) -> list[Speed]:
 
 
 def main() -> None:
-    """Write the [[measured]] tables of all machines anew, or of those that are named."""
+    """Write the [[measured]] tables of all machines again, or of those that are named."""
     folder = Path(__file__).parents[2] / "src/narrowgauge/cluster/plan/machines"
     for file in sorted(folder.glob("*.toml")):
         if (rows := of_machine(file.stem)) and file.stem in (sys.argv[1:] or [file.stem]):

@@ -1,4 +1,4 @@
-"""A plan says the same wherever it is made: with Triton or without."""
+"""A plan is the same wherever it is made: with Triton or without."""
 
 import json
 import subprocess
