@@ -36,11 +36,10 @@ format: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/emulation.py $(ARGS)
 
-# Files made from the shipped recipes and casts, and the start page of the documentation, made from the README.
+# Files made from the shipped recipes and casts.
 tables: $(VENV)/.dev
 	$(BIN)/python tests/golden/make.py resolved page
 	$(BIN)/python conformance/make.py
-	cd tests && ../$(BIN)/python -m support.index_page
 
 # docs/evidence.md and its picture, made again from docs/evidence/runs.csv: the same digits, in a second.
 evidence: $(VENV)/.run

@@ -182,7 +182,7 @@ def calls_of(action: Callable[[], object]) -> int:
 
 
 def whole(both: Iterable[float], layers: int) -> float:
-    """The figure of all layers from those of two small models."""
+    """The figure of all layers from two small models."""
     few, more = both
     a_layer = (more - few) / (LAYERS[1] - LAYERS[0])
     return few + a_layer * (layers - LAYERS[0])

@@ -2,7 +2,7 @@
 
 A case is a small float32 matrix made for a cast, so that the property decides: `ties` holds every value
 halfway between two neighbours of the element format, in blocks whose scale is 1 under every rule. The
-answers are those of the oracle in exact rational arithmetic. A second kind of case asks what stored codes
+answers come from the oracle in exact rational arithmetic. A second kind of case asks what stored codes
 and scales mean, and a third draws from a library's stochastic rounding.
 """
 
@@ -57,7 +57,7 @@ class Case:
         cast: The keys of a cast as an adapter reads them (`block` as [rows, columns]).
         x: The values; none for "dequantize".
         codes: The bit patterns of the elements, as asked or as expected.
-        scales: Those of the scales, or their values if they are float32; none for single values.
+        scales: The bit patterns of the scales, or their values if they are float32; none for single values.
         tensor_scale: The outer scale, or 1.
         values: What the codes stand for: the answer, in float32.
     """
@@ -109,15 +109,25 @@ def grid(name: str) -> Array:
 
 
 def noise(shape: tuple[int, ...], seed: int) -> Array:
-    """Bell-shaped numbers that bfloat16 holds, the same on every machine."""
+    """Bell-shaped numbers with 20 bits: sums of four numbers of a linear congruential generator."""
     state, out = seed * 7919 + 1, []
     for _ in range(math.prod(shape)):
         total = 0
         for _ in range(4):
             state = (1103515245 * state + 12345) % 2**31
             total += state >> 13
-        out.append(round_scalar((total - 2**19) / 2**18, format("bf16")))
+        out.append((total - 2**19) / 2**18)
     return np.array(out).reshape(shape)
+
+
+def to(x: Array, name: str) -> Array:
+    """Every number rounded to a format."""
+    return np.vectorize(lambda v: round_scalar(v, format(name)), otypes=[np.float64])(x)
+
+
+def in_bf16(shape: tuple[int, ...], seed: int) -> Array:
+    """`noise`, rounded to bfloat16."""
+    return to(noise(shape, seed), "bf16")
 
 
 def _inputs(table: Table, element: Format) -> dict[str, Array]:
@@ -140,7 +150,7 @@ def _inputs(table: Table, element: Format) -> dict[str, Array]:
         if element.name == "e8m0":
             edges, beside = [top, 1.5 * top], beside[1:]
         both = {
-            "normal": np.abs(noise((96,), 1)) if not element.signed else noise((96,), 1),
+            "normal": np.abs(in_bf16((96,), 1)) if not element.signed else in_bf16((96,), 1),
             "ties": between if element.zero else between[1:],
             "next to ties": np.array(beside[: 2 * len(between)]),
             "subnormals": np.arange(0 if element.zero else 1, 33) * float(least) / 4,
@@ -152,10 +162,10 @@ def _inputs(table: Table, element: Format) -> dict[str, Array]:
         return asked | ({"zeros": np.array([[0.0, -0.0]])} if element.signed and element.zero else {})
     width = (table["block"] if isinstance(table["block"], int) else 64) or 64
     anchor = element.max if element.name != "int8" else 127 / 64
-    normal = noise((4, 2 * width), 2)
+    normal = in_bf16((4, 2 * width), 2)
     bad, gone = normal.copy(), normal.copy()
     gone[1, 3], bad[0, 5], bad[2, -2] = nan, inf, -inf
-    exponents = np.floor(noise((4, 2), 3) * 12).repeat(width, 1)
+    exponents = np.floor(in_bf16((4, 2), 3) * 12).repeat(width, 1)
     maxima = np.array([1, 1 - 2.0**-8, 1 + 2.0**-7, 1.0625, 1.125, 1.1875, 1.25, 1.5, 1.875, 1.9921875]) * top
     made = {
         "normal": normal,
@@ -176,7 +186,7 @@ def _inputs(table: Table, element: Format) -> dict[str, Array]:
         table.get("scale") == "e4m3"
     ):  # blocks whose scale is one of the few smallest, so that it rounds far down
         coarse = [
-            [a * 2.0**-9, *(noise((width - 1,), i + 9) * a * 2.0**-10)]
+            [a * 2.0**-9, *(in_bf16((width - 1,), i + 9) * a * 2.0**-10)]
             for i, a in enumerate((6.2, 7.4, 8.6, 20))
         ]
         made["coarse scales"] = np.array(coarse)
@@ -209,7 +219,7 @@ def _rounded(x: Array) -> Array:
 def _anchored(values: Any, anchor: float, width: int, anchors: Any = ()) -> Array:
     """Rows of one block, each with its largest value first."""
     if len(anchors):
-        rows = [[a, *(noise((width - 1,), i + 9) * a / 3)] for i, a in enumerate(anchors)]
+        rows = [[a, *(in_bf16((width - 1,), i + 9) * a / 3)] for i, a in enumerate(anchors)]
         return np.array(rows)
     parts = [list(values[i : i + width - 1]) for i in range(0, len(values), width - 1)]
     return np.array([[anchor, *part, *[0.0] * (width - 1 - len(part))] for part in parts])

@@ -26,7 +26,7 @@ class Reproduction(NamedTuple):
 
 
 def reproductions() -> list[Reproduction]:
-    """Those of the page, in its order."""
+    """The page's faults, in its order."""
     return [Reproduction(*found) for found in BLOCK.findall(PAGE.read_text(encoding="utf-8"))]
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cases import noise, to
 
 from narrowgauge.formats import Format, format, format_names
-from narrowgauge.formats.oracle import code_of, round_scalar
+from narrowgauge.formats.oracle import code_of
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
 from narrowgauge.quantization.oracle import reference_quantize
 from narrowgauge.quantization.stages.amax import delayed_scale_by_hand
@@ -26,23 +27,6 @@ DEFAULT = cast("fp32")
 Vector = dict[str, Any]
 Seen = tuple[str, np.ndarray]  # the name of an operand's vector, and the numbers that it stands for
 OF_SCALES = 0x5CA1AB1E  # into both words of a key: the random bits of scales
-
-
-def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Bell-shaped numbers with 20 bits: sums of four numbers of a linear congruential generator."""
-    state, out = seed * 7919 + 1, []
-    for _ in range(math.prod(shape)):
-        total = 0
-        for _ in range(4):
-            state = (1103515245 * state + 12345) % 2**31
-            total += state >> 13
-        out.append((total - 2**19) / 2**18)
-    return np.array(out).reshape(shape)
-
-
-def to(x: np.ndarray, name: str) -> np.ndarray:
-    """Every number rounded to a format."""
-    return np.vectorize(lambda v: round_scalar(v, format(name)), otypes=[np.float64])(x)
 
 
 @cache

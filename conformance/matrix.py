@@ -4,7 +4,7 @@ Asks every library that can be imported the questions of cases.py, and writes it
 library runs in FOLDER/LIBRARY/bin/python if that is there (`--install` makes it), else in this Python. The
 verdict of a row:
 
-    equal     codes and scales are those of the oracle, bit for bit
+    equal     codes and scales equal the oracle's, bit for bit
     values    the values are, to the last bits of float32; a code or a scale differs, or none was returned
     differs   a value differs
     fails     the library raised an exception

@@ -17,12 +17,7 @@ KINDS = {
 TABLES = {  # heading -> the formats of its rows
     "Single values": "* element*",
     "FP8 under float32 scales": "fp8 *",
-    "MXFP8, E4M3": "mxfp8 *",
-    "MXFP8, E5M2": "mxfp8-e5m2 *",
-    "MXFP6, E3M2": "mxfp6-e3m2 *",
-    "MXFP6, E2M3": "mxfp6-e2m3 *",
-    "MXFP4": "mxfp4 *",
-    "MXINT8": "mxint8 *",
+    "MX": "mx*",
     "NVFP4": "nvfp4*",
 }
 HEAD = """# Twenty libraries, case by case
@@ -38,6 +33,9 @@ python conformance/page.py
 
 A library that is not installed keeps its stored rows. Environment variables locate the checkouts of
 libraries without a package (see the docstrings in `conformance/adapters/`).
+
+Below, a row starts with the mark of most of its cases and lists the cases with another mark. Rows of
+narrowgauge are left out: every mark is `=`.
 
 | mark | meaning |
 |---|---|
@@ -77,6 +75,7 @@ def page() -> str:
     parts[-1] += "\n|" + "---|" * 10
     for name, (version, date) in versions.items():
         parts[-1] += f"\n| {name} | {version} | {date} | " + " | ".join(map(str, counts[name])) + " |"
+    rows = [r for r in rows if r["library"] != "narrowgauge"]
     for heading, pattern in TABLES.items():
         parts.append(_table(heading, [r for r in rows if fnmatchcase(r["format"], pattern)], causes))
     lines = ["## Causes\n\n| library | formats | cases | mark | cause |\n|---|---|---|---|---|"]
@@ -97,19 +96,26 @@ def _mark(row: Row, causes: list[Row]) -> str:
 
 
 def _table(heading: str, rows: list[Row], causes: list[Row]) -> str:
-    """One row for each library and format, one column for each case."""
-    columns = list(dict.fromkeys(r["case"] for r in rows))
-    kept: dict[tuple[str, str], dict[str, str]] = {}
+    """One row for the formats of a library that give the same marks in the same cases."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for r in rows:
-        kept.setdefault((r["library"], r["format"]), {})[r["case"]] = f"`{_mark(r, causes)}`"
-    out = [
-        f"## {heading}\n",
-        f"| library | format | {' | '.join(columns)} |",
-        "|" + "---|" * (len(columns) + 2),
-    ]
-    for (library, name), marks in kept.items():
-        out.append(f"| {library} | {name} | " + " | ".join(marks.get(c, "") for c in columns) + " |")
+        marks = found.setdefault((r["library"], r["format"]), {mark: [] for mark in "=vFrtox"})
+        marks[_mark(r, causes)].append(r["case"])
+    alike: dict[tuple[str, int, str], list[str]] = {}
+    for (library, name), marks in found.items():
+        key = library, sum(map(len, marks.values())), _summary(marks)
+        alike.setdefault(key, []).append(name)
+    out = [f"## {heading}\n", "| library | formats | cases | marks |", "|---|---|---:|---|"]
+    for (library, cases, marks), names in alike.items():
+        out.append(f"| {library} | {', '.join(names)} | {cases} | {marks} |")
     return "\n".join(out).replace("_", "\\_")
+
+
+def _summary(marks: dict[str, list[str]]) -> str:
+    """The mark that most cases have, and the cases of each other mark."""
+    most = max(marks, key=lambda mark: len(marks[mark]))
+    others = [f"; `{mark}` {', '.join(cases)}" for mark, cases in marks.items() if cases and mark != most]
+    return f"`{most}`" + "".join(others).replace("decode, scale", "decode of scale")
 
 
 if __name__ == "__main__":

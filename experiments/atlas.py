@@ -132,7 +132,7 @@ def quartet2_scheme(run: Mapping[str, str]) -> str:
 
 
 def quartet2_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of Quartet II's runs; those of its bf16 runs are the references."""
+    """The rows of Quartet II's runs; its bf16 runs are the references."""
     runs = read_csv(path)
     wide = {(run["N"], run["D"]): float(run["final_loss"]) for run in runs if run["group"] == "baseline"}
     number = dict.fromkeys((run["group"] for run in runs), -1)

@@ -316,23 +316,34 @@ def coefficients() -> str:
 
 
 def registered() -> str:
-    """The registry, with outcomes as far as they are known."""
-    lines: list[Sequence[str]] = [
-        ("registered", "recipe", "parameters, tokens", "forecast, % (90 %)", "outcome", "verdict", "source")
-    ]
+    """The registry, a line for each setting, with outcomes as far as they are known."""
     rows, verdicts = read_registry(), []
+    days = sorted({row["registered"] for row in rows})
+    columns = ["recipe", "parameters, tokens", *(f"registered {day}" for day in days)]
+    lines: list[Sequence[str]] = [[*columns, "outcome", "inside", "source"]]
+    settings: dict[tuple[str, float, float], list[tuple[dict[str, str], str]]] = {}
     for row, outcome in with_outcomes(rows):
-        word = ""
-        if outcome:
-            word = "inside" if float(row["low"]) <= float(outcome) <= float(row["high"]) else "outside"
-            verdicts.append(word)
-        size = f"{float(row['params']) / 1e6:,.4g} M, {float(row['tokens']) / 1e6:,.4g} M"
-        gap = f"{float(row['mean']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})"
-        lines.append((row["registered"], f"`{row['recipe']}`", size, gap, outcome, word, row["source"]))
+        settings.setdefault(setting_of(row), []).append((row, outcome))
+    for (recipe, params, tokens), group in settings.items():
+        gaps = {row["registered"]: f"{float(row['mean']):.2f} ({_range(row)})" for row, _ in group}
+        inside = [
+            "yes" if float(row["low"]) <= float(outcome) <= float(row["high"]) else "no"
+            for row, outcome in group
+            if outcome
+        ]
+        verdicts += inside
+        size = f"{params / 1e6:,.4g} M, {tokens / 1e6:,.4g} M"
+        first, outcome = group[0]
+        cells = (f"`{recipe}`", size, *(gaps.get(day, "") for day in days), outcome, ", ".join(inside))
+        lines.append((*cells, first["source"]))
     return table(lines) + (
-        f"\n\n{len(rows)} forecasts of {len({setting_of(row) for row in rows})} settings; "
-        f"{len(verdicts)} have an outcome, {verdicts.count('inside')} of them inside."
+        f"\n\n{len(rows)} forecasts of {len(settings)} settings; "
+        f"{len(verdicts)} have an outcome, {verdicts.count('yes')} of them inside."
     )
+
+
+def _range(row: dict[str, str]) -> str:
+    return f"{float(row['low']):.2f} to {float(row['high']):.2f}"
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {

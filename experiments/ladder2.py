@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("file", choices=("pilot", "stages"))
     parser.add_argument("--data", default="corpora/ladder", help="tokens, from `narrowgauge prepare`")
     parser.add_argument("--out", type=Path, default=Path("runs/ladder2"), help="the directory of the runs")
-    parser.add_argument("--seeds", default="", help="1,2 for seed after seed; those of the file if left out")
+    parser.add_argument("--seeds", default="", help="1,2 for seed after seed; the file's seeds if left out")
     parser.add_argument("--parts", default="", help="some of the parts; all if left out")
     options = parser.parse_args()
     parts = read_parts(options.file)

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "docs" / "versions.csv", ROOT / "docs" / "versions.md"
 COLUMNS = ("tool", "version", "torch", "python", "passed", "skipped", "failed", "date", "note")
-#: The tests of each tool, and what selects those of them that need it.
+#: The tests of each tool, and what selects the ones that need it.
 TESTS = {
     "torch": ("tests/formats", "tests/nn/test_linear.py"),
     "transformers": ("tests/integrations/test_transformers.py",),
@@ -86,7 +86,7 @@ def read() -> list[dict[str, str]]:
 
 
 def keep(new: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """Writes rows in the place of those of the same versions, and returns all.
+    """Writes rows, replacing rows of the same versions, and returns all.
 
     A result takes the place of the reason why its version was not tested.
     """

@@ -1,4 +1,4 @@
-"""A small corpus, a tiny configuration, and the command in processes of its own."""
+"""A small corpus, a tiny configuration, and the command in separate processes."""
 
 import support.one_thread
 import support.shape_names  # noqa: F401  before anything imports narrowgauge
@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes by itself begins first, beside the others and not after them."""
+    """A test that takes minutes begins first, in parallel with the others and not after them."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 

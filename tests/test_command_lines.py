@@ -53,7 +53,9 @@ def lines_of(text: str) -> list[list[str]]:
     shown = [line for block in blocks(text, "text") for line in block.splitlines()]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     in_code = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose)
-    shown += [line for line in in_code if not re.fullmatch(r"narrowgauge \w+", line)]  # a verb is no line
+    shown += [
+        line for line in in_code if not re.fullmatch(r"narrowgauge \w+", line)
+    ]  # a bare verb is not a line
     starts = tuple(f"{word} " for word in STARTERS)
     words = [shlex.split(line, comments=True) for line in shown if line.startswith(starts)]
     return [*shell_lines(text), *(line for line in words if not any(w.isupper() or w == "..." for w in line))]

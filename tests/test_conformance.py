@@ -1,4 +1,4 @@
-"""The conformance vectors: made anew they are the same, none is missing, the fast path agrees with each."""
+"""The conformance vectors: made again they are the same, none is missing, the fast path agrees with each."""
 
 import json
 import runpy
@@ -63,7 +63,7 @@ def cast_of(v):
 
 
 def context_of(v):
-    """What a vector gives beside the tensor and its cast."""
+    """What a vector gives besides the tensor and its cast."""
     return QuantContext(
         random=RandomStream(torch.tensor(v["key"], dtype=torch.int32)) if "key" in v else None,
         signs=torch.tensor(v["signs"]) if "signs" in v else None,
@@ -137,7 +137,7 @@ def test_random_bits_are_those_of_the_key():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_six_operands_of_every_recipe(name):
-    """The numbers in the file are those of the recipe as it ships."""
+    """The file has the values of the recipe as it ships."""
     assert set(RECIPES["recipes"][name]) == set(GEMM_PLACES)
     for place, vector in RECIPES["recipes"][name].items():
         c = recipe(name).casts[place]
@@ -179,8 +179,9 @@ def test_scales_that_are_not_finite_are_marked():
 
 
 @pytest.mark.tier("thorough")
-def test_the_oracle_makes_these_inputs_and_one_vector_of_every_cast_and_option():
+def test_the_oracle_makes_these_inputs_and_one_vector_of_every_cast_and_option(monkeypatch):
     """As far as a commit waits for Fractions; what is left out is the same function of other numbers."""
+    monkeypatch.syspath_prepend(str(FOLDER))  # make.py imports its neighbour
     make = runpy.run_path(str(FOLDER / "make.py"))
     made = {
         name: {"format": f, "shape": list(x.shape), "codes": make["hexadecimal"](x, format(f))}
@@ -207,7 +208,7 @@ def test_the_files_are_what_the_oracle_makes(tmp_path):
 
 
 def test_the_example_of_the_page(capsys):
-    """A reader with nothing but the standard library."""
+    """A reader with only the standard library."""
     page = (FOLDER / "README.md").read_text()
     example = page.partition("## An example")[2].split("```python\n")[1].split("```")[0]
     done = subprocess.run(

@@ -112,7 +112,7 @@ def test_the_law_of_stochastic_rounding_finds_a_bias():
 @pytest.mark.parametrize("library", HERE)
 def test_an_adapter_refuses_a_key_that_it_does_not_read(library):
     if library == "narrowgauge":  # it hands every key on, and an unknown one is an error there
-        pytest.skip("its keys are those of the casts")
+        pytest.skip("its keys come from the casts")
     pytest.importorskip(library)
     module = answer.load(ROOT / "conformance" / "adapters" / f"{library}_adapter.py")
     for name in dict.fromkeys(r["format"] for r in stored(library)):

@@ -8,7 +8,7 @@ import narrowgauge as ng
 
 ROOT = Path(ng.__file__).parent
 
-# A room may import itself and the rooms above it. The same holds inside of a room for the entries that are
+# A room may import itself and the rooms above it. The same holds inside a room for the entries that are
 # listed: its modules and sub-packages, from the ground up. Those that are not listed make no circle.
 ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -243,7 +243,7 @@ OF_OTHERS = {"_exit", "_replace", "_asdict", "_to_copy", "_actions", "_option_st
 
 
 def dotted(node: ast.expr) -> str:
-    """`torch._C.name` as text; "" for what is no chain of names."""
+    """`torch._C.name` as text; "" for anything but a chain of names."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):

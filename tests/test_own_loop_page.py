@@ -1,4 +1,4 @@
-"""The program of docs/how-to/your-own-loop.md runs as the page says, and each row of its table has a test."""
+"""The program of docs/how-to/your-own-loop.md runs as shown, and each row of its table has a test."""
 
 import re
 

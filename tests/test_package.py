@@ -1,4 +1,4 @@
-"""The package as it is built: every file that is no code goes into the wheel, and the version is one."""
+"""The package as it is built: every file other than code goes into the wheel, and the version is one."""
 
 import re
 import tomllib

@@ -38,7 +38,7 @@ def test_every_table_of_plans_is_among_the_rows():
             assert any(line.startswith(start) for start in made) or line in ESTIMATED, line
 
 
-#: What is worked out beside a plan, as the page says.
+#: What is derived from a plan, as the page explains.
 ESTIMATED = {
     "| activations (recomputed), logits, 1 x 8192 | 7.3 GiB | 7.3 GiB | 7.3 GiB |",
 }

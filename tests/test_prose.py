@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from support import index_page
 from support.prose import PATTERNS, comments, docstrings, findings, of_page, sentences
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +41,10 @@ EXAMPLES = (
     "Processes that hold a tensor together.",
     "Whom to time.",
     "Only the own step.",
+    "The values are those of the format.",
+    "Inside of a block.",
+    "The same goes for the head.",
+    "Ignored without a word.",
 )
 
 
@@ -64,6 +67,22 @@ def test_a_clean_room_is_free_of_the_patterns(room):
     assert not found, "\n".join(found)
 
 
+#: Folders of tests and test modules.
+TESTS = sorted({path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*.py")})
+
+
+@pytest.mark.parametrize("part", TESTS)
+def test_docstrings_and_comments_of_tests_are_free_of_the_patterns(part):
+    path = ROOT / "tests" / part
+    found = [
+        f'{file.relative_to(ROOT)}: "{words}": write {PATTERNS[pattern]}'
+        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+        for text in (docstrings(file), comments(file))
+        for _, words, pattern in findings(text)
+    ]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize(("pattern", "example"), list(zip(PATTERNS, EXAMPLES, strict=True)))
 def test_a_pattern_finds_its_example(pattern, example):
     assert pattern in {found for _, _, found in findings(example)}
@@ -72,10 +91,3 @@ def test_a_pattern_finds_its_example(pattern, example):
 def test_code_is_not_prose():
     page = "Run `narrowgauge said`:\n\n```text\nis no key, too\n```\n\n    [a](beside.md) is told\n"
     assert [(line, words) for line, words, _ in findings(of_page(page))] == [(7, "told")]
-
-
-def test_the_start_page_is_the_readme():
-    expected = index_page.text()
-    assert index_page.PAGE.read_text(encoding="utf-8") == expected, (
-        "run: cd tests && python -m support.index_page"
-    )

@@ -51,7 +51,7 @@ def test_every_verb_is_shown():
 
 
 def test_the_first_line_runs_in_a_process_of_its_own(tmp_path):
-    """What `make train` starts, as Python starts it; on a text that is small, too."""
+    """What `make train` starts, as Python starts it; on a text that is small as well."""
     words = ["train", "--steps", "1", *SMALL.split()]
     text = ["--data", str(ROOT / "docs" / "*.md"), "--data.tokenizer", "bytes"]
     command = [sys.executable, "-m", "narrowgauge", *words, *text]

@@ -77,7 +77,7 @@ def test_operations_tell_whether_they_write():
 
 
 def test_a_leaf_takes_gradients_of_the_dtype_that_they_have():
-    """And an edge to it tells whether they are accumulated, which `torch.autograd.grad` does not do."""
+    """And an edge to it shows whether they are accumulated, which `torch.autograd.grad` does not do."""
     found = []
 
     class Half(torch.autograd.Function):

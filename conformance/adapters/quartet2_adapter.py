@@ -3,7 +3,7 @@
     QUARTET2=CHECKOUT python -m narrowgauge.conformance conformance/adapters/quartet2_adapter.py
 
 Written for commit 8776a90 and Triton 3.8. The kernels return numbers; their own functions say which codes and
-scales these are. Random numbers are those of the vector. The interpreter rounds float32 to E4M3 wrongly, so
+scales these are. Random numbers come from the vector. The interpreter rounds float32 to E4M3 wrongly, so
 that torch rounds it.
 """
 

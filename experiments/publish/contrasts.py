@@ -22,7 +22,7 @@ _FORWARD = "-forward"  # ends the name of an arm that is narrow in the forward p
 
 
 def with_mean_reference(rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
-    """The names of the references, and the rows together with those of the mean of both references."""
+    """The names of the references, and the rows together with the mean of both references."""
     first = rows[0].arm
     again = {(row.seed, row.rung): row for row in rows if row.arm == f"{first}-again"}
     means = [

@@ -71,7 +71,7 @@ def stages_markdown(
     Args:
         parts: The tables of each part, in the order of the rungs of the predictions.
         rows: The rows of each part.
-        predictions: Those of ladder 2.
+        predictions: The predictions of ladder 2.
     """
     sections = [_progress(parts, rows)]
     numbered: list[Row] = []

@@ -106,7 +106,7 @@ def _counted(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
 
 
 def asked_arms(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[str]:
-    """The arms that share the 5 %: those of which the plan asked, as far as they were run."""
+    """The arms that share the 5 %: the plan's arms, as far as they were run."""
     asked, reference = {one.arm for one in predictions}, rows[0].arm
     return [arm for arm in _arms(rows) if arm in asked and not is_control(arm, reference)]
 

@@ -7,7 +7,7 @@ They are the rows of a Markdown table:
 The gap of `arm` to `against` is taken for each seed, by the loss `own` or `bf16` of both, at a rung; 3 - 1 is
 the gap at rung 3 minus that at rung 1. The predicted gap is a range of the mean in percent, +0.30 .. +1.60.
 The prediction is held if the 95 % interval of the mean lies inside of the range, wrong if outside, else open.
-Minus signs may be those of print.
+Minus signs may be typographic.
 """
 
 import math

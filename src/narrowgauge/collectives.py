@@ -38,7 +38,7 @@ def comm_tag(tag: str) -> Iterator[None]:
 
 
 def current_comm_tag() -> str:
-    """The tag that a collective would get now; "" outside of `comm_tag`."""
+    """The tag that a collective would get now; "" outside `comm_tag`."""
     return _TAG.get()
 
 

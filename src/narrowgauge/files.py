@@ -14,7 +14,7 @@ finds either the old content or the new.
 Tests stop the process at any of these moments: with `NARROWGAUGE_CRASH_AT=<point>` in the environment the
 process exits at that point with code 137, as after `kill -9`; `<point>@<rank>` selects one of several
 processes. A file NAME has the points `write:NAME`, `synced:NAME` and `renamed:NAME`; a staged directory has
-`exchange:filled` and `exchange:renamed`; those of a checkpoint are listed in
+`exchange:filled` and `exchange:renamed`; a checkpoint's points are listed in
 `narrowgauge.checkpoint.store.commit`.
 """
 

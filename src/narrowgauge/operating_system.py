@@ -93,7 +93,7 @@ def peak_memory_held() -> int:
 
 
 def _seconds_used() -> tuple[float, float, float]:
-    """The clock, the CPU seconds of this process and its children, and those of all processes on our cores.
+    """The clock, and the CPU seconds of this process with its children and of all processes on our cores.
 
     Idle time and low-priority (nice) processes, which give way, do not count. Outside Linux other processes
     are

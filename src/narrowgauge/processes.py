@@ -46,7 +46,7 @@ class Programs:
             program.wait()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> Popen[bytes]:
-        """Start a program; `options` are those of `subprocess.Popen`."""
+        """Start a program; `options` go to `subprocess.Popen`."""
         program = Popen(command, env=environment, **options)
         self._started = [*(one for one in self._started if one.returncode is None), program]
         return program

@@ -171,7 +171,7 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
     By default torch's compiler drops a rounding to bf16 that is read back at once (`x.bfloat16().float()`),
     and on a GPU it divides approximately. Options of a single call leave everything else that a process
-    compiles alone. Their names are those of `torch._inductor.config`; names that this torch lacks are left
+    compiles alone. Their names come from `torch._inductor.config`; names that this torch lacks are left
     out.
     """
     known = import_module("torch._inductor").list_options()
@@ -260,7 +260,7 @@ def attach_hooks_again(p: torch.Tensor) -> None:
 
 
 def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a `c10d` operation, which are those of a C++ function."""
+    """The process group among the arguments of a `c10d` operation, a C++ function."""
     boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
     return dist.ProcessGroup.unbox(boxed)
 
@@ -304,7 +304,7 @@ def ask_at_wrapping(module: torch.nn.Module, names: Iterable[str]) -> None:
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward pass is running; None outside of one.
+    """The DistributedDataParallel whose forward pass is running; None outside one.
 
     Torch has no public way to detect this.
     """
@@ -420,7 +420,7 @@ def fp8_product(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> 
 
 
 def autograd_node() -> Any:
-    """The autograd node whose backward is running in this thread; None outside of one. No public name."""
+    """The autograd node whose backward is running in this thread; None outside one. No public name."""
     return torch._C._current_autograd_node()
 
 

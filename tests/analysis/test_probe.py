@@ -1,4 +1,4 @@
-"""What the probe says of recipes whose effect on a gradient is known."""
+"""The probe's figures of recipes whose effect on a gradient is known."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def with_nearest_gradients(r):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_reference_reads_the_forward_numbers_where_the_recipe_does(name):
-    """What the backward pass takes from the forward pass stays; what it rounds anew is not rounded."""
+    """What the backward pass takes from the forward pass stays; what it would round itself is not rounded."""
     r = recipe(name)
     exact = r.with_wide_backward()
     assert exact.casts["dgrad.dy"].name == exact.casts["wgrad.dy"].name == "fp32"

@@ -68,7 +68,7 @@ def test_no_assignment_within_the_budget_costs_less(budget):
 
 
 def test_lost_progress_costs_what_it_is_worth():
-    """A share of the steps' progress times the pace of the run, beside nats as they are."""
+    """A share of the steps' progress times the pace of the run, next to unscaled nats."""
     costs = {"mxfp4": [Cost("head", place, 0.25) for place in GEMM_PLACES]}
     found = choices_of({"mxfp4": CASTS["mxfp4"]}, {"head": 100}, costs, pace=0.8).costs
     assert found["head", "fprop"]["mxfp4"] == pytest.approx(0.5)
@@ -223,7 +223,7 @@ def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgaug
 
 
 def test_without_losses_lost_progress_has_no_price(narrowgauge, line, text, tmp_path):
-    """A model of another program says nothing of its training, so its user has to."""
+    """A model of another program does not record its training, so its user has to name it."""
     run, model, out = tmp_path / "run", tmp_path / "model", tmp_path / "m.toml"
     assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
     assert narrowgauge("export", run, "--to", "hf", "--out", model).code == 0

@@ -69,7 +69,7 @@ def test_the_gradient_of_a_weight_is_estimated_exactly(costs):
 
 
 def test_a_forward_cost_is_the_loss_that_a_recipe_adds(trained, costs):
-    """The same layer narrowed by a recipe of its own, and the means of both batches."""
+    """The same layer narrowed by a separate recipe, and the means of both batches."""
     subject = open_probed(trained, "cpu", batches=2, batch_size=4).subject
     wide = subject.model(recipe("fp32"))
     narrow = subject.model(recipe("fp32").with_places({"fprop.w": "mxfp4"}).in_high_precision(["blocks.*"]))
@@ -106,7 +106,7 @@ def test_sensitivity_share_is_what_a_best_step_along_the_narrow_gradient_leaves(
 
 
 def test_the_metric_is_that_of_the_optimizer_of_the_run(trained):
-    """AdamW's next step is its momentum times P: with a momentum of zero, a step of torch's AdamW says P."""
+    """AdamW's next step is its momentum times P: with a momentum of zero, a step of torch's AdamW shows P."""
     probed = open_probed(trained, "cpu", batches=1, batch_size=2)
     metric, subject = step_metric(probed.trained), probed.subject
     _, gradient = loss_and_gradient(subject.model(recipe("fp32")), subject.batches[0], subject.position)
@@ -165,7 +165,7 @@ def test_the_sick_layer_is_the_worst(narrowgauge, text, exported):
 
 
 def test_costs_do_not_depend_on_how_a_function_is_written(narrowgauge, text, exported):
-    """A tensor times 8 and the next one by 8 are the same model, in each place of the backward pass, too."""
+    """A tensor times 8 and the next one by 8 are the same model, also in each place of the backward pass."""
     words = ("--to", "mxfp4", "--data", text, "--batches", 2, "--batch-size", 4, "--sequence-length", 32)
     layer = "model.layers.0"
     changes = {

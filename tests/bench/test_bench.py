@@ -1,4 +1,4 @@
-"""What a step has to do, counted; and that those who are timed beside it do the same."""
+"""The counted work of a step; and the peers that are timed with it do the same work."""
 
 import json
 from collections import Counter
@@ -79,7 +79,7 @@ def test_on_a_gpu_each_contestant_has_the_memory_for_itself():
 
 @pytest.mark.tier("thorough")  # counts of seconds
 def test_casts_move_what_they_read_and_write(config):
-    """Of one layer of 32 -> 96 tokens and so on, under a recipe in which nothing but the weight is cast."""
+    """Of one layer of 32 -> 96 tokens and so on, under a recipe in which only the weight is cast."""
     work = work_of(config(recipe__name="bf16"), native=False)
     weights = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 257 * 32  # and the head's
     assert work.moved["casts"] == 2 * weights * (4 + 2)
@@ -94,7 +94,7 @@ FLOOR = {"dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 512, "layers": 2, "vo
 @pytest.mark.tier("thorough", keep=("bf16", "fp8-delayed", "nvfp4"))
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_the_floor_is_never_above_the_count_of_the_step(recipe):
-    """FLOPs, bytes, and the bytes of the update. Kernels that cast on the way make no class of their own."""
+    """FLOPs, bytes, and the bytes of the update. Kernels that also cast form no separate class."""
     h200, batches = named_device("h200"), {"batch_size": 4, "micro_batch_size": 2}
     sizes = {"model": {"name": "debug", **FLOOR}, "data": {"sequence_length": 256}, "training": batches}
     c = make_config(sizes | {"recipe": {"name": recipe}})
@@ -109,7 +109,7 @@ def test_the_floor_is_never_above_the_count_of_the_step(recipe):
 
 @pytest.mark.tier("thorough")  # counts of seconds
 def test_narrow_state_moves_less(config):
-    """Of 4096 elements and more; the bytes are those of the account of memory."""
+    """Of 4096 elements and more; the bytes match the account of memory."""
     wide = {"model__dim": 128, "model__ffn_dim": 256, "model__heads": 2, "model__kv_heads": 2}
     fp32, msamp = (work_of(config(recipe__name=r, **wide), native=False) for r in ("fp8", "msamp-o2"))
     assert msamp.moved["optimizer"] < 0.65 * fp32.moved["optimizer"]

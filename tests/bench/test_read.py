@@ -66,7 +66,7 @@ def test_what_is_no_such_file_is_a_sentence(text, tmp_path):
 
 @pytest.fixture
 def found(tmp_path, monkeypatch, tiny):
-    """`find` with parts that are quick; what the file said each time it was written."""
+    """`find` with parts that are quick; the file's content each time it was written."""
     states = []
 
     def verified(device, console, note):
@@ -113,7 +113,7 @@ def test_versions_and_the_command_are_in_it(found):
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("checks", [-1, 0, 3])
 def test_a_killed_run_leaves_what_it_had_found(checks, tmp_path, line):
-    """The real command, killed as soon as its file has so many checks; -1: before the first."""
+    """The real command, killed as soon as its file has n checks; -1: before the first."""
     file = tmp_path / "answer.json"
     rounds = "1" if checks < 0 else "0"
     words = ["bench", *line()[1:], "--verify", "--rounds", rounds, "--peers", "none", "--json", file]

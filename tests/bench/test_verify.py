@@ -1,4 +1,4 @@
-"""`bench --verify`: what differs is seen, by whatever way it differs, and said with what to do."""
+"""`bench --verify`: any difference is found, and reported with advice."""
 
 import importlib
 import json
@@ -113,7 +113,7 @@ def few_checks(device):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a CPU lacks")
 def test_the_command_writes_one_file_and_one_page(tmp_path, monkeypatch, capsys):
     """With few of its checks, which it really runs; and no step is timed."""
-    module = importlib.import_module("narrowgauge.bench.verify.verify")  # a function has its name, too
+    module = importlib.import_module("narrowgauge.bench.verify.verify")  # a function has this name as well
     monkeypatch.setattr(module, "all_checks", few_checks)
     file = tmp_path / "found.json"
     words = ["bench", "--verify", "--rounds", "0", "--json", str(file), "--device", "cpu"]

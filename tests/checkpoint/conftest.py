@@ -30,7 +30,7 @@ def _child(narrowgauge: Narrowgauge) -> Iterator[Ask]:
 
 @pytest.fixture
 def in_process(_child: Ask, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
-    """Do a job of checkpoint_child.py in a process of its own."""
+    """Do a job of checkpoint_child.py in a separate process."""
 
     def run(do: str, path: Path, crash_at: str | None = None, **job: Any) -> Ended:
         said = tmp_path_factory.mktemp("said") / "said"
@@ -51,7 +51,7 @@ class World:
 
     @property
     def one(self) -> Any:
-        """What all ranks said alike."""
+        """What all ranks printed alike."""
         assert all(said == self.said[0] for said in self.said), self.said
         return self.said[0]
 
@@ -64,7 +64,7 @@ def _ranks(narrowgauge: Narrowgauge) -> Iterator[Ask]:
 
 @pytest.fixture
 def on_ranks(_ranks: Ask) -> Callable[..., World]:
-    """Do a job of checkpoint_ranks.py in a world of so many processes."""
+    """Do a job of checkpoint_ranks.py in a world of n processes."""
 
     def run(ranks: int, do: str, path: Path, crash_at: str | None = None, **job: Any) -> World:
         environment = {} if crash_at is None else {"NARROWGAUGE_CRASH_AT": crash_at}

@@ -129,7 +129,7 @@ FILES = {
     "no-quotes.toml": b"compute = 'bf16'\nfprop = mxfp4\n",
 }
 
-# Keys over those of the tiny run.
+# Keys over the tiny run's.
 KEYS = {
     "model": ({"model.name": "gpt2-124"}, ["unknown model 'gpt2-124'", "'gpt2-124m'"]),
     "recipe": ({"recipe.name": "mxpf4"}, ["unknown recipe 'mxpf4'", "'mxfp4'"]),

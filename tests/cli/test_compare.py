@@ -1,4 +1,4 @@
-"""A comparison trains each recipe in a process of its own, and behaves like one run."""
+"""A comparison trains each recipe in a separate process, and behaves like one run."""
 
 import json
 import re

@@ -12,7 +12,7 @@ COMMAND = [sys.executable, "-X", "importtime", "-m", "narrowgauge"]
 
 @pytest.fixture
 def while_importing():
-    """Start the command, deliver a signal as soon as torch is being imported; (exit code, what it said)."""
+    """Start the command, deliver a signal as soon as torch is being imported; (exit code, output)."""
 
     def do(*arguments, number):
         with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as p:

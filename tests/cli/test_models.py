@@ -59,7 +59,7 @@ def test_the_cache_changes_no_token(narrowgauge, imported, finished, more):
 
 
 def test_training_goes_on_from_an_import(narrowgauge, line, imported, finished, tmp_path, look):
-    """Without a word about the model or its tokenizer, and from exactly where the first run ended."""
+    """Without options for the model or its tokenizer, and from exactly where the first run ended."""
     verb, *words = line()
     pairs = list(zip(words[::2], words[1::2], strict=True))
     kept = [w for key, value in pairs if not key.startswith(("--model.", "--data.tok")) for w in (key, value)]

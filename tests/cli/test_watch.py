@@ -1,4 +1,4 @@
-"""`watch` and `train --watch` in processes of their own: what is left after Ctrl-C, a kill, a divergence."""
+"""`watch` and `train --watch` in separate processes: what is left after Ctrl-C, a kill, a divergence."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""The command where torch does not import, in processes of their own: what it answers, why, and the fix.
+"""The command where torch does not import, in separate processes: what it answers, why, and the fix.
 
 A folder in front of all packages holds a torch that fails as real ones do, or a rule that there is none.
 """
@@ -138,7 +138,7 @@ def test_what_exists_is_listed_without_torch(command):
         code, out, err = command("absent", *words)
         assert (code, err) == (0, ""), words
         assert out
-    code, _, err = command("absent", "recipes")  # the table says what is native on this machine
+    code, _, err = command("absent", "recipes")  # the table lists what is native on this machine
     assert (code, err.split(";")[0]) == (1, "narrowgauge: torch is not installed")
 
 

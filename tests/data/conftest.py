@@ -1,4 +1,4 @@
-"""A cache of its own for every test, and a small corpus."""
+"""A separate cache for every test, and a small corpus."""
 
 import numpy as np
 import pytest

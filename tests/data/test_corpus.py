@@ -71,7 +71,7 @@ def test_a_manifest_of_another_kind_is_refused(source, tmp_path, change):
     path = directory / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(
-        UserError, match=r"has layout 3|is damaged: its keys or their types are not those of layout, version"
+        UserError, match=r"has layout 3|is damaged: its keys or their types do not match layout, version"
     ):
         open_corpus(directory)
 

@@ -1,4 +1,4 @@
-"""Small groups of real processes: each rank a process of its own, or all of them under torchrun."""
+"""Small groups of real processes: each rank a separate process, or all of them under torchrun."""
 
 import signal
 import socket

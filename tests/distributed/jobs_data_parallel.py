@@ -73,7 +73,7 @@ def first(part):
 
 
 def by_ddp(recipe):
-    """The same in a loop of one's own."""
+    """The same in a custom loop."""
     model = Transformer(config(), torch.bfloat16)
     values = starting_values(config(), {n: p.shape for n, p in model.named_parameters()}, 1 + dist.get_rank())
     with torch.no_grad():
@@ -119,7 +119,7 @@ def block():
 
 
 def ddp_with_eyes(recipe):
-    """Somebody reads a narrow gradient between micro-batches, on one rank; checkpoints of the older kind."""
+    """A narrow gradient is read between micro-batches, on one rank; checkpoints of the older kind."""
     model = ng.prepare_ddp(net(recipe, seed=dist.get_rank()))
     inner = model[1].forward
     model[1].forward = lambda x: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True)
@@ -144,7 +144,7 @@ def batch(number, rank=None):
 
 
 def bits_of_ranks(recipe, wrapper, says_samples=False):
-    """Gradients of each rank alone, all with the same samples and weights, in a loop that says no step.
+    """Gradients of each rank alone, all with the same samples and weights, in a loop that sets no step.
 
     They can differ by their random bits only. Returns whether each gradient is the same on all ranks.
     """
@@ -154,7 +154,7 @@ def bits_of_ranks(recipe, wrapper, says_samples=False):
         quiet = trained.no_sync
     else:
         trained, quiet = cut(model, ng.fully_shard), nullcontext
-    if says_samples:  # a loop that says all ranks have the same samples gets the same bits
+    if says_samples:  # a loop whose ranks pass the same samples gets the same bits
         ng.set_step(model, 0, 1, 0)
     seen = {}
     for name, layer in model.named_modules():
@@ -181,7 +181,7 @@ class Operands:
 
 
 def plain_ddp(recipe):
-    """DDP around a model that nobody prepared: the sentence, or whether the replicas are the same."""
+    """DDP around an unprepared model: the sentence, or whether the replicas are the same."""
     model = net(recipe, seed=dist.get_rank())
     try:
         ddp = DistributedDataParallel(model)
@@ -307,7 +307,7 @@ def page(blocks):
 
 
 def collectives_of_weights(recipe):
-    """Whether a sum, an average and a broadcast of a weight are those of its values; and on all ranks."""
+    """Whether a sum, an average and a broadcast of a weight equal its values', on all ranks."""
     torch.manual_seed(dist.get_rank())
     layer = ng.convert(nn.Sequential(nn.Linear(32, 16)), recipe, keep=[])[0]
     own, found = layer.weight.detach().clone(), []

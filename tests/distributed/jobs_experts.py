@@ -23,7 +23,7 @@ STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
 
 
 def layer(recipe, unused):
-    """What differs, to the bit, between the experts of this rank and those of one process with all tokens.
+    """What differs, to the bit, between the experts of this rank and of one process with all tokens.
 
     No token goes to the expert `unused`.
     """
@@ -44,7 +44,7 @@ def layer(recipe, unused):
     for name in ("y", "dx"):
         alone[name] = alone[name][rank : rank + 1]
     ours.pop("router.weight")  # the sum over processes is FSDP's
-    with torch.no_grad():  # an expert without tokens computes then, too
+    with torch.no_grad():  # then an expert without tokens also computes
         divided(x_BTD[rank : rank + 1])
     return [name for name, t in ours.items() if not torch.equal(t, alone[name])], sorted(ours)
 

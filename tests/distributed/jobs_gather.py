@@ -1,4 +1,4 @@
-"""What ranks do in the tests of narrow gathers: FSDP's weights in narrow numbers against the whole model."""
+"""What ranks do in the tests of narrow gathers: FSDP's weights in low precision against the whole model."""
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def rows_of(whole, ranks, rank):
 
 
 def like_the_whole(recipe, places=None, width=24, steps=2, reshard=True, copies=1, transposed=False):
-    """Two steps on the same samples everywhere: outputs, gradients and weights are those of one process."""
+    """Two steps on the same samples everywhere: outputs, gradients and weights equal one process's."""
     recipe = ng.recipe(recipe).with_places(places or {})
     ranks, rank = dist.get_world_size() // copies, dist.get_rank() % (dist.get_world_size() // copies)
     alone = model(recipe, width, transposed)
@@ -108,7 +108,7 @@ def compare_gradients(alone, cut, ranks, rank, times):
     for name, p in cut.named_parameters():
         ours, theirs = gradient_of(p), gradient_of(alone.get_parameter(name))
         ours = ours.to_local() if isinstance(ours, DTensor) else ours
-        if (narrow := state_of(p).gradient) is None:  # the sum of so many equal ones
+        if (narrow := state_of(p).gradient) is None:  # the sum of n equal ones
             torch.testing.assert_close(ours, times * rows_of(theirs, ranks, rank))
         else:
             spacing = 2.0**-narrow.cast.element.mantissa_bits
@@ -176,7 +176,7 @@ def records(recipe):
 
 
 def accumulated(recipe, copies=1):
-    """Micro-batches of its own on every rank; copies of shards hold the same bytes."""
+    """Different micro-batches on every rank; copies of shards hold the same bytes."""
     net = shard(model(recipe, 24), copies=copies)
     for number in range(3):
         set_step(net, 7, 1, 8 * dist.get_rank())
@@ -193,7 +193,7 @@ def accumulated(recipe, copies=1):
 
 
 def poisoned(recipe, value):
-    """One element of one shard is not finite: products say so on all ranks, as those of the whole do."""
+    """One element of one shard is not finite: matmuls report it on all ranks, as with the whole weight."""
     net = shard(model(recipe, 24))
     if dist.get_rank() == 0:
         with torch.no_grad():

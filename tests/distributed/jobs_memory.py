@@ -1,4 +1,4 @@
-"""What ranks do in the tests of memory: take one step, and tell what it took beside what was expected."""
+"""What ranks do in the tests of memory: take one step, and return its memory and the expected memory."""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """What ranks do in the tests of parity: train together, and look for what one process has alone.
 
-The process that trains alone leaves its numbers in a file; each rank then looks up those of its own pieces.
+The process that trains alone leaves its numbers in a file; each rank then looks up its pieces' numbers.
 """
 
 import re
@@ -126,7 +126,7 @@ def together(path, **how):
     unlike = {}
     for (name, place), seen in trained.operands.items():
         for i, (ours, part) in enumerate(seen, start=first):
-            once = f"{name} {place.replace('dgrad.w', 'fprop.w')} {i}"  # alone both products have the same
+            once = f"{name} {place.replace('dgrad.w', 'fprop.w')} {i}"  # alone both matmuls have the same
             expected = taken(theirs.get(f"{name} {place} {i}", theirs[once]), part)
             if count := int((ours != expected).sum()):
                 unlike[f"{name} {place}"] = unlike.get(f"{name} {place}", 0) + count

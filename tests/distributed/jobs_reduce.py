@@ -138,7 +138,7 @@ def learned(steps):
 class Block(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.gain = torch.nn.Parameter(torch.full((16,), 0.5))  # FSDP lays it after those of the children
+        self.gain = torch.nn.Parameter(torch.full((16,), 0.5))  # FSDP lays it after the children's
         self.norm = torch.nn.LayerNorm(16)
         self.up, self.down = torch.nn.Linear(16, width), torch.nn.Linear(width, 16, bias=False)
 
@@ -251,7 +251,7 @@ def at_rest(grad, reduce):
 
 
 def counted():
-    """What `CommCounter` says of torch's own collectives."""
+    """What `CommCounter` counts of torch's collectives."""
     ranks = dist.get_world_size()
     x = torch.zeros(12 * ranks)
     with CommCounter() as traffic:

@@ -28,7 +28,7 @@ def a_step(recipe, layout, places=None, micro_batches=1):
     trainer = Trainer.begin(config.plan, CPU, Mesh(layout, CPU))
     ids = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     batches = [Batch(ids[:, :-1], ids[:, 1:], TOKENS)] * micro_batches
-    for _ in range(2):  # DDP lays its buckets anew after the first
+    for _ in range(2):  # DDP lays its buckets again after the first
         trainer.train_step(iter(batches))
     with CommCounter() as traffic:
         trainer.train_step(iter(batches))

@@ -1,7 +1,7 @@
 """Real ranks: reads one JSON job a line, forks a process for each rank, and answers with what they returned.
 
 torch is imported once, in this process, so that a job costs little more than its collectives. The ranks meet
-in a file (no port), over gloo. A job is a function of one of the files `jobs_*.py` beside this one.
+in a file (no port), over gloo. A job is a function of one of the files `jobs_*.py` next to this one.
 """
 
 import importlib
@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 def be_rank(rank: int, job: dict, meeting: str, out: int) -> None:
-    """In a process of its own: do the job, write what it returns as JSON."""
+    """In a separate process: do the job, write what it returns as JSON."""
     try:
         store = dist.FileStore(meeting, job["world"])
         dist.init_process_group(

@@ -58,7 +58,7 @@ class Parity:
         self.case, self.alone = "", {}
 
     def __call__(self, layout, recipe, changes=(), steps=3, alone=1, **how):
-        """(what one process tells, what each of several does), under a recipe with changes.
+        """(what one process returns, what each of several returns), under a recipe with changes.
 
         One process has micro-batches of `alone` sequences, the others of one.
         """
@@ -326,7 +326,7 @@ STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
     [((2, {"pipeline": 2}), "selective"), ((2, {"pipeline": 2, "chunks": 2}), True), ("fsdp 2", "selective")],
 )
 def test_recomputed_stages_draw_the_same_random_bits(parity, layout, recompute):
-    """Later micro-batches have been begun by then; the chunks of a process take turns, too."""
+    """Later micro-batches have been begun by then; the chunks of a process take turns as well."""
     changes = {"model.layers": 4, "training.recompute": recompute, "recipe.fprop.x": STOCHASTIC, **DROPOUT}
     check(*parity(layout, "fp8", changes))
 
@@ -359,7 +359,7 @@ def test_muon_makes_the_whole_momentum_orthogonal(parity, layout):
 @pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("layout", ["tp 2", "tp 2 x fsdp 2"])
 def test_narrow_weights_that_every_process_of_a_tensor_group_has(parity, layout):
-    """The head: its gradient rests beside it, and is summed over processes that see different tokens."""
+    """The head: its gradient is stored with it, and is summed over processes that see different tokens."""
     weights = {"recipe.weight": "bf16", "recipe.master": "bf16-split", "recipe.gather": "bf16"}
     check(*parity(layout, "bf16", weights))
 

@@ -1,4 +1,4 @@
-"""Weights on the wire: cut by FSDP and gathered in narrow numbers, a model computes as if it were whole."""
+"""Weights on the wire: cut by FSDP and gathered in low precision, a model computes as if it were whole."""
 
 import math
 
@@ -20,7 +20,7 @@ SIZES = {
     "msamp-o3": 1,
     "mxfp8": 4,
 }
-WIDE = {"reduce": "fp32"}  # sums are compared with those of one process
+WIDE = {"reduce": "fp32"}  # sums are compared with one process's
 
 
 def bytes_of_a_gather(world, width, size):
@@ -92,7 +92,7 @@ def test_other_places(ranks, recipe, places):
 def test_scales_are_agreed_on_once_for_all_layers(ranks):
     (found, _) = ranks(2, "jobs_gather.like_the_whole", recipe="fp8")
     assert found["renewed"] == [{"amax": 4 * 4}, {"amax": 1}]  # four weights
-    assert found["calls"][0]["amax"] == 4  # each alone, since nobody did it before the first step
+    assert found["calls"][0]["amax"] == 4  # each alone, since no step has done it before
     assert "amax" not in found["calls"][1]
 
 

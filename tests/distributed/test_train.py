@@ -10,7 +10,7 @@ from support.processes import TORCHRUN
 @pytest.mark.tier("thorough")  # test_parity.py trains in ranks
 @pytest.mark.parametrize("kind", ["tensor", "context"])
 def test_fp4_is_trained_by_two_processes(narrowgauge, line, look, tmp_path, kind):
-    """Its quantiles are those of elements on both, and the estimate before step 1 has none to read."""
+    """Its quantiles are elements on both, and the estimate before step 1 has none to read."""
     changes = {"recipe.name": "fp4", "model.kv_heads": 2, f"parallel.{kind}": 2, "training.steps": 2}
     options = ["--standalone", "--nproc-per-node", "2", "-m", "narrowgauge"]
     ended = narrowgauge(*options, *line(changes), "--out", tmp_path / "run", script=TORCHRUN)
@@ -20,7 +20,7 @@ def test_fp4_is_trained_by_two_processes(narrowgauge, line, look, tmp_path, kind
 
 @pytest.mark.tier("thorough")  # test_parity.py trains in ranks
 def test_a_run_goes_on_on_another_number_of_processes(narrowgauge, line, look, tmp_path):
-    """Begun by one process, which computes both sequences at once; two have one each; one goes on so."""
+    """Begun by one process, which computes both sequences at once; two have one each; one continues so."""
     out, words = tmp_path / "run", line({"checkpoint.every": 2, "training.steps": 4})
     given = words.index("--training.micro_batch_size")
     words = [*words[:given], *words[given + 2 :], "--out", str(out)]

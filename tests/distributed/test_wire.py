@@ -1,7 +1,7 @@
 """Bytes on the wire of whole optimizer steps, to the byte: how many for each element of the weights.
 
 Two ranks send half of what they exchange, and every dimension here is even, so nothing is filled up. The
-matrices of the blocks travel as the recipe says; embedding, head, biases and norms in fp32.
+matrices of the blocks travel as the recipe specifies; embedding, head, biases and norms in fp32.
 """
 
 import pytest
@@ -10,7 +10,7 @@ ZERO_1, ZERO_3 = {"shard": 2, "zero": 1}, {"shard": 2}
 
 
 def others(elements):
-    """All that is no matrix of a block."""
+    """Everything but the matrices of blocks."""
     return elements["all"] - elements["matrices"]
 
 
@@ -74,7 +74,7 @@ def test_scales_are_agreed_on_together(ranks):
 
 
 def test_activations_between_processes_that_share_a_sequence(ranks):
-    """In the numbers of products; the stream twice in a block under `tensor`, heads under `context`."""
+    """In the formats of matmuls; the stream twice in a block under `tensor`, heads under `context`."""
     stream = 32 * 64  # tokens x dim
     for recipe, size in (("fp32", 4), ("bf16", 2)):
         (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"tensor": 2})

@@ -1,4 +1,4 @@
-"""What a ladder consists of: one trunk for all rungs, arms and seeds in their order, mistakes said first."""
+"""What a ladder consists of: one trunk for all rungs, arms and seeds in order, mistakes reported first."""
 
 import json
 import math
@@ -81,7 +81,7 @@ def test_rungs_leave_the_trunk_where_their_rate_begins_to_fall():
     ],
 )
 def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes, counts):
-    """`narrowgauge eval RUN --forward R` writes the same file, on whatever text it was told."""
+    """`narrowgauge eval RUN --forward R` writes the same file, on any text."""
     ladder = ladder_of(FILE, rungs=[40])
     run = ladder.chains[0].trunk
     (tmp_path / run.name / "checkpoints").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a comparison consists of: names that stay the same, and mistakes said before anything runs."""
+"""What a comparison consists of: names that stay the same, and mistakes reported before anything runs."""
 
 import tomllib
 

@@ -78,7 +78,7 @@ def test_contrasts_are_taken_to_each_run_of_the_reference_and_to_their_mean():
 
 
 def test_a_share_has_fiellers_interval():
-    """For every ratio inside of it, Student's t does not refuse that part - ratio x whole is zero."""
+    """For every ratio inside it, Student's t does not refuse that part - ratio x whole is zero."""
     part, whole = [0.9, 1.2, 1.0, 1.4], [1.1, 1.3, 1.3, 1.4]
     share = ratio_interval(part, whole)
     for end in (share.low, share.high):
@@ -98,7 +98,7 @@ def test_a_run_that_diverged_is_a_verdict_and_its_seed_no_gap():
 
 def test_extra_tokens_follow_the_references_own_curve():
     curve = [(1000, 2.0), (4000, 1.0)]
-    for tokens in (500, 1000, 2000, 4000, 8000):  # inside of the rungs, and along the line beyond them
+    for tokens in (500, 1000, 2000, 4000, 8000):  # inside the rungs, and along the line beyond them
         loss = 2.0 * (tokens / 1000) ** -0.5
         assert extra_tokens(loss, 4000, curve) == pytest.approx(100 * (4000 / tokens - 1))
     assert math.isnan(extra_tokens(1.0, 4000, [(4000, 1.0)]))
@@ -177,7 +177,7 @@ def test_a_gap_by_the_bf16_forward_pass_is_one_of_both_arms():
 
 
 def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
-    """Its runs may end later than those of other arms, which then stand in the first rows."""
+    """Its runs may end later than other arms', which then stand in the first rows."""
     rows = [row for row in rows_of({"fp8": (0.1, 0.1), "mxfp4": (1.0, 1.0)}) if row.arm != "bf16"]
     assert arm_results(rows, "bf16") == []
 

@@ -1,4 +1,4 @@
-"""A1. SIGKILL at any moment, the same line again: every digit is that of the run nobody disturbed."""
+"""A1. SIGKILL at any moment, the same line again: every digit is that of the undisturbed run."""
 
 import random
 import secrets
@@ -70,7 +70,7 @@ SHORT = {"training.steps": 12, "checkpoint.every": 3, "schedule.kind": "wsd", "s
 @case("E6", "E7")
 @pytest.mark.parametrize("name", recipe_names())
 def test_kills_at_any_two_steps_of_any_recipe_leave_no_trace(runs, out, name):
-    """SIGKILL after two steps, drawn anew each time; all losses and all bytes of the state are the same."""
+    """SIGKILL after two steps, drawn again each time; all losses and all bytes of the state are the same."""
     changes, drawn = WIDE | SHORT | {"recipe.name": name}, sorted(random.sample(range(1, 11), 2))
     print(f"killed after steps {drawn}")
     words, look, resumes = runs.words(changes), runs.look(out), 0

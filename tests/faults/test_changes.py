@@ -85,7 +85,7 @@ def test_state_of_another_kind_is_refused_until_it_is_converted(runs, narrowgaug
     ended = runs.start(narrow, out, ranks).wait()
     assert set(ended.codes) == {2}
     assert "recipe.name" in ended.err
-    for name in ("config.toml", "recipe.toml"):  # even if somebody edits what the run says of itself
+    for name in ("config.toml", "recipe.toml"):  # even if a user edits the run's record of itself
         other = runs.undisturbed(wide | {"recipe.name": "msamp-o2"}, ranks).path
         shutil.copy(other / name, out / name)
     ended = runs.start(narrow, out, ranks).wait()

@@ -1,4 +1,4 @@
-"""C. Damaged and hostile files: refused by name, never executed, and the run goes on from what is sound."""
+"""C. Damaged and hostile files: refused by name, never executed, and the run continues from what is sound."""
 
 import os
 import shutil
@@ -114,7 +114,7 @@ def test_when_all_checkpoints_are_damaged_nothing_is_trained(runs, out, ranks):
 @RANKS
 @pytest.mark.parametrize("future", ["deleted", "damaged", "under another name"])
 def test_going_back_and_killed_on_the_way_over_the_same_steps(runs, out, future, ranks):
-    """The second way over steps 10 to 12 dies inside its save again and again, beside what the first left."""
+    """The second way over steps 10 to 12 dies in its save again and again, next to what the first left."""
     look = runs.copy(out, SHORT, ranks)
     checkpoints = out / "checkpoints"
     (checkpoints / "step-12.tmp-0000dead").mkdir()

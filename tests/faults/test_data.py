@@ -133,7 +133,7 @@ def test_less_than_one_sequence_is_refused(runs, narrowgauge, tmp_path):
 
 @case("F3", tier="quick")
 def test_nothing_but_masked_targets_is_refused(runs, narrowgauge, tmp_path):
-    """A token file whose mask leaves no target: every step would learn nothing, without a word."""
+    """A token file whose mask leaves no target: every step would learn nothing, silently."""
     for name in ("train.bin", "val.bin"):
         ids = np.arange(4000) % 256
         header = (b"BIN.TOK\n" + struct.pack("<5i", 2, 4, len(ids), 257, 1)).ljust(1024, b"*")

@@ -51,7 +51,7 @@ def test_the_state_is_the_same_bits_on_any_number_of_ranks(runs, out, recipe, ra
 
 
 def goes_on_alike(runs, tmp_path, changes, ranks, to, relative, mesh=(), other=()):
-    """Begun on `ranks`, continued on `to`: the tokens are those of the run on one mesh, the losses near."""
+    """Begun on `ranks`, continued on `to`: the tokens match the run on one mesh, the losses nearly."""
     words, tokens, losses = runs.words(changes), {}, {}
     for name, plan in (
         ("undisturbed", [(ranks, mesh, None)]),

@@ -1,4 +1,4 @@
-"""A2 to A9. One rank, the launcher, at each point of a save: killed, the run goes on to the same digits."""
+"""A2 to A9. One rank, the launcher, at each point of a save: killed, the run continues to the same digits."""
 
 import re
 import signal
@@ -34,7 +34,7 @@ SAVES = {"training.steps": 8, "checkpoint.every": 2}
 
 
 def crash_and_go_on(runs, out, ranks, point):
-    """Dies there in the first save of all, and in the next that comes there; then goes on."""
+    """Dies there in the first save of all, and in the next that comes there; then continues."""
     words, crashes, ended = runs.words(SAVES), 0, None
     for _ in range(2):
         ended = runs.start(words, out, ranks, NARROWGAUGE_CRASH_AT=point).wait()
@@ -90,7 +90,7 @@ def test_workers_die_with_their_torchrun(runs, out, ranks):
     while any(map(alive, workers.values())) and time.monotonic() < deadline:
         time.sleep(0.01)
     survivors = [pid for pid in workers.values() if alive(pid)]
-    if survivors:  # then at least nobody else may write where they write
+    if survivors:  # then at least no other process may write where they write
         assert "in use by process" in runs.start(words, out, ranks).wait().err
         job.kill()
     assert not survivors, "workers outlived their launcher by 5 s"

@@ -1,4 +1,4 @@
-"""E. Numbers that go wrong: skipped, told, never saved; and state that keeps its bits and its window."""
+"""E. Numbers that go wrong: skipped, reported, never saved; and state that keeps its bits and its window."""
 
 import math
 import random
@@ -14,7 +14,7 @@ NAN = {"kind": "gradient", "factor": math.nan}
 
 
 def bad(steps, ranks, **more):
-    """A gradient that is no number, on the last rank alone."""
+    """A NaN gradient, on the last rank alone."""
     return NAN | {"steps": list(steps), "rank": ranks - 1} | more
 
 
@@ -57,7 +57,7 @@ def test_all_ranks_skip_the_step_in_which_one_has_a_bad_gradient(runs, out, reci
 @case("E1", "E6")
 @RANKS
 def test_a_skipped_step_is_forgotten_by_scales_too(runs, out, ranks):
-    """What delayed scaling saw in step 7 never comes into a history: step 8 finds those of step 6."""
+    """What delayed scaling saw in step 7 never comes into a history: step 8 finds the histories of step 6."""
     changes = EVERY_STEP | {"recipe.name": "fp8-delayed"}
     saved = around(runs, out, changes, ranks, [bad([7], ranks)])
     seven, eight = (state(saved / f"step-{step}", "recipe") for step in (7, 8))

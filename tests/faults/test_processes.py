@@ -1,4 +1,4 @@
-"""G2 to G8. Processes: stopped, failing, starved, leaking, and started beside what others left."""
+"""G2 to G8. Processes: stopped, failing, starved, leaking, and started next to what others left."""
 
 import os
 import resource

@@ -131,7 +131,7 @@ def test_a_hub_that_is_down_is_told_in_a_sentence(narrowgauge, tmp_path):
 
 @case("F6", tier="thorough")
 def test_a_worker_that_is_killed_is_missed_and_the_same_line_goes_on(narrowgauge, lines, tmp_path):
-    """Training reads through a thread; the processes that read are those of prepare."""
+    """Training reads through a thread; only prepare reads through processes."""
     words = ["prepare", lines, "--tokenizer", "bpe-300", "--workers", "2", "--out", tmp_path / "out"]
     process = narrowgauge.start(*words)
     process.until(lambda: len(workers_of(process.pid)) == 1)

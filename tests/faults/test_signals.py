@@ -1,4 +1,4 @@
-"""G1. Asked to stop, a run saves once, says so with exit code 75, and goes on to the same digits."""
+"""G1. Asked to stop, a run saves once, exits with code 75, and continues to the same digits."""
 
 import random
 import secrets
@@ -11,7 +11,7 @@ from narrowgauge.checkpoint import steps
 from support.fault_jobs import alive
 from support.fault_table import RANKS, case
 
-# Nothing but what a signal asks for is saved before the end.
+# Only what a signal asks for is saved before the end.
 RARE = {"training.steps": 30, "checkpoint.every": 100, "recipe.name": "nvfp4"}
 ASKING = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 

@@ -29,7 +29,7 @@ def limit_files(job, size):
 @case("D1")
 @RANKS
 def test_a_disk_that_is_full_for_a_while(runs, out, ranks):
-    """Saves fail loudly, in the threads that write behind the steps; older ones stay, training goes on; with
+    """Saves fail loudly, in the threads that write during steps; older ones stay, training continues; with
     room again it ends as undisturbed."""
     changes = {"training.steps": 100, "checkpoint.every": 5, "validation.every": 1000} | BEHIND
     words, look = runs.words(changes), runs.look(out)
@@ -95,7 +95,7 @@ exit $code
 
 @pytest.fixture
 def on_disk(tmp_path, cache):
-    """Run a command with a real file system of its own at tmp_path/disk, which nobody else sees."""
+    """Run a command with a separate, private file system at tmp_path/disk."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -167,7 +167,7 @@ def test_a_directory_that_cannot_be_written_from_the_start(runs, tmp_path, on_di
 @case("D4", tier="thorough")
 @RANKS
 def test_a_slow_disk_does_not_slow_the_steps(runs, out, ranks):
-    """A save takes seconds; the steps beside it take what they take, and saves do not pile up."""
+    """A save takes seconds; the steps during it are not delayed, and saves do not pile up."""
     changes = {"training.steps": 100, "checkpoint.every": 30, "validation.every": 1000} | BEHIND
     most = []
     job = runs.start(runs.words(changes), out, ranks, [{"kind": "slow_disk", "seconds": 0.3}])
@@ -182,7 +182,7 @@ def test_a_slow_disk_does_not_slow_the_steps(runs, out, ranks):
     assert max(most) <= 1, "a second save waits for the first"
     look = runs.look(out)
     steps_ms = sorted(look.column("step_ms")[1:])
-    times = look.column("step_ms")[30:60]  # beside the save of step 30
+    times = look.column("step_ms")[30:60]  # during the save of step 30
     assert sorted(times)[len(times) // 2] < 1.5 * steps_ms[len(steps_ms) // 2] + 5
     done = [line for line in look.lines if line.get("event") == "save" or "loss" in line]
     at = next(i for i, line in enumerate(done) if line.get("event") == "save" and line["step"] == 30)

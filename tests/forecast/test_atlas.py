@@ -1,4 +1,4 @@
-"""The atlas: what it holds, what it says of a mistake, and the published files that it is read from."""
+"""The atlas: what it holds, its errors, and the published files that it is read from."""
 
 import csv
 from pathlib import Path

@@ -26,7 +26,7 @@ def forecaster():
 
 
 def small_atlas(folder: Path) -> Path:
-    """The runs of at most 50 million parameters as a file of its own."""
+    """The runs of at most 50 million parameters as a separate file."""
     points = [p for p in read_atlas().points if p.params < forecasts.SMALL]
     path = folder / "small.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -219,7 +219,7 @@ def test_registered_forecasts_stay_as_they_were_registered():
 
 
 def test_a_forecast_is_registered_once_until_it_changes(tmp_path, monkeypatch):
-    """The outcomes of ladder 2 and those of the file score each row of their setting."""
+    """The outcomes of ladder 2 and of the file score each row of their setting."""
     path, day = tmp_path / "forecasts.csv", date(2030, 1, 1)
     monkeypatch.setattr(registry, "REGISTRY", path)
     monkeypatch.setattr(registry, "recipe_names", lambda: [])

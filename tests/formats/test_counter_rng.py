@@ -50,6 +50,12 @@ def test_uniform_lies_inside_the_unit_interval():
     assert abs(u.mean().item() - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
 
 
+def test_a_uniform_value_has_the_upper_24_bits_of_its_word():
+    stream = random_stream(1, 2, 3)
+    words = [bits % 2**32 for bits in stream.bits((1000,)).tolist()]
+    assert stream.uniform((1000,)).tolist() == [(word >> 8) / 2**24 for word in words]
+
+
 def _word(x: int) -> int:
     """The mixing function of the module's text, in Python's integers."""
     x = (x ^ x >> 16) * 0x21F0AAAD % 2**32

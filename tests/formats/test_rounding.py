@@ -15,6 +15,7 @@ import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Specials, decode, encode, pack, random_stream, torch_dtype, unpack
 from narrowgauge.formats.oracle import round_scalar
+from narrowgauge.formats.rounding import round_finite_
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -189,6 +190,16 @@ EVERY = sorted([*ML_DTYPES, *OURS])
 def test_fast_rounding_equals_the_oracle_on_any_float(x, name, rounding):
     fmt = ng.format(name)
     assert same(fast(x, fmt, rounding, 0.375), round_scalar(x, fmt, rounding, 0.375))
+
+
+@pytest.mark.parametrize("random_bits", [1, 4, 8])
+def test_few_random_bits_round_up_where_they_and_the_fraction_reach_one(random_bits):
+    """f + r / 2^n >= 1 in whole numbers: E2M1 between 1 and 1.5, f in sixteenths, every r of n bits."""
+    sixteenths, r = torch.arange(16), torch.arange(2**random_bits)[:, None]
+    x = (1 + sixteenths / 32).repeat(len(r), 1)
+    uniform = ((r + 0.5) / 2**random_bits).expand_as(x)  # what lies below the n bits does not count
+    want = torch.where(sixteenths * 2**random_bits + 16 * r >= 16 * 2**random_bits, 1.5, 1.0)
+    assert torch.equal(round_finite_(x, ng.format("e2m1"), "stochastic", uniform, random_bits), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -8,7 +8,7 @@ from typing import Any
 import narrowgauge as ng
 from golden.runs import Cell, Worker, digits_of
 
-# A bound is so many times the largest change that other arithmetic was seen to make (`make.py bounds`): five
+# A bound is a multiple of the largest change that other arithmetic was seen to make (`make.py bounds`): five
 # kinds of it were seen, and which codes a last bit tips over is chance. None is below FLOOR, a few last bits.
 MARGIN, FLOOR = 4, 1e-5
 
@@ -41,7 +41,7 @@ FEW = {"training.steps": 2, "training.batch_size": 2, "training.micro_batch_size
 def all_runs() -> dict[str, Run]:
     """By name: each recipe by itself, some where a CPU multiplies bf16, some on grids."""
     runs = {name: Run(name) for name in ng.recipe_names()}
-    steps = {"training.steps": 3}  # torch's own products of bf16 are slow
+    steps = {"training.steps": 3}  # torch's own matmuls of bf16 are slow
     runs |= {f"{name}, bf16 products": Run(name, 1, steps, "bf16") for name in ("bf16", "fp8", "nvfp4")}
     gauges = {"gauges.every": 2}
     runs |= {f"{name}, 2 micro-batches": Run(name, 1, FEW | gauges) for name in SHARED_OUT}
@@ -88,7 +88,7 @@ def near(kept: Cell, now: Cell, bounds: Mapping[str, float]) -> Iterator[str]:
 def changes(kept: Cell, now: Cell) -> dict[str, float]:
     """By how much losses and norms differ at most, as a share of what was kept.
 
-    Those of the first step, which comes from equal weights, are apart: a code that the last bit of a sum tips
+    The first step, which comes from equal weights, is kept apart: a code that the last bit of a sum tips
     over makes other weights, and what comes of them grows with every step.
     """
     steps = list(zip(_numbers(kept["loss and grad_norm"]), _numbers(now["loss and grad_norm"]), strict=True))

@@ -104,7 +104,7 @@ def _kind(sentence: str) -> str:
 
 
 def text() -> str:
-    """The page with its table made anew."""
+    """The page with its table made again."""
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n\n{END}{rest.partition(END)[2]}"
 

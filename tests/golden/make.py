@@ -1,7 +1,7 @@
-"""Makes the golden files anew: `python tests/golden/make.py [PART ...]`; no PART = all of them.
+"""Makes the golden files again: `python tests/golden/make.py [PART ...]`; no PART = all of them.
 
 `test_golden.py` holds the project to these files, digit for digit. A change of the code's shape changes none
-of them. Make them anew only
+of them. Make them again only
 
 - after a change that is meant to change digits (a rounding, an order of sums, a default), a file or a text:
   say in the commit which recipes changed and why, and read the diff line by line, as code is read: a line
@@ -11,9 +11,9 @@ of them. Make them anew only
   one, and in a commit that does nothing else.
 
 Never because a test fails and one does not know why. The digits hold for one arithmetic, which a fingerprint
-beside them tells: on a machine that computes otherwise the test compares losses and norms within bounds, and
-says so in the last lines of pytest. `bounds` measures these: the same runs with other instructions of the
-CPU and other libraries under the products. Both need an x86-64 CPU with AVX2; the other instructions of
+next to them identifies: on a machine that computes otherwise the test compares losses and norms in bounds and
+reports it in the last lines of pytest. `bounds` measures these: the same runs with other instructions of the
+CPU and other libraries under the matmuls. Both need an x86-64 CPU with AVX2; the other instructions of
 `bounds` AVX-512.
 """
 
@@ -31,7 +31,7 @@ from golden import cells, export_page, outputs, page, resolved
 from golden.runs import PINS, Worker, kept_file, read_kept, worker
 
 # Other arithmetic: what each variable is set to, and in what bf16 operands are multiplied (none:
-# as the run says; "": as the CPU can).
+# as the run chooses; "": as the CPU can).
 OTHERS: dict[str, tuple[dict[str, str], str | None]] = {
     "no AVX2": ({"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}, None),
     "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"}, None),
@@ -71,7 +71,7 @@ def bounds() -> None:
 
 
 def parts(names: list[str]) -> None:
-    """Keeps digits with the fingerprint of their arithmetic, and what the command line leaves beside them."""
+    """Keeps digits with the fingerprint of their arithmetic, and what else the command line writes."""
     with tempfile.TemporaryDirectory() as directory, worker(Path(directory)) as process:
         (arithmetic,) = process({"fingerprint": True})
         for name in names:

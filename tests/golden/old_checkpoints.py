@@ -1,11 +1,11 @@
 """Checkpoints of an earlier commit, one for each recipe, that have to be resumed to the same digits for good.
 
-    python tests/golden/old_checkpoints.py    # keeps those of the package that is imported now
+    python tests/golden/old_checkpoints.py    # keeps the imported package's
 
 Each is the run directory of a training of four steps that was killed after its second: what it holds is what
-that commit wrote, and the digits beside it are those that the same commit went on to compute. The layout on
-disk is a promise to users, so they are made anew only when a recipe is added (its own is added then) or when
-a change of the layout is meant, and then this file says how old runs are read.
+that commit wrote, and the digits next to it are what the same commit then computed. The layout on
+disk is a promise to users, so they are made again only when a recipe is added (its own is added then) or when
+a change of the layout is meant, and then this file shows how old runs are read.
 """
 
 import io
@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 
 
 def resume(process: Worker, run: Path, recipe: str) -> Cell:
-    """The digits of a run that goes on where its directory says."""
+    """The digits of a run that continues from its directory."""
     values = process.values(recipe, {**SMALL, "data.source": "text"})
     process({"run": values, "out": str(run)})
     return digits_of(run)
@@ -64,7 +64,7 @@ def kill_after_two(run: Path) -> None:
 def extract(recipe: str, directory: Path) -> Path:
     """The kept run directory of a recipe, as this version of torch would have left it.
 
-    A run refuses another version than the one it began with, unless it is told to go on.
+    A run refuses another version than the one it began with, unless the change is allowed.
     """
     with tarfile.open(ARCHIVE) as archive:
         members = [member for member in archive if member.name.startswith(f"{recipe}/")]
@@ -77,7 +77,7 @@ def extract(recipe: str, directory: Path) -> Path:
 
 
 def main() -> None:
-    """Keep a run of each recipe, and the digits that it goes on to."""
+    """Keep a run of each recipe, and the digits that it continues to."""
     digits = {}
     with tempfile.TemporaryDirectory() as folder, worker(Path(folder)) as process:
         for recipe in ng.recipe_names():

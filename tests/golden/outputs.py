@@ -1,4 +1,4 @@
-"""What the command line leaves beside digits: prepared text, files of checkpoints and exports, plans, words.
+"""What the command line writes besides digits: prepared text, files of checkpoints and exports, plans, words.
 
 Each output is a tree of strings and numbers. Where a part of it follows from digits, that part is apart from
 the rest (`form=... digits=...`, or the key `digits`), and `form` leaves it out: so it is compared where the
@@ -46,7 +46,7 @@ LIKE_GPT2 = {
 
 
 def write_sources(directory: Path) -> dict[str, str]:
-    """Sources of each kind, beside the text of `runs`."""
+    """Sources of each kind, in addition to the text of `runs`."""
     records = [{"text": f"{'narrow gauge ' * (i % 7 + 1)}{i % 31}"} for i in range(60)]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (directory / "records.jsonl").write_text(lines)

@@ -20,7 +20,7 @@ def written_table() -> str:
 
 
 def text() -> str:
-    """The page with its table made anew."""
+    """The page with its table made again."""
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     return f"{before}{BEGIN}\n{written_table()}\n\n{END}{rest.partition(END)[2]}"
 

@@ -1,6 +1,6 @@
 """One line at the end of a run of pytest: how many golden digits were compared, and whether exactly.
 
-`test_golden.py` records it as a property of each test, which comes from other processes of pytest, too.
+`test_golden.py` records it as a property of each test, which comes from other processes of pytest as well.
 """
 
 from collections import Counter

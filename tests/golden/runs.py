@@ -85,7 +85,7 @@ class Worker:
         return values
 
     def train(self, name: str, values: Values, world: int = 1, products: str = "fp32") -> Path:
-        """The run directory of a training of its own, trained once."""
+        """The run directory of a separate training, trained once."""
         out = self.directory / "runs" / re.sub(r"\W+", "-", name)
         if not out.exists():
             self({"run": values, "out": str(out)}, world=world, products=products)
@@ -98,7 +98,7 @@ def worker(directory: Path, pins: Mapping[str, str] = PINS) -> Iterator[Worker]:
     package = Path(ng.__file__).parents[1]
     inherited = {k: v for k, v in os.environ.items() if k not in PINS}
     own = {"NARROWGAUGE_CACHE": str(directory / "cache"), "PYTHONPATH": str(package), "COLUMNS": "110"}
-    own["NARROWGAUGE_PRODUCTS"] = "onednn"  # what `pin` tells, and not what a moment measures
+    own["NARROWGAUGE_PRODUCTS"] = "onednn"  # what `pin` records, and not what a moment measures
     own["NARROWGAUGE_ATTENTION"] = "torch"
     command = [sys.executable, "-W", "error", str(HERE / "worker.py")]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A checkpoint that an earlier commit wrote goes on, bit for bit, to what that commit went on to."""
+"""A checkpoint that an earlier commit wrote continues, bit for bit, to what that commit went on to."""
 
 import pytest
 

@@ -1,11 +1,11 @@
 """A process with pinned arithmetic: reads one JSON job a line, forks its ranks, answers what they returned.
 
-A job is {"world": N, "products": "fp32" | "bf16", "calls": [...]}; each rank makes the calls in turn, and a
+A job is `{"world": N, "products": "fp32" | "bf16", "calls": [...]}`; each rank makes the calls in turn, and a
 call is {"run": values, "out": directory} (`ng.run`), {"argv": words} (the command line; answers exit code and
 output) or {"fingerprint": true}. torch is imported once, so that a job costs little more than its steps.
 
 What a CPU's type would change is taken away here and by `runs.PINS`: oneDNN is off, and whether the CPU
-multiplies bf16 is not asked but told by the job. Two things that hold no digit and cost more than the steps
+multiplies bf16 is set by the job, not measured. Two things that hold no digit and cost more than the steps
 are left out: the speed of a product (for MFU), and the estimate of memory.
 """
 
@@ -38,7 +38,7 @@ from golden.arithmetic import fingerprint
 
 
 def pin(products: str) -> None:
-    """Hold still what no variable does; `products` says what bf16 operands are multiplied in."""
+    """Hold still what no variable does; `products` is the format in which bf16 operands are multiplied."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: products == "bf16"
@@ -60,14 +60,14 @@ def call(what: Mapping[str, Any]) -> Any:
 
 
 def take_part(rank: int, size: int, port: int) -> None:
-    """Have the variables by which a launcher says who this process is."""
+    """Set the variables by which a launcher identifies this process."""
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     variables = ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def be_rank(rank: int, job: Mapping[str, Any], ports: list[int], answer: int) -> None:
-    """In a process of its own: make the calls, write what they return as JSON."""
+    """In a separate process: make the calls, write what they return as JSON."""
     try:
         if job["products"]:
             pin(job["products"])
@@ -85,7 +85,7 @@ def be_rank(rank: int, job: Mapping[str, Any], ports: list[int], answer: int) ->
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports at which nobody listens."""
+    """Ports without a listener."""
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("localhost", 0))) for _ in range(count)]
         return [int(server.getsockname()[1]) for server in servers]

@@ -1,7 +1,7 @@
 """What a step may cost on a GPU, counted on one that is not here (an H200): nothing of it is measured.
 
 A figure that has reached its goal is held to the goal. One that has not is held to what it is today, so that
-it can only fall; the goal stands beside it. Whoever lowers a figure lowers its ceiling.
+it can only fall; the goal is next to it. Whoever lowers a figure lowers its ceiling.
 """
 
 import pytest

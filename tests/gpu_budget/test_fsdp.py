@@ -1,4 +1,4 @@
-"""What narrow weights cost a process under FSDP2, counted beside torch's own FSDP2 of bf16 weights."""
+"""What narrow weights cost a process under FSDP2, compared with torch's FSDP2 of bf16 weights."""
 
 from collections import Counter
 

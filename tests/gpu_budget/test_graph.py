@@ -56,7 +56,7 @@ class Journal(Recorder):
         self.asked.setdefault(self.phase, []).append((name, where, repr(numbers)))
 
     def memory(self, t):
-        """Which memory: of what existed before this micro-batch, or of its own."""
+        """Which memory: of what existed before this micro-batch, or its allocations."""
         storage = t.untyped_storage()
         key = storage_key(storage)
         if key not in self.numbers:
@@ -104,7 +104,7 @@ def test_a_micro_batch_asks_for_what_the_one_before_it_asked(recipe):
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "msamp-o2"])
 def test_under_random_bits_only_these_differ(recipe):
-    """The keys of a micro-batch and the number of its first sample are in memory of their own, as several
+    """The keys of a micro-batch and the number of its first sample have separate memory, as several
     micro-batches may be under way. The number is written by value, once for each layer."""
     memory, numbers = set(), set()
     for (name, where, by_value), (name_2, where_2, by_value_2) in zip(

@@ -1,4 +1,4 @@
-"""Processes under torchrun, in which a plug runs in its own trainer."""
+"""Processes under torchrun, in which an integration runs in its own trainer."""
 
 import json
 import os

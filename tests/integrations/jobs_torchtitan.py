@@ -1,4 +1,4 @@
-"""What processes do in the tests of torchtitan's plug: its own trainer, on a CPU."""
+"""What processes do in the tests of the torchtitan integration: its own trainer, on a CPU."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def losses(recipe=None, **more):
 
 
 def beside_own_loop(recipe, parts=1, **more):
-    """The losses of the trainer, and those of a loop of one's own from the same weights and tokens."""
+    """The losses of the trainer, and of a separate loop from the same weights and tokens."""
     start = {}
 
     def keep(trainer):
@@ -203,7 +203,7 @@ def converted(recipe):
 
 
 def layers(recipe):
-    """What each linear layer says of itself."""
+    """What each linear layer records of itself."""
     found = {}
     train(
         configuration(recipe, steps=1),

@@ -1,4 +1,4 @@
-"""What two processes do in the tests of the plugs for Hugging Face's Trainer, Lightning and Fabric."""
+"""What two processes do in the tests of integrations: Hugging Face's Trainer, Lightning and Fabric."""
 
 import os
 
@@ -24,7 +24,7 @@ def same_everywhere(model):
 
 
 def trainer(recipe, folder):
-    """Losses of the whole batch, whether replicas are the same, and those of a training gone on with."""
+    """Losses of the whole batch, whether replicas are the same, and the losses of a continued training."""
     from integrations.test_transformers import losses_of, model, trainer_of
     from narrowgauge.integrations.transformers import trainer_kwargs
 

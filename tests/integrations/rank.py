@@ -1,6 +1,6 @@
-"""One process of a plug's test, under torchrun: `rank.py OUT JOB ARGUMENTS` writes what the job returns.
+"""One process of an integration's test, under torchrun: `rank.py OUT JOB ARGUMENTS` writes its result.
 
-A job is a function of one of the files `jobs_*.py` beside this one, named "FILE.FUNCTION"; its arguments are
+A job is a function of one of the files `jobs_*.py` next to this one, named "FILE.FUNCTION"; its arguments are
 a JSON object. The process of each rank writes OUT/RANK.json.
 """
 

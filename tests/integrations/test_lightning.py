@@ -32,7 +32,7 @@ class Model(LightningModule):
         self.net, self.recipe, self.losses = net(seed), recipe, []
 
     def training_step(self, _, number):
-        x = batches()[number]  # also after a resume, which a plain list of batches begins anew
+        x = batches()[number]  # also after a resume, which a plain list of batches begins again
         loss = (self.net(x) - x.roll(1, 1)).square().mean()
         self.losses.append(loss.item())
         return loss

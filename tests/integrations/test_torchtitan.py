@@ -1,4 +1,4 @@
-"""torchtitan's own trainer under a recipe, on a CPU (`torchtitan_on_cpu.py` says what is replaced)."""
+"""torchtitan's own trainer under a recipe, on a CPU (`torchtitan_on_cpu.py` lists what is replaced)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The programs of docs/how-to/trainers.md run as the page says, and are short."""
+"""The programs of docs/how-to/trainers.md run as the page shows, and are short."""
 
 import importlib.util
 import re

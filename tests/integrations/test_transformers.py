@@ -131,7 +131,7 @@ def test_the_optimizers_arguments_are_those_given_and_else_the_trainers(tmp_path
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "msamp-o3"])
 def test_as_in_a_loop_of_ones_own(recipe, tmp_path):
-    """Random bits, accumulation and clipping are those of a loop that says its steps."""
+    """Random bits, accumulation and clipping match a loop that sets its steps."""
     batches = Batches()
     trainer = trainer_of(tmp_path, trainer_kwargs(model(), recipe, lr=LR, weight_decay=0.0), batches)
     trainer.train()

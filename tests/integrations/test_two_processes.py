@@ -1,4 +1,4 @@
-"""The plugs under torchrun: two processes, gloo, DDP as the trainers make it."""
+"""The integrations under torchrun: two processes, gloo, DDP as the trainers make it."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def needs(*packages):
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trainer(torchrun, tmp_path, recipe):
-    """Replicas stay equal, and a training that goes on from the trainer's checkpoint has the same digits."""
+    """Replicas stay equal, and training from the trainer's checkpoint continues to the same digits."""
     needs("transformers", "accelerate")
     found, other = torchrun(2, "jobs_trainers.trainer", recipe=recipe, folder=str(tmp_path / "out"))
     assert found["same"]
@@ -49,7 +49,7 @@ def test_lightning(torchrun, tmp_path, recipe):
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):
-    """Random bits are those of a sequence's place in the whole batch."""
+    """Random bits follow from a sequence's place in the whole batch."""
     needs("lightning")
     found = torchrun(2, "jobs_trainers.fabric", recipe=recipe)
     losses = [loss for pair in zip(*(each["losses"] for each in found), strict=True) for loss in pair]

@@ -25,7 +25,7 @@ def codes(F):
 
 
 def converted(F):
-    """As on a GPU that rounds to FP8 by an instruction of its own."""
+    """As on a GPU that rounds to FP8 by one instruction."""
     with patch.object(swiglu_codes, "is_converted", lambda *_: True):
         codes(F)
 

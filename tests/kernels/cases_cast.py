@@ -22,7 +22,7 @@ def run(name, axis, **changes):
 
 
 def converted(name, axis):
-    """As on a GPU that rounds to FP8 by an instruction of its own."""
+    """As on a GPU that rounds to FP8 by one instruction."""
     with patch.object(cast_launch, "is_converted", lambda *_: True):
         run(name, axis)
 

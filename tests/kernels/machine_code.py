@@ -3,7 +3,7 @@
     python machine_code.py TARGET...        such as cuda:90 or hip:gfx942
 
 Triton's own compiler and assembler do it; only the launch is replaced. For each kernel and target a line of
-JSON tells what the assembler says of it.
+JSON reports the assembler's figures for it.
 """
 
 import json
@@ -61,7 +61,7 @@ def converts_to_fp8(target):
 
 
 def resources(kernel, target):
-    """What the assembler says: registers a thread, bytes of stack (spilled registers among them)."""
+    """The assembler's report: registers a thread, bytes of stack (spilled registers among them)."""
     if target.backend != "cuda":
         return {"spills": int(re.search(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])[1])}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -85,7 +85,7 @@ def instructions_of(kernel):
 
 
 def compiling_for(targets, found):
-    """In place of a launch; every launch says that products and sums stay apart."""
+    """In place of a launch; every launch requires that multiplications and additions are not fused."""
 
     def run(self, *args, grid, warmup, **kwargs):
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs

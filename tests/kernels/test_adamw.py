@@ -1,7 +1,7 @@
 """AdamW's kernel on narrow state against its reference in plain torch, and the optimizer with it and without.
 
 All of it bit for bit: the reference's operations are torch's own on a CPU with vectors, which fuses the same
-products and sums on any such CPU, but for the elements behind the last whole vector; hence multiples of 16
+multiplies and adds on any such CPU, but for the elements behind the last whole vector; hence multiples of 16
 wherever the digits are compared with torch's.
 """
 
@@ -29,7 +29,7 @@ E4M3 = {"cast": "e4m3", "power_of_two": True}
 E5M2 = {"cast": "e5m2"}
 SR = {"cast": "bf16", "rounding": "stochastic"}
 CODES_SR = {"cast": "e4m3", "rounding": "stochastic"}
-#: (weight, gradient, m, v, the weight beside it if the first is a master)
+#: (weight, gradient, m, v, the weight with it if the first is a master)
 WAYS = {
     "msamp-o1": ("fp16-scaled", E4M3, "fp32", "fp32", None),
     "msamp-o2": ("fp16-scaled", E4M3, E4M3, "fp16-scaled", None),

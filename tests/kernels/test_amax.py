@@ -30,7 +30,7 @@ def test_it_holds_until_the_tensor_is_written_to():
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_every_tensor_has_a_number_of_its_own_that_begins_as_zero(begins):
-    """Beyond those that one launch makes, too, and whatever was written to the others."""
+    """Also beyond what one launch computes, whatever was written to the others."""
     cpu, taken = torch.device("cpu"), []
     for i in range(_NUMBERS + 7):
         if begins and i % 100 == 0:
@@ -130,7 +130,7 @@ HEARD = []
 
 
 class Times(torch.autograd.Function):
-    """y = 3x; tells of the gradient that it returns, and keeps what it was told of the one that it gets."""
+    """y = 3x; passes on the amax of the gradient that it returns, and keeps that of the one it gets."""
 
     @staticmethod
     def forward(ctx, x):

@@ -17,7 +17,7 @@ def strict():
 
 
 def allowed():
-    """Those of torch's attentions that are enabled now."""
+    """The backends of torch's attention that are enabled now."""
     cuda = torch.backends.cuda
     asked = {
         "cudnn": cuda.cudnn_sdp_enabled,

@@ -82,7 +82,7 @@ def assert_same_tensors(x, cast, axis, context=DEFAULT_CONTEXT, dtypes=(torch.bf
         assert same(ours[1], plain[1])
         if plain[1] is None or plain[1].isfinite():
             assert same(ours[0], plain[0])
-        else:  # all of it is NaN, whatever the codes beside the scale are
+        else:  # all of it is NaN, whatever the codes under the scale are
             assert (ours[0].float() * ours[1]).isnan().all()
 
 
@@ -232,7 +232,7 @@ def test_a_transform_of_small_integers_is_exact(name, size, axis, device):
     g = torch.Generator().manual_seed(1)
     x = torch.randint(-8, 9, (70, 100), generator=g).bfloat16().to(device)
     signs = (1 - 2 * torch.randint(0, 2, (size,), generator=g)).to(device)
-    if size == 16:  # sqrt(16) is exact, in bf16, too
+    if size == 16:  # sqrt(16) is exact, also in bf16
         assert_same_tensors(x, make_cast({"cast": name, "hadamard": 16}), axis)
     cast = make_cast({"cast": name, "hadamard": size, "signs": "random"})
     context = QuantContext(signs=signs)

@@ -59,7 +59,7 @@ def launches(function):
 def test_every_launch_is_on_the_device_of_its_tensors():
     """Triton launches on the current device, and a model may be on another; one door sees to that.
 
-    Launches that go past Triton are only those of the current device (tests/test_host.py).
+    Only launches on the current device go past Triton (tests/test_host.py).
     """
     found = {}
     for path in (Path(kernels.__file__).parent / "triton").glob("*.py"):
@@ -122,7 +122,7 @@ def without_headers(monkeypatch, tmp_path):
 
 
 def test_missing_headers_are_found_before_a_kernel_is_built(without_headers, monkeypatch):
-    """Triton would fail in the middle of step 0; now plain operations run, and a sentence says why."""
+    """Triton would fail in the middle of step 0; now plain operations run, and a sentence explains why."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     gpu = torch.device("cuda", 48)
     assert not dispatch.can_compile()

@@ -1,4 +1,4 @@
-"""Dropout: the bits of an element are those of its place in the step, whoever computes it and whenever."""
+"""Dropout: an element's bits follow from its place in the step, whoever computes it and whenever."""
 
 import pytest
 import torch

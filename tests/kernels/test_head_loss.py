@@ -30,7 +30,7 @@ def where(request, device, monkeypatch):
 
 @pytest.fixture
 def chunks(monkeypatch):
-    """Chunks of so many tokens."""
+    """Chunks of n tokens."""
 
     def of(rows):
         monkeypatch.setattr(module, "rows_of_chunk", lambda tokens, vocabulary: rows)
@@ -126,7 +126,7 @@ def test_against_float64(where, chunks, dtype):
 @pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_the_size_of_a_chunk_changes_neither_loss_nor_dh(where, chunks, dtype):
-    """Of exact products: a GEMM library may add up a row in another order where more rows stand beside it."""
+    """With exact sums: a GEMM library may sum a row in another order if it has more rows."""
     generator = torch.Generator().manual_seed(1)
     h_TD = torch.randint(-2, 3, (T, D), generator=generator).to(where, dtype)
     # Two tokens of the vocabulary, far above the others: dz is 0, 1/2 and -1/2, over a power of two.

@@ -1,4 +1,4 @@
-"""The heads in one pass after their product are those of plain torch bit for bit; so are their gradients."""
+"""The heads in one pass after their matmul equal plain torch, bit for bit; so are their gradients."""
 
 import pytest
 import torch

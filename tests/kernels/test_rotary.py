@@ -1,4 +1,4 @@
-"""Rotary positions in one pass are those of plain torch, bit for bit; their gradient is the turn back."""
+"""Rotary positions in one pass equal plain torch, bit for bit; their gradient is the turn back."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_what_is_written_lies_token_by_token_as_what_is_read(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_is_turned_back_and_rounded_once(device, dtype):
-    """In fp32 two products and a sum, each off by half an ulp of what meets: 2^-22 of it is enough."""
+    """Two fp32 multiplications and a sum, each off by half an ulp of its operands: 2^-22 is enough."""
     heads_BTNH = normal(2, 9, 5, 10, dtype=dtype).to(device).requires_grad_()
     table = table_of(9, 5, 2, 1).to(device)
     grad_BNTH = normal(2, 3, 9, 10, seed=2, dtype=dtype).to(device)

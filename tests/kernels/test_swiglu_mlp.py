@@ -23,7 +23,7 @@ needs_products = pytest.mark.skipif(not HAS_PRODUCTS, reason="torch before 2.13 
 
 
 def native(name, device):
-    """A model whose products are native: torch has those with a scale a tensor on a CPU, too."""
+    """A model whose matmuls are native: torch has those with a scale a tensor on a CPU as well."""
     model = Transformer(model_config("debug", **TINY), torch.bfloat16)
     initialize(model, 0)
     convert(model.to(device), recipe(name))
@@ -49,7 +49,7 @@ def trained(model, recompute=0):
 @pytest.mark.tier("thorough")
 @needs_products
 def test_one_function_gives_the_digits_of_three(device, monkeypatch):
-    """SwiGLU runs in the first pass only where it is recomputed: in the second nobody reads its result."""
+    """SwiGLU runs in the first pass only where it is recomputed: in the second its result is not read."""
     from narrowgauge.kernels.triton import activation
 
     model, functions, passes = native("fp8", device), [], []
@@ -122,7 +122,7 @@ def trained_block(block, device):
 
 @needs_products
 def test_gathered_weights_are_read_again_in_the_backward_pass(device):
-    """The digits are those of whole weights, whose codes are kept."""
+    """The digits equal whole weights', whose codes are kept."""
     whole, found = trained_mlp(device, False), trained_mlp(device, True)
     assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
@@ -130,7 +130,7 @@ def test_gathered_weights_are_read_again_in_the_backward_pass(device):
 @needs_products
 @pytest.mark.parametrize("name", ["fp16-scaled", "bf16", "e4m3"])
 def test_weights_that_are_narrow_at_rest_are_quantized_in_both_passes(name, device, monkeypatch):
-    """Products take no such numbers as they travel; e4m3 might be another scale's."""
+    """Matmuls do not take such codes as they are sent; e4m3 might be another scale's."""
 
     def trained():
         block = native("fp8", device).blocks[0]
@@ -180,7 +180,7 @@ def test_where_it_may_not_all_three_are_called(device):
 
 def test_a_small_result_is_kept_between_two_passes():
     made = iter(range(9))
-    assert [once(lambda: next(made)) for _ in range(2)] == [0, 1], "outside of a checkpoint each is made"
+    assert [once(lambda: next(made)) for _ in range(2)] == [0, 1], "outside a checkpoint each is made"
     first, second = contexts()
     with first:
         assert [once(lambda: next(made)) for _ in range(2)] == [2, 3]

@@ -37,7 +37,7 @@ def assert_same_bytes(ours, theirs):
 @pytest.mark.parametrize("shape", [(40, 72), (130, 200)])
 @pytest.mark.parametrize("name", CASTS)
 def test_the_hardware_reads_the_same_bytes(name, shape, device):
-    """Those of `arguments` from codes and scales that the cast wrote one by one, padding included."""
+    """The tiles of `arguments` from codes and scales that the cast wrote one by one, padding included."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     if "random" not in name:  # a transform would spread it
         x[3, 5], x[20, 40] = torch.nan, torch.inf
@@ -63,7 +63,7 @@ def test_other_casts_are_laid_out_elsewhere(device):
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_a_layer_asks_for_the_same_products(name, device, monkeypatch):
-    """Forward and backward, with tiles and without; only the products are left out, which no CPU has."""
+    """Forward and backward, with tiles and without; only the matmuls are left out, which no CPU has."""
     asked = []
 
     def taken(mat_a, mat_b, **given):

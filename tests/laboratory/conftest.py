@@ -18,7 +18,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch):
-    """Formats and casts that are registered in a test are those of the test alone."""
+    """Formats and casts that a test registers belong to that test alone."""
     monkeypatch.setattr(table, "_FORMATS", dict(table._FORMATS))
     monkeypatch.setattr(own_casts, "_FUNCTIONS", {})
 

@@ -1,4 +1,4 @@
-"""Logits and gradients equal those of the two reference models of the field, with the same weights."""
+"""Logits and gradients equal the field's two reference models, with the same weights."""
 
 import pytest
 import torch

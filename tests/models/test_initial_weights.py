@@ -28,7 +28,7 @@ def test_published_models_keep_their_published_standard_deviation():
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_given_standard_deviation_holds_for_all_weights(name):
-    """The draws are those of every run that was made before the sizes had a rule by role."""
+    """The draws match every run that was made before the sizes had a rule by role."""
     config = model_config(name, **SMALL, dim=128, initial_std=0.02)
     generator = torch.Generator().manual_seed(3)
     for parameter, value in values_of(config, 3).items():
@@ -79,7 +79,7 @@ def test_each_role_has_its_standard_deviation(name, dim):
         expected = roles.get(module, 1 / math.sqrt(value.shape[1]))
         if module.endswith(("attention_out", "down")):
             expected *= embedding / 2
-        error = 6 / math.sqrt(2 * value.numel())  # six deviations of a standard deviation of so many draws
+        error = 6 / math.sqrt(2 * value.numel())  # six deviations of a standard deviation of n draws
         assert value.std().item() == pytest.approx(expected, rel=error), parameter
 
 

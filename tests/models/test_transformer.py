@@ -140,7 +140,7 @@ def test_the_residual_stream_stays_fp32():
 
 
 def test_rotary_angles_are_not_cast_down_with_the_model():
-    """In bf16 position 300 could not be told from 301; the model has no buffer that `.to` could narrow."""
+    """In bf16 position 300 would equal position 301; the model has no buffer that `.to` could narrow."""
     model = Transformer(model_config("debug", **TINY), torch.bfloat16).to(torch.bfloat16)
     assert list(model.buffers()) == []
 

@@ -1,4 +1,4 @@
-"""What the tests of a training loop of one's own share: a small model, its training, the rows of the page."""
+"""What the tests of a custom training loop share: a small model, its training, the rows of the page."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """The recipes whose weights and gradients are ordinary fp32 parameters (others: `test_weight_state.py`), and
 whose rules wait for no step, which a layer by itself does not know (`tests/recipes/test_rules.py`). Those
-that narrow attention, too, need a model that has some (`test_attention.py`)."""
+that also narrow attention need a model that has some (`test_attention.py`)."""
 
 from narrowgauge.recipes import recipe, recipe_names
 

@@ -28,7 +28,7 @@ def summed(model, is_one_step=True):
     """The gradients of three micro-batches."""
     model.zero_grad()
     with accumulating(model, keeps_codes=is_one_step):
-        if not is_one_step:  # as a loop of one's own, which says nothing
+        if not is_one_step:  # as a custom loop that sets no step
             for module in model.modules():
                 module.__dict__.pop("accumulation", None)
         for i in range(3):
@@ -113,7 +113,7 @@ def casts(**training):
 
 @pytest.mark.tier("thorough")
 def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short():
-    """Four products: x and dy of each in each micro-batch, but for the dy that is SwiGLU's gradient;
+    """Four matmuls: x and dy of each in each micro-batch, but for the dy that is SwiGLU's gradient;
     recomputing, x and w twice, but for the last product's x, and dy."""
     assert casts() == 7
     assert casts(recompute=True) == 18
@@ -153,5 +153,5 @@ def test_a_recomputed_block_multiplies_its_last_product_once(monkeypatch):
     model.recompute = True
     again = summed(model)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
-    # A block: four products forward, three of them again, eight backward; the head: one and two.
+    # A block: four matmuls forward, three of them again, eight backward; the head: one and two.
     assert len(made) == 3 * (2 * 15 + 3)

@@ -1,4 +1,4 @@
-"""Attention in narrow numbers, against loops over numbers; wide, against torch's own."""
+"""Attention in low precision, against loops over numbers; wide, against torch's own."""
 
 import math
 
@@ -75,7 +75,7 @@ def test_wide_attention_is_torchs(mask):
 
 
 class ByHand:
-    """Attention in loops: every tensor quantized by the exact oracle, every sum a sum of exact products."""
+    """Attention in loops: every tensor quantized by the exact oracle, every sum exact."""
 
     def __init__(self, casts):
         self.casts = casts

@@ -1,9 +1,9 @@
 """torch.compile of converted layers: whole graphs, and which of their numbers are the eager ones.
 
 Traced and differentiated but run by torch's own kernels ("aot_eager"), everything is the same bit for bit.
-Inductor's code is so, too, for a layer: its casts, products and biases are operators. It sums gradients of
-biases and norms in another order. What lies between layers has the roundings of bf16 where it is compiled as
-`training.compile` does (`compiled_as_eager`).
+Inductor's code is bit-identical for a layer as well: casts, matmuls and biases are operators. It sums
+gradients of biases and norms in another order. What lies between layers has bf16's roundings where it is
+compiled as `training.compile` does (`compiled_as_eager`).
 """
 
 import shutil

@@ -264,7 +264,7 @@ def test_hooks_of_a_layer_are_called_after_conversion_and_can_be_removed():
 
 
 class WithAdapter(torch.nn.Linear):
-    """A layer that computes more than its weight says."""
+    """A layer that computes more than its weight shows."""
 
     def __init__(self):
         super().__init__(8, 8)

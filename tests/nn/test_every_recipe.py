@@ -15,7 +15,7 @@ K, N = 128, 256
 
 def make(name, bias=True):
     torch.manual_seed(0)
-    # outside of a model there is nothing to keep wide
+    # outside a model there is nothing to keep wide
     layer = Linear(torch.nn.Linear(K, N, bias=bias), recipe(name).for_layer([("up", None)], 0), 0)
     layer.set_position(0, 1, 0)
     return layer

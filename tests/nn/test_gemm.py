@@ -32,7 +32,7 @@ def test_bf16_is_rounded_once(scale):
     slack = K * 2.0**-24 * (a.double().abs() @ b.double().abs()) * abs(scale)
     error = (scaled_mm(a, b, s).double() - exact).abs()
     assert (error <= ulp_bf16(exact) / 2 + slack).all()
-    # The bound tells one rounding from two.
+    # The bound separates one rounding from two.
     twice = ((a @ b).float() * s).bfloat16().double()
     assert ((twice - exact).abs() > ulp_bf16(exact) / 2 + slack).any()
 

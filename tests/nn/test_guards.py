@@ -12,7 +12,7 @@ from narrowgauge.recipes import recipe
 from nn.plain_recipes import PLAIN
 
 every_recipe = pytest.mark.parametrize("name", PLAIN)
-HALF_ULP = 2.0**-8  # of bf16, in which products are given back
+HALF_ULP = 2.0**-8  # of bf16, the dtype of matmul results
 
 
 def make(name, k=96, n=64, bias=True):
@@ -43,7 +43,7 @@ def same(got, expected):
 )
 @every_recipe
 def test_what_fills_no_block_is_filled_with_zeros(name, m, k, n):
-    """The same products as of tensors that fill every block.
+    """The same matmuls as of tensors that fill every block.
 
     Bits of stochastic rounding are a function of the element's number, outliers one of all ranks, and a mean
     one of all tokens, which filling changes: here none is asked for.
@@ -213,7 +213,7 @@ def test_a_state_dict_goes_to_an_unconverted_model_and_back(name):
 @pytest.mark.parametrize("reentrant", [True, False])
 @every_recipe
 def test_a_recomputed_pass_is_no_step_of_its_own(name, reentrant):
-    """Without a training loop that says where it is, as in another library's."""
+    """Without a training loop that sets its step, as in another library's."""
     x, dy = batch()
     plain, again = make(name), make(name)
     for _ in range(3):

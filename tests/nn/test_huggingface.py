@@ -141,7 +141,7 @@ def test_every_recipe_trains_every_model(kind, name):
     shapes = {key: value.shape for key, value in plain.state_dict().items()}
     assert {key: value.shape for key, value in model.state_dict().items()} == shapes
     plain.load_state_dict(model.state_dict())
-    with torch.no_grad():  # what was learnt in narrow numbers is in the weights
+    with torch.no_grad():  # what was learnt in low precision is in the weights
         assert plain(input_ids=IDS, labels=IDS).loss < losses[-1] + 0.02
 
 

@@ -1,4 +1,4 @@
-"""The channels that a layer keeps in another cast: how it chooses, its products, its checkpoints."""
+"""The channels that a layer keeps in another cast: how it chooses, its matmuls, its checkpoints."""
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def test_another_dtype_of_the_model_leaves_the_choice_as_it_is():
 
 
 def test_all_products_see_the_kept_channels_in_their_cast():
-    """As by hand: two products forward, and two kinds of columns in the weight's gradient."""
+    """As by hand: two matmuls forward, and two kinds of columns in the weight's gradient."""
     m, x = model(), tokens(9, 20, 40).requires_grad_()
     step(m, 1, x.detach())
     set_step(m, 0, 2, 0)

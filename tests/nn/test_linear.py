@@ -1,4 +1,4 @@
-"""A layer's three products against the same products in float64 of the numbers that would be stored.
+"""A layer's three matmuls against the same matmuls in float64 of the numbers that would be stored.
 
 Legend: M tokens, K inputs, N outputs.
 """
@@ -53,7 +53,7 @@ def operand(r: Recipe, tensor: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def by_hand(r: Recipe, x_MK, w_NK, dy_MN, bias_N=None):
-    """The products in float64, and for each a bound on the error of fp32 sums and of the last roundings."""
+    """The matmuls in float64, and for each a bound on the error of fp32 sums and of the last roundings."""
     c, half_ulp = r.casts, {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}[r.compute]
     pairs = {
         "y": (operand(r, x_MK, "fprop.x"), operand(r, w_NK, "fprop.w").T),

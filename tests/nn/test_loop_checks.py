@@ -1,4 +1,4 @@
-"""A training loop of one's own: what torch's tools do with narrow gradients and weights, or refuse to do."""
+"""A custom training loop: what torch's tools do with narrow gradients and weights, or refuse to do."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_ddp_around_wide_gradients_is_not(group):
     wrapped(torch.randn(4, 64)).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.* in matrices that no recipe reaches")  # those of its attention
+@pytest.mark.filterwarnings("ignore:.* in matrices that no recipe reaches")  # its attention's
 @pytest.mark.parametrize("name", ["mxfp4", "msamp-o2"])
 def test_torchs_encoder_computes_under_the_recipe_in_evaluation_too(name):
     torch.manual_seed(0)
@@ -174,7 +174,7 @@ def test_a_loop_that_stops_saying_the_step_is_warned(name):
     steps(m, 9)  # several updates in one step, as adversarial training makes them
     with pytest.warns(UserWarning, match=r"10 optimizer steps .* set step 2; .* call narrowgauge\.set_step"):
         steps(m, 1)
-    steps(m, 20)  # said once
+    steps(m, 20)  # warned once
 
 
 def test_no_loop_is_warned_that_says_steps_or_never_did_or_needs_none():

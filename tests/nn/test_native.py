@@ -1,4 +1,4 @@
-"""Products on the hardware's own units: the layout that they are given, and what comes out.
+"""Matmuls on the hardware's own units: the layout that they are given, and what comes out.
 
 torch has CPU kernels behind the same call for one scale a tensor and a row (since 2.13): with them the whole
 layer is run here. For the other kinds, the arguments are read as cuBLAS documents them, entry by entry, and
@@ -119,7 +119,7 @@ def test_what_fits_is_not_copied(a, b):
     [("e4m3", "e4m3", True), ("fp8-row", "fp8-row", True), ("fp8-1x128", "fp8-128x128", False)],
 )
 def test_products_in_blocks_are_summed_in_fp32(a, b, is_fast, monkeypatch):
-    """Only the call itself is left out: no CPU has products in blocks."""
+    """Only the call itself is left out: no CPU has matmuls in blocks."""
     asked = {}
 
     def taken(mat_a, mat_b, use_fast_accum, **_):

@@ -144,7 +144,7 @@ def test_eco_refuses_them_and_changes_nothing(optimizer):
 
 
 def computed_in_fp32_and_copied(p):
-    """An optimizer that ends in `copy_`, as those of Hugging Face and fairseq do."""
+    """An optimizer that ends in `copy_`, as Hugging Face's and fairseq's do."""
 
     class Descent(optim.Optimizer):
         @torch.no_grad()
@@ -153,7 +153,7 @@ def computed_in_fp32_and_copied(p):
                 loss = closure()
             for p in self.param_groups[0]["params"]:
                 wide = p.data.float()
-                wide.add_(p.grad, alpha=-0.02)  # small beside the steps of bfloat16
+                wide.add_(p.grad, alpha=-0.02)  # small against the steps of bfloat16
                 p.data.copy_(wide)
             return loss
 

@@ -1,4 +1,4 @@
-"""Layers with a forward pass of their own: replaced where it is a product, left alone and named where not."""
+"""Layers that override the forward pass: replaced if it is a matmul, otherwise left alone and named."""
 
 import functools
 import warnings
@@ -104,7 +104,7 @@ class Noisy(torch.nn.Linear):
 
 
 class Gate(torch.nn.Linear):
-    """A router with a bias of its own for the choice, which returns the choice."""
+    """A router with a separate bias for the choice, which returns the choice."""
 
     def __init__(self):
         super().__init__(8, 8, bias=False)

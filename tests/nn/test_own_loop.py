@@ -165,7 +165,7 @@ def test_adapters(name):
     before, plain = numbers_of(m), m(batch()).detach()
     m[0], m[2] = Adapter(m[0]), Adapter(m[2])
     m.train()
-    if name != "nvfp4":  # whose random bits are those of another pass
+    if name != "nvfp4":  # whose random bits belong to another pass
         assert (m(batch()) - plain).norm() < 0.2 * plain.norm()
     trained = [p for p in m.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)

@@ -62,7 +62,7 @@ def test_numbers_that_are_rounded_twice():
 
 
 def test_random_numbers_are_drawn_once():
-    """With identities for the other operand, products show what they saw."""
+    """With identities for the other operand, matmuls show what they saw."""
     x = torch.randn(M, K)
     text = 'compute = "fp32"\nfprop.x = {cast = "mxfp4", rounding = "stochastic"}\nwgrad.x = "fprop.x"'
     eye = torch.eye(K)

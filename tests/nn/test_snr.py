@@ -1,4 +1,4 @@
-"""How near a layer's three products come to float64's under each recipe, and that neither recomputation nor
+"""How near a layer's three matmuls come to float64's under each recipe, and that neither recomputation nor
 compilation changes them."""
 
 import pytest
@@ -45,7 +45,7 @@ MEASURED = {
     "tetrajet2": (17.1, 13.1, 13.4),
 }
 BELOW, ABOVE = 0.5, 2.0  # more than ABOVE would be a place that is not narrow
-# What torchao asks of its own layers, where it asks.
+# What torchao requires of its layers, if it does.
 TORCHAO = {"fp8": (18, 0, 17), "fp8-row": (18, 0, 17), "mxfp8": (27, 25, 24), "nvfp4": (15, 0, 0)}
 # One recipe for each way of casting that a compiler has to follow: none, one scale a tensor, one that is
 # remembered, blocks of two dimensions, operands kept narrow, outliers apart, blocks under two scales with
@@ -66,7 +66,7 @@ compiles = [
 
 def make(name, bias=True):
     torch.manual_seed(0)
-    # outside of a model there is nothing to keep wide
+    # outside a model there is nothing to keep wide
     return Linear(torch.nn.Linear(K, N, bias=bias), recipe(name).for_layer([("up", None)], 0), 0)
 
 
@@ -76,7 +76,7 @@ def tensors(shape=(4, 32)):
 
 
 def steps(layer, run, x, dy, count=2):
-    """Products and bias gradient of some steps; a history has to see one before its scales mean something."""
+    """Matmuls and bias gradient of some steps; a history has to see one before its scales mean something."""
     results = []
     for step in range(1, count + 1):
         layer.set_position(0, step, 0)

@@ -29,7 +29,7 @@ def mixtral():
 
 
 def gpt_oss():
-    """Weights stored the other way round, biases, an activation of its own."""
+    """Weights stored the other way round, biases, a custom activation."""
     torch.manual_seed(0)
     return GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=16, layer_types=["full_attention"] * 2))
 
@@ -87,7 +87,7 @@ def _add(y, tokens, weights, expert, x):
 @pytest.mark.tier("thorough", keep=("mxfp4",))
 @pytest.mark.parametrize("recipe", ["mxfp4", "fp8-row"])
 def test_each_expert_computes_as_a_linear_layer_of_its_slice(model, recipe):
-    """One expert a token, so that an expert's blocks and rows are those of the loop."""
+    """One expert a token, so that an expert has the loop's blocks and rows."""
     plain = copy.deepcopy(first_experts(model))
     experts = first_experts(convert(model, recipe))
     x = torch.randn(50, D, generator=torch.Generator().manual_seed(1))
@@ -127,7 +127,7 @@ def test_names_weights_and_copies_stay(model):
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "coat"])
 def test_it_trains(recipe):
-    """Each expert has delayed scales of its own; moments in FP8 take stacked matrices, too."""
+    """Each expert has separate delayed scales; moments in FP8 take stacked matrices as well."""
     model = convert(mixtral(), recipe)
     optimizer = AdamW(model.parameters(), recipe=recipe, lr=1e-3)
     losses = []

@@ -18,7 +18,7 @@ def histories(m):
 
 
 def said(steps=3, parts=2):
-    """Histories of a loop that says each step."""
+    """Histories of a loop that sets each step."""
     m = model(RECIPE)
     optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
     for step in range(1, steps + 1):
@@ -33,7 +33,7 @@ def said(steps=3, parts=2):
 @pytest.mark.parametrize("reentrant", [None, False])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_an_optimizer_is_heard(to_none, reentrant):
-    """Micro-batches, evaluations and recomputed passes are no steps, from the first step on."""
+    """Micro-batches, evaluations and recomputed passes do not count as steps, from the first step on."""
     m = model(RECIPE)
     optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
     for step in range(1, 4):

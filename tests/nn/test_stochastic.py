@@ -126,7 +126,7 @@ def test_set_step_leaves_layers_without_random_bits_alone():
 
 @pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
 def test_with_headroom_the_mean_of_many_passes_is_the_exact_gradient(gemm):
-    """Each fourfold number of passes halves the error, so nothing but chance is left in it."""
+    """Each fourfold number of passes halves the error, so only chance is left in it."""
     errors = errors_of_means(gemm, headroom=16 / 17)
     assert errors[1] > 0.05
     for n in (4, 16, 64, 256):

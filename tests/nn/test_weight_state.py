@@ -1,4 +1,4 @@
-"""Weights, masters and gradients in narrow numbers: bytes, sums over micro-batches, what others see."""
+"""Weights, masters and gradients in low precision: bytes, sums over micro-batches, what others see."""
 
 import copy
 import gc
@@ -129,7 +129,7 @@ class TestMicroBatches:
     @pytest.mark.parametrize("cast", ["e4m3", "e5m2", {"cast": "e4m3", "power_of_two": True}, "bf16", "fp32"])
     @pytest.mark.parametrize("size", [32, 96])
     def test_each_is_added_to_what_was_read_and_rounded_once(self, size, cast):
-        """MS-AMP's case: ten rounds, bit for bit those of dequantize, add, quantize."""
+        """MS-AMP's case: ten rounds, bit for bit dequantize, add, quantize."""
         cast = make_cast(cast)
         gradient, oracle = (kind(torch.Size((size, size)), cast) for kind in (GradientState, QuantizedState))
         for n in range(10):

@@ -1,4 +1,4 @@
-"""AdamW on state in any numbers: torch's digits in fp32, near them in narrow numbers, bits that come back."""
+"""AdamW on state in any numbers: torch's digits in fp32, near them in low precision, bits that come back."""
 
 import math
 

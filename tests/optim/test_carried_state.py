@@ -1,4 +1,4 @@
-"""Checkpoints of a model's and an optimizer's state dicts go on to the same digits, or are refused."""
+"""Checkpoints of a model's and an optimizer's state dicts continue to the same digits, or are refused."""
 
 import copy
 import importlib.util
@@ -39,7 +39,7 @@ def train(m, optimizer, steps):
 
 
 def assert_goes_on(recipe, save, load):
-    """Train, save, train on; and so does another model, with a past of its own, that loads what was saved."""
+    """Train, save, train on; and so does another model, with another past, that loads what was saved."""
     m, optimizer = make(recipe)
     train(m, optimizer, range(1, 4))
     saved = save(m, optimizer)

@@ -59,7 +59,7 @@ def test_as_by_hand():
 def test_small_steps_add_up_where_rounding_would_lose_them():
     """Steps of 1e-3 one way, far below the distance of two codes of most weights.
 
-    What is pending in m moves a weight over 1 / (1 - beta1) steps, so weights lag behind by so many halves of
+    What is pending in m moves a weight over 1 / (1 - beta1) steps, so weights lag behind by as many halves of
     the distance of two codes, here two.
     """
     start = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""A training loop of one's own is saved and resumed bit for bit, under every recipe."""
+"""A custom training loop is saved and resumed bit for bit, under every recipe."""
 
 import io
 

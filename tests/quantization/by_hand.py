@@ -30,7 +30,7 @@ def inputs(size: tuple[int, int] = LARGE) -> dict[str, torch.Tensor]:
 
 
 def assert_as_by_hand(x, cast, axis, key=None):
-    """Codes, signs of zeros, scales and tensor scales of `ng.quantize` are those of the oracle.
+    """Codes, signs of zeros, scales and tensor scales of `ng.quantize` equal the oracle's.
 
     Args:
         x: The tensor.

@@ -120,7 +120,7 @@ def test_places_that_have_one_element(text):
 
 
 def test_an_operand_is_emulated_with_the_element_of_each_block():
-    """Also where the hardware multiplies NVFP4; and products see what is stored."""
+    """Also where the hardware multiplies NVFP4; and matmuls see what is stored."""
     r = parse_recipe(f"fprop = {IF4_TEXT}", "mine")
     b200 = Device(maker="nvidia", capability=(10, 0), library=(13, 0))
     assert choose_backend(r, b200).name == "emulated"

@@ -1,4 +1,4 @@
-"""The mean over tokens taken away and added again: as by hand, in all three products, and refused."""
+"""The mean over tokens taken away and added again: as by hand, in all three matmuls, and refused."""
 
 import numpy as np
 import pytest

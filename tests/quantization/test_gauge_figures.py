@@ -130,7 +130,7 @@ def test_underflow_and_zeros_are_told_apart(name):
 
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_transform_pads_the_axis(axis):
-    """63 tokens or 40 inputs are no multiple of the group: gauged are the numbers with their padding."""
+    """63 tokens or 40 inputs do not divide by the group: the gauges cover the values with their padding."""
     c, x = make_cast({"cast": "nvfp4", "hadamard": 32}), numbers((63, 40))
     padded = torch.nn.functional.pad(x, (0, 24) if axis == -1 else (0, 0, 0, 1))
     q = quantize(x, c, axis)

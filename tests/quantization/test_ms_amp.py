@@ -1,4 +1,4 @@
-"""MS-AMP's portable cases of a scaled tensor (its tests/common); those of FP4 are in `test_remedies.py`."""
+"""MS-AMP's portable cases of a scaled tensor (its tests/common); its FP4 cases are in `test_remedies.py`."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What a cast says of its operand before there is one: its dtype, and whether the result is scaled."""
+"""What a cast determines of its operand in advance: its dtype, and whether the result is scaled."""
 
 import pytest
 import torch

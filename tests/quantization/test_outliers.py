@@ -98,7 +98,7 @@ def test_what_is_clamped_comes_back_in_high_precision():
 @pytest.mark.parametrize("transform", [{}, {"hadamard": 16}], ids=["plain", "hadamard"])
 @pytest.mark.parametrize("name", ["fp4-row", "mxfp4", "nvfp4", "e4m3"])
 def test_what_comes_back_is_added_to_the_stored_numbers(name, transform):
-    """Under a tensor scale and after a transform, too: the rest is of the tensor that was clamped."""
+    """Under a tensor scale and after a transform as well: the rest is of the tensor that was clamped."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     stored = make_cast({"cast": name, "outliers": 0.97} | transform)
     operand, scale = emulate(x, stored.having(compensate=True), -1, torch.bfloat16)

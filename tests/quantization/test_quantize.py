@@ -32,8 +32,8 @@ VARIANTS = {
     "e4m3": [{"headroom": 1.0}, {"headroom": 16 / 17}],
 }
 INPUTS_OF = [(n, k) for n in SCALED for k in inputs() if can_have(n, k)]
-# Along axis 0 the oracle looks at one input of each cast, whose blocks end before they are full; that all
-# others are those of the transpose is shown without it.
+# Along axis 0 the oracle looks at one input of each cast, whose last blocks are not full; a test without the
+# oracle shows that all others equal the transpose's.
 ALONG = [(n, k, axis) for axis in (-1, 0) for n, k in INPUTS_OF if axis == -1 or k == "ragged"]
 
 
@@ -126,7 +126,7 @@ def test_the_emulated_operand_is_the_stored_numbers(name, kind):
     x = inputs()[kind]
     q = ng.quantize(x, name)
     operand, scale = emulate(x, cast_named(name), -1, torch.bfloat16)
-    # bf16 holds every product of an element and a block's scale, but for fp32 scales that are no power of two
+    # bf16 holds every product of an element and a block's scale, except under fp32 scales other than 2^n
     is_inexact = q.cast.scales.format == "fp32" and q.cast.block is not None
     assert operand.dtype == (torch.float32 if is_inexact else torch.bfloat16)
     assert torch.equal(operand.float() * (1.0 if scale is None else scale), q.dequantize())
@@ -203,7 +203,7 @@ def test_compiled_emulation_is_bit_identical(name):
         q = ng.quantize(x, name, axis)
         return q.codes, q.scales
 
-    torch.compiler.reset()  # each cast is a compilation of its own
+    torch.compiler.reset()  # each cast is compiled separately
     x = torch.randn(64, 96).bfloat16()
     for function in (operand, stored):
         for axis in (-1, 0):

@@ -1,4 +1,4 @@
-"""State in narrow numbers: what is read is what was written, rounded once; bytes; memory allocated once."""
+"""State in low precision: what is read is what was written, rounded once; bytes; memory allocated once."""
 
 import math
 
@@ -281,7 +281,7 @@ def test_copies_from_the_host_are_read_only_as_long_as_nobody_writes_there(monke
 
 
 def test_a_wide_gradient_is_not_fetched_from_the_host(monkeypatch):
-    """Its copies would be found by the next step, which sums gradients of its own."""
+    """Its copies would be found by the next step, which sums other gradients."""
     monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
     gradient = GradientState(torch.Size((4,)), make_cast("fp16"), on_host=True)
     gradient.add(torch.ones(4), None)

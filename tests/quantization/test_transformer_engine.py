@@ -3,7 +3,7 @@
 The digests below were taken from `NVFP4QuantizerRef` of NVIDIA/TransformerEngine at commit d0067d0da6cb
 (transformer_engine/pytorch/custom_recipes/reference_nvfp4.py), run on a CPU with the inputs that are built
 here: `_quantize_blockwise_reference` on tiles of 1x16 and 16x16, after `_apply_rht` with its 16 fixed signs
-where the name says so (there with inputs whose sums are exact, whatever their order); "mae" and "mse" are its
+if the name has it (there with inputs whose sums are exact, whatever their order); "mae" and "mse" are its
 4over6 under E4M3 scales up to 256, "by row" its `row_scaled_nvfp4`. Left out is what is
 defined otherwise here: the reference drops the sign of a negative zero.
 """

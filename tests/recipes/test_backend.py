@@ -1,4 +1,4 @@
-"""Which code runs a recipe: by the facts of a device, always said, and refused in a sentence."""
+"""Which code runs a recipe: by the facts of a device, always reported, and refused in a sentence."""
 
 import tomllib
 from collections import Counter

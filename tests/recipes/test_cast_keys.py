@@ -163,7 +163,7 @@ CONSUMERS = {
         for place in OPERANDS
     },
 }
-#: A value of each key beside its default, such that code which does not know the key could go on with it.
+#: A value of each key other than its default, which code that does not know the key could accept.
 VALUES = {
     "element": cast("e5m2").element,
     "scale": "bf16",

@@ -82,7 +82,7 @@ def test_a_recipe_of_transformer_engine_with_its_defaults(call, same, loss, tmp_
     ],
 )
 def test_a_named_recipe_of_torchao(name, same, grad, tmp_path):
-    """The casts are those of torchao's own configuration object, when torchao makes it."""
+    """The casts match torchao's configuration object, when torchao makes it."""
     config = pytest.importorskip("torchao.float8").Float8LinearConfig.from_recipe_name(name)
     found = read(f'CONFIG = Float8LinearConfig.from_recipe_name("{name}")\n', "torchao", tmp_path)
     fields = {"fprop.x": "input", "fprop.w": "weight", "dgrad.dy": "grad_output"}
@@ -182,7 +182,7 @@ def test_the_recipes_of_nemo_rl_narrow_the_routed_experts_alone():
 
 @pytest.fixture
 def modelopt(tmp_path):
-    """A recipe of ModelOpt's beside the files that it imports, of other words than ModelOpt's."""
+    """A recipe of ModelOpt's next to the files that it imports, of other words than ModelOpt's."""
     pytest.importorskip("yaml")
     units = tmp_path / "configs" / "units"
     units.mkdir(parents=True)

@@ -26,7 +26,7 @@ BASE = dict.fromkeys(TARGETS, "fp8") | {"modelopt": "modelopt-fp8-default"}
 
 
 def written(name, target, tmp_path, **modules):
-    """The names of a written file, run as Python beside modules that stand for what is not installed."""
+    """The names of a written file, run as Python with modules that stand in for what is not installed."""
     file = tmp_path / f"{target}.py"
     file.write_text(write_recipe(recipe(name), target))
     return runpy.run_path(str(file))
@@ -189,7 +189,7 @@ def test_what_a_target_cannot_say_is_refused_by_key_and_target(name, target, key
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("place", GEMM_PLACES)
 def test_every_key_of_a_cast_is_refused_unless_it_is_said(target, place):
-    """Each field of a cast, moved away from what the recipe has: nothing is dropped in silence."""
+    """Each field of a cast, moved away from what the recipe has: nothing is dropped silently."""
     base = recipe(BASE[target])
     assert not refusals(base, target)
     moved = {int: 3, float: 0.5, bool: True, str: "another", tuple: (1, 2)}

@@ -1,4 +1,4 @@
-"""A run directory belongs to one configuration, and says what happened in it."""
+"""A run directory belongs to one configuration, and records what happened in it."""
 
 import json
 import os
@@ -168,7 +168,7 @@ def test_a_line_is_one_json_object(directory):
 
 
 def test_checkpoints_stay_its_own_where_the_text_changed_before_the_first(directory, tiny):
-    """A run that was killed before its first save begins anew, with another corpus that was let through."""
+    """A run that was killed before its first save begins again, with another corpus that was let through."""
     config = make_config(tiny())
     directory.claim(config)
     directory.record({"event": "start", "step": 0, "corpus": "a" * 64})

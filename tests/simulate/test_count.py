@@ -57,7 +57,7 @@ def test_each_gpu_multiplies_what_it_has():
 
 
 def test_flops_are_those_of_the_model():
-    """Three products of each linear layer; half of attention's two of T x T, as it is causal, 3.5 times."""
+    """Three matmuls of each linear layer; half of attention's two of T x T, as it is causal, 3.5 times."""
     count, tokens = count_step(config("bf16"), named_device("h200")), 2 * 64
     weights = 2 * (128 * (128 + 2 * 64) + 128 * 128 + 128 * 512 + 256 * 128) + 512 * 128
     attention = 2 * 3.5 * (2 * 2 * 64 * 64 * 128 * 2) / 2
@@ -96,7 +96,7 @@ def test_no_micro_batch_waits_for_the_device(recipe):
 
 
 class Strides(TorchDispatchMode):
-    """Keeps the bytes from row to row of what products of a vocabulary read and write."""
+    """Keeps the bytes from row to row of what matmuls of a vocabulary read and write."""
 
     def __init__(self, vocabulary):
         super().__init__()
@@ -111,7 +111,7 @@ class Strides(TorchDispatchMode):
 
 
 def test_rows_of_logits_are_aligned_on_a_gpu():
-    """GPT-2's 50,257 logits are no multiple of 16 bytes, and three products of a step are of them."""
+    """GPT-2's 50,257 logits are not a multiple of 16 bytes, and three matmuls of a step are of them."""
     values = config("bf16", name="gpt2-debug", vocab_size=257, layers=1)
     with imagine(named_device("h200"), lambda work: None), Strides(257) as strides:
         model = build_model(values.spec, META)

@@ -101,7 +101,7 @@ def test_a_count_is_that_of_all_blocks(but_for):
 
 @pytest.mark.tier("thorough")
 def test_memory_is_that_of_all_blocks(but_for):
-    """The blocks of this rule lie beyond those of the least models."""
+    """The blocks of this rule lie beyond the blocks of the smallest models."""
     one, alone = config(but_for("blocks.6.*", "blocks.7.*"), 9), ParallelDims()
     quick, slow = estimate_step(one), _heaviest(one, alone)
     assert quick.memory.device["saved activations"] == slow.memory.device["saved activations"]

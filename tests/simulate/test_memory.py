@@ -1,4 +1,4 @@
-"""The account of memory: counted by hand, told by the run, equal to what was expected, and obeyed."""
+"""The account of memory: counted by hand, reported by the run, equal to what was expected, and obeyed."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for nar
 
 @pytest.fixture(autouse=True)
 def products():
-    """One arithmetic on every CPU: attention keeps operands twice as wide where products are in fp32."""
+    """One arithmetic on every CPU: attention keeps operands twice as wide where matmuls are in fp32."""
     choose_products("bf16")
     yield
     choose_products("")
@@ -151,7 +151,7 @@ def test_sizes(size, found):
 
 
 def test_a_size_without_a_unit_is_refused(tiny):
-    """24 would be 24 bytes, and whoever writes it means neither these nor says which gigabytes."""
+    """24 would be 24 bytes, which no user means, and it does not specify which gigabytes."""
     with pytest.raises(UserError, match=r"memory size '24' has no unit; write 24GB \(10\^9 bytes\) or 24GiB"):
         make_config(tiny({"training.memory_limit": "24"}))
 

@@ -1,4 +1,4 @@
-"""The account of memory is that of the device: kernels and native products on, as a count sees them."""
+"""The account of memory is that of the device: kernels and native matmuls on, as a count sees them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Results on meta tensors that are remembered: the layout that torch gives, and memory of their own."""
+"""Results on meta tensors that are remembered: the layout that torch gives, and separate memory."""
 
 import pytest
 import torch

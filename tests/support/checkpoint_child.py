@@ -1,7 +1,7 @@
 """Real processes to kill: reads one JSON job a line, forks for each, and answers with how the child ended.
 
 torch is imported once, in this process, so that a job costs milliseconds. A child's tensors and state are
-filled with the number of its step: what a checkpoint holds says which save wrote it.
+filled with the number of its step: a checkpoint's content shows which save wrote it.
 """
 
 import json

@@ -58,7 +58,7 @@ class Driver:
             time.sleep(0.1)
 
     def complaints(self) -> list[str]:
-        """What the console has said since the last call."""
+        """What the console has printed since the last call."""
         return [entry["message"] for entry in self.ask("/se/log", type="browser")]
 
     def picture(self, path: Path) -> None:

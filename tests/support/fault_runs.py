@@ -1,7 +1,7 @@
 """Runs to be disturbed, on one rank or several, and the same runs undisturbed to compare them with.
 
 One rank is `narrowgauge train ...`. Several are started either as srun starts them, each a process with RANK
-and its kin in the environment (`start`), or by torchrun (`torchrun`). Both are processes of their own; that
+and its kin in the environment (`start`), or by torchrun (`torchrun`). Both are separate processes; that
 they are forked from one that has torch imported (`warm.py`) saves seconds and nothing else.
 """
 
@@ -19,7 +19,7 @@ from support.fault_jobs import Job, JobEnded, free_port
 from support.processes import TORCHRUN
 
 INJECT = Path(__file__).parents[1] / "faults" / "inject.py"
-SHUTDOWN_S = 3  # how long torchrun waits for workers that it told to stop
+SHUTDOWN_S = 3  # how long torchrun waits for workers that it has asked to stop
 
 # 24 steps of four sequences cross two epochs, of some 35 sequences; a stop can fall between any two saves.
 RUN = {
@@ -59,7 +59,7 @@ class Runs:
     def start(
         self, words: list[str], out: Path, ranks: int = 1, faults: list[Mapping[str, Any]] = (), **more: Any
     ) -> Job:
-        """Start it on so many ranks, with `inject.py`'s faults; `more` is that of the command's fixture."""
+        """Start it on n ranks, with `inject.py`'s faults; `more` is that of the command's fixture."""
         if faults:
             more |= {"script": INJECT, "FAULTS": json.dumps(list(faults))}
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -79,7 +79,7 @@ class Runs:
         more |= {"FAULTS": json.dumps(list(faults))}
         options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_S}"]
         arguments = [*options, *program, *words, "--out", out]
-        # The ranks are started anew, and can then be told from each other by the environment they began with.
+        # The ranks are started again, and their first environment then distinguishes them.
         process = self.narrowgauge.start(*arguments, script=TORCHRUN, forks=False, **more)
         self._jobs.append(Job([process], ranks, by_torchrun=True))
         return self._jobs[-1]
@@ -91,7 +91,7 @@ class Runs:
         return ended
 
     def undisturbed(self, changes: Mapping[str, Any] | None = None, ranks: int = 1) -> Any:
-        """The run that nobody disturbed, made once; to be read only."""
+        """The undisturbed run, made once; to be read only."""
         return self.look(self._made(changes, ranks)[0])
 
     def seconds(self, changes: Mapping[str, Any] | None = None, ranks: int = 1) -> float:

@@ -1,6 +1,6 @@
 """The fault table: what may go wrong with a run, one row a case, and which tests prove it.
 
-A test says `@case("A2")`, wherever it lives. `make faults` runs the full table. CI runs the cases of
+A test has the mark `@case("A2")`, wherever it is. `make faults` runs the full table. CI runs the cases of
 the tiers quick and thorough, at least one of each row; the tier is "faults" by default. A row passes when all
 of its tests do.
 """

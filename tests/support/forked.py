@@ -1,8 +1,8 @@
 """Programs in Python that begin in a process which has imported torch, and end as Python ends them.
 
-`Popen` stands in for subprocess's while a test says so: where the command starts processes of its own (a
-comparison its runs, torchrun its ranks), they are forked instead of started anew, which saves the four
-seconds of importing torch and nothing else. They are processes of their own, children of who started them,
+`Popen` stands in for subprocess's while a test asks for it: if the command starts other processes (a
+comparison its runs, torchrun its ranks), they are forked instead of started again, which saves the four
+seconds of importing torch and nothing else. They are separate processes, children of their starter,
 with the environment, folder, streams and session that they were given, and with no file, signal handler or
 exit function of their parent.
 """
@@ -54,7 +54,7 @@ def program_of(command: object) -> Program | None:
 
 
 def to_the_end(program: Callable[[], object]) -> None:
-    """Run a program and end the process as Python does: its error told, threads, exit functions, streams,
+    """Run a program and end the process as Python does: its error printed, threads, exit functions, streams,
     code."""
     code: object = 0
     try:
@@ -111,7 +111,7 @@ def begin_anew(program: Program, environment: Mapping[str, str]) -> None:
 
 
 class Popen(subprocess.Popen):
-    """subprocess's, which forks for programs in Python while `forks_instead` says so."""
+    """subprocess's, which forks for programs in Python inside `forks_instead`."""
 
     def __init__(self, args: Any, *more: Any, **how: Any) -> None:
         program = program_of(args) if _is_forking else None

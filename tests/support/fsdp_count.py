@@ -1,7 +1,7 @@
 """A step of one of several processes, counted on an imagined H200, under torch's own FSDP2.
 
 Groups of torch's fake backend stand for the others. FSDP2 refuses meta tensors for the numbers that they
-lack; here nobody needs any. Streams and events of the meta device are those of the CPU, which do nothing.
+lack; here none is needed. Streams and events of the meta device are the CPU's, which do nothing.
 What the network does is not counted.
 """
 
@@ -39,7 +39,7 @@ class Event(torch.cpu.Event):
 
 @contextmanager
 def mesh_of(world):
-    """The mesh of the first of so many processes; None for one alone."""
+    """The mesh of the first of n processes; None for one alone."""
     if world == 1:
         yield None
         return
@@ -77,7 +77,7 @@ def plain_fsdp(module, mesh):
 
 
 class Phases:
-    """Tells the recorder which micro-batch begins; it stands where gauges would read the step."""
+    """Reports to the recorder which micro-batch begins; it stands where gauges would read the step."""
 
     def __init__(self, recorder):
         self.recorder = recorder
@@ -123,7 +123,7 @@ def _in_phase(recorder, renew):
 
 
 def seconds_of(model, recipe, layers, micro_batches, **options):
-    """Calibrated seconds of the device for a step of so many micro-batches, of all layers, from few."""
+    """Calibrated seconds of the device for a step of n micro-batches, of all layers, from few."""
     few, more = (_totals(events_of(model, recipe, n, **options)) for n in (2, 3))
     whole = {phase: few[phase] + (layers - 2) * (more[phase] - few[phase]) for phase in few}
     return whole[FIRST] + (micro_batches - 1) * whole[NEXT] + whole[SCALES]

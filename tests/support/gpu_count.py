@@ -12,7 +12,7 @@ from narrowgauge.training import make_config
 
 @dataclass(frozen=True)
 class Count:
-    """The figures of a micro-batch that budgets are set for; seconds are calibrated ones, unless said."""
+    """The figures of a micro-batch that budgets are set for; seconds are calibrated, unless noted."""
 
     launches: float
     functions: float

@@ -1,4 +1,4 @@
-"""Runs in this process; `tests/conftest.py` has those in processes of their own."""
+"""Runs in this process; `tests/conftest.py` has those in separate processes."""
 
 import io
 from collections.abc import Callable, Mapping

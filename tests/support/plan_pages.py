@@ -1,7 +1,7 @@
 """The rows of tables that pages show of plans: each with the command that its figures come from.
 
 A row is a template; the names in braces are figures of the plan (`figures`). `python -m support.plan_pages`,
-in tests/, prints all rows as they should stand, or those of the pages that are named.
+in tests/, prints all rows as they should stand, or the rows of the pages that are named.
 """
 
 import contextlib

@@ -44,7 +44,7 @@ class Process:
             os.kill(self.pid, number)
 
     def wait(self, seconds: float = 120) -> Ended:
-        """How it ends; it must within so many seconds."""
+        """How it ends, within n seconds."""
         code = self.ask({"wait": self.pid, "seconds": seconds})
         if code is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -54,7 +54,7 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended; a process that nobody waited for yet is a zombie (Z)."""
+        """Whether it has not ended; a process that has not been waited for is a zombie (Z)."""
         stat = Path(f"/proc/{self.pid}/stat")
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -103,11 +103,11 @@ class Narrowgauge:
         forks: bool = True,
         **environment: str,
     ) -> Process:
-        """Output goes to a file, the `terminal` of that name, or a pipe nobody reads; limits are in bytes.
+        """Output goes to a file, a `terminal` of that name, or a pipe without a reader; limits are in bytes.
 
         It reads what `reads` holds. A `script` runs in the command's place.
 
-        `forks`: programs in Python that it starts are forked, instead of started anew (`support.forked`).
+        `forks`: programs in Python that it starts are forked, instead of started again (`support.forked`).
         """
         self.count += 1
         out, err = (self.directory / f"{self.count}.{name}" for name in ("out", "err"))

@@ -34,6 +34,10 @@ PATTERNS = {
     r"\bholds? (?!for\b)[a-z ]{1,20} together\b": '"share", "shards of"',
     r"\bwhom\b": "the noun",
     r"\bthe own\b": '"our", "its"',
+    r"\bthose of\b": "the noun, or its possessive",
+    r"\b(?:in|out)side of\b": '"inside", "outside"',
+    r"\bthe same goes for\b": '"also", or one sentence for both',
+    r"\bwithout a word\b|\bin silence\b": '"silently"',
 }
 
 

@@ -1,6 +1,6 @@
 """Memory that others have published, and the settings here that are nearest to each program's.
 
-The settings are those of a program, the same in all of its rows, and nothing in them is fitted. Sources:
+The settings belong to a program, are the same in all of its rows, and nothing in them is fitted. Sources:
 
     FP8-LM        arXiv 2310.18313, table 5 (Megatron-LM; 32 H100), GB
     torchtitan    benchmarks/llama3_h100_202412_torchtitan.md, GiB; its selective recomputation is nearest to
@@ -47,7 +47,7 @@ FP8_LM = {  # GB, with micro-batches of 2, of 1 for 175B
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure; `most`: the model fitted in so much, and nothing more is said."""
+    """One published figure; `most`: the model fitted in so much memory, and no more is known."""
 
     name: str
     size: float

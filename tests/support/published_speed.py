@@ -1,8 +1,8 @@
 """Speeds that others have published, and the settings here that are nearest to each program's.
 
-Nothing in the settings is fitted. Tokens/s are those of one device. The machines' files repeat the figures
+Nothing in the settings is fitted. Tokens/s count one device. The machines' files repeat the figures
 (`[[measured]]`), each with the speed that `plan` calls the best: `python -m support.published_speed`, in
-tests/, writes them anew after a change of the estimate.
+tests/, writes them again after a change of the estimate.
 """
 
 import sys
@@ -83,7 +83,7 @@ class Speed:
 
     @property
     def time(self) -> Estimate:
-        """What `plan` says of its settings; those of several programs can be the same."""
+        """What `plan` reports for its settings; several programs can share settings."""
         settings = repr(replace(self, name="", tokens_per_s=0.0))
         if settings not in _TIMES:
             mesh, cluster = parallel_dims_of(self.config, self.devices), load_cluster(self.cluster)
@@ -187,7 +187,7 @@ def of_machine(name: str) -> list[Speed]:
 
 
 def main() -> None:
-    """Write the [[measured]] tables of all machines anew, or of those that are named."""
+    """Write the [[measured]] tables of all machines again, or of those that are named."""
     folder = Path(__file__).parents[2] / "src/narrowgauge/cluster/plan/machines"
     for file in sorted(folder.glob("*.toml")):
         if (rows := of_machine(file.stem)) and file.stem in (sys.argv[1:] or [file.stem]):

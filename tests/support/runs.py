@@ -1,4 +1,4 @@
-"""A text and values for a tiny run, and what a run directory says."""
+"""A text and values for a tiny run, and the content of a run directory."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def with_keys(values: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Any
 
 
 class Look:
-    """What a run directory says, read without the code under test."""
+    """The content of a run directory, read without the code under test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class Look:
         return digits, {name: entry.sha256 for name, entry in manifest.files.items()}
 
     def has_step(self, step: int, resumes: int = 0) -> Callable[[], bool]:
-        """A question for `Process.send_when`: is the step done, after the run was resumed so many times?"""
+        """A question for `Process.send_when`: is the step done, after the run was resumed n times?"""
         file, mark = self.path / "metrics.jsonl", f'{{"step": {step}, "loss"'
 
         def arrived() -> bool:

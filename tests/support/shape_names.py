@@ -21,7 +21,7 @@ SUFFIX = re.compile(r"[a-z0-9]_([A-Z]+)$")
 
 
 def letters_of(name: str) -> str:
-    """The dimensions that a name says: "BTD" of `x_BTD`, "" of a name without a legend."""
+    """The dimensions in a name: "BTD" of `x_BTD`, "" of a name without a legend."""
     match = SUFFIX.search(name)
     return match[1] if match else ""
 

@@ -2,7 +2,7 @@
 
 `@pytest.mark.tier("thorough", keep=...)` at a test moves it to the thorough tier but for the parameters that
 `keep` names: a number keeps the first ones; names keep those whose id, or one of whose values, is a name (a
-tuple is a set of values). A comment next to it says where the same is shown sooner. Without the marker a
+tuple is a set of values). A comment next to it names the earlier test of the same. Without the marker a
 test is quick. As a mark of parameters, `tier` moves these.
 """
 

@@ -53,7 +53,7 @@ def become(job: dict) -> None:
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """The exit code of a child; None where it still runs after so many seconds."""
+    """The exit code of a child; None where it still runs after n seconds."""
     deadline = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)

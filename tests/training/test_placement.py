@@ -1,4 +1,4 @@
-"""What a run says of its recipe in its model: layers that stay wide, blocks that are cut, wrong names."""
+"""What a run reports of its recipe: layers that stay wide, blocks that are cut, wrong names."""
 
 import io
 

@@ -164,7 +164,7 @@ def sensitivity_json(
 ) -> dict[str, Any]:
     """The costs as JSON values, after some facts; measured costs of the backward pass if there are any.
 
-    "worst" lists places of the forward pass, "worst_backward" those of the backward pass. With measured costs
+    "worst" lists places of the forward pass, "worst_backward" of the backward pass. With measured costs
     each place of the backward pass also has its "estimate", and "rank_correlation" compares the two. None
     stands for values that are not finite, and for the correlation if all costs are equal.
     """

@@ -24,7 +24,7 @@ def _train(p: KeyParser) -> None:
         "--allow-change",
         metavar="KEY[,KEY]",
         default="",
-        help="allow these keys to differ from those of the run in --out",
+        help="allow these keys to differ from the run in --out",
     )
     p.add_argument(
         "--profile",
@@ -83,7 +83,7 @@ def _compare(p: KeyParser) -> None:
 def _plan(p: KeyParser) -> None:
     p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster.cluster_names())}, or a .toml file")
     p.add_argument("--devices", metavar="N", default="1", help="number of devices (1)")
-    p.add_argument("--tokens", metavar="N", help="training tokens, as in 300B (those of the steps)")
+    p.add_argument("--tokens", metavar="N", help="training tokens, as in 300B (default: from the steps)")
     p.add_argument("--price", metavar="P", help="price of a device-hour, such as 2.50USD (the cluster's)")
     p.add_argument(
         "--gap",

@@ -166,7 +166,7 @@ def read_manifest(directory: Path) -> CorpusManifest:
         )
     types = {field.name: get_origin(field.type) or field.type for field in fields(CorpusManifest)}
     if {name: type(value) for name, value in facts.items()} != types:
-        raise damaged(path, f"its keys or their types are not those of {', '.join(types)}")
+        raise damaged(path, f"its keys or their types do not match {', '.join(types)}")
     for part in (facts["train"], facts["val"]):
         if not part or not all(_is_file(entry) for entry in part):
             raise damaged(path, "an entry for a token file lacks its name, token count or sha256")

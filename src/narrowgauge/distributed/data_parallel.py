@@ -48,7 +48,7 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The module. Its replicas stay bit-identical under every recipe: process 0 sends its weights to all
         before the first forward pass, and gradients are averaged. Each process draws different random bits.
-        They match those of the step's samples if each process passes the index of its first sample to
+        They match the step's samples if each process passes the index of its first sample to
         `set_step`.
 
     Raises:
@@ -79,7 +79,7 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
 
     Args:
         module: The module, with or without layers that `convert` has changed.
-        options: Those of torch's function, except `shard_placement_fn`: `mesh`, `mp_policy` and so on.
+        options: Arguments of torch's function, except `shard_placement_fn`: `mesh`, `mp_policy` and so on.
 
     Returns:
         The module.

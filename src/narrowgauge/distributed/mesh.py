@@ -111,7 +111,7 @@ class Mesh:
         return self._meshes[axis].get_group()
 
     def groups(self, *axes: str) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of those of the axes that have more than one process."""
+        """The groups of the axes that have more than one process."""
         return tuple(self.group(name) for name in axes if self.size(name) > 1)
 
     @property

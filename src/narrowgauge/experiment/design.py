@@ -13,7 +13,7 @@ An arm with one seed is a chain. Its trunk is the run of the highest rung. The r
 branch: it leaves the trunk where its learning rate begins to decay (`runs.use.branch`). All rungs
 together take little more time than the highest.
 
-With `fork = N` all arms of a seed share their first N steps, those of the reference, and differ only in what
+With `fork = N` all arms of a seed share the reference's first N steps and differ only in what
 follows. Gaps then show what a format costs, and not the luck of a warm-up. Without it they also show
 whether a format starts. An arm whose state has another format than the reference's cannot fork.
 """

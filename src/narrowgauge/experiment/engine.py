@@ -63,7 +63,7 @@ class Engine:
         has_logs: Whether a process writes to `OUT/NAME.log` instead of the terminal.
         stop: The first signal that asked to stop, or SIGTERM after a run without a result.
         failed: The failed jobs, with their exit codes.
-        lost: Those of them that left no result: killed, stopped, or never started.
+        lost: The jobs that left no result: killed, stopped, or never started.
     """
 
     places: int

@@ -117,7 +117,7 @@ def _points_of(runs: str | Path | Sequence[str | Path]) -> tuple[list[Observed],
 
 
 def _run_directories(path: Path) -> list[Path]:
-    """A run directory itself, or those of a folder: the reference first, as `compare` names it."""
+    """A run directory itself, or the runs of a folder: the reference first, as `compare` names it."""
     if (path / "config.toml").is_file():
         return [path]
     try:

@@ -1,7 +1,7 @@
 """An acceptance test: whether the loss of a variant is close enough to that of the reference.
 
 A gate is the largest acceptable gap: in nats per token ("0.01"), or in percent of the reference's loss
-("0.25%"). The gaps of a variant are those of its verdict: one per seed, paired and at equal tokens, and the
+("0.25%"). The gaps of a variant are its verdict's: one per seed, paired and at equal tokens, and the
 interval is that of the verdict, by the same `rule`.
 
     fail    a run has diverged or failed, or the gap exceeds the gate for every seed, or the interval does

@@ -194,7 +194,7 @@ def make_points(
     base_seed = base.training.seed
     if SEED in grid and seeds:
         raise UserError(f"--seeds {seeds} and [sweep] {SEED} both say which seeds; leave one of them out")
-    # The seeds of a sweep are parsed like those of --seeds, because the text "0" is not the seed 0.
+    # The seeds of a sweep are parsed like --seeds, because the text "0" is not the seed 0.
     text = seeds or "".join(f"{seed}," for seed in grid.get(SEED, [base_seed]))
     chosen = parse_seeds(text, base_seed)
     axes = {key: choices for key, choices in grid.items() if key != SEED}

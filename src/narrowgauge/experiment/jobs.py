@@ -130,7 +130,7 @@ def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
 
 
 def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
-    """The rows of the finished runs, by arm, seed and rung; those of its file of rows stay in it."""
+    """The rows of the finished runs, by arm, seed and rung; rows already in its file stay there."""
     rows = []
     for chain in experiment.chains:
         for run in chain.runs:

@@ -31,7 +31,7 @@ from narrowgauge.experiment.jobs import (
 )
 from narrowgauge.experiment.power import power_text
 from narrowgauge.experiment.probe import probe_arms, read_probe
-from narrowgauge.experiment.watch import Watch
+from narrowgauge.experiment.progress import ProgressTable
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
@@ -195,12 +195,12 @@ def _side_by_side(experiment: Experiment, out: Path, console: Console, command: 
     done = len(experiment.runs) - sum(
         state_of(out / run.name) == "open" for chain in waiting for run in chain.runs
     )
-    with Watch(console, left, len(experiment.runs), done) as watch:
+    with ProgressTable(console, left, len(experiment.runs), done) as table:
         written = -math.inf
 
         def show(jobs: Sequence[Job], ended: Job | None) -> None:
             nonlocal written
-            watch.show(jobs, ended)
+            table.show(jobs, ended)
             if ended is None or ended.tokens:
                 return
             write_rows(experiment, out)

@@ -129,7 +129,7 @@ class Forecaster:
             atlas: The points; None for the atlas that ships.
             own: Your points, of the family `OWN`.
             probe: The figures of `probe` by recipe.
-            recipes: The recipes that will be asked of, and those of the probe.
+            recipes: The recipes that will be asked for, and the probe's.
         """
         self.atlas = read_atlas() if atlas is None else atlas
         self.own = tuple(own)

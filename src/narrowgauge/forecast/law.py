@@ -53,7 +53,7 @@ KNOT = math.log(10) / 2  # of the walk, in ln N
 TAILS = 5  # degrees of freedom of Student's distribution of the residuals, and so of forecasts
 Z90 = t_quantile(TAILS, 0.9)
 
-#: Mean and deviation of the coefficients that stand alone, besides those of the curve.
+#: Mean and deviation of the coefficients that stand alone, besides the curve's.
 COEFFICIENTS: Mapping[Column, tuple[float, float]] = {
     ("exponent",): (0.0, 0.5),  # p_backward
     ("alpha", FORWARD): (math.log(2.0), 2.0),
@@ -212,7 +212,7 @@ class Law:
 
 
 def row_of(setting: Setting, part: Part) -> dict[Column, float]:
-    """The coefficients of the logarithm of one term, without those of the curve, and their factors."""
+    """The coefficients of the logarithm of one term, without the curve's, and their factors."""
     row = row_of_part(part, setting.recipe)
     if part.side == BACKWARD:
         row["exponent",] = math.log(setting.tokens_per_param / 100)

@@ -1,7 +1,7 @@
 """The picture of forecasts: gaps over tokens per parameter, their intervals and supporting points.
 
 The curve of each recipe is the law at the size that was asked for; the band is its interval of 90 % for one
-pair of runs. Points are those of the recipe itself, at any size, and without such the nearest ones, as
+pair of runs. Points belong to the recipe itself, at any size; without any, to the nearest recipes, as
 hollow rings.
 """
 

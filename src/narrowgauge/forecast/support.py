@@ -19,7 +19,7 @@ COARSER = 2.0  # times the noise of the noisiest GEMM with points
 
 @dataclass(frozen=True, slots=True)
 class Extrapolation:
-    """Factors beyond the nearest support; 1 inside of it."""
+    """Factors beyond the nearest support; 1 inside it."""
 
     params: float
     tokens_per_param: float
@@ -82,7 +82,7 @@ def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | Non
 
 
 def nearest(setting: Setting, kin: Sequence[Observed], count: int) -> list[int]:
-    """The numbers of the nearest points of `kin` in size and length, those of the same recipe first."""
+    """The indices of the nearest points of `kin` in size and length, the same recipe's first."""
 
     def distance(one: Observed) -> float:
         apart = abs(math.log(one.setting.params / setting.params))

@@ -10,7 +10,7 @@ With n(g) the number of narrow operands of GEMM g, and t the share of the layers
     narrow(g)    = (1 - t) n(g) / 2            0: both operands wide, 1: both narrow in every layer
     narrow_share = mean of narrow(g) over g    the share of the operands of all GEMMs that are narrow
 
-Blocks weigh alike, as they do in a model of equal blocks. The output head and whatever else lies outside of
+Blocks weigh alike, as they do in a model of equal blocks. The output head and whatever else lies outside
 blocks is left out: it is wide in all published runs, and its share depends on the vocabulary.
 """
 
@@ -39,7 +39,7 @@ class Traits:
         reuses_forward: Whether the backward pass starts from the values of the forward pass: dgrad.w and
             wgrad.x are these values, or are made from them.
         tail_share: The share of the blocks in which every GEMM is wide.
-        timed: Whether a rule changes a GEMM during the run; the traits are then those of the first step.
+        timed: Whether a rule changes a GEMM during the run; the traits then describe the first step.
     """
 
     bits: Mapping[str, int]
@@ -66,11 +66,6 @@ class Traits:
     def forward_bits(self) -> int:
         """The bits of the narrower operand of the forward GEMM."""
         return min(self.bits["fprop.x"], self.bits["fprop.w"])
-
-    @property
-    def backward_bits(self) -> int:
-        """The bits of the narrowest operand of both backward GEMMs."""
-        return min(self.bits[place] for place in GEMM_PLACES if not place.startswith("fprop"))
 
 
 @lru_cache(maxsize=4)

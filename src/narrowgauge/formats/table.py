@@ -145,7 +145,7 @@ def known_format(fmt: Format) -> Format:
     """A format as it is, whether registered or not.
 
     Raises:
-        UserError: Another format has its name, so that codes and dtypes would be those of the other.
+        UserError: Another format has its name, so that the other's codes and dtypes would be used.
     """
     known = _FORMATS.get(fmt.name)
     if known is not None and format_facts(known) != format_facts(fmt):

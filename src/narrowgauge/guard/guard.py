@@ -14,7 +14,7 @@ the run.
 
 MAD is the median distance from the median; 1.4826 times it is the standard deviation of normally distributed
 values (Iglewicz and Hoaglin, "How to detect and handle outliers", 1993). Outliers move a mean and a
-deviation, but not medians. Window and factor, 128 and 6, are those of OLMo-core's `SkipStepOptimizer`, which
+deviation, but not medians. Window and factor, 128 and 6, are from OLMo-core's `SkipStepOptimizer`, which
 compares with mean and deviation; one NaN spoils its window until it has passed. Here only steps that were
 taken enter the window, so it is always finite. The hundredth is for a loss that hardly moves, where every
 small change would be a spike. Norms are compared by ratio because their scatter is multiplicative. There are

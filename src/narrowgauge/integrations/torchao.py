@@ -3,7 +3,7 @@
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training                    before
     from narrowgauge.integrations.torchao import Float8LinearConfig, convert_to_float8_training  after
 
-Signatures are those of torchao 0.18, which need not be installed. Its recipe names select the equivalent
+Signatures match torchao 0.18, which need not be installed. Its recipe names select the equivalent
 recipes: all layers that pass the filter are converted, the others are unchanged.
 
     tensorwise            fp8
@@ -129,7 +129,7 @@ def convert_to_float8_training(
 
 
 def _recipe(name: str) -> Recipe:
-    """A recipe; those of torchao keep no layer wide, since the filter decides that."""
+    """A recipe; torchao's recipes keep no layer wide, since the filter decides that."""
     recipe = recipe_named(OURS.get(name, name))
     if name not in OURS:
         return recipe

@@ -54,7 +54,7 @@ def trainer_kwargs(
         seed: The seed of random bits.
         gauges_every: Read the gauges every n-th step; 0 for never.
         decay_step: The first step whose learning rate is below the peak, for rules that start there.
-        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps. The defaults are those of
+        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps. The defaults come from
             `TrainingArguments`. `weight_decay` always comes from there, since the trainer writes it into the
             parameter groups that it makes.
 

@@ -137,7 +137,7 @@ def row_losses_and_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of each token, and `row_squares` with a z-loss; writes the gradients over the logits.
 
-    The gradients are those of `write_gradients`. A kernel does all in one launch, reading the logits once.
+    The gradients are as in `write_gradients`. A kernel does all in one launch, reading the logits once.
     """
     if use_kernels(z_TV):
         from narrowgauge.kernels.triton import cross_entropy as on_gpu

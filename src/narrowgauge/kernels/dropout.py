@@ -37,7 +37,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.tensor, self.is_positioned = p, tensor, False
         # Tensors, so that code is not recompiled every step; not buffers, which data parallelism would
-        # overwrite with those of its first process.
+        # overwrite with its first process's.
         self.key = torch.zeros(2, dtype=torch.int32)
         self.first_sample = torch.zeros((), dtype=torch.int64)
 

@@ -51,7 +51,7 @@ class Reading:
         place: The place, such as "fprop.x"; "fprop.y", "dgrad.dx" and "wgrad.dw" are results of GEMMs.
         cast: The name of the cast; None for a result.
         snr_db: Signal to quantization noise in decibels; None where nothing was lost.
-        figures: The other figures by name: shares of the elements, and those of custom gauges.
+        figures: The other figures by name: shares of the elements, and the figures of custom gauges.
     """
 
     step: int
@@ -180,7 +180,7 @@ class GaugeSession:
             UserError: Nothing was read, or not in this step.
         """
         if not self.readings:
-            raise UserError("nothing was read: no pass of the model was computed inside of the with block")
+            raise UserError("nothing was read: no pass of the model was computed inside the with block")
         if step is not None and step not in self.readings:
             raise UserError(
                 f"step {step} was not read; those that were: {', '.join(map(str, self.readings))}"

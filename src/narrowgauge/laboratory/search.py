@@ -138,7 +138,7 @@ class Found(Result):
             self.show_check(console)
 
     def show_check(self, console: Console) -> None:
-        """Print the verdicts against bf16, then those of the baselines against the answer."""
+        """Print the verdicts against bf16, then the baselines' against the answer."""
         print_comparison(self.runs, console)
         _, found, *others = (list(group.runs.values()) for group in groups(self.runs))
         beside = " ".join(summary([*found, *(run for other in others for run in other)]))

@@ -141,7 +141,7 @@ def train_config(
         config: The configuration.
         out: The run directory; None for `default_out`.
         console: Receives the progress.
-        allowed: Keys whose values may differ from those of the existing run.
+        allowed: Keys whose values may differ from the existing run.
         profile: Steps to profile; 0 for none.
         branch: The run directory and the step from which the run continues.
         say: Called with the lines about pages.

@@ -60,7 +60,7 @@ def starting_values(
 ) -> Iterator[tuple[str, Tensor]]:
     """The initial value of each parameter, a function of only the configuration and the seed: fp32, CPU.
 
-    `shapes` are those of `named_parameters` of the full model, in order. Biases are 0, norm weights 1,
+    `shapes` come from `named_parameters` of the full model, in order. Biases are 0, norm weights 1,
     matrices and embeddings normal(0, `initial_std_of`). The values are drawn in fp32 on the CPU, parameter by
     parameter, so that any device, any dtype and any number of devices starts from the same model.
     """

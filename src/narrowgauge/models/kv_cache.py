@@ -21,7 +21,7 @@ class LayerKVCache:
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of T new tokens, and return those of all tokens so far."""
+        """Store the keys and values of T new tokens, and return the keys and values of all tokens so far."""
         start, end = self.length, self.length + k_BKTH.shape[2]
         assert start == 0 or end == start + 1, "several new tokens after others would need a separate mask"
         assert end <= self.capacity

@@ -18,7 +18,7 @@ The MLP is in `mlp.py`; with `experts` a mixture of several replaces it (`expert
 pass through a `HeadNorm` before they are rotated. `drop` is dropout, only in training; by default there is
 none.
 
-Norms, activations, rotary positions and attention are those of the room `kernels`: plain torch, and one pass
+Norms, activations, rotary positions and attention come from the room `kernels`: plain torch, and one pass
 each on a GPU. A norm also computes the sum before it, so it receives the stream and the addend; the last sum
 of a block is computed by the next block's first norm, or by the model's. Attention and the two sums are
 modules (`attention`, `attention_residual`, `mlp_residual`), which may be replaced by ones that compute in

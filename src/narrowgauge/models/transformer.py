@@ -63,7 +63,7 @@ class Transformer(nn.Module):
 
     If several processes compute each sequence together, `share` = (index, count) identifies the local one of
     `count` equal shares of its tokens. Ids and positions belong to the full sequence, results (logits, the
-    term of the loss) those of the local tokens, which see the others through `Block.to_heads`. A block that
+    term of the loss) to the local tokens, which see the others through `Block.to_heads`. A block that
     another process computes is an `nn.Identity`, and other modules may be None.
     """
 

@@ -60,7 +60,7 @@ def convert(
             weight is computed from other tensors (`torch.nn.utils.parametrize`), a layer has more tensors
             than weight and bias, the backend is "native" and the model's device lacks the formats, the recipe
             narrows attention or the stream and the model has no such place, or the recipe keeps weights in
-            casts and those of experts are stacked.
+            casts and the weights of experts are stacked.
 
     Warns:
         UserWarning: No recipe can reach some matrices, such as in `torch.nn.MultiheadAttention` and in
@@ -194,7 +194,7 @@ def set_step(
 ) -> None:
     """Set the position of training in every converted module and dropout; call before each forward pass.
 
-    Random bits become those of (seed, step, tensor, element), delayed scales are updated when a step begins,
+    Random bits then follow from (seed, step, tensor, element), delayed scales are updated when a step begins,
     and rules that waited for the step take effect.
 
     Args:

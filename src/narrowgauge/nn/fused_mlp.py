@@ -3,7 +3,7 @@
     z_MD = down(swiglu(gate_up(x_MD)))          Legend: M tokens, D inputs and outputs, F inner, G = 2F
 
 Both layers multiply FP8 codes under one scale per tensor (`fp8_scaling`). The input of the second layer is
-not kept: the backward pass computes its codes again, in the same pass as those of SwiGLU's gradient
+not kept: the backward pass computes its codes again, in the same pass as the codes of SwiGLU's gradient
 (`kernels.activation`).
 """
 

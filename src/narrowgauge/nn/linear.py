@@ -215,8 +215,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     ) -> torch.Tensor | None:
         """This layer of SwiGLU of another layer's result, all in one function: (..., K) to (..., N).
 
-        The values are those of the three calls, and less is kept for the backward pass. None if they have to
-        be called: without kernels or gradients, with biases, hooks, gauges or sharded matmuls, and under any
+        The values equal the three calls', and less is kept for the backward pass. None if the calls have to
+        be made: without kernels or gradients, with biases, hooks, gauges or sharded matmuls, and under any
         recipe but FP8 with one scale a tensor. Weights may be gathered (FSDP).
         """
         if not use_kernels(input) or not isinstance(gate_up, Linear):

@@ -69,7 +69,7 @@ def warn_of_still_step(step: int | None, taken: int) -> None:
     """Warn that a loop has set a step and has taken several since without setting another."""
     warnings.warn(
         f"{taken} optimizer steps were taken since narrowgauge.set_step set step {step}; random bits, "
-        "delayed scales and rules are still those of that step: call narrowgauge.set_step before each "
+        "delayed scales and rules still belong to that step: call narrowgauge.set_step before each "
         "forward pass, or narrowgauge.step after each update",
         stacklevel=2,
     )

@@ -86,7 +86,7 @@ class Stepped:
     """A module whose values depend on the step.
 
     Attributes:
-        index: The number of the module among those of its kind.
+        index: The number of the module among the modules of its kind.
         conversion: The modules that were converted together with this one.
         recipe: The recipe of this layer.
         is_random: Whether any of its casts needs random bits.

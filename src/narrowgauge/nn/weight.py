@@ -15,7 +15,7 @@ this to save work, without changing values.
 weight is stored in a cast, else an ordinary tensor. FSDP calls two methods of the shard:
 `fsdp_pre_all_gather` returns what to send, and `fsdp_post_all_gather` makes the full weight, a
 `GatheredWeight`, from what arrived. Both belong to a `WeightGather`. The codes of a weight that is fp32 at
-rest are those of the full weight, because their scale comes from the amax over all shards. `sync_scales`
+rest equal the full weight's, because their scale comes from the amax over all shards. `sync_scales`
 computes the scales of many layers in one all-reduce; a layer whose weight has changed since computes its own.
 """
 
@@ -206,7 +206,7 @@ class WeightUse:
     Attributes:
         transposed: Whether the weight is stored (K, N).
         record: The record of a weight that is not sharded; None for a plain weight.
-        accumulation: The work shared by the micro-batches of a step; None outside of `accumulating`.
+        accumulation: The work shared by the micro-batches of a step; None outside `accumulating`.
     """
 
     transposed: bool = False

@@ -30,7 +30,7 @@ class UpdateBatch:
     shards: list[TensorShard | None]
 
 
-#: `update(batch, options)`: `options` are those of the parameter group.
+#: `update(batch, options)`: `options` are the parameter group's.
 Update = Callable[[UpdateBatch, Mapping[str, Any]], None]
 #: `key_of(place)`: the key of the random bits that round the tensor of a place.
 KeyOf = Callable[[str], tuple[int, int]]

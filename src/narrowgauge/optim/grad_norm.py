@@ -82,7 +82,7 @@ def _shard_groups(p: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _norm_over(groups: Sequence[dist.ProcessGroup], norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm over these norms and those of the other processes in the groups; 0-dim float64."""
+    """The norm over these norms and the norms of the other processes in the groups; 0-dim float64."""
     total = torch.linalg.vector_norm(norms, norm_type)
     is_max = norm_type == torch.inf
     for group in groups:

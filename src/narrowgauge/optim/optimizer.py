@@ -96,7 +96,7 @@ class Optimizer(SavedOptimizer):
         if any({"m", "v"} & rule.state.keys() for rule in self.recipe.rules):
             raise UserError(
                 f"a rule of recipe {self.recipe.name!r} sets m or v of some layers, but an optimizer does "
-                "not know the names of layers; use `narrowgauge train`, or set m and v outside of rules"
+                "not know the names of layers; use `narrowgauge train`, or set m and v outside rules"
             )
         self.seed = seed
         super().__init__(params, defaults)

@@ -24,7 +24,7 @@ from narrowgauge.quantization.scales import Scales
 def scales_of(
     split: torch.Tensor, blocks: Blocks, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
 ) -> Scales:
-    """The scales of a split tensor's blocks; for a sharded tensor, those of the global one."""
+    """The scales of a split tensor's blocks; for a sharded tensor, the global one's."""
     amax = context.global_amax(block_amax(split, blocks), cast, axis)
     over = None
     if cast.scales.outer != "none":

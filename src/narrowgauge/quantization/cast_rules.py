@@ -63,7 +63,7 @@ def _rules_of_blocks(cast: Any) -> Rules:
         (
             "scale",
             bits <= 8 or not cast.is_scaled or (scales.format == "fp32" and block is None and bits == 16),
-            "elements of more than a byte have no scale, or those of 16 bits one in fp32 a tensor",
+            "elements of more than a byte have no scale, or with 16 bits one in fp32 a tensor",
         ),
         ("block", block is None or min(block) >= 0, "its rows and columns are positive numbers"),
         (

@@ -79,7 +79,7 @@ def register_cast(name: str, function: Function) -> Function:
 
     The function gets a matrix, in the dtype in which the layer computes, and returns a tensor of the same
     shape and dtype: the values that the GEMM sees. The last axis is the one that the GEMM contracts, so
-    blocks along it are those of other casts. It is called without gradients, for each operand that has the
+    blocks along it belong to other casts. It is called without gradients, for each operand that has the
     cast. It must be a pure function of the tensor, or a resumed run would not repeat the digits.
 
     Args:

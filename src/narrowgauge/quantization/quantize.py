@@ -43,7 +43,7 @@ class QTensor:
         second: bool, for each block whether its codes use the second of the cast's elements, which the sign
             bit of its scale's code also indicates; None if there is only one element.
         channels: bool, for each channel whether it is kept in another cast (`keep_channels`); codes and
-            scales are those of the rest, with zeros there. None if all channels share the cast.
+            scales cover the rest, with zeros there. None if all channels share the cast.
         kept: float32, the values of kept channels in their cast, zeros elsewhere; else None.
     """
 

@@ -115,7 +115,7 @@ def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -
 def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:
     """Clamp a tensor to its quantiles 1 - `quantile` and `quantile`.
 
-    Both are elements of the tensor, not interpolated. Those of a global tensor are found among all its
+    Both are elements of the tensor, not interpolated. For a global tensor they are found among all its
     elements, which are gathered on every process that holds some.
     """
     if context.limits is not None:
@@ -142,7 +142,7 @@ def squared_norms(x: torch.Tensor, shard: TensorShard | None = None) -> torch.Te
 
 
 def kept_channels(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
-    """Which channels of a local tensor are kept (bool): the given ones, else those of its global tensor."""
+    """Which channels of a local tensor are kept (bool): the given ones, else its global tensor's."""
     if context.channels is not None:
         return context.channels
     shard = context.shard

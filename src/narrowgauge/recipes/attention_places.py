@@ -25,7 +25,7 @@ from narrowgauge.quantization.cast import CODES_AND_SCALES
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
 GRADIENT_PLACES = ATTENTION_PLACES[4:]
-#: The two operands of each matmul: those of the forward pass first.
+#: The two operands of each matmul: the forward pass first.
 ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
     "q kᵀ": ("attention.q", "attention.k"),
     "p v": ("attention.p", "attention.v"),

@@ -10,7 +10,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
 
 CHOOSES = "fprop.x"
-MEETS = "wgrad.dy"  # has no such channels itself, but is multiplied with those of wgrad.x
+MEETS = "wgrad.dy"  # has no such channels itself, but is multiplied with the channels of wgrad.x
 KEEPING = (CHOOSES, "fprop.w", "wgrad.x")
 
 
@@ -39,7 +39,7 @@ def require_channels(casts: Mapping[str, Cast], inputs: Sequence[Cast], where: s
         if cast.channels.share not in {share for share, *_ in shares}:
             raise UserError(
                 f"{where}: {place} has keep_channels = {cast.channels.share:g}, but a layer's channels are "
-                f"those of its input; give {CHOOSES} the same keep_channels"
+                f"the channels of its input; give {CHOOSES} the same keep_channels"
             )
         if cast.channels.steps != 1 or cast.channels.every:
             raise UserError(

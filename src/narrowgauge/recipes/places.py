@@ -273,7 +273,7 @@ def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> N
 
 
 def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
-    """Refuse to keep the operand `x` of fprop if its values are not those of the input."""
+    """Refuse to keep the operand `x` of fprop if its values differ from the input's."""
     if saved == "operand" and (unknown_keys := x.beyond(OPERAND_KEYS)):
         raise UserError(
             f"{where}: saved = 'operand', but fprop.x has {', '.join(unknown_keys)}, so its codes are "

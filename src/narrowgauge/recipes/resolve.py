@@ -4,7 +4,7 @@ A recipe is casts and rules; a rule selects layers by name or block, or starts a
 every rule to every layer once, and all readers use the plan: `convert` builds layers from it, an optimizer
 takes the casts of moments from it, and a run prints which layers stay wide and which blocks do not fit. A
 rule that starts at a step remains in the recipe of the layer: `operands_of` lists the casts of all times,
-`casts_at` those of one step.
+`casts_at` has the casts of one step.
 
 A rule names layers by patterns (`rule.matches`). `head` is a role as well as a name: it selects the layer
 that produces the model's output, whatever its name. A pattern may match nothing if another of the same list
@@ -64,7 +64,7 @@ class Outline:
         return list(dict.fromkeys(name for names in self.layers.values() for name, _ in names))
 
     def names_for(self, rule: Rule) -> list[str]:
-        """The names that a rule selects from: those of modules with a place that it sets."""
+        """The names that a rule selects from: the modules with a place that it sets."""
         names = self.layer_names
         if rule.attention:
             names += self.attention

@@ -30,7 +30,7 @@ def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | Non
 
 
 def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, where: str) -> None:
-    """Refuse to gather weights in values that would not be those of the GEMMs.
+    """Refuse to gather weights in values that the GEMMs would not use.
 
     Args:
         cast: The cast of the place `gather`.
@@ -39,7 +39,7 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
         where: The recipe, for the error.
 
     Raises:
-        UserError: GEMMs would see other values than those of the full wide weight.
+        UserError: GEMMs would not see the values of the full wide weight.
     """
     if cast.name == "fp32":
         return

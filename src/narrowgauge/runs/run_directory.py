@@ -105,7 +105,7 @@ class RunDirectory:
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
         """Drop the lines of steps after `step`, which will be repeated.
 
-        `rollbacks` is the number of rollback events to keep; None for all those of the kept steps.
+        `rollbacks` is the number of rollback events to keep; None for all events of the kept steps.
         """
         if lines := self.lines():
             lines = [line for line in lines if is_settled(line, step, rollbacks)]

@@ -129,7 +129,7 @@ class FakeFSDPUnit:
     def __init__(
         self, module: nn.Module, mesh: Mesh, reshard_after_forward: bool, buffers: Buffers, axis: str
     ) -> None:
-        """Shard the module's parameters over the ranks of an axis, except those of nested units."""
+        """Shard the module's parameters over the ranks of an axis, except in nested units."""
         self.mesh, self.reshard_after_forward, self.buffers = mesh, reshard_after_forward, buffers
         self.axis = axis
         self.is_gathered, self.gradients, self.passes = False, 0, 0

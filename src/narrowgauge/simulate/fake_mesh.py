@@ -87,7 +87,7 @@ def fake_mesh(parallel_dims: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
         return
     if dist.is_initialized():
         raise UserError(
-            "several processes can be simulated only outside of a process group, and this process is in one; "
+            "several processes can be simulated only outside a process group, and this process is in one; "
             "use `narrowgauge plan` instead"
         )
     register_fake_backend()

@@ -99,7 +99,7 @@ def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimat
 
 
 def _sent_per_micro_batch(total: Sent, after_first: Sent, parallel_dims: ParallelDims) -> Sent:
-    """Bytes of one more micro-batch: those of the second, or in a pipeline an equal share."""
+    """Bytes of one more micro-batch: what the second one adds, or in a pipeline an equal share."""
     reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1 and parallel_dims.pipeline == 1
     repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
     is_pipeline = parallel_dims.pipeline > 1

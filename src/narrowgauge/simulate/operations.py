@@ -1,7 +1,7 @@
 """The work of a GPU for one of torch's operations: kernels, bytes, FLOPs; by the operation's name.
 
 By default an operation reads each of its tensors and writes each of its results once, in one kernel. Views do
-nothing. The rules below list the exceptions. The bytes of a tensor are those of its storage that it shows, so
+nothing. The rules below list the exceptions. A tensor counts the bytes of its storage that it shows, so
 an expanded tensor is read once.
 """
 

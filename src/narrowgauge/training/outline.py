@@ -45,7 +45,7 @@ def require_layers(recipe: Recipe, model: ModelConfig) -> None:
 
 
 def _all(names: Names, layers: int) -> Names:
-    """The modules of all blocks, from those of one."""
+    """The modules of all blocks, from the modules of one."""
     return {
         name: [(_in_block(n, number), None if block is None else number) for n, block in each]
         for first, each in names.items()

@@ -1,4 +1,4 @@
-"""Folders that nobody should trust: refused in one sentence, and nothing in them is run or followed."""
+"""Untrustworthy folders: refused in one sentence, and nothing in them is run or followed."""
 
 import json
 import pickle

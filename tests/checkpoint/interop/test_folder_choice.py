@@ -60,7 +60,7 @@ def test_a_head_of_its_own_is_not_dropped_for_a_configuration_that_ties_it(tmp_p
 
 @torch.no_grad()
 def test_of_parts_and_one_file_the_file_is_read_as_in_transformers(tmp_path):
-    """`save_pretrained` into a folder of parts leaves their index; other tools leave the parts, too."""
+    """`save_pretrained` into a folder of parts leaves their index; other tools leave the parts as well."""
     llama().save_pretrained(tmp_path, max_shard_size="30KB")
     newer = llama()
     save_file(newer.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -198,7 +198,7 @@ def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
     """Configuration and weights, bit for bit, in every type that is written."""
     config, expected, _ = written(tmp_path / "model.gguf", recipe, **FAMILIES[family])
     found = read_external_model(tmp_path / "model.gguf")
-    # A head that the recipe multiplies in other values than the embedding's is a tensor of its own.
+    # A head that the recipe multiplies in other values than the embedding's is a separate tensor.
     is_tied = config.tied_head and torch.equal(expected["head.weight"], expected["embedding.weight"])
     assert found.config == dataclasses.replace(config, tied_head=is_tied)
     assert found.tensors.keys() == expected.keys() | {"head.weight"}

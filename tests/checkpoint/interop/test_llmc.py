@@ -44,7 +44,7 @@ def as_llmc_writes(model, version):
 
 @pytest.mark.parametrize("version", [3, 5])
 def test_a_file_of_llmc_gives_its_logits_and_the_same_bytes_again(theirs, tmp_path, version):
-    name = "gpt2_bf16.bin" if version == 3 else "gpt2_fp32.bin"  # a name says nothing
+    name = "gpt2_bf16.bin" if version == 3 else "gpt2_fp32.bin"  # a name proves nothing
     path = tmp_path / name
     path.write_bytes(as_llmc_writes(theirs, version))
     there = read_llmc(path)

@@ -74,7 +74,7 @@ def test_damage_is_refused(tmp_path):
 
 
 def test_a_tensor_without_a_place_is_refused(tmp_path):
-    """It was left out without a word: a model that was trained with more than its settings say."""
+    """It was left out silently: a model that was trained with more than its settings say."""
     model = Transformer(model_config("debug", **LLAMA))
     write_megatron(tmp_path, model.config, model.state_dict(), torch.float32, SHARD_BYTES)
     tensors = load_file(tmp_path / "model.safetensors")

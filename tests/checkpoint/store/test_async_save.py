@@ -1,4 +1,4 @@
-"""Saving beside the steps: snapshots, one at a time, failures told to all, nothing half visible."""
+"""Saving during steps: snapshots, one at a time, failures reported to all ranks, nothing half visible."""
 
 import os
 import signal
@@ -125,7 +125,7 @@ def test_memory_of_the_copy_is_used_again(tmp_path):
 
 @pytest.mark.tier("thorough")
 def test_steps_go_on_while_a_save_is_written(tmp_path):
-    """The loop's own thread keeps the interpreter: beside a save it does much of what it does alone."""
+    """The loop's own thread keeps the interpreter: during a save it does most of what it does alone."""
 
     def count(until):
         turns = 0

@@ -77,7 +77,7 @@ def test_killed_at_any_point_the_old_or_the_new_one_is_whole(tmp_path, in_proces
     visible = POINTS.index(point) >= POINTS.index("published")
     assert_whole(tmp_path, 3 if visible else 2)
     if point == "purging:step-1":
-        assert steps(tmp_path) == [2, 3]  # it is no step any more while its files go
+        assert steps(tmp_path) == [2, 3]  # it stops being a step before its files are deleted
     assert in_process("save", tmp_path, step=3).code == 0  # the run repeats the step
     assert_whole(tmp_path, 3)
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]

@@ -1,4 +1,4 @@
-"""The doctor on this machine: what it says is compared with what the system's own tools say."""
+"""The doctor on this machine: its findings are compared with the system's tools."""
 
 import json
 import os

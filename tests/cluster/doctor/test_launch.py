@@ -1,4 +1,4 @@
-"""Processes that know of each other, and those that do not: the doctor says of them what `train` says."""
+"""Processes with and without a common world: the doctor reports on them what `train` reports."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ ALL = [
 
 
 def verdicts(text, gpus=8, there=8, **system):
-    """{item: verdict} of a process with these variables, which sees so many of the GPUs that are there."""
+    """{item: verdict} of a process with these variables, which sees n of the GPUs that are there."""
     cards = tuple(Gpu(name="GPU", capability=(9, 0), peers=tuple(range(gpus))) for _ in range(gpus))
     facts = replace(
         CPU_ONLY,
@@ -134,7 +134,7 @@ def test_a_world_of_one_and_worse(text, words, fix):
     assert item.status == "MISS"
     assert words in item.found
     assert fix in item.fix
-    assert "ranks" not in verdicts(text), "those of no world are not judged"
+    assert "ranks" not in verdicts(text), "ranks without a world are not judged"
 
 
 def test_the_shell_of_a_batch_script_is_where_the_doctor_is_started():

@@ -1,4 +1,4 @@
-"""The doctor's verdicts on machines that nobody has at hand: whole ones, and each with one thing wrong.
+"""The doctor's verdicts on simulated machines: whole ones, and each with one thing wrong.
 
 A machine is written down as the facts that would have been found there.
 """
@@ -37,7 +37,7 @@ CXX = Compiler(cc="/usr/bin/gcc", cxx="/usr/bin/g++", version="g++ (Ubuntu 13.2.
 
 
 def node(gpu: Gpu, number: int, connected: bool = True) -> tuple[Gpu, ...]:
-    """So many GPUs of a kind, each of which reaches each other."""
+    """n GPUs of a kind, each of which reaches each other."""
     return tuple(
         replace(gpu, peers=tuple(j for j in range(number) if j != i) if connected else ())
         for i in range(number)

@@ -18,7 +18,7 @@ ROOT = "runs/debug-stdlib-fp8"
 
 LARGE = ("train", "--training.batch_size", "48")  # for 16 and 24 processes
 
-# Instead of the program: says what it was started with, and after a signal ends as WANTED says.
+# Instead of the program: prints how it was started, and ends by WANTED after a signal.
 STANDS_IN = """\
 import json, os, pathlib, signal, sys, time
 if os.environ.get("WANTED"):
@@ -119,7 +119,7 @@ def start(tmp_path, monkeypatch):
 
 
 def told(tmp_path, rank: int = 0) -> dict:
-    """What a process said when it started."""
+    """What a process printed when it started."""
     file = tmp_path / f"{rank}.json"
     end = time.monotonic() + 60
     while not file.exists():
@@ -190,7 +190,7 @@ def test_torchrun_on_two_nodes_needs_to_be_told_where(write, start):
         (signal.SIGUSR1, 75, True),  # the time is up and the run has saved
         (signal.SIGUSR1, 1, False),  # the save failed
         (signal.SIGUSR1, 0, False),  # the last step was the last
-        (signal.SIGTERM, 75, False),  # somebody cancelled the job
+        (signal.SIGTERM, 75, False),  # the job was cancelled
     ],
 )
 def test_slurm_hands_the_signal_on_waits_and_goes_back_into_the_queue(

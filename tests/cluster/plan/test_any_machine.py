@@ -1,4 +1,4 @@
-"""A plan says the same wherever it is made: with Triton or without."""
+"""A plan is the same wherever it is made: with Triton or without."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ LINE = "--data.sequence_length 128 --model.layers 2 --training.batch_size 8 --tr
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "cluster"), [("fp8", "rtx4090"), ("nvfp4", "h200"), ("fp4", "h100")])
 def test_a_plan_does_not_need_triton(recipe, cluster, narrowgauge):
-    """Kernels are declared without it, so memory and the counted step are those of a machine that has it."""
+    """Kernels are declared without it, so memory and the counted step equal a machine's that has it."""
     line = ["plan", "--model", "gpt2-124m", *LINE.split(), "--recipe", recipe, "--cluster", cluster, "--json"]
     here = narrowgauge(*line)
     command = [sys.executable, "-c", WITHOUT, *line]

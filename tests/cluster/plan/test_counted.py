@@ -98,7 +98,7 @@ def test_four_over_six_is_priced_by_its_own_casts(devices):
 
 @pytest.mark.tier("thorough")
 def test_products_are_those_that_the_device_multiplies():
-    """The forward products of `fp4` are by rows, whose scales are applied afterwards: bf16, and not fp32."""
+    """The forward matmuls of `fp4` are by rows, whose scales are applied afterwards: bf16, and not fp32."""
     assert plan("fp4", "h100").time.formats[0] == "bf16"
     assert plan("fp4", "h100").time.products < 2 * plan("bf16", "h100").time.products
     assert plan("fp32", "h200").time.formats == ("fp32",)
@@ -113,7 +113,7 @@ def test_devices_share_what_one_computes():
 
 @pytest.mark.parametrize(("recipe", "cluster"), [("fp8", "rtx4090"), ("nvfp4", "b200"), ("fp4", "h100")])
 def test_mfu_is_of_the_formats_that_are_multiplied(recipe, cluster):
-    """MFU divides by the peak of the formats multiplied: beside bf16's peak, FP8 and FP4 would exceed 1."""
+    """MFU divides by the peak of the formats multiplied: over bf16's peak, FP8 and FP4 would exceed 1."""
     long = plan(recipe, cluster, model={"name": "qwen2.5-7b", "layers": 2}, micro_batch_size=8)
     assert 0 < long.time.mfu < 1
 

@@ -106,7 +106,7 @@ def test_narrow_weights_and_gradients_travel_in_a_byte():
 
     linear = 128 * 128 * 2 + 128 * 128 + 3 * 128 * 256  # qkv with 2 of 4 heads, out, mlp
     # Gathered for the forward and the backward pass of each of 2 micro-batches; a shard goes to 3 others.
-    head = 128 * 256  # in bf16, too, and there for both passes
+    head = 128 * 256  # also in bf16, and there for both passes
     assert of("fp32", "gather") - of("bf16", "gather") == 3 / 4 * (2 * linear + head) * 2 * 2
     assert of("fp32", "gather") - of("fp8", "gather") == pytest.approx(3 / 4 * linear * 3 * 2 * 2, rel=0.01)
     assert of("bf16", "reduce") - of("msamp-o2", "reduce") == pytest.approx(3 / 4 * linear * 3 * 2, rel=0.01)
@@ -183,7 +183,7 @@ def test_what_is_no_price_is_refused(text):
 
 @pytest.mark.tier("thorough")
 def test_a_format_that_the_device_lacks_is_priced_as_emulation():
-    """Products in bf16 as under recipe bf16, and casts on top; where torch's operations cast, in fp32."""
+    """Matmuls in bf16 as under recipe bf16, and casts on top; where torch's operations cast, in fp32."""
 
     def of(recipe, name):
         narrow = config(recipe, {"name": "llama3-1b", "layers": 2}, micro_batch_size=16)

@@ -31,7 +31,7 @@ def test_an_interval_whose_ends_are_printed_alike_is_printed_once():
 
 @pytest.mark.tier("thorough")
 def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
-    """All settings do not make fp8 fit, so the recipe changes, too; what was given stays where it can."""
+    """All settings do not make fp8 fit, so the recipe changes as well; what was given stays where it can."""
     least = {"micro_batch_size": 1, "batch_size": 4, "recompute": True, "chunked_loss": True}
     narrow = {"name": "msamp-o3", "offload": "master,grad,m,v"}
     data, model = {"sequence_length": 128}, {"name": "gpt2-124m", "layers": 4, "vocab_size": 256}

@@ -1,4 +1,4 @@
-"""What is expected here beside what others have published: `pytest -s` prints the error of each row.
+"""Expected figures against published ones: `pytest -s` prints the error of each row.
 
 `docs/plan.md` has the table, and why a row misses. Within 15 per cent is asked of the rows whose program
 computes as this one does; the others are held to what they are, so that nothing drifts unseen.

@@ -1,7 +1,7 @@
-"""What is expected here beside speeds that others have published: docs/plan.md shows every row.
+"""Expected speeds against published ones: docs/plan.md shows every row.
 
 The best of a row is kept in the file of its machine, which these tests hold to the estimate. What is expected
-of a row comes from the *other* runs of its machine, as a row is no witness for itself.
+of a row comes from the *other* runs of its machine, because a row cannot confirm itself.
 """
 
 from pathlib import Path

@@ -8,6 +8,6 @@ from narrowgauge.data import open_token_file, write_token_file
 
 @pytest.fixture
 def tokens(tmp_path):
-    """101 tokens, token i is i: a batch tells by its ids where it was taken."""
+    """101 tokens, token i is i: the ids of a batch show where it was taken."""
     write_token_file(tmp_path / "train.bin", [np.arange(101)], 257)
     return open_token_file(tmp_path / "train.bin")

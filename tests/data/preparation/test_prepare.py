@@ -221,7 +221,7 @@ def test_a_prepared_corpus_refuses_options_it_was_not_made_with(tmp_path):
 
 
 def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(tmp_path, monkeypatch):
-    """sqlite has errors of its own, and one of them was a traceback."""
+    """sqlite has separate errors, and one of them was a traceback."""
     monkeypatch.setattr("narrowgauge.data.preparation.document_filter._CACHE_KIB", 64)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))  # as if the disk ended there

@@ -9,7 +9,7 @@ from support.fault_table import case
 
 
 class Wire:
-    """A row at a time, failing before rows as often as told, and from whichever row it is asked."""
+    """A row at a time, failing before rows as often as asked, and from whichever row it is asked."""
 
     def __init__(self, rows, failures, error=ConnectionError):
         self.rows, self.failures, self.error = rows, dict(failures), error

@@ -1,4 +1,4 @@
-"""Which files a source leads to: each once, none left out without a word."""
+"""Which files a source leads to: each once, none left out silently."""
 
 import os
 import tempfile
@@ -54,7 +54,7 @@ def test_the_case_of_an_ending_does_not_matter(tmp_path):
 
 
 def test_a_folder_that_may_not_be_read_is_refused():
-    """It was taken for an empty one. Root may read everything, so root becomes somebody else here."""
+    """It was taken for an empty one. Root may read everything, so root becomes another user here."""
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         directory.chmod(0o755)

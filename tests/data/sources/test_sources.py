@@ -1,4 +1,4 @@
-"""Sources: a fixed order, nothing lost, and every refusal says what to do."""
+"""Sources: a fixed order, nothing lost, and every refusal gives the way out."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Wikipedia dumps: articles in their order as prose, whatever the file's kind; and what a broken one says."""
+"""Wikipedia dumps: articles in order as prose, from any kind of file; and the error of a broken one."""
 
 import bz2
 import gzip
@@ -177,7 +177,7 @@ def test_a_truncated_dump_is_refused_after_what_it_holds(tmp_path):
     assert "is damaged" in refusal(written(tmp_path / "b.xml.bz2", bytes(flipped)))
     body = dump()[: dump().index("<title>Steam")]
     assert "ends before </mediawiki>, so it is truncated" in refusal(written(tmp_path / "c.xml", body))
-    # Of a multistream dump, whole pages are told before the damage.
+    # Of a multistream dump, whole pages are read before the damage.
     source = documents(str(written(tmp_path / "d.xml.bz2", multistream(pages(), 2)[:-30])))
     assert next(source).name == "Iron"
 

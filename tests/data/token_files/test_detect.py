@@ -1,4 +1,4 @@
-"""Layouts are told apart by content; what only looks like tokens is refused or left alone."""
+"""Layouts are distinguished by content; what only looks like tokens is refused or left alone."""
 
 import gzip
 import os
@@ -25,7 +25,7 @@ def write_llmq(path, ids, version=2, vocab_size=50257, mask=None):
 
 
 def written(folder):
-    """A file of each layout under a name that says nothing, and the layout's name."""
+    """A file of each layout under a meaningless name, and the layout's name."""
     write_token_file(folder / "a", [IDS], 50257)
     write_token_file(folder / "b", [IDS], 128256)
     write_megatron(folder / "c", [IDS], 50257)

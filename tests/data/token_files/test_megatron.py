@@ -1,4 +1,4 @@
-"""Megatron's files: the layout to the bit, judged by a reader of its own; and no index that does not fit."""
+"""Megatron's files: the layout to the bit, judged by a separate reader; a wrong index is refused."""
 
 import os
 import struct

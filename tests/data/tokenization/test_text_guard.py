@@ -1,4 +1,4 @@
-"""What tokenizers of others do to a text without a word: it is undone, or refused."""
+"""What tokenizers of others do to a text silently: it is undone, or refused."""
 
 import pytest
 from tokenizers import Tokenizer as Library
@@ -28,7 +28,7 @@ def unigram():
 
 
 def merged():
-    """A BPE that has learnt the name of its own end from HTML."""
+    """A BPE that has learnt the name of its end token from HTML."""
     words = ["<unk>", "</s>", "<s>", *LETTERS, "</", "</s", "<s"]
     merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("<", "s"), ("<s", ">")]
     return models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges, unk_token="<unk>")

@@ -40,7 +40,7 @@ def rows(html):
 
 @pytest.fixture
 def watch():
-    """Watches paths, and tells nothing more of comparisons."""
+    """Watches paths, and reports no more comparisons."""
     return lambda *paths, **how: Watched(paths, lambda subject, runs: ([], ""), **how)
 
 
@@ -51,7 +51,7 @@ def running(run, step_s=1.0):
 
 
 def killed(run):
-    """The run is said to be running, and its process has ended."""
+    """The run is recorded as running, but its process has ended."""
     running(run)
     (run / ".lock").write_text(f"process {2**22 + 1} on host {os.uname().nodename}\n")
 

@@ -1,4 +1,4 @@
-"""The server of live pages: whom it answers, and with what."""
+"""The server of live pages: which requests it answers, and with what."""
 
 import http.client
 import socket

@@ -175,7 +175,7 @@ document.title = JSON.stringify(say);
 
 
 def test_a_map_of_bf16_has_next_to_no_colour(make_run, tmp_path):
-    """A range that is fixed: 40 dB and more has no colour, on the map of a quiet format, too."""
+    """A range that is fixed: 40 dB and more has no colour, on the map of a quiet format as well."""
     path = make_run("run", steps=100)
     quiet = {"step": 100, "place": "fprop.x", "cast": "bf16"}
     lines = [{**quiet, "layer": layer, "sqnr_db": db} for layer, db in (("a", 40.4), ("b", 50.7))]

@@ -1,4 +1,4 @@
-"""The table of gauges: what it says of a run's last readings, and that it stays small and harmless."""
+"""The table of gauges: its figures of a run's last readings, and that it stays small and harmless."""
 
 import json
 import re

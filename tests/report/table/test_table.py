@@ -53,7 +53,7 @@ def test_rows_hold_what_the_runs_say(runs):
 
 
 def test_a_warm_up_with_a_spike_is_said_to_begin_in_chaos(make_run):
-    """Before, only the width of the intervals told of it, after the seeds had been trained."""
+    """Otherwise only the width of the intervals shows it, after the seeds have been trained."""
     path = make_run("bf16", recipe="bf16")
     lines = (path / "metrics.jsonl").read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if json.loads(line).get("step") == 8)

@@ -1,4 +1,4 @@
-"""A measured gap beside its forecast: inside what the format explains, or a fault to look for."""
+"""A measured gap with its forecast: inside what the format explains, or a fault to look for."""
 
 import json
 
@@ -29,7 +29,7 @@ def write_run(folder, recipe, seed, loss):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Three seeds of bf16 with a loss of 4.0, and of recipes whose losses are so many percent above."""
+    """Three seeds of bf16 with a loss of 4.0, and of recipes whose losses are n percent above."""
 
     def runs(**gaps):
         paths = [write_run(tmp_path / f"bf16-seed-{s}", "bf16", s, 4.0) for s in (1, 2, 3)]

@@ -64,7 +64,7 @@ def test_one_experiment_in_twenty_at_most_calls_an_equal_arm_different(arms, see
 
 @pytest.mark.parametrize(("seeds", "arms", "known"), [(5, 1, 0.0), (5, 6, 0.5), (3, 2, 0.5)])
 def test_the_power_is_that_of_the_rule(seeds, arms, known):
-    """8 of 10 experiments find the smallest gap, and so many seeds find equality."""
+    """8 of 10 experiments find the smallest gap, and the planned seeds find equality."""
     plan = Plan(seeds, 0.5, arms, known)
     gap = smallest_gap(plan)
     seen = [judged(gaps, known)[0].is_different for gaps in experiments(arms, seeds, 0.5, gap)]

@@ -1,4 +1,4 @@
-"""Verdicts over seeds: the arithmetic, and what is said where it cannot be done."""
+"""Verdicts over seeds: the arithmetic, and the message if it cannot be done."""
 
 import io
 import json
@@ -101,7 +101,7 @@ def test_the_words_say_what_the_interval_allows(seeded, losses, words):
 
 
 def test_two_seeds_that_agree_by_luck_prove_nothing(seeded):
-    """The plan of two seeds sees a gap of 6 %, so a gap of 0.01 % is no verdict."""
+    """The plan of two seeds sees a gap of 6 %, so a gap of 0.01 % gives no verdict."""
     paths = seeded("bf16", [4.0, 5.0]) + seeded("mxfp8", [4.0004, 5.0006])
     runs = read_runs(paths)
     assert verdicts(runs)[1].conclusion == "no difference seen"

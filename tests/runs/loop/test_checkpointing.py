@@ -134,7 +134,7 @@ def test_the_last_save_must_succeed(train, look, disk, in_step, way):
 @pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 @pytest.mark.parametrize("point", ["write:model.safetensors", "synced:optimizer.safetensors", "sealed"])
 def test_killed_in_the_background(narrowgauge, line, look, tmp_path, train, point):
-    """What is under way is invisible, the one before it is there, and the run goes on to the same digits."""
+    """A save in progress is invisible, the previous one exists, and the run continues to the same digits."""
     out, changes = tmp_path / "run", BEHIND | {"training.steps": 40, "checkpoint.every": 8}
     words = [*line(changes), "--out", out]
     stopped = narrowgauge.start(*words).send_when(look(out).has_step(9), signal.SIGTERM)
@@ -185,7 +185,7 @@ def two_ranks(narrowgauge):
 @pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
 @WAYS
 def test_a_disk_that_is_full_on_one_rank_ends_both_alike(two_ranks, look, tmp_path, line, way):
-    """Every save fails in rank 1, whose files may have so many bytes and no more."""
+    """Every save fails in rank 1, whose files may have only n bytes."""
     words = [
         *line(TWO | way | {"training.steps": 20, "checkpoint.max_failures": 2}),
         "--out",

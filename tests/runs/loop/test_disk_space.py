@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """`small_disk(size, inodes)`: a file system of its own, where this user may mount one."""
+    """`small_disk(size, inodes)`: a separate file system, if this user may mount one."""
     mounted = []
 
     def mount(size, inodes):

@@ -211,7 +211,7 @@ def test_a_micro_batch_that_nobody_gave_is_chosen_and_said(processes, training, 
 
 
 def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
-    """Another number of processes goes on with it, or with the largest that fits below; and it is told."""
+    """Another number of processes continues with it, or with the largest below that fits, and reports it."""
     directory = RunDirectory(tmp_path / "run")
 
     def go_on(processes, **training):

@@ -68,7 +68,7 @@ print(elsewhere, kept, held - bytes_held())
 @pytest.mark.tier("thorough")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is kept with glibc only")
 def test_memory_that_was_freed_is_used_again_without_the_kernel():
-    """In a process of its own, whose heap nobody has used before; a page may be a huge one of 2 MiB."""
+    """In a separate process with an unused heap; a page may be a huge one of 2 MiB."""
     told = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, check=True).stdout
     elsewhere, kept, given_back = map(int, told.split())
     assert elsewhere >= 10 * 32

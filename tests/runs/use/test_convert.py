@@ -1,4 +1,4 @@
-"""A run goes on under another recipe: the same numbers in other formats, and only where it was asked for."""
+"""A run continues under another recipe: the same values in other formats, and only if asked to."""
 
 import json
 from pathlib import Path

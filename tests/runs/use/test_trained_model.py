@@ -83,7 +83,7 @@ TOKENWISE |= {"tetrajet2-outliers"}
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_token_by_itself(name):
-    """Whether a token's numbers change with its neighbours, by trying it; wherever they do, it is said so."""
+    """Whether a token's numbers change with its neighbours, by trying it; if they do, it is reported."""
     model = Transformer(model_config("debug", dim=128, heads=4, layers=7, ffn_dim=128, vocab_size=160))
     initialize(model, 0)
     convert(model, name)

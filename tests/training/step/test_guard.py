@@ -1,4 +1,4 @@
-"""A non-finite gradient: the step is skipped, told, and too many in a row end the run."""
+"""A non-finite gradient: the step is skipped, reported, and too many in a row end the run."""
 
 import math
 

@@ -146,7 +146,7 @@ def test_what_other_modules_put_out(begin, name):
     trainer, batches = begin()
 
     def hook(module, inputs, output):
-        if isinstance(output, tuple):  # a norm in a block hands on the stream beside its own output
+        if isinstance(output, tuple):  # a norm in a block passes on the stream with its own output
             return output[0], hook(module, inputs, output[1])
         return output * torch.where(torch.arange(output.shape[-1]) == 3, math.nan, 1.0)
 

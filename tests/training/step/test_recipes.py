@@ -1,4 +1,4 @@
-"""Every recipe that ships trains, repeats itself, and goes on after a stop to the same digits."""
+"""Every recipe that ships trains, repeats itself, and continues after a stop to the same digits."""
 
 import json
 
@@ -11,7 +11,7 @@ from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
 
 
-# That each recipe repeats to its digits, and goes on to them, is shown in tests/golden: here by runs, under
+# That each recipe repeats to its digits, and continues to them, is shown in tests/golden: here by runs, under
 # the recipes with most state.
 @pytest.mark.tier("thorough")  # a whole run; a test of the step shows its parts
 @pytest.mark.parametrize("name", recipe_names())

@@ -52,7 +52,7 @@ def test_a_replica_that_differs_is_named(tiny, name):
     with pytest.raises(Corrupted, match=f"after step 7 the replicas differ in {name}, on rank 1:"):
         require_same_replicas(prints, 7)
     require_same_replicas([prints[0], prints[2]], 7)
-    with pytest.raises(Corrupted, match="on ranks 0, 1:"):  # of two it cannot be told which
+    with pytest.raises(Corrupted, match="on ranks 0, 1:"):  # of two it is unknown which
         require_same_replicas(prints[:2], 7)
 
 

@@ -1,4 +1,4 @@
-"""A spike in the data of a real run: told, skipped, or gone back from, and the same after any kill."""
+"""A spike in the data of a real run: reported, skipped, or rolled back, and the same after any kill."""
 
 import random
 import secrets
@@ -22,7 +22,7 @@ WINDOW = {
 
 @pytest.fixture(scope="session")
 def monotone(tmp_path_factory):
-    """Text that is soon known by heart, and in the midst of it some that nobody can know."""
+    """Text that is soon memorized, and in the middle of it some that cannot be predicted."""
     folder, rng = tmp_path_factory.mktemp("monotone"), random.Random(0)
     for i in range(24):
         (folder / f"{i:02}.txt").write_text("steam " * 60)

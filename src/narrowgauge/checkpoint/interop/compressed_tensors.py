@@ -17,7 +17,7 @@ LAYER:
 Bytes: two FP4 codes, the even column low; four FP6 codes in three bytes, little-endian. (Source:
 vllm-project/compressed-tensors 0.20, `compressors/` and `quantization/quant_scheme.py`.)
 
-The values are exactly those of the forward matmul in the checkpoint's step: the fused weight is quantized as
+The values equal the operands of the forward matmul in the checkpoint's step: the fused weight is quantized as
 the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 or MX becomes equal
 scales of its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) do not affect the
 layout. All other keys must match a cast in the table, so a key that is new in casts is refused.
@@ -100,7 +100,7 @@ def write_compressed(
     """Fill an empty folder with a model under its recipe; layers that are not quantized are stored in
     `dtype`.
 
-    `scales` are those of activations, by our names of the layers (`activations.py`).
+    `scales` belong to activations, by our names of the layers (`activations.py`).
 
     Returns:
         Sentences on what a server computes in another way than training.
@@ -129,8 +129,7 @@ def quantized_tensors(
     """
     if family_of(model.config) == "gpt2":
         raise UserError(
-            "layouts of quantized weights describe linear layers, and those of GPT-2 are Conv1D there; use "
-            "--to hf"
+            "layouts of quantized weights describe linear layers, but GPT-2 has Conv1D there; use --to hf"
         )
     narrow = narrow_layers(model)
     if not narrow:

@@ -195,7 +195,7 @@ def write_settings(
 
 
 def tokens_around_a_text(tokenizer: Tokenizer, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids that begin and end a text: those of `special_tokens_of`, else those of the tokenizer."""
+    """The ids that begin and end a text: from `special_tokens_of`, else from the tokenizer."""
     begin = tokenizer.library.encode("", add_special_tokens=True).ids
     end = tokenizer.end_of_document
     return {"bos_token_id": (begin or [end])[0], "eos_token_id": end} | special_tokens.get(CONFIG, {})

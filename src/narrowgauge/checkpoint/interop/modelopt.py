@@ -1,6 +1,6 @@
 """Writes quantized weights in the layout of NVIDIA ModelOpt that vLLM, SGLang and TensorRT-LLM read.
 
-The codes and block scales are those of `compressed_tensors.py`, under other names:
+The codes and block scales of `compressed_tensors.py`, under other names:
 
     quant_algo                 tensors of LAYER                                          w =
     W4A16_NVFP4                weight (N, K/2), weight_scale e4m3 (N, K/16),
@@ -64,7 +64,7 @@ def write_modelopt(
 ) -> list[str]:
     """Fill an empty folder with a model under its recipe; other layers are stored in `dtype`.
 
-    `scales` are those of activations, by our names of the layers (`activations.py`).
+    `scales` belong to activations, by our names of the layers (`activations.py`).
 
     Returns:
         Sentences on what a server computes in another way than training.

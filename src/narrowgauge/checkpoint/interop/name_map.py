@@ -1,4 +1,4 @@
-"""Maps our tensor names to those of other programs, and holds an external model in our names.
+"""Maps our tensor names to other programs' names, and holds an external model in our names.
 
     ours                      GPT-2 (`transformer.h.I.`)      Llama, Mixtral, Qwen2, Qwen3 (`model.layers.I.`)
     embedding                 transformer.wte                 model.embed_tokens

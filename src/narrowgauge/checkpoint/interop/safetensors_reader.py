@@ -215,7 +215,7 @@ def _pickles(folder: Path) -> Iterator[Path]:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Refuse a file whose first bytes are those of a pickle, whatever it is called.
+    """Refuse a file whose first bytes mark a pickle, whatever it is called.
 
     A safetensors file may begin with the same bytes, so call this only for files that are not safetensors.
     """

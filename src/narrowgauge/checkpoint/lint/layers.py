@@ -62,7 +62,7 @@ _ENDINGS = {
 _READABLE = {"F64", "F32", "F16", "BF16", "I32", *_ELEMENT, *_SCALE_FORMAT}
 _NARROW_BITS = 8
 _ROWS = 16  # sampled of each tensor, evenly spaced; codes of whole rows
-_SCALES = 1 << 20  # scales of a tensor that are all read; of more, those of evenly spaced rows
+_SCALES = 1 << 20  # scales of a tensor that are all read; of more, evenly spaced rows
 #: Where the fp16 scale of a block lies in its bytes, for the types of ggml that have one.
 _FP16_AT = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
@@ -227,7 +227,7 @@ def floats(tensor: Stored, at: NDArray[np.intp] | slice | None = None) -> Floats
 
 
 def scale_rows(tensor: Stored, whole: bool) -> Floats:
-    """All scales of a tensor, or those of evenly spaced rows if there are many."""
+    """All scales of a tensor, or of evenly spaced rows if there are many."""
     if whole or tensor.elements <= _SCALES:
         return floats(tensor)
     rows = tensor.elements // tensor.shape[-1]
@@ -313,7 +313,7 @@ def _sample_ggml(layer: Layer, whole: bool) -> Sample | None:
 
 
 def ggml_scales(layer: Layer, whole: bool) -> Floats | None:
-    """The scales inside of the blocks of a ggml type, from sampled rows; None for types without them."""
+    """The scales inside the blocks of a ggml type, from sampled rows; None for types without them."""
     kind = layer.codes.dtype
     if kind not in TYPES or not layer.codes.elements:
         return None

@@ -19,7 +19,7 @@ class Linted:
 
     Attributes:
         path: The checkpoint.
-        kinds: The number of weights of each kind; "wide" are those of 16 bits or more.
+        kinds: The number of weights of each kind; "wide" counts weights of 16 bits or more.
         method: The method of the configuration, such as "compressed-tensors"; "" without one.
         findings: In the order of `SOURCES`.
     """

@@ -233,7 +233,7 @@ def _shares(layer: Layer, sample: Sample) -> Iterator[Finding]:
 
 
 def outliers(c: Checked) -> Iterator[Finding]:
-    """Layers whose weights are far from those of the same role in other blocks; runs after `samples`."""
+    """Layers whose weights are far from the same role's in other blocks; runs after `samples`."""
     roles: dict[str, list[str]] = {}
     for name in c.sizes:
         roles.setdefault(c.layers[name].role, []).append(name)

@@ -114,7 +114,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _files_of(folder: Path, found: Checkpoint) -> Iterator[Path]:
-    """The files of a folder: the single one, those of its index, or all."""
+    """The files of a folder: the single one, the files of its index, or all."""
     if (folder / SINGLE_FILE).exists():
         yield inside(folder, SINGLE_FILE)
         return

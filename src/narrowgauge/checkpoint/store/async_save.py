@@ -8,7 +8,7 @@ later updates do not affect it. There is one save at a time: the next waits for 
 disk slows the run but never fills its memory. All ranks get the same outcome of a save at the same moment: at
 the next `save` or `wait`.
 
-The saver uses a separate process group, so that its collectives never mix with those of training.
+The saver uses a separate process group, so that its collectives never mix with training's.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 The life of RUN/checkpoints/step-20, in order:
 
-    begin     create the staging directory step-20.tmp-<nonce>/; remove those of dead processes
+    begin     create the staging directory step-20.tmp-<nonce>/; remove dead processes' directories
     (write)   one process, or several together, write files into it, and sync and hash each
     seal      write and sync manifest.json, then sync the names in the staging directory
     publish   rename the staging directory to step-20, then sync the parent directory
@@ -87,7 +87,7 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Create an empty staging directory for a step, and remove those of dead processes.
+    """Create an empty staging directory for a step, and remove dead processes' directories.
 
     The caller holds the run's lock, so any other staging directory belongs to a dead process.
 

@@ -65,7 +65,7 @@ def key_names() -> dict[str, str]:
 
 
 def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Nested values of the TOML file, overridden by those of the command line."""
+    """Nested values of the TOML file, overridden by the command line."""
     if options.config and plain(str(options.config).partition("=")[0]) in other_names(training.config_keys()):
         raise UserError(
             f"{str(options.config)!r} is not a configuration file; options begin with --, as in --steps 100"

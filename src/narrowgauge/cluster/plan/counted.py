@@ -6,8 +6,8 @@ does not depend on whether this machine has Triton.
 
     at best     each operation at the ceilings of the cluster's file: matmuls at the speed of large ones,
                 bytes at the memory's bandwidth, instructions at the rate of the fp32 lanes
-    expected    the same operations at the speeds that whole steps of plain torch reached on an H200; those of
-                another GPU are in the proportion of the two data sheets
+    expected    the same operations at the speeds that whole steps of plain torch reached on an H200;
+                for another GPU, in proportion to the two data sheets
 
 No expected speed exceeds a ceiling (`Speeds.within`), so the best is the floor of the same count.
 """
@@ -52,7 +52,7 @@ def format_of(kind: str, cluster: Cluster, compute: str) -> str:
 
 
 def ceilings_of(cluster: Cluster, compute: str) -> Speeds:
-    """The speeds that nothing exceeds: those of the cluster's file, and no time for a launch."""
+    """The speeds that nothing exceeds: from the cluster's file, and no time for a launch."""
     rates = {kind: cluster.speed(format_of(kind, cluster, compute)) for kind in H200.flops_per_s}
     return Speeds("ceilings", cluster.memory_bandwidth, rates, _lane_rate(cluster), 0.0)
 

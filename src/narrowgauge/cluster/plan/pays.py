@@ -4,7 +4,7 @@
 
 A recipe that is s times as fast as bf16 and needs e percent more tokens for the same loss takes (1 + e /
 100) / s of the device-hours. It pays if that is below 1 over the whole interval of the forecast, does not
-if it is above 1 over all of it, and the forecast does not decide otherwise. Both speeds are those of the
+if it is above 1 over all of it, and the forecast does not decide otherwise. Both speeds come from the
 plan: counted or measured where it has that, else at best.
 """
 

@@ -97,7 +97,7 @@ class ShardWriter:
             span = (moved.start, moved.start + moved.tokens)
             spans = [span] if side == empty else [(0, span[0]), (span[1], len(ids))]
         shards = _shards(spans, MOST_TOKENS)
-        # One file, or as many as needed, numbered like those of llm.c's scripts.
+        # One file, or as many as needed, numbered as llm.c's scripts do.
         names = [f"{side}.bin"] if len(shards) == 1 else [f"{side}_{i:06d}.bin" for i in range(len(shards))]
         return {
             name: write_token_file(self.directory / name, _chunks(ids, shard), self.vocab_size)

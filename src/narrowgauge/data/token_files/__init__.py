@@ -1,1 +1,1 @@
-"""Token files: our layout, and those of other programs."""
+"""Token files: our layout, and other programs' layouts."""

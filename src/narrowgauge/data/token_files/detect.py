@@ -11,7 +11,7 @@ Ids of 4 or 8 bytes without a header are refused: read as uint16, every second v
 
 modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, matches none of the
 other layouts, is not text, is not in a format recognised by its first bytes (compressed, parquet, pickled
-...), and its values repeat as those of a text do: fewer than half of them are distinct.
+...), and its values repeat as in a text: fewer than half of them are distinct.
 
 Every file is memory-mapped; none is executed or unpickled.
 """

@@ -89,7 +89,7 @@ def write_token_shards(
 ) -> list[Path]:
     """Write STEM_000000.bin, STEM_000001.bin ..., each with `shard_tokens` but the last; returns the paths.
 
-    The other arguments are those of `write_token_file`.
+    The other arguments are as in `write_token_file`.
     """
     assert 1 <= shard_tokens <= MOST_TOKENS
     source = (chunk for chunk in chunks if chunk.size)

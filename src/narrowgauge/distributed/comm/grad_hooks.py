@@ -2,7 +2,7 @@
 
     QuantizedReduceScatter        for `FSDPModule.set_custom_reduce_scatter`, one for each sharded module
     quantized_comm_hook           for `DistributedDataParallel.register_comm_hook`
-    all_reduce_gradient_states    for gradients in low precision, outside of autograd (`nn.weight`)
+    all_reduce_gradient_states    for gradients in low precision, outside autograd (`nn.weight`)
 
 The result is a sum; it is divided only if torch asks for a mean (FSDP's default) or the caller divides.
 """

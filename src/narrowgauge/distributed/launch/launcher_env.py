@@ -152,7 +152,7 @@ def refuse_separate_worlds(environ: Mapping[str, str], info: LaunchInfo) -> None
     if step and info.size == 1 and step.size > step.nodes:  # mpirun has srun start one daemon a node
         raise UserError(
             f"srun started {step.size} processes, but {info.launcher} starts each as a single one; start "
-            f"them by srun or by {info.launcher}, not by one inside of the other"
+            f"them by srun or by {info.launcher}, not by one inside the other"
         )
     if info.launcher != "torchrun":
         return

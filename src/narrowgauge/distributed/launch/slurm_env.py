@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from narrowgauge.errors import UserError
 
-# Ports below Linux's ephemeral range (32768 and up), and above those of services.
+# Ports below Linux's ephemeral range (32768 and up), and above the ports of services.
 _FIRST_PORT, _PORTS = 15000, 15000
 
 

@@ -6,7 +6,7 @@
 
 The three are all-to-alls of torch.distributed (GShard, arXiv 2006.16668, section 3.3), without a capacity
 limit: nothing is dropped and nothing padded. An expert sees one matrix, the tokens of the first process of
-the group before those of the second, as if one process had all their sequences in one micro-batch. So a
+the group before the second's, as if one process had all their sequences in one micro-batch. So a
 recipe's scales, blocks and random bits of an expert follow from the group's tokens.
 
 The other weights are sharded over `shard` as usual. An expert is sharded over the processes that hold the

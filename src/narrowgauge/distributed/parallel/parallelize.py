@@ -185,7 +185,7 @@ def _bind_layers(block: nn.Module) -> None:
 
 
 def _apply_fsdp(module: nn.Module, mesh: Mesh) -> None:
-    """Shard a module's parameters over `shard` and `context`, those of an expert over `expert_shard`.
+    """Shard a module's parameters over `shard` and `context`, an expert's over `expert_shard`.
 
     Sums of gradients are not divided.
     """
@@ -208,7 +208,7 @@ def _apply_ddp(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     """Sum gradients over `data`; each process keeps full weights."""
     group = mesh.group("data")
     # Buffers hold values of a process's sequences, which differ between processes. Gradients at rest are
-    # outside of autograd: the engine sums them.
+    # outside autograd: the engine sums them.
     ignored = [name for name, _ in objective.named_buffers()]
     for name, p in objective.named_parameters():
         if (gradient := state_of(p).gradient) is not None:

@@ -99,7 +99,7 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
 
 def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: EqualShare | None) -> None:
     block.share = model.share
-    # Heads are divided over `tensor`, and those of a process of it over `context`.
+    # Heads are divided over `tensor`, and the share of each process there over `context`.
     index = mesh.index("tensor") * mesh.size("context") + mesh.index("context")
     block.heads_share = (index, mesh.size("sequence"))
     if isinstance(block.attention, NarrowAttention):

@@ -27,7 +27,7 @@ def document_mask(position_BT: Tensor) -> Tensor:
     """The causal mask that separates documents: [B, 1, T, T] bool, True where query t sees key s.
 
     `position_BT` is the position of each token in its document, within the sequence. Token t sees the last
-    position(t) + 1 tokens, which are those of its document: the mask is block-diagonal. It uses T x T bytes
+    position(t) + 1 tokens, which belong to its document: the mask is block-diagonal. It uses T x T bytes
     per sequence.
     """
     t_T = torch.arange(position_BT.shape[1], device=position_BT.device)

@@ -14,8 +14,8 @@ for any batch: the twin in torch, which adds term by term, has the bits of the C
 1e-38 is not exact; such a term is far below the last digit of a sum.
 
 The C holds the scores of eight queries at a time, and skips those after the diagonal. A v_s that is not
-finite makes the results of up to seven queries before s NaN as well, and in the twin those of all. Bytes in
-memory per layer: those of q, k, v, y, and 8 for each row (m and 1 / l). It runs where a run has chosen it
+finite makes the results of up to seven queries before s NaN as well, and in the twin all results. Bytes in
+memory per layer: q, k, v, y, and 8 for each row (m and 1 / l). It runs where a run has chosen it
 (`dispatch.choose_attention`).
 
 Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, G = N / K query heads of a

@@ -1,7 +1,7 @@
 """Casts in tiles of a matrix: to codes, or to the values that they represent.
 
 A matrix is viewed as (rows R, contraction K), whichever of the two is contiguous in memory: `x_R` and `x_K`
-are strides, `out_*` those of the output, `grid_*` those of the scales. So one kernel serves both axes, and
+are strides, `out_*` of the output, `grid_*` of the scales. So one kernel serves both axes, and
 its output may be laid out along the other axis than its input.
 
     cast_blocks     scales of blocks that fit a tile: read once, written once

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _KINDS = 1024  # kinds of casts that are kept; a model has a few dozen
 #: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),
-#: for values and for codes. They are those of a multiprocessor's busiest pipe, in the machine code that
+#: for values and for codes. They are counted on a multiprocessor's busiest pipe, in the machine code that
 #: Triton 3.7 produces for sm_90, with each pipe at the rate given in the CUDA programming guide. Other GPUs
 #: are assumed to need as many.
 _LANES = {
@@ -266,7 +266,7 @@ def _launch_given(
     told: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(codes or values, the same along the other axis) under given factors, or those of amaxes."""
+    """(codes or values, the same along the other axis) under given factors, or factors from amaxes."""
     converts = is_converted(cast.element, cast.rounding.mode, x.device)
     writes_block = told is not None or from_amax
     options = dtype, converts, divides, from_amax, both, writes_block

@@ -200,21 +200,12 @@ def _is_direct(kernel: Any) -> bool:
 _launches: dict[tuple[Any, ...], Launch] = {}
 
 
-def launch(
-    kernel: Any,
-    grid: Sequence[int],
-    *args: Any,
-    writes: str = "",
-    updates: str = "",
-    seldom: str = "",
-    lanes: float = 0.0,
-    **options: Any,
-) -> None:
-    """Launch a kernel once, as a `Launch` of its arguments; the next with the same constants is that one."""
-    key = (id(kernel), *grid, writes, updates, seldom, lanes, *options.values())
+def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> None:
+    """Launch a kernel; one `Launch` serves all calls with the same kernel, grid and keyword arguments."""
+    key = (id(kernel), *grid, *constants, *constants.values())
     prepared = _launches.get(key)
     if prepared is None:
         if len(_launches) >= _MOST:
             _launches.clear()
-        prepared = _launches[key] = Launch(kernel, grid, writes, updates, seldom, lanes, **options)
+        prepared = _launches[key] = Launch(kernel, grid, **constants)
     prepared(*args)

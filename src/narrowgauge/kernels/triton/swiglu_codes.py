@@ -44,7 +44,7 @@ def _codes(
     x, factor, scale, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes of values under a scale, rounded to nearest even; those of zeros under a scale of NaN."""
+    """FP8 codes of values under a scale, rounded to nearest even; the codes of zeros under a scale of NaN."""
     x = tl.where((scale == scale)[:, None], wide(x), 0.0) * factor[:, None]
     if CONVERTS:
         code = to_fp8(x, MAX, M).to(tl.uint8, bitcast=True)

@@ -347,7 +347,7 @@ def _defaults(
     """The values that all settings share, and where they come from."""
     sized = model_config(name=model)
     if found is None:
-        notes = [f"defaults: no training of {model} is published; rate and batch are those of narrowgauge"]
+        notes = [f"defaults: no training of {model} is published; rate and batch are narrowgauge's"]
         length, batch = min(1024, sized.max_sequence_length), 64
         length, batch = (256, 8) if model in _SMALL else (length, batch)
     else:

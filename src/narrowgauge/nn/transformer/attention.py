@@ -21,7 +21,7 @@ from narrowgauge.nn.transformer.attention_function import narrow_attention
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Recipe, is_wide
 
-# Above the tensor ids of linear layers and of the optimizer (`optim.optimizer`), below those of dropout.
+# Above the tensor ids of linear layers and of the optimizer (`optim.optimizer`), below dropout's.
 _FIRST_STREAM = 2**36
 _STREAMS = 2 * len(ATTENTION_PRODUCTS)
 
@@ -62,7 +62,7 @@ class NarrowAttention(Stepped, Attention):
     def is_tokenwise(self) -> bool:
         """Whether a query's result depends only on the query and on the keys and values up to it.
 
-        Then it is the same with a cache of keys and values. Blocks of q, k and p lie along a row; those of v
+        Then it is the same with a cache of keys and values. Blocks of q, k and p lie along a row; blocks of v
         lie along the tokens, so a scale shared by several depends on tokens that are still to come.
         """
         for place in ("attention.q", "attention.k", "attention.v", "attention.p"):

@@ -13,7 +13,7 @@ a format without scales, its two matmuls use p and v unquantized, and the same h
 
 Blocks lie within a matrix, so a process or a piece that holds only part of a tensor changes no block, with
 one exception: a scale of the full tensor needs the amax of all pieces, and of the heads of other processes.
-It is computed first and passed to every piece. Random bits are those of an element's index in the global
+It is computed first and passed to every piece. Random bits follow from an element's index in the global
 tensor [B, all heads, rows, columns] of the step.
 
 Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, T queries, S keys, H head_dim.

@@ -21,7 +21,7 @@ class AuditRecord:
     Attributes:
         layer: The name of the layer.
         cast: The casts of the forward matmul's operands and of the stored weight; None if not converted.
-        calls: The forward passes since conversion, without those of compiled code; None if not converted.
+        calls: The uncompiled forward passes since conversion; None if not converted.
         gradient: Whether a gradient of the weight waits for an optimizer; None for a frozen weight.
         note: What a reader should know; an empty string if nothing is unusual.
     """

@@ -1,7 +1,7 @@
 """The outline of any torch model: linear layers, repeated blocks, and the output layer.
 
-Blocks are the members of the outermost stacks, in the order of the model, stack after stack: those of an
-encoder come before those of a decoder. A stack is the first of these kinds that the model has:
+Blocks are the members of the outermost stacks, in the order of the model, stack after stack: an encoder's
+come before a decoder's. A stack is the first of these kinds that the model has:
 
     1. a ModuleList, or a ModuleDict with numbers for keys, of modules that hold linear layers; and the
        members of one class in a Sequential, if there are several

@@ -16,7 +16,7 @@ def warn_of_unreached(model: torch.nn.Module) -> None:
     """Report which share of a model's parameters is in matrices that compute as before.
 
     These are the weights of torch's attention and recurrent layers, which multiply without a
-    `torch.nn.Linear`, stacked matrices that are not those of `StackedExperts`, and layers in plain lists.
+    `torch.nn.Linear`, stacked matrices outside `StackedExperts`, and layers in plain lists.
     """
     if hidden := list(hidden_layers(model)):
         warnings.warn(f"{hidden_text(hidden)}, and stay as they are", stacklevel=3)

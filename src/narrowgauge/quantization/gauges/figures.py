@@ -219,7 +219,7 @@ def _binades(amax: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def figures(vector: Sequence[float], grid: Format | None = None) -> dict[str, Any]:
-    """The vector of `gauge` as named numbers: those of the module's docstring, and `elements`.
+    """The vector of `gauge` by name: the figures of the module's docstring, and `elements`.
 
     With the element format, it includes a `histogram` if `gauge` made one.
     """

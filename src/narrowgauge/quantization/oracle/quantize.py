@@ -65,7 +65,7 @@ class ReferenceTensor:
 
     @property
     def tensor_scale(self) -> float:
-        """The one outer scale above those of all blocks."""
+        """The one outer scale above the scales of all blocks."""
         (scale,) = set(self.tensor_scales.values()) or {1.0}
         return scale
 

@@ -85,7 +85,9 @@ def share(function: Any, argument: ctypes.Structure, units: int, most: int) -> b
     Returns:
         Whether it could allocate its memory.
     """
-    threads = max(1, min(torch.get_num_threads(), most, units))
+    threads = min(torch.get_num_threads(), most, units)
+    if threads <= 1:
+        return not function(ctypes.byref(argument), 0, units)
     bounds = [units * n // threads for n in range(threads + 1)]
     parts = [(bounds[n], bounds[n + 1]) for n in range(threads)]
     others = [_threads().submit(function, ctypes.byref(argument), *part) for part in parts[1:]]

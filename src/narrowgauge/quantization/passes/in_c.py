@@ -77,7 +77,7 @@ def takes(
         return False
     if dtype not in _TYPES or (cast is not None and passes_gap(cast)):
         return False
-    is_flat = all(size == 1 for size in blocks.size[:-2]) or (_is_one(blocks) and not is_whole)
+    is_flat = blocks.size[:-2] == (1,) * (len(blocks.size) - 2) or (_is_one(blocks) and not is_whole)
     is_followed = split.requires_grad and torch.is_grad_enabled()
     return is_flat and bool(blocks.size) and not is_followed and c_library() is not None
 

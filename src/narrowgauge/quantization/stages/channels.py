@@ -5,7 +5,7 @@ These columns C are held in a wider cast P (`keep_channels`; TetraJet-v2, arXiv 
     x = x_C + x_R       x_C: zero outside the columns C; x_R: zero inside them
     operand             P(x_C) in the columns of C, Q(x_R) in all others
 
-Blocks and scales of either cast are those of the full tensor with its zeros, so that a process that holds
+Blocks and scales of either cast come from the full tensor with its zeros, so that a process that holds
 some columns need not know the others. If x and w are split the same way, y = x w^T is the sum of a matmul in
 Q and one in P. C is the given share of columns with the largest sums of squares over all rows; ties go to the
 first.
@@ -30,7 +30,7 @@ class Channels(Stage):
     """Channels in another cast.
 
     Attributes:
-        share: The share of channels (columns, as stored) that are kept, those of the largest norm; 0 for
+        share: The share of channels (columns, as stored) that are kept, the largest by norm; 0 for
             none. The rest of the tensor has zeros there, and the kept part has zeros everywhere else.
         cast: The name of their cast. Alone, in wgrad.dy: the cast in which the output gradient meets the
             channels that wgrad.x keeps.

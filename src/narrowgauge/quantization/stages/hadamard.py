@@ -38,7 +38,7 @@ class Hadamard(Transform):
 
     Attributes:
         size: The number of elements in a group; 0 for no transform.
-        signs: () for those of the size (TransformerEngine's for 16, else all +1), "random" for new ones in
+        signs: () for the size's default (TransformerEngine's for 16, else all +1), "random" for new ones in
             each step, or one +1 or -1 for each element of a group.
     """
 

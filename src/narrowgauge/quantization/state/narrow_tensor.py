@@ -12,8 +12,8 @@ and perhaps a master.
                                   result is rounded once into the weight and once into the master
 
 A write that computes a new value from the old one (`add_`, `mul_`, `lerp_`) is an update, and rounds as the
-recipe rounds updates, perhaps stochastically. Updates that follow one another without a read, as those of an
-optimizer do, are rounded as one. A write that replaces values (`copy_`, `normal_`) rounds to nearest; while a
+recipe rounds updates, perhaps stochastically. Updates that follow one another without a read, as
+in an optimizer, are rounded as one. A write of new values (`copy_`, `normal_`) rounds to nearest; while a
 gradient waits, `copy_` is an update as well, for optimizers that compute in float32 and copy the result. A
 recipe that feeds the rounding error of a weight back into AdamW's moment has no place for the error of
 another update, which is therefore refused.
@@ -77,7 +77,7 @@ class NarrowTensor(torch.Tensor):
     def __new__(
         cls, like: torch.Tensor, record: ParamState, dtype: torch.dtype, views: tuple[View, ...] = ()
     ) -> "NarrowTensor":
-        """Make a tensor with the shape, strides and device of `like`, whose values are those of a record."""
+        """Make a tensor with the shape, strides and device of `like`, with the values of a record."""
         self = wrapper_subclass(cls, like.shape, like.stride(), dtype, record.device)
         self.narrowgauge, self.views = record, views
         return self

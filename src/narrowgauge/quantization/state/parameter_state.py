@@ -64,7 +64,7 @@ class ParamState:
         gradient: The sum over micro-batches in a cast; None: it is `parameter.grad`.
         updated: The float32 values that updates from outside have computed and that are not rounded yet.
         updates: The number of updates from outside that drew random bits (`NarrowTensor`).
-        reads: The number of operations outside of the layer that read a narrow weight for a gradient.
+        reads: The number of operations outside the layer that read a narrow weight for a gradient.
         is_traced: Whether its tensors are a tracer's, which knows neither master nor random bits.
     """
 

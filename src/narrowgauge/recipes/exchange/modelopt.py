@@ -309,7 +309,7 @@ def _reading(path: Path, entries: Sequence[_Entry], lost: list[str]) -> Reading:
             if entry.layers == "*" and len(entry.kinds) == 2:
                 of_layers, keep = {}, []
             elif len(entry.kinds) == 2:
-                whole = (entry.layers.removesuffix(".*"), entry.layers)  # the layer, and those inside of it
+                whole = (entry.layers.removesuffix(".*"), entry.layers)  # the layer, and those inside it
                 keep += DISABLED.get(entry.layers, whole)
             else:
                 of_layers.get(entry.layers, {}).pop(entry.kinds[0], None)

@@ -277,7 +277,7 @@ def _mxfp8_casts(call: Call, path: Path) -> dict[str, Cast]:
 
 
 def _float8_casts_of(call: Call, file: PythonFile) -> dict[str, Cast]:
-    """The casts of a `Float8LinearConfig`; its dtypes are those of an NVIDIA GPU unless they are given."""
+    """The casts of a `Float8LinearConfig`; its dtypes default to an NVIDIA GPU's."""
     given, casts = call.arguments, {}
     powers = bool(given["round_scales_to_power_of_2"])
     elements = {theirs: ours for ours, theirs in DTYPES.items()}

@@ -162,7 +162,7 @@ class Watched:
 
 
 def rows_of(planned: PlannedComparison) -> list[Row]:
-    """The results so far, those of the reference first; none of a comparison that is not measured."""
+    """The results so far, the reference's first; empty for a comparison that is not measured."""
     try:
         rows = read_rows(Path(planned.rows)) if planned.rows else []
     except UserError:  # not written yet

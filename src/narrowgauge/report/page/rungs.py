@@ -224,7 +224,7 @@ def rungs_section(
     """The sections that a measured experiment adds to a page: gaps over its rungs, and the probe.
 
     Args:
-        rows: The results of runs, including those of the reference.
+        rows: The results of runs, including the reference's.
         results: The results of the arms.
         parameters: Parameters in linear layers, to which tokens are related.
         probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.

@@ -3,7 +3,7 @@
     {"command", "reference", "family", "seeds", "parameters", "is_calm", "rows",
      "runs": [{"name", "arm", "seed", "rung", "steps", "tokens"}, ...]}
 
-The runs are in the order of training, those of the reference first. A reader learns from it which runs are
+The runs are in the order of training, the reference's first. A reader learns from it which runs are
 still to come; what has happened is in the run directories.
 """
 
@@ -54,7 +54,7 @@ class PlannedComparison:
 
     @property
     def compared(self) -> list[PlannedRun]:
-        """The runs at the highest rung, those of the reference first."""
+        """The runs at the highest rung, the reference's first."""
         last = max((run.rung for run in self.runs), default=0)
         found = [run for run in self.runs if run.rung == last]
         return sorted(found, key=lambda run: run.arm != self.reference)

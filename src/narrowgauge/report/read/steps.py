@@ -82,7 +82,7 @@ def warmup_spikes(steps: Sequence[Step]) -> list[float]:
 
 
 def validations(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:
-    """The validation losses; a record without tokens takes those of the preceding step."""
+    """The validation losses; a record without tokens takes the preceding step's."""
     found: list[Validation] = []
     passed = 0
     for number, record in records.items():

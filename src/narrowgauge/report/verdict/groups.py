@@ -41,7 +41,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     by_variant: dict[str, dict[int, Run]] = {}
     for run in runs:
         config = {section: dict(table) for section, table in run.config.items() if isinstance(table, dict)}
-        for key in ("seed", "threads"):  # runs that began alone do not pin threads, those of a comparison do
+        for key in ("seed", "threads"):  # runs that began alone do not pin threads, a comparison's runs do
             config.get("training", {}).pop(key, None)
         config.pop("log", None)  # affects only the display
         key = json.dumps(config, sort_keys=True, default=str) if config else run.name

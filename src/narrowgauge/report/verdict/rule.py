@@ -1,4 +1,4 @@
-"""The rule of every verdict: those of tables and pages, of the gate, and of the plan.
+"""The rule of every verdict: in tables, on pages, of the gate and of the plan.
 
 The gap of an arm to the reference is taken for each seed, in percent. Arms of a seed share its luck, so seeds
 and arms form a two-way table in which the reference is a column of zeros:

@@ -52,7 +52,7 @@ def run(
         config: a configuration, or nested values for one; None for the embedded default.
         out: the run directory; None for `default_out`.
         console: the console for progress; None for standard output.
-        allow_change: `section.key`s whose values may differ from those of the existing run.
+        allow_change: `section.key`s whose values may differ from the existing run.
         profile: the number of steps to profile into DIR/profile, after a few others; 0 for none.
 
     Returns:

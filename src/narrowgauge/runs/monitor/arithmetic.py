@@ -3,7 +3,7 @@ faster way to compute attention.
 
 oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they are fast: a CPU with
 AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
-(docs/lab-log-archive.md). Either way the values are those of bf16 and sums are kept in fp32; only the order
+(docs/lab-log-archive.md). Either way values are bf16 and sums are kept in fp32; only the order
 of the sums differs, and so may the last digit of a loss. The same holds for attention of bf16 values:
 torch's, or "in-order", which has the same digits on every CPU (`kernels.attention.in_order`). That is why a
 resumed run keeps its choices on any CPU, and why all ranks share them.
@@ -103,7 +103,7 @@ def choose_arithmetic(
         log: Prints a line about the choice if it differs from torch's.
 
     Returns:
-        The choices; those of a GPU are empty.
+        The choices; empty on a GPU.
     """
     choice: tuple[str, str, int, str] = ("", "", pinned or torch.get_num_threads(), "")
     if device.type == "cpu":

@@ -96,7 +96,7 @@ def total_memory(device: torch.device) -> int:
 def memory_at_peak(device: torch.device) -> dict[str, int]:
     """The most bytes that this process has held: allocated by tensors, and reserved by torch's allocator.
 
-    On a CPU both are those of the process.
+    On a CPU both describe the process.
     """
     if device.type != "cuda":
         return dict.fromkeys(("allocated", "reserved"), peak_memory_held())

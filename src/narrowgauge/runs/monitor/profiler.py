@@ -25,7 +25,7 @@ from narrowgauge.runs.choices import PROFILED
 
 _SKIPPED = 2  # steps of this process before the recorded ones
 
-# The first match counts. The names are those of torch's operations and of this package's autograd functions.
+# The first match counts. The names belong to torch's operations and this package's autograd functions.
 CLASSES = (
     ("communication", r"c10d|gloo:|nccl:|FSDP::|record_param_comms"),
     ("optimizer", r"Optimizer\.step|linalg_vector_norm"),

@@ -23,7 +23,7 @@ import torch
 
 from narrowgauge.operating_system import cores_of_others
 
-_DIGITS = "so that its last digits may differ from those of a run that was never stopped"
+_DIGITS = "so that its last digits may differ from a run that was never stopped"
 
 
 @cache

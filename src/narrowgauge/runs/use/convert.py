@@ -1,7 +1,7 @@
 """Converts the newest state of a run to another recipe: a new run directory that continues the run.
 
 Weights (or their masters) and moments are read as float32 and written in the new casts, rounded once; the
-casts are those of the new recipe at that step. Step counts, the position in the data and the step of the
+casts come from the new recipe at that step. Step counts, the position in the data and the step of the
 random streams are copied; histories of delayed scales start empty. Keys that a configuration sets over the
 old recipe are dropped, except `offload`. The new directory is created atomically.
 """
@@ -95,4 +95,4 @@ def _copy(a: Trainer, b: Trainer) -> None:
             if place in moments:
                 moment.write(moments[place].read())
     b.guard = a.guard
-    b.guard.raised = []  # those of the other recipe
+    b.guard.raised = []  # by the other recipe

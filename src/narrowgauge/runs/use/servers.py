@@ -89,7 +89,7 @@ class Server:
         return found
 
     def layers(self, ids: list[int], names: list[str]) -> dict[str, Opened]:
-        """Those of the named layers that the server opens, in a pass over a sequence."""
+        """The named layers that the server opens, in a pass over a sequence."""
         return {name: Opened(*parts) for name, parts in self._ask("layers", (ids, names)).items()}
 
     def ids(self, text: str) -> list[int]:
@@ -203,7 +203,7 @@ def _transformers(folder: Path) -> Mapping[str, Callable[[Any], object]]:
 def _opened_layers(
     model: torch.nn.Module, run: Callable[[list[int]], object], ids: list[int], names: list[str]
 ) -> dict[str, tuple[object, ...]]:
-    """The parts of `Opened` of those of the named layers that the model has."""
+    """The parts of `Opened` of the named layers that the model has."""
     found: dict[str, tuple[object, ...]] = {}
 
     def hook(name: str) -> Callable[..., None]:

@@ -4,7 +4,7 @@ The text is complete and reproduces the configuration. Its trajectory consists o
 every loss.
 
 A value that changes the trajectory may only change explicitly: `--allow-change optimizer.lr,training.steps`.
-The keys are those of the configuration, and `code.torch` for another version of torch. Then
+The keys are the configuration's, and `code.torch` for another version of torch. Then
 
     1. the checkpoint is restored under the new values; if that fails, nothing has changed
     2. identity.json keeps the run id of the checkpoints, which is a digest of the original values

@@ -25,7 +25,7 @@ _TEXTS = {
     "recipe.name": "NAME|FILE",
     "recipe.backend": "|".join(BACKENDS),
 }
-# Descriptions of a model's dimensions and choices; their defaults are those of the named size.
+# Descriptions of a model's dimensions and choices; their defaults come from the named size.
 _OF_THE_MODEL = {
     "dim": "width of the residual stream",
     "layers": "number of blocks",

@@ -46,7 +46,7 @@ def published_config(name: str, found: Published, steps: int | None = None) -> V
 
 
 def with_published(values: Values) -> tuple[Values, str]:
-    """Values whose missing keys are those of the model's published training, and a sentence about it.
+    """The values, with missing keys from the model's published training, and a sentence about it.
 
     A model without one, or with a published training of which every key is given, leaves the values as they
     are, and the sentence is empty.

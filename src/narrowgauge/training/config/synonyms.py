@@ -175,18 +175,18 @@ def outside(name: str, value: object, keys: Iterable[str]) -> UserError:
     """The error for a key in a file before any section.
 
     >>> str(outside("learning_rate", 0.1, ["optimizer.lr", "training.steps"]))
-    'learning_rate = 0.1 stands outside of a section; write lr below [optimizer]'
+    'learning_rate = 0.1 stands outside a section; write lr below [optimizer]'
     """
     if answer := _instead(name):
-        return UserError(f"unknown key {name!r} outside of a section; {answer}")
-    others, start = other_names(keys), f"{name} = {value!r} stands outside of a section"
+        return UserError(f"unknown key {name!r} outside a section; {answer}")
+    others, start = other_names(keys), f"{name} = {value!r} stands outside a section"
     near = plain(name) if plain(name) in others else nearest(plain(name), others)
     if near is None:
         return UserError(
-            f"unknown key {name!r} outside of a section; 'narrowgauge train --help all' lists the keys"
+            f"unknown key {name!r} outside a section; 'narrowgauge train --help all' lists the keys"
         )
     if near != plain(name):
-        start = f"unknown key {name!r} outside of a section; the nearest is {near!r}"
+        start = f"unknown key {name!r} outside a section; the nearest is {near!r}"
     places = (f"{key} below [{section}]" for section, _, key in (key.partition(".") for key in others[near]))
     return UserError(f"{start}; write {' or '.join(places)}")
 

@@ -49,6 +49,6 @@ def _tokens_of_experts(engine: Engine) -> dict[str, list[int]]:
 
 
 def token_lines(tokens: Mapping[str, Sequence[int]], step: int) -> Iterator[dict[str, Any]]:
-    """One JSON-ready object for each layer of experts, like those of `nn.Gauges.lines`."""
+    """One JSON-ready object for each layer of experts, like the objects of `nn.Gauges.lines`."""
     for layer, row in tokens.items():
         yield {"step": step, "layer": layer, "place": "tokens", "cast": None, "tokens": list(row)}

@@ -18,7 +18,7 @@ Three things differ from Hugging Face's layout. `llama` rotates neighbouring ele
 of q and k alternate between the halves of a head; the other architectures keep the halves. The experts of a
 layer lie in one tensor (E, N, K). Scaled rotary positions are a tensor `rope_freqs` of divisors.
 
-The values are those of the forward matmul in the checkpoint's step. Where ggml has a type for a layer's cast,
+The values equal the forward matmul's operands in the checkpoint's step. Where ggml has a type for a cast,
 its codes are stored (`blocks.py`); the values of other casts are stored as BF16 or F32, exactly, and a
 remark names them. The head is stored where its values differ from the embedding's.
 
@@ -162,7 +162,7 @@ def expected_values(
 
 
 def gguf_map(config: ModelConfig) -> list[NamePair]:
-    """Our tensors with their names in a file; those of expert J of a stack end in `_exps.J.weight`."""
+    """Our tensors with their names in a file; expert J of a stack ends in `_exps.J.weight`."""
     names = [*stored_names(config), *(["head.weight"] if config.tied_head else [])]
     return [_pair(name, config) for name in names]
 

@@ -6,7 +6,7 @@
 
 GGUF has no key for two choices. Biases follow from the tensors that are there. The scaling of rotary
 positions follows from `rope_freqs`: its largest divisor is the factor, and the rest must be that of Llama 3.1
-with 8192 original positions, or with those of `rope.scaling.original_context_length`.
+with 8192 original positions, or with `rope.scaling.original_context_length`.
 
 A `tokenizer.json` in the same folder, as `export` leaves it, is the model's. Anything else that would be lost
 is refused: other types, tensors without a place, other scalings.

@@ -1,6 +1,6 @@
 """Why importing torch failed and what to do, from the error text of the dynamic loader or of Python.
 
-The texts are those of glibc's loader (`version ... not found`, `cannot open shared object file`, `undefined
+The texts come from glibc's loader (`version ... not found`, `cannot open shared object file`, `undefined
 symbol`), of the loaders of macOS and Windows, and of Python's import system. The first match applies.
 """
 

@@ -15,7 +15,7 @@ from narrowgauge.units import human_count
 _EVERY_S, _LINE_EVERY_S = 2.0, 30.0  # refresh on a terminal; longest silence elsewhere
 
 
-class Watch:
+class ProgressTable:
     """Shows running jobs on a terminal; elsewhere prints a line for each finished job, and every 30 s."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Watch:
         self.started = self.shown = clock()
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "ProgressTable":
         if self.console.is_terminal:
             self._live.start()
         return self
