@@ -187,16 +187,64 @@ class Operands:
 def plain_ddp(recipe):
     """DDP around a model that nobody prepared: the sentence, or whether the replicas are the same."""
     model = net(recipe, seed=dist.get_rank())
+    ddp = DistributedDataParallel(model)
+    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2)
     try:
-        ddp = DistributedDataParallel(model)
+        for step in range(1, 4):
+            ddp(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     except UserError as error:
         return str(error)
+    return same_everywhere(model.state_dict())
+
+
+class Branches(nn.Module):
+    """Three layers, of which a pass may leave out the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x, uses_second):
+        x = self.first(x)
+        return self.third(self.second(x) if uses_second else x)
+
+
+def unprepared(recipe, finds_unused, in_buckets):
+    """DDP around a model that nobody prepared: two micro-batches a step, hooks, layers that are left out.
+
+    Returns whether replicas are the same; whether a layer that nobody used stood still; whether gradients are
+    the means of those that a copy of the model has on each rank alone, bit for bit; and what a hook saw.
+    """
+    torch.manual_seed(dist.get_rank())
+    model = ng.convert(Branches(), recipe, keep=[])
+    ddp = DistributedDataParallel(
+        model, find_unused_parameters=finds_unused, gradient_as_bucket_view=in_buckets
+    )
+    seen, exact, still = [], True, True
     optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2)
-    for step in range(1, 4):
-        ddp(batch(step)).square().mean().backward()
+    for step in range(1, 5):
+        users = {2: (0,), 3: ()}.get(step, (0, 1)) if finds_unused else (0, 1)
+        alone = copy.deepcopy(model)
+        handle = model.second.weight.register_hook(lambda g: seen.append(g.dtype) or 2 * g)
+        alone.second.weight.register_hook(lambda g: 2 * g)
+        for part in range(2):
+            x, used = batch(10 * step + part), dist.get_rank() in users
+            for m, quiet in ((alone, nullcontext), (ddp, ddp.no_sync if part == 0 else nullcontext)):
+                ng.set_step(m, 0, step, 8 * part)
+                with quiet():
+                    m(x, used).square().mean().backward()
+        handle.remove()
+        before = model.second.weight.detach().clone()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            mean = torch.zeros_like(q) if q.grad is None else q.grad / 2
+            dist.all_reduce(mean)
+            exact = exact and torch.equal(torch.zeros_like(q) if p.grad is None else p.grad, mean)
         optimizer.step()
         optimizer.zero_grad()
-    return same_everywhere(model.state_dict())
+        still = still and (bool(users) or torch.equal(before, model.second.weight))
+    return [same_everywhere(model.state_dict()), still, exact, len(seen)]
 
 
 def cut(model, shard):
