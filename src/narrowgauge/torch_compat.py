@@ -35,7 +35,6 @@ __all__ = [
     "after_backward",
     "all_gather_single",
     "as_shard",
-    "ask_at_wrapping",
     "attach_fsdp_extension",
     "attach_hooks_again",
     "autograd_node",
@@ -62,7 +61,6 @@ __all__ = [
     "not_strict",
     "operation_name",
     "overflow_flags",
-    "parameters_of_ddp",
     "reduce_scatter_single",
     "register_fake_backend",
     "reshaped",
@@ -298,11 +296,6 @@ def ignore_in_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
-def ask_at_wrapping(module: torch.nn.Module, names: Iterable[str]) -> None:
-    """Have DDP read the names it ignores (`ignore_in_ddp`) from an iterable when it wraps a module."""
-    module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-
-
 def active_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward pass is running; None outside one.
 
@@ -310,11 +303,6 @@ def active_ddp() -> DistributedDataParallel | None:
     """
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return active
-
-
-def parameters_of_ddp(ddp: DistributedDataParallel) -> Sequence[torch.nn.Parameter]:
-    """The parameters that a DistributedDataParallel reduces. There is no public name."""
-    return ddp._module_parameters
 
 
 def tensors_in(output: Any) -> Sequence[torch.Tensor]:

@@ -46,6 +46,8 @@ class Journal(Recorder):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is NotImplemented:  # a tensor without memory, whose codes come next
+            return out
         values = list(tree_iter((args, kwargs or {}, out)))
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         self.note(operation_name(func), tensors, [v for v in values if not isinstance(v, torch.Tensor)])

@@ -67,6 +67,27 @@ def test_it_goes_on_to_the_same_digits(name, says_step):
     assert all(torch.equal(t, its_moments[i][key]) for i, s in moments.items() for key, t in s.items())
 
 
+@pytest.mark.tier("thorough", keep=("bf16-sr", "msamp-o3"))
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3"])
+def test_so_it_does_with_an_optimizer_of_torchs(name):
+    """With codes, masters, histories and the random bits of its updates, which its own state dict lacks."""
+
+    def made():
+        m = make(name)[0]
+        return m, torch.optim.AdamW(m.parameters(), lr=1e-2)
+
+    m, optimizer = made()
+    train(m, optimizer, range(1, 4), says_step=False)
+    saved = through_a_file(ng.state_dict(m, optimizer))
+    train(m, optimizer, range(4, STEPS + 1), says_step=False)
+    other, its_optimizer = made()
+    train(other, its_optimizer, range(11, 13), says_step=False)
+    ng.load_state_dict(other, its_optimizer, saved)
+    train(other, its_optimizer, range(4, STEPS + 1), says_step=False)
+    for ours, theirs in ((m.state_dict(), other.state_dict()), (recipe_tensors(m), recipe_tensors(other))):
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+
+
 def test_the_state_of_another_recipe_is_refused_before_anything_changes():
     m, optimizer = make("msamp-o2")
     saved = through_a_file(ng.state_dict(m, optimizer))

@@ -6,10 +6,11 @@
         ng.fully_shard(block)
     ng.fully_shard(model)
 
-DDP sums the gradients that autograd accumulates. Gradients that a recipe stores in low precision are outside
-of autograd, and so are the amax histories of delayed scaling. `prepare_ddp` reduces both in a hook at the end
-of the backward pass, over DDP's process group, in the format of the recipe's place `reduce`, with the same
-code as the package's own training. Everything else in DDP works as usual: `no_sync`, buckets, the mean.
+DDP sums the gradients that autograd holds, in float32, and sends the values of weights. `prepare_ddp` takes
+low-precision weights out of its hands: a hook at the end of the backward pass sums their gradients over DDP's
+process group in the format of the recipe's place `reduce`, with the same code as the package's own training,
+and process 0 sends masters as well. The amax histories of delayed scaling are reduced with them. Everything
+else in DDP works as usual: `no_sync`, buckets, the mean.
 
 FSDP2 shards parameters. `fully_shard` shards the state of a low-precision weight along with it, and sends the
 weight's bytes. Gradients remain FSDP2's float32 gradients, so `parameter.grad` is what a loop expects.
@@ -36,6 +37,7 @@ from narrowgauge.nn.histories import ChannelChoice, History, reduce_histories
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import GradientState, state_of, stored_tensor
+from narrowgauge.quantization.state.parameter_state import drop_gradient
 from narrowgauge.torch_compat import active_ddp, after_backward, ignore_in_ddp, tensors_in
 
 
@@ -182,9 +184,9 @@ class _Reduction:
             all_reduce_gradient_states(list(narrow.values()), [wires[p] for p in narrow], self.group)
         for p, gradient in narrow.items():
             gradient.scale_by(torch.tensor(1 / self.group.size(), device=p.device))
-        for gradient, is_used in zip(narrow.values(), used.tolist() if narrow else (), strict=True):
+        for p, is_used in zip(narrow, used.tolist() if narrow else (), strict=True):
             if not is_used:  # on any process: DDP leaves such a parameter without a gradient
-                gradient.replace(None)
+                drop_gradient(p)
         reduce_histories(self.module.modules(), self.group)
 
 

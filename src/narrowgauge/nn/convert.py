@@ -13,7 +13,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
+from narrowgauge.nn.loop_checks import leave_fast_path
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Conversion, Stepped
 from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_layers, outline_of
@@ -149,7 +149,6 @@ def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: st
         first += len(list(stack.layer_names()))
         put(model, name, stack)
     replace_places(model, recipe, plan.parts)
-    refuse_wrapping(model)
     conversion = Conversion()
     for module in model.modules():
         if isinstance(module, Stepped):

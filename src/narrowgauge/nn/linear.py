@@ -27,7 +27,7 @@ from narrowgauge.nn.fused_mlp import fp8_scaling, swiglu_mlp
 from narrowgauge.nn.gemm import NativeOperand
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_sum
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_masters_sent
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands
 from narrowgauge.nn.self_test import verified_backend
@@ -177,8 +177,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
-        if (gradient := operands.weight.gradient) is not None:
-            require_sum(self.weight, gradient)
+        require_masters_sent(operands.weight.record)
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
@@ -226,9 +225,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             return None
         amax = None if known is None else known.of(input)
         both = gate_up.operands(input, gate_up.weight, amax), self.operands(input, self.weight)
-        for layer, operands in zip((gate_up, self), both, strict=True):
-            if (gradient := operands.weight.gradient) is not None:
-                require_sum(layer.weight, gradient)
+        for operands in both:
+            require_masters_sent(operands.weight.record)
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, gate_up.in_features)
             y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, both)

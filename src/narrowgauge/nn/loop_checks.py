@@ -1,6 +1,6 @@
 """Checks against silent mistakes of a user's training loop.
 
-    DistributedDataParallel      does not sum gradients that are stored in a cast
+    DistributedDataParallel      sends weights without their masters
     fully_shard                  shards values without their codes, masters and gradients
     torch's encoder fast path    multiplies by the weights and bypasses the recipe
 
@@ -12,7 +12,6 @@ weights is rounded at the end of its step.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,9 +20,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.errors import UserError
-from narrowgauge.quantization import GradientState, ParamState, state_of
+from narrowgauge.quantization import ParamState
 from narrowgauge.quantization.state.parameter_state import round_updates
-from narrowgauge.torch_compat import active_ddp, ask_at_wrapping, parameters_of_ddp
+from narrowgauge.torch_compat import active_ddp
 
 
 class CountsSteps(Protocol):
@@ -75,54 +74,30 @@ def warn_of_still_step(step: int | None, taken: int) -> None:
     )
 
 
-def require_sum(parameter: torch.Tensor, gradient: GradientState) -> None:
-    """Refuse a forward pass under DistributedDataParallel without `prepare_ddp`.
+def require_masters_sent(state: ParamState | None) -> None:
+    """Refuse DistributedDataParallel without `prepare_ddp` around a weight that has a master.
 
-    Without it, DistributedDataParallel reduces the parameter itself.
+    It sums any gradient. But when it wraps a model it sends values alone: the master of each process, also of
+    the first, would be the rounded weight, in a training that is resumed as well.
 
     Raises:
-        UserError: The replicas would diverge.
+        UserError: The weight has a master.
     """
-    if (ddp := active_ddp()) is None:
+    if active_ddp() is None or state is None or state.gradient is None or state.gradient.is_summed:
         return
-    if not gradient.is_summed or any(p is parameter for p in parameters_of_ddp(ddp)):
-        raise _needs_prepare_ddp()
-
-
-def refuse_wrapping(model: torch.nn.Module) -> None:
-    """Make DistributedDataParallel raise an error when it wraps a model with low-precision gradients.
-
-    `require_sum` handles modules that contain the model.
-    """
-    records = [state_of(p) for p in model.parameters()]
-    if any(record.gradient is not None for record in records):
-        ask_at_wrapping(model, _Unprepared(records))
-
-
-class _Unprepared:
-    """The list of parameters for DDP to ignore: it is empty, or raises an error when DDP reads it.
-
-    It holds records, because a later `convert` changes them.
-    """
-
-    def __init__(self, records: Sequence[ParamState]) -> None:
-        self.records = records
-
-    def __iter__(self) -> Iterator[str]:
-        if any(record.gradient is not None and not record.gradient.is_summed for record in self.records):
-            raise _needs_prepare_ddp()
-        return iter(())
-
-
-def _needs_prepare_ddp() -> UserError:
-    return UserError(
-        "DistributedDataParallel does not sum gradients that a recipe stores in low precision, and replicas "
-        "would diverge: call narrowgauge.prepare_ddp(model) before DistributedDataParallel(model)"
-    )
+    if state.master is not None:
+        raise UserError(
+            "DistributedDataParallel sends weights without their masters, which it would lose: call "
+            "narrowgauge.prepare_ddp(model) before DistributedDataParallel(model)"
+        )
 
 
 def refuse_fsdp(state: ParamState | None) -> None:
     """Refuse torch's FSDP on a weight with a record, which FSDP would not shard.
+
+    FSDP2 cuts a parameter by `chunk`, `new_zeros` and `copy_`, so that its shard holds values without codes
+    and masters. The hooks of a tensor subclass cannot mend that: they learn of the mesh at the first gather,
+    and shards share a scale already when a checkpoint or an initialization writes to them.
 
     Raises:
         UserError: The weight or its gradient is stored in a cast.

@@ -5,8 +5,8 @@ values, and its record (`quantization.ParamState`), which the layer and the opti
 scales, master and gradient. Master and gradient may be in host memory (`offload`).
 
 **Gradient.** Autograd sends the gradient of a weight to the parameter, whichever operation it comes from, and
-sums the contributions of one backward pass. A hook then adds the sum to the gradient in the record, rounded
-once, with the random bits of the layer's last pass (`collect_gradient`).
+sums the contributions of one backward pass. The first sum of a step is rounded into the gradient in the
+record, with the random bits of the layer's last pass (`collect_gradient`); autograd adds the others to it.
 
 Between the micro-batches of a step, weights do not change and gradients are only summed. `Accumulation` uses
 this to save work, without changing values.
@@ -42,11 +42,13 @@ from narrowgauge.quantization import (
     QuantizedState,
     TensorShard,
     ensure_state,
+    has_gradient,
     master_or_weight,
     plain_gradient,
     state_of,
 )
 from narrowgauge.quantization.scales import fp32_scale
+from narrowgauge.quantization.state.gradient_state import NarrowGradient
 from narrowgauge.quantization.state.narrow_tensor import make_narrow, make_narrow_shard, make_plain
 from narrowgauge.quantization.state.parameter_state import (
     NarrowGradParameter,
@@ -251,11 +253,19 @@ class WeightUse:
 
 @torch.no_grad()
 def collect_gradient(parameter: torch.Tensor) -> None:
-    """Add the gradient that autograd has accumulated to the one in a parameter's record, and free it."""
+    """Round the gradient that autograd has accumulated into the record, and leave a `NarrowGradient`."""
     gradient, total = state_of(parameter).gradient, plain_gradient(parameter)
     if gradient is not None and total is not None:
-        set_plain_gradient(parameter, None)
+        if gradient.is_held:  # other code has put another gradient in its place, to which autograd has added
+            gradient.replace(None)
         add_gradient(gradient, total, gradient.stream)
+        _hold(parameter, gradient)
+
+
+def _hold(parameter: torch.Tensor, gradient: GradientState) -> None:
+    """Let autograd add to a gradient in the record of a parameter."""
+    set_plain_gradient(parameter, NarrowGradient(parameter, gradient, add_gradient))
+    gradient.is_held = True
 
 
 def make_weight_state(
@@ -319,6 +329,8 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
         if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = NarrowGradParameter
         _collect_gradients_of(parameter)
+        if has_gradient(parameter) and state.gradient.is_held:
+            _hold(parameter, state.gradient)
 
 
 def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:

@@ -8,7 +8,6 @@ So the optimizer's state of a parameter includes what a resume to the same digit
     recipe.weight.*, .master.*  its scales, and its master
     recipe.I.PLACE.*            histories of the I-th layer that multiplies with it, such as delayed scales
     recipe.I.position           the step of that layer, and the keys of its random streams
-    recipe.shard                which process's shard all this is of (FSDP2)
     recipe.others.*             the same of modules without a weight in the optimizer: frozen layers, experts
                                 in one parameter, attention, the residual stream; with the first parameter
 
@@ -19,20 +18,19 @@ are loaded once more leave them alone (torch's `set_state_dict` loads the model 
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from narrowgauge.collectives import all_reduce_max
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import counting_layers
 from narrowgauge.nn.step_state import Stepped
-from narrowgauge.quantization import ParamState, local_tensor, state_of, stored_tensor
+from narrowgauge.optim.sharded_state import as_kept, as_row, as_saved
+from narrowgauge.quantization import ParamState, state_of, stored_tensor
 
 PREFIX = "recipe."  # of the names in a parameter's state
-POSITION, SHARD = "position", f"{PREFIX}shard"
+POSITION = "position"
 
 Layers = Mapping[int, Mapping[str, Stepped]]  # by the id of the weight that carries them, and by name
 
@@ -68,32 +66,38 @@ def _all(carried: Layers) -> list[Stepped]:
     return [module for layers in carried.values() for module in layers.values()]
 
 
+class _Kept(NamedTuple):
+    """A tensor of the model with state of a recipe, and the parameter that it is sharded with."""
+
+    tensor: torch.Tensor
+    of: torch.Tensor
+    is_row: bool = False  # each process has its own
+
+    def saved(self) -> torch.Tensor:
+        copied = self.tensor.clone()
+        return as_row(copied, self.of) if self.is_row else as_saved(copied, self.of)
+
+
 def carried_tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
     """The recipe's state of a parameter by name, copied, because loading the model's weights changes it."""
     own = {f"{PREFIX}{name}.{POSITION}": _as_tensor(m.position()) for name, m in _stepped(p, layers)}
-    if isinstance(p, DTensor):
-        own[SHARD] = _shard_number(p)
-    return own | {name: t.clone() for name, t in _tensors(p, layers).items()}
+    return own | {name: kept.saved() for name, kept in _tensors(p, layers).items()}
 
 
-def _shard_number(p: DTensor) -> torch.Tensor:
-    """int64, the coordinates of this process among those that share a parameter."""
-    return torch.tensor(p.device_mesh.get_coordinate(), dtype=torch.int64)
-
-
-def _tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
+def _tensors(p: torch.Tensor, layers: Layers) -> dict[str, _Kept]:
     """The tensors of the model that hold the recipe's state of a parameter."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, _Kept] = {}
     for prefix, weight in _weights(p, layers).items():
         record = state_of(weight)
         kept = record.tensors() | ({} if record.weight is None else {"stored": stored_tensor(weight)})
-        tensors |= {f"{prefix}{name}": t for name, t in kept.items()}
+        tensors |= {f"{prefix}{name}": _Kept(t, weight) for name, t in kept.items()}
     for i, layer in _stepped(p, layers):
         for place, history in layer.histories.items():
-            tensors |= {f"{i}.{place}.{name}": t for name, t in history.tensors().items()}
+            tensors |= {f"{i}.{place}.{name}": _Kept(t, p, True) for name, t in history.tensors().items()}
         if isinstance(layer, Linear) and layer.reduce_prescale is not None:
-            tensors |= {f"{i}.reduce.{name}": t for name, t in layer.reduce_prescale.tensors.items()}
-    return {PREFIX + name: t for name, t in tensors.items()}
+            factor = layer.reduce_prescale.tensors
+            tensors |= {f"{i}.reduce.{name}": _Kept(t, p) for name, t in factor.items()}
+    return {PREFIX + name: kept for name, kept in tensors.items()}
 
 
 def _weights(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
@@ -108,27 +112,18 @@ def _stepped(p: torch.Tensor, layers: Layers) -> list[tuple[str, Stepped]]:
     return [(name, module) for name, module in layers[id(p)].items() if module.follows_step()]
 
 
-def _is_others(p: DTensor, number: torch.Tensor) -> bool:
-    """Whether a saved state is not of its shard on any process; all of them have to stop."""
-    mesh, is_own = p.device_mesh, torch.equal(number.cpu(), _shard_number(p))
-    flag = torch.tensor(float(not is_own), device=local_tensor(p).device)
-    return bool(all_reduce_max(flag, [mesh.get_group(i) for i in range(mesh.ndim)]))
-
-
-def require_loadable(p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.Tensor]) -> None:
-    """Require that a parameter takes a saved state of its recipe.
+def local_parts(
+    p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What this process keeps of a saved state of a parameter's recipe.
 
     Raises:
-        UserError: It is of another recipe, of another process's shard, or of other weights than the
-            parameter has.
+        UserError: It is of another recipe, or of other weights than the parameter has.
     """
-    if isinstance(p, DTensor) and SHARD in saved and _is_others(p, saved[SHARD]):
-        raise UserError(
-            "the optimizer's state is that of another process's shard: torch.distributed.checkpoint keeps "
-            "one process's for all; let each process save its own narrowgauge.state_dict(model, optimizer)"
-        )
-    current = carried_tensors(p, layers)
-    ours, theirs = ({(k, t.dtype, t.shape) for k, t in state.items()} for state in (current, saved))
+    kept = {name: k.tensor for name, k in _tensors(p, layers).items()}
+    kept |= {f"{PREFIX}{name}.{POSITION}": _as_tensor(m.position()) for name, m in _stepped(p, layers)}
+    parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}
+    ours, theirs = ({(k, t.dtype, t.shape) for k, t in state.items()} for state in (kept, parts))
     if different := ours ^ theirs:
         name = min(name for name, *_ in different)
         raise UserError(
@@ -137,20 +132,21 @@ def require_loadable(p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.
         )
     for prefix, weight in _weights(p, layers).items():
         record = state_of(weight)
-        if record.weight is None or _is_of(record, PREFIX + prefix, saved):
+        if record.weight is None or _is_of(record, PREFIX + prefix, parts):
             continue
         raise UserError(
             "the optimizer's state carries masters and codes of other weights than the model has: load the "
             "model's state dict first, and then the optimizer's"
         )
+    return parts
 
 
-def load_carried(p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.Tensor]) -> None:
+def load_carried(p: torch.Tensor, layers: Layers, parts: Mapping[str, torch.Tensor]) -> None:
     """Copy the recipe's state of a parameter back, bit for bit."""
-    for name, tensor in _tensors(p, layers).items():
-        tensor.copy_(saved[name])
+    for name, kept in _tensors(p, layers).items():
+        kept.tensor.copy_(parts[name])
     for i, layer in _stepped(p, layers):
-        layer.restore_position(_as_position(saved[f"{PREFIX}{i}.{POSITION}"]))
+        layer.restore_position(_as_position(parts[f"{PREFIX}{i}.{POSITION}"]))
 
 
 def _is_of(record: ParamState, prefix: str, saved: Mapping[str, torch.Tensor]) -> bool:

@@ -39,6 +39,7 @@ from narrowgauge.quantization import (
     shard_of,
     state_of,
 )
+from narrowgauge.quantization.state.parameter_state import drop_gradient
 from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.recipes import recipe as recipe_named
 
@@ -253,8 +254,8 @@ class Optimizer(SavedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, including low-precision ones."""
         for p in self.parameters():
-            if (narrow := state_of(p).gradient) is not None:
-                narrow.replace(None)
+            if state_of(p).gradient is not None:
+                drop_gradient(p)
         super().zero_grad(set_to_none)
 
     @torch.no_grad()

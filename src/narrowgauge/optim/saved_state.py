@@ -15,9 +15,10 @@ from narrowgauge.optim.carried_state import (
     carried_tensors,
     layers_of,
     load_carried,
-    require_loadable,
+    local_parts,
 )
-from narrowgauge.quantization import QuantizedState
+from narrowgauge.optim.sharded_state import as_saved
+from narrowgauge.quantization import QuantizedState, local_tensor
 from narrowgauge.recipes import Recipe
 
 MASTER = ".master.values"  # suffix of the name of a 16-bit parameter's master (`half_precision.py`)
@@ -57,11 +58,15 @@ class SavedOptimizer(torch.optim.Optimizer):
             current[key].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        """`own_state_dict`, with what the recipe keeps for each parameter (`carried_state.py`)."""
+        """`own_state_dict`, with what the recipe keeps for each parameter (`carried_state.py`).
+
+        Under FSDP2, every process calls it, and gets its part (`sharded_state.py`).
+        """
         saved = self.own_state_dict()
         layers = layers_of(self.parameters())
-        for p, state in zip(self.parameters(), saved["state"].values(), strict=True):
-            state |= carried_tensors(p, layers)
+        for p, (key, state) in zip(self.parameters(), saved["state"].items(), strict=True):
+            own = {name: as_saved(t, p) for name, t in state.items()}
+            saved["state"][key] = own | carried_tensors(p, layers)
         return saved
 
     def own_state_dict(self) -> dict[str, Any]:
@@ -89,11 +94,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         carried: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in states}
         for p, state in states.items():
             for key, t in state.items():
-                (carried if key.startswith(PREFIX) else own)[p][key] = t
+                (carried if key.startswith(PREFIX) else own)[p][key] = local_tensor(t)
         layers, names = layers_of(states), {p: str(i) for i, p in enumerate(states)}
         is_carried = any(carried.values())
-        for p in states if is_carried else ():
-            require_loadable(p, layers, carried[p])
+        if is_carried:
+            carried = {p: local_parts(p, layers, state) for p, state in carried.items()}
         self.restore(names, {f"{names[p]}.{key}": t for p, state in own.items() for key, t in state.items()})
         for p in states if is_carried else ():
             load_carried(p, layers, carried[p])

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import NarrowTensor
+from narrowgauge.quantization.state.gradient_state import NarrowGradient
 from narrowgauge.torch_compat import local_tensor, storage_key
 
 
@@ -129,4 +130,4 @@ def _with_memory(x: torch.Tensor) -> torch.Tensor | None:
         return _with_memory(local_tensor(x))
     if isinstance(x, GatheredWeight):
         return x.numbers
-    return None if isinstance(x, NarrowTensor) else x  # its codes are seen elsewhere
+    return None if isinstance(x, NarrowTensor | NarrowGradient) else x  # their codes are seen elsewhere

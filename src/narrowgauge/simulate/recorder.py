@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import narrowgauge
 from narrowgauge.devices import GpuWork
 from narrowgauge.distributed import CommCounter
+from narrowgauge.quantization.state.gradient_state import NarrowGradient
 from narrowgauge.simulate.live_bytes import LiveBytes
 from narrowgauge.simulate.meta_results import meta_result
 from narrowgauge.simulate.operations import Cost, cost_of, shown_bytes
@@ -87,6 +88,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if NarrowGradient in types:  # what it does with its codes comes here as well
+            return NotImplemented
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             self.live.update_all()

@@ -1,12 +1,14 @@
 """A gradient that is stored in a cast: summed over micro-batches in float32, rounded after each of them.
 
-Autograd cannot accumulate gradients in FP8. It sums what one backward pass brings to a parameter, and a hook
-adds that sum to one of these states (`nn.weight`). Code that reads `parameter.grad`, such as
-`torch.nn.utils.clip_grad_norm_`, sees the gradient decoded to float32, and it remains float32 until it is
-dropped: such code misses no gradient, at the memory of a wide one.
+Autograd sums what one backward pass brings to a parameter. The first sum of a step reaches a hook, which
+rounds it into one of these states (`nn.weight`) and leaves a `NarrowGradient` in its place, to which autograd
+itself adds the sums that follow. Code that reads `parameter.grad`, such as `torch.nn.utils.clip_grad_norm_`,
+sees the gradient decoded to float32, and it remains float32 until it is dropped: such code misses no
+gradient, at the memory of a wide one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +17,15 @@ from narrowgauge.once import computed_once
 from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 from narrowgauge.quantization.state.prescale import PreScale, Prescaled, prescaled
 from narrowgauge.quantization.state.quantized_state import QuantizedState
+from narrowgauge.torch_compat import (
+    disabled_torch_function,
+    has_result,
+    operation_name,
+    tree_leaves,
+    tree_map_only,
+    wrapper_subclass,
+    written_arguments,
+)
 
 
 class GradientState(QuantizedState):
@@ -24,13 +35,15 @@ class GradientState(QuantizedState):
         is_empty: Whether nothing has been added since it was dropped.
         sums: The number of additions since it was dropped.
         wide: The gradient in float32, in place of the stored codes, once `parameter.grad` has been read.
-        is_summed: Whether `prepare_ddp` sums it over replicas; DistributedDataParallel does not.
+        is_held: Whether autograd holds it, as a `NarrowGradient`; anything else there has replaced it.
+        is_summed: Whether it is summed over replicas in the recipe's formats, by `prepare_ddp` or the engine.
         stream: The random bits of the next addition, from the layer's pass; None rounds to nearest.
     """
 
     is_empty: bool = True
     sums: int = 0
     wide: torch.Tensor | None = None
+    is_held: bool = False
     is_summed: bool = False
     stream: RandomStream | None = None
 
@@ -72,7 +85,7 @@ class GradientState(QuantizedState):
 
     def replace(self, wide: torch.Tensor | None) -> None:
         """Replace the gradient by another, or drop it."""
-        self.wide, self.is_empty = wide, wide is None
+        self.wide, self.is_empty, self.is_held = wide, wide is None, False
         self.sums = 0 if wide is None else 1
 
     def discard_step(self) -> None:
@@ -118,3 +131,53 @@ def add_all(
         else:
             g.write(x, stream, amax=next(amaxes) if g.shares_scale else None)
         g.count_sum()
+
+
+class NarrowGradient(torch.Tensor):
+    """A gradient that is stored in a cast, as autograd holds it: float32, of the parameter's shape.
+
+    Autograd adds to it; each sum is rounded once, with the random bits of the layer's last pass. Any other
+    operation reads its values. One that writes to it, as that of DistributedDataParallel does with the mean
+    over processes, makes it float32 until it is dropped.
+    """
+
+    state: GradientState
+    add_sum: Callable[[GradientState, torch.Tensor, RandomStream | None], None]
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: torch.Tensor,
+        state: GradientState,
+        add_sum: Callable[[GradientState, torch.Tensor, RandomStream | None], None],
+    ) -> "NarrowGradient":
+        """Make the gradient of a parameter; `add_sum` adds to its state."""
+        self = wrapper_subclass(cls, like.shape, like.stride(), torch.float32, like.device)
+        self.state, self.add_sum = state, add_sum
+        return self
+
+    def __init__(self, *_: object) -> None:
+        """Nothing more."""
+
+    def values(self) -> torch.Tensor:
+        """The gradient as new float32 values."""
+        return self.state.read()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Add what autograd brings, or run an operation on the values."""
+        kwargs, first = kwargs or {}, args[0]
+        if isinstance(first, NarrowGradient) and operation_name(func) in ("add_", "add") and len(args) == 2:
+            first.add_sum(first.state, args[1], first.state.stream)
+            return first
+        written = {id(x) for x in tree_leaves(list(written_arguments(func, args, kwargs).values()))}
+
+        def substitute(x: NarrowGradient) -> torch.Tensor | None:
+            return x.state.widen() if id(x) in written else x.values()
+
+        result = func(*tree_map_only(NarrowGradient, substitute, tuple(args)), **kwargs)
+        return first if id(first) in written and has_result(func) else result

@@ -32,7 +32,7 @@ from narrowgauge.collectives import all_reduce_max
 from narrowgauge.formats import RandomStream, random_stream, torch_dtype
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.sharding.shard import TensorShard
-from narrowgauge.quantization.state.gradient_state import GradientState
+from narrowgauge.quantization.state.gradient_state import GradientState, NarrowGradient
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 from narrowgauge.torch_compat import FSDPExtension
 
@@ -251,14 +251,13 @@ def local_part(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 class NarrowGradParameter(torch.nn.Parameter):
     """A parameter in fp32 whose gradient is stored in a cast; `grad` decodes it for any other code.
 
-    Autograd accumulates into `parameter.grad`, and a hook then rounds the sum into the record (`nn.weight`).
-    Reading `grad` decodes the gradient to float32, which it remains until it is dropped (`GradientState`).
+    Autograd holds a `NarrowGradient`, to which it adds. Reading `grad` in Python decodes the gradient to
+    float32, which it remains until it is dropped.
 
-    It is a property, and not a narrow tensor that autograd keeps, for the sake of the values. Code outside
-    changes a gradient in several operations: a scaler divides it, clipping multiplies it, an optimizer adds
-    decay. A narrow tensor would round after each, or would have to become float32 at the first, as the
-    property does; and to round in the gradient's cast takes the random bits of the layer's pass, which
-    autograd does not hand to the tensor that it adds to.
+    It is a property, and not that tensor, for the sake of what Python does with a gradient. A scaler divides
+    it, clipping multiplies it, an optimizer adds decay: the tensor would have to become float32 at the first
+    write anyway. And it would be decoded at each read: three times in a step of torch's AdamW, four times in
+    one of NAdam. Between micro-batches both hold the same bytes, those of the cast.
     """
 
     @property
@@ -270,9 +269,8 @@ class NarrowGradParameter(torch.nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         narrow = _gradient_state(self)
-        if narrow is None:
-            set_plain_gradient(self, value)
-        else:
+        set_plain_gradient(self, value if narrow is None else None)
+        if narrow is not None:
             narrow.replace(value)
 
     @grad.deleter
@@ -283,14 +281,18 @@ class NarrowGradParameter(torch.nn.Parameter):
 def _gradient_state(p: torch.Tensor) -> GradientState | None:
     """The gradient in the record of a parameter; None for an alias or a view of one.
 
-    It takes what autograd has accumulated, if the hook that does so (`nn.weight`) is on another parameter of
-    the same record, as under `torch.nn.utils.parametrize`.
+    It takes what is in the place of the `NarrowGradient`: the mean of DistributedDataParallel, or what
+    autograd has accumulated where the hook of `nn.weight` is on another parameter of the same record, as
+    under `torch.nn.utils.parametrize`.
     """
     narrow = state_of(p).gradient if isinstance(p, torch.nn.Parameter) else None
     is_hooked = not isinstance(p, DTensor) and type(p) is not torch.nn.Parameter
     if narrow is not None and is_hooked and (total := plain_gradient(p)) is not None:
         set_plain_gradient(p, None)
-        narrow.add(total.detach().float(), narrow.stream)
+        if narrow.is_held or narrow.is_empty:
+            narrow.replace(total.detach().float())
+        else:
+            narrow.add(total.detach().float(), narrow.stream)
     return narrow
 
 
@@ -302,7 +304,14 @@ def set_plain_gradient(p: torch.Tensor, value: torch.Tensor | None) -> None:
 def plain_gradient(p: torch.Tensor) -> torch.Tensor | None:
     """The gradient to which autograd adds; None if there is none, or one in a cast."""
     gradient: torch.Tensor | None = _PLAIN.__get__(p)
-    return gradient
+    return None if isinstance(gradient, NarrowGradient) else gradient
+
+
+def drop_gradient(p: torch.Tensor) -> None:
+    """Drop the gradient of a parameter, wherever it is."""
+    if (narrow := state_of(p).gradient) is not None:
+        narrow.replace(None)
+    set_plain_gradient(p, None)
 
 
 def has_gradient(p: torch.Tensor) -> bool:
