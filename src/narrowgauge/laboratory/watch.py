@@ -109,7 +109,7 @@ def watched_by_another(path: Path, say: Callable[[str], object]) -> Iterator[Non
         path: The directory, which may not exist yet.
         say: Called with the address.
     """
-    with suppress(OSError):  # the run says why it cannot be made
+    with suppress(OSError):  # the run reports why it cannot be made
         make_directory(path.parent)
     command = [sys.executable, "-m", "narrowgauge", "watch", str(path), "--beside"]
     environment = without_launcher(os.environ)

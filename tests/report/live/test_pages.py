@@ -68,6 +68,9 @@ def test_a_killed_run_is_told_from_one_at_work(make_run, watch):
     html = shown(watch(run))
     assert rows(html)[0][1] == "killedthe same command line continues it"
     assert "It was killed after step 20 of 20: no process holds it" in html
+    (run / "status.json").write_text('{"status": "preempted", "reason": "SIGTERM; the same line continues"}')
+    assert rows(shown(watch(run)))[0][1] == "preemptedSIGTERM; the same line continues"
+    killed(run)
     assert "killed" in write_report([run], run / "report.html").read_text()
 
 
