@@ -109,6 +109,12 @@ def test_watch_ends_with_ctrl_c_and_code_130(narrowgauge, tmp_path):
     assert (done.code, done.err) == (130, f"{tmp_path / 'later'} does not exist yet; the page waits for it\n")
 
 
+def test_a_folder_that_cannot_be_is_refused_in_one_sentence(narrowgauge, tmp_path):
+    ended = narrowgauge("watch", tmp_path / "no" / "run", "--no-browser")
+    assert ended.code == 2
+    assert ended.err.startswith(f"narrowgauge: {tmp_path / 'no'} does not exist; name a run directory")
+
+
 def test_an_empty_folder_is_named_in_the_terminal(narrowgauge, tmp_path):
     process = narrowgauge.start("watch", tmp_path, "--no-browser")
     address_in(process)
