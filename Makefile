@@ -94,10 +94,11 @@ clean:
 $(VENV)/.torch:
 	@if $(PYTHON) -c "import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11))" 2>/dev/null; \
 	then echo "using the torch that $(PYTHON) already has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
-	else echo "installing $(TORCH) in $(VENV), once (5 GB on disk)"; $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet $(TORCH); fi
+	else echo "installing $(TORCH) in $(VENV), once (5 GB on disk; minutes)"; $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install $(TORCH); fi
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
+	@echo "installing narrowgauge and its dependencies in $(VENV)"
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 

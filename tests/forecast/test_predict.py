@@ -125,6 +125,9 @@ def test_a_result_has_a_table_files_and_a_picture(tmp_path, monkeypatch):
     found = ng.predict(["nvfp4", "mxfp8"], 1e9, 2e10)
     assert repr(found).startswith("<Forecasts: nvfp4 +")
     assert [line.split()[0] for line in found.table().splitlines()[1:]] == ["recipe", "nvfp4", "mxfp8"]
+    assert found.table().splitlines()[1].split()[-1] == "support"
+    beyond = ng.predict("nvfp4", 2e11, 2e13).table().splitlines()[2]
+    assert beyond.endswith("  beyond: 15x size")
     assert "published laws, nats: Kumar 2024" in found.explain()
     for ending in (".json", ".csv", ".svg", ".txt"):
         assert found.save(tmp_path / f"f{ending}").stat().st_size > 200

@@ -11,6 +11,7 @@ from narrowgauge.cli.main import main
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import load_cluster, tokens_of
 from narrowgauge.errors import UserError
+from narrowgauge.laboratory.advise.advise import RECIPES, _unfit
 from narrowgauge.laboratory.advise.space import Space, layouts
 from narrowgauge.models import model_names
 from narrowgauge.models.published import published
@@ -209,7 +210,28 @@ def test_hours_give_tokens_and_too_few_hours_are_refused(tmp_path):
     found = advised(hours=2, **settings)
     assert found.answers[0].days * 24 == pytest.approx(2, rel=0.01)
     late = ng.advise(tokens=10 * found.answers[0].tokens, hours=2, **settings)
-    assert "and the budget is 2; leave out tokens to train on the" in late.refused
+    assert "and the budget is 2 hours; leave out tokens to train on the" in late.refused
+
+
+@pytest.mark.tier("thorough")
+def test_a_budget_that_rules_the_best_out_leaves_the_next():
+    given = {"model": "llama3-8b", "cluster": "b200", "tokens": "200B", "batch_size": 1}
+    first, second = advised(recipes=["bf16", "nvfp4"], **given).answers
+    assert (first.recipe, second.recipe) == ("bf16", "nvfp4")
+    assert second.hours < first.hours
+    found = advised(recipes=["bf16", "nvfp4"], hours=(first.hours + second.hours) / 2, **given)
+    assert [answer.recipe for answer in found.answers] == ["nvfp4"]
+    assert "hours with bf16, and the budget is" in found.lost["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "recipes"),
+    [("t4", "fp16"), ("a100", "bf16"), ("cpu", "bf16"), ("mi355x", "bf16 fp8 msamp-o2")],
+)
+def test_the_candidates_are_native_with_one_wide_recipe(cluster, recipes):
+    machine = load_cluster(cluster)
+    fit = [name for name in RECIPES if not _unfit(name, machine, is_asked=False)]
+    assert fit == recipes.split()
 
 
 def test_published_trainings_are_of_named_models_and_have_sources():

@@ -68,6 +68,25 @@ class MakeRun:
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return run
 
+    def plan(self, folder: Path, *names: str, steps: int = 200) -> None:
+        """comparison.json as `compare` writes it; the first run is the reference."""
+        runs = [
+            {
+                "name": name,
+                "arm": name.partition("-seed")[0],
+                "seed": 1,
+                "rung": 1,
+                "steps": steps,
+                "tokens": 9,
+            }
+            for name in names
+        ]
+        arms = list(dict.fromkeys(run["arm"] for run in runs))
+        rest = {"command": "narrowgauge compare", "seeds": [1], "parameters": 9, "rows": ""}
+        text = json.dumps({"reference": arms[0], "family": arms[1:], "runs": runs, **rest})
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "comparison.json").write_text(text)
+
     def append(self, run: Path, text: str) -> None:
         """Add raw text to the metrics of a run, as a writer would."""
         with (run / "metrics.jsonl").open("a") as file:

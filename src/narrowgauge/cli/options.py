@@ -37,7 +37,12 @@ def _train(p: KeyParser) -> None:
     )
     text = "continue from a checkpoint of RUN with another schedule"
     p.add_argument("--branch", metavar="RUN@STEP", help=text)
-    p.add_argument("--watch", action="store_true", help="show the run on a live page (narrowgauge watch)")
+    _watched(p)
+
+
+def _watched(p: KeyParser) -> None:
+    """Add the option of the verbs that train."""
+    p.add_argument("--watch", action="store_true", help="show a live page meanwhile (narrowgauge watch)")
 
 
 def _compare(p: KeyParser) -> None:
@@ -78,6 +83,7 @@ def _compare(p: KeyParser) -> None:
     )
     p.add_argument("--jobs", type=positive_integer, metavar="N", help="number of parallel runs (1)")
     p.add_argument("--dry-run", action="store_true", help="print runs, tokens and hours, and exit")
+    _watched(p)
 
 
 def _plan(p: KeyParser) -> None:

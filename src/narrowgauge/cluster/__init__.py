@@ -10,6 +10,7 @@ from narrowgauge.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.cluster.launch.job_script import MARK as MARK
     from narrowgauge.cluster.launch.job_script import Job as Job
+    from narrowgauge.cluster.launch.job_script import emulation_note as emulation_note
     from narrowgauge.cluster.launch.site import Site as Site
     from narrowgauge.cluster.launch.site import load_site as load_site
     from narrowgauge.cluster.launch.site import site_names as site_names

@@ -130,7 +130,7 @@ def power_text(
         seen = f"{seeds} seeds see a gap of {smallest_gap(plan):.2g} % in 8 of 10 cases"
         seen = seen if arms == 1 else f"of {arms} variants at once, {seen}"
     return (
-        f"{ratio:.2g} tokens a parameter: {seen}, if gaps of seeds deviate by {deviation:.2g} % "
+        f"{ratio:.2g} tokens per parameter: {seen}, if gaps of seeds deviate by {deviation:.2g} % "
         f"({source}); to call two recipes equal within {_FINE} % takes {needed[0]}, within {MARGIN} % "
         f"{needed[1]} seeds"
     )

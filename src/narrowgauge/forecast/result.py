@@ -59,7 +59,7 @@ class Forecasts(Result, Sequence[Forecast]):
 
     def table(self) -> str:
         """The forecasts as text: gap, interval, extra tokens, support."""
-        head = ("recipe", "gap", "90 %", "nats", "extra tokens", "90 %", "points", "beyond support")
+        head = ("recipe", "gap", "90 %", "nats", "extra tokens", "90 %", "points", "support")
         lines = [head]
         for one in self:
             if one.gap_percent is None or one.gap_nats is None or one.extra_tokens_percent is None:
@@ -81,7 +81,7 @@ class Forecasts(Result, Sequence[Forecast]):
                     _tokens(extra.mean),
                     f"{_tokens(extra.low)} to {_tokens(extra.high)}",
                     f"{one.points}" + (f" ({one.own_points} of it)" if one.own_points else ""),
-                    beyond or "inside",
+                    f"beyond: {beyond}" if beyond else "inside",
                 )
             )
         text = text_table(lines)

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from narrowgauge.experiment.jobs import require_same, state_of
 from narrowgauge.experiment.run import print_plan, run_experiment, with_equal_threads
 from narrowgauge.laboratory.chart import curves
 from narrowgauge.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
+from narrowgauge.laboratory.watch import watched_by_another
 from narrowgauge.recipes import RecipeLike
 from narrowgauge.report import Run, Verdict, print_comparison, read_runs, verdicts
 from narrowgauge.result import Result, Row
@@ -196,8 +199,11 @@ def run_comparison(
     expected: bool = False,
     has_logs: bool = False,
     here: bool = False,
+    is_watched: bool = False,
 ) -> Comparison:
     """Train what is left of an experiment, print what was found, write the page, and judge.
+
+    With `is_watched` another process shows the experiment on a live page meanwhile.
 
     Raises:
         UserError: The text has other tokens than the model, a launcher's processes cannot share the work, or
@@ -205,11 +211,11 @@ def run_comparison(
         ComparisonFailed: A run left no result; the same call continues.
     """
     rank = _require_ready(experiment)
-    _train_here(experiment, out, console, here)
-    code = run_experiment(
-        *(experiment, out, Console(quiet=True) if rank else console, rank, gate, command_line(), expected),
-        has_logs=has_logs,
-    )
+    shown = Console(quiet=True) if rank else console
+    say = partial(shown.print, markup=False, highlight=False, soft_wrap=True)
+    with watched_by_another(out, say) if is_watched and not rank else nullcontext():
+        _train_here(experiment, out, console, here)
+        code = run_experiment(experiment, out, shown, rank, gate, command_line(), expected, has_logs)
     return Comparison(out, read_runs([out / c.trunk.name for c in experiment.chains]), gate, code)
 
 

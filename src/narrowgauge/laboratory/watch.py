@@ -22,7 +22,7 @@ from narrowgauge.experiment.power import power_text
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.live.pages import Watched, rows_of
 from narrowgauge.report.live.server import PageServer
-from narrowgauge.report.live.subject import Subject
+from narrowgauge.report.live.subject import REPORT, Subject, subjects
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.read.run import METRICS, PROBE, Run, read_state
 from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results
@@ -99,37 +99,40 @@ def opened_browser(url: str, open_file: Callable[[str], object] = webbrowser.ope
 
 
 @contextmanager
-def watched_by_another(run: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """A live page of a run, served by another process as long as this one trains.
+def watched_by_another(path: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """A live page of a run or a comparison, served by another process as long as this one trains.
 
     The other process reads a pipe that only this one can write. When this process ends, even by SIGKILL, the
-    pipe ends, and the other writes the page into the run directory if this one did not.
+    pipe ends, and the other writes the page into the directory if this one did not.
 
     Args:
-        run: The run directory, which may not exist yet.
+        path: The directory, which may not exist yet.
         say: Called with the address.
     """
-    command = [sys.executable, "-m", "narrowgauge", "watch", str(run), "--beside"]
+    with suppress(OSError):  # the run reports why it cannot be made
+        make_directory(path.parent)
+    command = [sys.executable, "-m", "narrowgauge", "watch", str(path), "--beside"]
     environment = without_launcher(os.environ)
     with Popen(  # in a separate session, since Ctrl-C is for the run
         command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, start_new_session=True
     ) as other:
         assert other.stdout is not None
         address = other.stdout.readline().decode().strip()
-        say(f"live page: {address}" if address else f"no live page; narrowgauge watch {run} prints why")
+        say(f"live page: {address}" if address else f"no live page; narrowgauge watch {path} prints why")
         yield
 
 
-def keep_page(run: Path) -> None:
-    """Write the page of a run into its directory, unless one is there that shows all that is recorded."""
-    page, metrics = run / "report.html", run / METRICS
+def keep_page(path: Path) -> None:
+    """Write the page of a run or a comparison into its directory, unless one there shows all records."""
+    page = path / REPORT
+    runs = [run for one in subjects([path])[0] for run in one.paths if (run / METRICS).is_file()]
     deadline = time.monotonic() + _EXIT_S
-    while read_state(run)[0] == "running" and time.monotonic() < deadline:
+    while any(read_state(run)[0] == "running" for run in runs) and time.monotonic() < deadline:
         time.sleep(0.02)
-    with suppress(OSError, UserError):  # the run ended before it had a directory, or the disk is full
-        recorded = metrics.stat().st_mtime_ns
-        if not page.exists() or page.stat().st_mtime_ns < recorded:
-            write_page([run], page)
+    with suppress(OSError, UserError):  # the disk is full
+        recorded = [(run / METRICS).stat().st_mtime_ns for run in runs]
+        if recorded and (not page.exists() or page.stat().st_mtime_ns < max(recorded)):
+            write_page([path], page)
 
 
 def linger(server: PageServer) -> None:

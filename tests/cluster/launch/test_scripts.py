@@ -270,6 +270,16 @@ def test_what_sbatch_reads(write):
     assert "export SLURM_GPUS_PER_TASK=1" in text
 
 
+@pytest.mark.parametrize(("recipe", "is_told"), [("fp8", True), ("bf16", False)])
+def test_a_recipe_that_the_site_emulates_is_told(recipe, is_told, write, capsys):
+    write("--slurm", "--site", "frontier", "--gpus-per-node", "1", train=("train", "--recipe", recipe))
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("recipe fp8 is emulated")
+    ]
+    assert bool(said) == is_told
+    assert all(line.endswith("; --recipe bf16 is native") for line in said)
+
+
 def test_a_short_limit_has_a_short_warning_and_a_cpu_run_asks_for_no_gpus(write):
     train = ("train", "--device", "cpu")
     text = write("--slurm", "--time", "00:10:00", "--gpus-per-node", "4", train=train).read_text()

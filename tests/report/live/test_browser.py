@@ -90,6 +90,25 @@ def test_a_run_is_followed_from_before_its_first_step(make_run, tmp_path):
         assert window.complaints() == []
 
 
+def test_a_ladder_is_followed_through_a_divergence(make_run, tmp_path):
+    root = tmp_path / "runs" / "ladder"
+    make_run.plan(root, "bf16-seed1-steps60", "mxfp4-seed1-steps60", steps=60)
+    make_run("ladder/bf16-seed1-steps60", recipe="bf16", steps=60)
+    run = make_run("ladder/mxfp4-seed1-steps60", recipe="mxfp4", steps=20, status="running")
+    held(run)
+    with serving([root]) as server, driven() as window:
+        window.open(server.url)
+        window.until(lambda: "20 of 20" in window.text(".standing"))
+        assert "interim" in window.text(".standing")
+        (run / "status.json").write_text(
+            '{"status": "failed", "reason": "Diverged: 8 skipped steps in a row"}'
+        )
+        (run / ".lock").unlink()
+        window.until(lambda: "diverged" in window.text(".standing"))
+        assert "8 skipped steps in a row" in window.text("main")
+        assert window.complaints() == []
+
+
 def test_a_wrong_token_shows_a_sentence_and_no_run(make_run, tmp_path):
     run = make_run("secret-name", steps=5)
     with serving([run]) as server, driven() as window:

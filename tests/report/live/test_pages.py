@@ -12,19 +12,6 @@ from narrowgauge.report.live.pages import Watched
 from narrowgauge.report.live.subject import subjects
 
 
-def plan(folder, *names, steps=200):
-    """comparison.json as `compare` writes it; the first run is the reference."""
-    runs = [
-        {"name": name, "arm": name.partition("-seed")[0], "seed": 1, "rung": 1, "steps": steps, "tokens": 9}
-        for name in names
-    ]
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
-    rest = {"command": "narrowgauge compare", "seeds": [1], "parameters": 9, "rows": ""}
-    text = json.dumps({"reference": arms[0], "family": arms[1:], "runs": runs, **rest})
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "comparison.json").write_text(text)
-
-
 def shown(watched, address=""):
     """The page without scripts and styles."""
     html = watched(address).html()
@@ -81,6 +68,9 @@ def test_a_killed_run_is_told_from_one_at_work(make_run, watch):
     html = shown(watch(run))
     assert rows(html)[0][1] == "killedthe same command line continues it"
     assert "It was killed after step 20 of 20: no process holds it" in html
+    (run / "status.json").write_text('{"status": "preempted", "reason": "SIGTERM; the same line continues"}')
+    assert rows(shown(watch(run)))[0][1] == "preemptedSIGTERM; the same line continues"
+    killed(run)
     assert "killed" in write_report([run], run / "report.html").read_text()
 
 
@@ -160,7 +150,7 @@ def test_a_page_that_took_long_rests_unless_the_run_ends(make_run, watch):
 
 def test_a_comparison_shows_the_runs_to_come_and_calls_its_verdicts_interim(make_run, watch, tmp_path):
     folder = tmp_path / "runs" / "compared"
-    plan(folder, "bf16", "mxfp8", "mxfp4", steps=200)
+    make_run.plan(folder, "bf16", "mxfp8", "mxfp4", steps=200)
     page = watch(folder)
     assert [row[:3] for row in rows(shown(page))] == [
         [n, "waiting", "0 of 200"] for n in ("bf16", "mxfp8", "mxfp4")
@@ -184,7 +174,7 @@ def test_a_comparison_shows_the_runs_to_come_and_calls_its_verdicts_interim(make
 
 def test_runs_of_another_machine_are_known_by_their_rows(make_run, watch, tmp_path):
     folder = tmp_path / "runs" / "ladder"
-    plan(folder, "bf16", "mxfp8", "mxfp4")
+    make_run.plan(folder, "bf16", "mxfp8", "mxfp4")
     planned = json.loads((folder / "comparison.json").read_text())
     (folder / "comparison.json").write_text(json.dumps(planned | {"rows": str(tmp_path / "runs.csv")}))
     page = watch(folder)
@@ -199,7 +189,7 @@ def test_runs_of_another_machine_are_known_by_their_rows(make_run, watch, tmp_pa
 
 
 def test_nothing_is_compared_before_the_reference_has_begun(make_run, watch, tmp_path):
-    plan(tmp_path / "runs" / "compared", "bf16", "mxfp8")
+    make_run.plan(tmp_path / "runs" / "compared", "bf16", "mxfp8")
     make_run("compared/mxfp8", recipe="mxfp8")
     html = shown(watch(tmp_path / "runs" / "compared"))
     assert "No run can be drawn yet" in html
@@ -209,7 +199,7 @@ def test_nothing_is_compared_before_the_reference_has_begun(make_run, watch, tmp
 @pytest.mark.parametrize("name", ["../secret", "/etc", "..", ""])
 def test_a_plan_cannot_name_a_run_elsewhere(make_run, watch, tmp_path, name):
     make_run("secret")
-    plan(tmp_path / "runs" / "compared", "bf16", name)
+    make_run.plan(tmp_path / "runs" / "compared", "bf16", name)
     make_run("compared/bf16", recipe="bf16")
     assert "secret" not in shown(watch(tmp_path / "runs" / "compared"))
 
@@ -217,7 +207,7 @@ def test_a_plan_cannot_name_a_run_elsewhere(make_run, watch, tmp_path, name):
 def test_a_folder_lists_runs_and_comparisons_with_a_page_for_each(make_run, watch, tmp_path):
     root = tmp_path / "runs"
     make_run("alone", steps=20)
-    plan(root / "compared", "bf16", "mxfp8", steps=20)
+    make_run.plan(root / "compared", "bf16", "mxfp8", steps=20)
     make_run("compared/bf16", recipe="bf16", steps=20)
     make_run("older/bf16", recipe="bf16", steps=20)
     make_run("older/fp8", steps=20)

@@ -84,7 +84,7 @@ def test_a_run_that_has_not_come_far_enough_lacks_no_seed(make_run):
     good, early = make_run("bf16", recipe="bf16"), make_run("fp8", recipe="fp8", status="preempted")
     (early / "metrics.jsonl").write_text((early / "metrics.jsonl").read_text().splitlines()[0] + "\n")
     text = " ".join(summary(read_runs([good, early])))
-    assert "Not compared with bf16 yet, for one of the two has not come far enough: fp8." in text
+    assert "Not compared with bf16 yet, since one of the two has not come far enough: fp8." in text
     assert "seed" not in text
 
 

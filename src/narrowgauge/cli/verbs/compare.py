@@ -25,7 +25,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         plan_comparison(experiment, out, console)
         return 0
-    return int(run_comparison(experiment, out, console, gate, options.expected).has_failed)
+    found = run_comparison(experiment, out, console, gate, options.expected, is_watched=options.watch)
+    return int(found.has_failed)
 
 
 def read_plan(options: argparse.Namespace) -> Experiment:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 from narrowgauge.cli.line import read_line
 from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.cluster import MARK, Job, Site, load_site, slurm_script, torchrun_script
+from narrowgauge.cluster import (
+    MARK,
+    Job,
+    Site,
+    emulation_note,
+    load_site,
+    slurm_script,
+    torchrun_script,
+)
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.runs import Layout, default_out, lay_out
 from narrowgauge.training import make_config
@@ -27,8 +35,9 @@ def run(options: argparse.Namespace) -> None:
         how = f"on each node: MASTER_ADDR=HOST NODE_RANK=0..{job.nodes - 1} bash {options.out}"
     print(f"{options.out}: {how}")
     print(_grid(job, layout))
-    if layout.choice:
-        print(layout.choice)
+    for text in (layout.choice, emulation_note(layout.config.spec.recipe, site)):
+        if text:
+            print(text)
 
 
 def _grid(job: Job, layout: Layout) -> str:

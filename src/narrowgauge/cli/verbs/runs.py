@@ -89,13 +89,13 @@ def run_watch(options: argparse.Namespace) -> int:
         write_page(paths, options.once)
         print(f"page: {options.once}")
         return 0
-    for path in paths:
-        if not path.exists():
-            print(f"{path} does not exist yet; the page waits for it", file=sys.stderr)
-    for path in empty:
-        print(f"{path} has no runs yet; the page waits for the first", file=sys.stderr)
     try:
         with serving(paths, options.port) as server:
+            for path in paths:
+                if not path.exists():
+                    print(f"{path} does not exist yet; the page waits for it", file=sys.stderr)
+            for path in empty:
+                print(f"{path} has no runs yet; the page waits for the first", file=sys.stderr)
             _serve(server, options)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED

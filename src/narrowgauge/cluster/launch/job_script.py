@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.cluster.launch.site import Site
+from narrowgauge.errors import UserError
+from narrowgauge.recipes import Recipe, choose_backend, named_device, recipe
 
 MARK = "# written by narrowgauge launch"
 GRACE_SECONDS = 120  # from the end of the first process to the end of the last
@@ -125,3 +127,18 @@ def command(job: Job) -> str:
 def status_file(job: Job) -> str:
     """The path of the run's status.json, quoted."""
     return shlex.quote(str(job.run / "status.json"))
+
+
+def emulation_note(found: Recipe, site: Site) -> str:
+    """A sentence if the devices of a site emulate a recipe; "" if not, or if they are unknown."""
+    try:
+        device = named_device(site.architecture)
+    except UserError:  # a site names its architecture for people, or not at all
+        return ""
+    backend = choose_backend(found, device)
+    if backend.name == "native":
+        return ""
+    wide = "bf16" if choose_backend(recipe("bf16"), device).name == "native" else "fp16"
+    return (
+        f"recipe {found.name} is emulated on {site.architecture}: {backend.reason}; --recipe {wide} is native"
+    )

@@ -95,8 +95,21 @@ class Estimate:
         )
 
 
-def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step: StepEstimate) -> Estimate:
+def estimate(
+    config: Config,
+    parallel_dims: ParallelDims,
+    cluster: Cluster,
+    step: StepEstimate,
+    count: WholeCount | None = None,
+) -> Estimate:
     """Estimate the time of a step from its memory and traffic.
+
+    Args:
+        config: The configuration.
+        parallel_dims: The layout.
+        cluster: The cluster.
+        step: Memory and traffic of the step.
+        count: The `count` of another layout without expert parallelism, which is the same; None to count.
 
     Raises:
         UserError: the configuration requires native matmuls that the device does not have.
@@ -104,7 +117,7 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     t, recipe = config.training, config.spec.recipe
     tokens = t.batch_size * config.data.sequence_length
     backend = choose_backend(recipe, cluster.facts, config.spec.backend)
-    count = counted_step(config, parallel_dims, cluster)
+    count = count or counted_step(config, parallel_dims, cluster)
     products, casts, passes = (seconds / parallel_dims.size for seconds in _computation(count))
     volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
     busy = products + casts + passes

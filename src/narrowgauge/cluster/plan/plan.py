@@ -20,7 +20,7 @@ from narrowgauge.models import count_parameters
 from narrowgauge.recipes import Backend, choose_backend, device_facts
 from narrowgauge.runs import choose_device, lay_out
 from narrowgauge.runs.monitor.hardware import device_name, total_memory
-from narrowgauge.simulate import Memory, StepEstimate, estimate_step, fitting
+from narrowgauge.simulate import Memory, StepEstimate, WholeCount, estimate_step, fitting
 from narrowgauge.training import Config
 from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
 from narrowgauge.units import parse_bytes, parse_count
@@ -133,10 +133,14 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
 
 
 def expected_time(
-    config: Config, parallel_dims: ParallelDims, cluster: Cluster, step: StepEstimate
+    config: Config,
+    parallel_dims: ParallelDims,
+    cluster: Cluster,
+    step: StepEstimate,
+    count: WholeCount | None = None,
 ) -> tuple[Estimate, Expectation | None]:
-    """The time of a step at best, and the share of it that a run is expected to reach."""
-    time = estimate(config, parallel_dims, cluster, step)
+    """The time of a step at best, and the share of it that a run is expected to reach; as `estimate`."""
+    time = estimate(config, parallel_dims, cluster, step, count)
     measured = expectation(cluster.measured, parallel_dims.size, step.memory.parameters, time.format)
     is_counted = cluster.facts.is_gpu and parallel_dims.size == 1 and not config.training.compile
     counted = time.count if is_counted else None

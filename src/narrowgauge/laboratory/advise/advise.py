@@ -13,19 +13,20 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.forecast import Forecast, Forecaster
 from narrowgauge.laboratory.advise.result import Advice, Answer
-from narrowgauge.laboratory.advise.space import Point, Space, layouts
+from narrowgauge.laboratory.advise.space import Point, Setting, Space, layouts
 from narrowgauge.laboratory.settings import Values
 from narrowgauge.models import count_block_weights, model_config
 from narrowgauge.models.published import Published, published
 from narrowgauge.recipes import choose_backend, recipe
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.hardware import device_name
+from narrowgauge.simulate import WholeCount
 from narrowgauge.training import make_config
 from narrowgauge.training.config.micro_batch import fitting_sizes
 from narrowgauge.training.config.named import published_config
 from narrowgauge.units import human_count, parse_count
 
-RECIPES = ("bf16", "fp8", "mxfp8", "nvfp4", "nvfp4-finish", "msamp-o2")
+RECIPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "nvfp4-finish", "msamp-o2")
 FIRST = 3
 _SMALL = ("debug", "gpt2-debug", "ladder-1m", "moe-debug")  # no one published a training of these
 Show = Callable[[str], object]
@@ -125,6 +126,7 @@ def _search(
     answers: list[tuple[Answer, Point, ParallelDims]] = []
     least: list[tuple[Point, str, ParallelDims]] = []
     batch = defaults["training"]["batch_size"]
+    counts: dict[str, dict[Setting, WholeCount]] = {name: {} for name in candidates}
     for name, dims in ((name, dims) for name, found in candidates.items() for dims in found):
         label = f"{name} {dims.text}".strip()
         if not fitting_sizes(batch, dims):
@@ -132,7 +134,7 @@ def _search(
             continue
         if show is not None:
             show(f"advise {label} ...")
-        space = Space({**defaults, "recipe": {"name": name}}, dims, machine)
+        space = Space({**defaults, "recipe": {"name": name}}, dims, machine, counts[name])
         try:
             best = space.best()
         except UserError as error:  # the recipe's blocks do not allow this layout
@@ -175,22 +177,33 @@ def _advice(
             lost,
             notes,
         )
-    known = sorted(answers, key=lambda one: (one[0].forecast.gap_percent is None, one[0].score))
+    known = []
+    for one in sorted(answers, key=lambda one: (one[0].forecast.gap_percent is None, one[0].score)):
+        answer, _, dims = one
+        if answer.hours <= limit * 1.000001:
+            known.append(one)
+        else:
+            lost[f"{answer.recipe} {dims.text}".strip()] = _too_long(answer, limit)
+    if not known:
+        fastest = min((answer for answer, _, _ in answers), key=lambda answer: answer.hours)
+        way = "raise the budget, or take a smaller batch"
+        if tokens is not None:
+            most = human_count(fastest.tokens * limit / fastest.hours)
+            way = f"leave out tokens to train on the {most} that fit, or raise the budget"
+        return Advice([], f"{_too_long(fastest, limit)}; {way}", (), lost, notes)
     first = known[0][0]
-    if tokens is not None and 24 * first.days > limit * 1.000001:
-        most = human_count(tokens * limit / 24 / first.days)
-        return Advice(
-            [],
-            f"{human_count(tokens)} tokens take {24 * first.days:,.3g} hours with {first.recipe}, and the "
-            f"budget is {limit:,.3g}; leave out tokens to train on the {most} that fit, or raise the budget",
-            (),
-            lost,
-            notes,
-        )
     chosen = [replace(answer, why=_why(answer, first)) for answer, _, _ in known[:FIRST]]
     for answer, _, dims in known[FIRST:]:
         lost[f"{answer.recipe} {dims.text}".strip()] = _why(answer, first)
     return Advice(chosen, None, _changes(known, first, machine), lost, notes)
+
+
+def _too_long(answer: Answer, limit: float) -> str:
+    """Why an answer is beyond the budget."""
+    tokens = f"{human_count(answer.tokens)} tokens"
+    return (
+        f"{tokens} take {answer.hours:,.3g} hours with {answer.recipe}, and the budget is {limit:,.3g} hours"
+    )
 
 
 def _why(answer: Answer, first: Answer) -> str:
@@ -386,9 +399,16 @@ def _missing(tokens: float | None, hours: float | None, money: float | None, has
 
 
 def _unfit(name: str, machine: Cluster, is_asked: bool) -> str:
-    """Why a recipe is not a candidate on a machine; "" if it is one. Emulated ones are if asked for."""
-    found = recipe(name)
-    backend = choose_backend(found, machine.facts)
-    if backend.name == "emulated" and not is_asked and name != "bf16":
+    """Why a recipe is not a candidate on a machine; "" if it is one.
+
+    A machine has one wide recipe: fp16 where it has no bf16, else bf16. The other one and emulated recipes
+    are candidates if asked for.
+    """
+    if is_asked:
+        return ""
+    backend = choose_backend(recipe(name), machine.facts)
+    if backend.name == "emulated":
         return f"emulated on this device: {backend.reason}"
+    if name == "fp16" and choose_backend(recipe("bf16"), machine.facts).name == "native":
+        return "bf16 is as fast here, and needs no loss scale"
     return ""

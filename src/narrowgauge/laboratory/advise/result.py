@@ -43,6 +43,11 @@ class Answer:
     why: str
 
     @property
+    def hours(self) -> float:
+        """Hours of all its tokens, as expected."""
+        return 24 * self.days
+
+    @property
     def extra_tokens(self) -> float | None:
         """Percent more tokens for the loss of bf16; None where nothing is forecast."""
         extra = self.forecast.extra_tokens_percent

@@ -21,7 +21,7 @@ from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.plan import expected_time, room_of
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.simulate import StepEstimate, estimate_step
+from narrowgauge.simulate import StepEstimate, WholeCount, estimate_step
 from narrowgauge.training import Config, make_config
 from narrowgauge.training.config.micro_batch import fitting_sizes
 
@@ -105,9 +105,23 @@ class Point:
 class Space:
     """The settings of one recipe and one layout on a cluster, each planned at most once."""
 
-    def __init__(self, values: Mapping[str, Mapping[str, Any]], dims: ParallelDims, cluster: Cluster) -> None:
-        """Take the values that all settings share; the recipe and the batch are among them."""
+    def __init__(
+        self,
+        values: Mapping[str, Mapping[str, Any]],
+        dims: ParallelDims,
+        cluster: Cluster,
+        counts: dict[Setting, WholeCount] | None = None,
+    ) -> None:
+        """Take the values that all settings share; the recipe and the batch are among them.
+
+        Args:
+            values: The values.
+            dims: The layout, without expert parallelism.
+            cluster: The cluster.
+            counts: Filled with the count of each setting that was timed; layouts of a recipe share it.
+        """
         self.values, self.dims, self.cluster = values, dims, cluster
+        self.counts = {} if counts is None else counts
         self.planned: dict[Index, Point] = {}
 
     @cached_property
@@ -136,7 +150,9 @@ class Space:
         """The point at some indices, with the expected seconds of its step."""
         point = self.at(index)
         if not point.seconds:
-            time, expected = expected_time(point.config, self.dims, self.cluster, point.step)
+            known = self.counts.get(point.setting)
+            time, expected = expected_time(point.config, self.dims, self.cluster, point.step, known)
+            self.counts[point.setting] = time.count
             seconds = time.seconds / (1.0 if expected is None else expected.share)
             point = self.planned[index] = replace(point, seconds=seconds)
         return point

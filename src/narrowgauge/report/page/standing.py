@@ -19,9 +19,8 @@ _INTERIM = (
     "Verdicts are interim until every run is done: an interval holds for one look at the planned end. "
     "Stopping at the first one that excludes zero finds differences that do not exist."
 )
-_WORDS = {  # of each state, with what to do
+_WORDS = {  # of each state, with what to do; the reason of a preempted run names it
     "killed": "the same command line continues it",
-    "preempted": "the same command line continues it",
     "silent": "its process lives, and has recorded nothing for much longer than a step takes",
     "broken": "its files cannot be read",
 }

@@ -132,7 +132,7 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
         (of("equal"), f"Equal to {to} in every seed:", lambda v: _count(len(v.paired), "seed")),
         (broken, "No longer finite:", lambda v: "a loss is NaN or infinite"),
         (waiting, f"Not compared, for a loss of {to} is NaN or infinite:", lambda v: ""),
-        (early, f"Not compared with {to} yet, for one of the two has not come far enough:", lambda v: ""),
+        (early, f"Not compared with {to} yet, since one of the two has not come far enough:", lambda v: ""),
         (late, why, lambda v: ""),
     ]
     sentences += [f"{begin} {_names(found, what)}." for found, begin, what in listed if found]

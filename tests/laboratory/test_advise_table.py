@@ -1,0 +1,267 @@
+"""Advice for five situations and twenty more, against brute force over the settings that it may choose.
+
+The oracle shares nothing with the search: it writes each setting as the words of a command line, and asks
+for the memory and time of `plan` and the gap of `predict`. On one layout it tries up to `MOST` settings of a
+recipe, which are all of a batch of one; on each of several layouts at least four. Of more settings it tries a
+sample that depends on the title of the row alone.
+"""
+
+import json
+import math
+import random
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.cli.line import read_line
+from narrowgauge.cli.main import main
+from narrowgauge.cli.parsing.options import config_values
+from narrowgauge.cluster import Cluster, load_cluster, tokens_of
+from narrowgauge.cluster.plan.plan import expected_time
+from narrowgauge.devices import imagine
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.forecast import Forecaster
+from narrowgauge.laboratory.advise.result import Advice
+from narrowgauge.models import count_block_weights, model_config
+from narrowgauge.models.published import published
+from narrowgauge.recipes import recipe
+from narrowgauge.runs import lay_out
+from narrowgauge.simulate import estimate_step
+from narrowgauge.training import Config, make_config
+
+pytestmark = pytest.mark.tier("thorough")
+
+MOST = 12
+MICRO_BATCHES, RECOMPUTE, CHUNKED = (16, 8, 4, 2, 1), ("false", "selective", "true"), ("false", "true")
+OFFLOAD = ("", "master,grad,m,v")
+
+LAPTOP = """
+title = "a laptop"
+device = "CPU"
+gpu = "cpu"
+devices_per_node = 1
+memory = "8GB"
+memory_bandwidth = 40e9
+inside = 10e9
+between = 1e8
+host = 40e9
+[peak]
+bf16 = 0.3e12
+fp16 = 0.3e12
+fp32 = 0.3e12
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A combination: its arguments, the recipes and layouts that are its candidates, and what is expected.
+
+    Attributes:
+        model: The model.
+        cluster: The machine.
+        recipes: The candidates; they are named to `advise` unless `is_default`.
+        refused: Part of the sentence that refuses it; "" where a line is expected.
+        is_default: Whether the recipes are those that `advise` takes by itself.
+        layouts: (pipeline, replicate, shard, tensor) of each candidate.
+        given: The other arguments.
+    """
+
+    model: str
+    cluster: str
+    recipes: Sequence[str]
+    refused: str = ""
+    is_default: bool = False
+    layouts: Sequence[tuple[int, int, int, int]] = ((1, 1, 1, 1),)
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+def row(model: str, cluster: str, recipes: str, **given: Any) -> Row:
+    own = {key: given.pop(key) for key in ("refused", "is_default", "layouts") if key in given}
+    return Row(model, cluster, recipes.split(","), given={"batch_size": 1, **given}, **own)
+
+
+TWO = [(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)]
+EIGHT = [(1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 4, 2), (1, 1, 2, 4), (1, 1, 1, 8)]
+FRONTIER = [(1, 256, 1, 1), (1, 1, 256, 1), (1, 1, 128, 2), (1, 1, 64, 4), (1, 1, 32, 8), (1, 32, 8, 1)]
+FRONTIER += [(stages, 1, 256 // stages // width, width) for stages in (2, 4, 8) for width in (1, 8)]
+
+ROWS = {
+    # the five situations
+    "FP8 on an RTX 4090": row("gpt2-124m", "rtx4090", "bf16,fp8", batch_size=2),
+    "GPT-3 345M with MS-AMP": row("gpt3-345m", "h100", "bf16,fp8,msamp-o2"),
+    "GPT-3 6.7B with MS-AMP": row("gpt3-6.7b", "h200", "bf16,msamp-o2"),
+    "GPT-3 13B in FP4": row("gpt3-13b", "b200", "bf16,nvfp4"),
+    "GPT-2 of llm.c on a CPU": row("gpt2-124m", "cpu", "bf16", is_default=True, hours=48),
+    "GPT-2 of llm.c on one GPU": row("gpt2-124m", "a100", "bf16", batch_size=4, money=20, price="1.29USD"),
+    "GPT-2 of llm.c on two GPUs": row(
+        "gpt2-124m", "a100", "bf16", batch_size=2, devices=2, hours=24, layouts=TWO
+    ),
+    "MX formats": row("debug", "b200", "bf16,mxfp8,mxfp4", tokens="10M"),
+    "Llama-3 8B on Frontier": row(
+        "llama3-8b", "frontier", "bf16", batch_size=256, devices=256, tokens="1T", layouts=FRONTIER
+    ),
+    # twenty more
+    "T4, money": row("gpt2-124m", "t4", "fp16", is_default=True, money=5, price="0.35USD"),
+    "T4, a model that needs the host": row("llama3-1b", "t4", "fp16", hours=100, sequence_length=2048),
+    "V100": row("gpt2-350m", "v100", "fp16", is_default=True, batch_size=2, tokens="1B"),
+    "V100 32 GB, hours": row("gpt2-774m", "v100-32gb", "fp16", hours=24),
+    "RTX 2080 Ti": row("gpt2-350m", "rtx2080ti", "fp16", tokens="300M"),
+    "RTX 3090": row("tinyllama-1.1b", "rtx3090", "bf16", is_default=True, tokens="1B"),
+    "RTX 3090, too large": row("llama3-8b", "rtx3090", "bf16", refused="does not fit on 1 x NVIDIA RTX 3090"),
+    "RTX 4090, state on the host": row("gpt2-1558m", "rtx4090", "bf16,fp8", hours=100),
+    "RTX 4090, an hour": row(
+        "gpt2-124m", "rtx4090", "fp8", hours=1, tokens="10B", refused="leave out tokens"
+    ),
+    "RTX 5090": row("qwen2.5-0.5b", "rtx5090", "fp8,nvfp4", tokens="1B", sequence_length=2048),
+    "two RTX 5090": row("gpt2-350m", "rtx5090", "fp8", batch_size=2, devices=2, tokens="1B", layouts=TWO),
+    "H100, money": row("tinyllama-1.1b", "h100", "fp8", batch_size=2, money=1000),
+    "H100 x 8": row(
+        "llama3-8b", "h100", "fp8", batch_size=8, devices=8, tokens="15B", layouts=EIGHT, sequence_length=4096
+    ),
+    "H200": row("qwen2.5-7b", "h200", "bf16,fp8", hours=200, sequence_length=4096),
+    "B200, money": row("llama3-8b", "b200", "mxfp8", money=5000, price="4USD"),
+    "B200, without a price": row("llama3-8b", "b200", "mxfp8", money=5000, refused="money needs the price"),
+    "MI300X": row("llama3-3b", "mi300x", "bf16", is_default=True, tokens="10B"),
+    "MI300X x 8": row("llama3-70b", "mi300x", "bf16", batch_size=8, devices=8, tokens="1B", layouts=EIGHT),
+    "MI355X": row("llama3-8b", "mi355x", "bf16,fp8", tokens="10B"),
+    "laptop": row("debug", "laptop", "bf16", is_default=True, batch_size=2, tokens="10M"),
+    "laptop, too large": row("llama3-8b", "laptop", "bf16", refused="does not fit on 1 x CPU"),
+    "laptop, less than a step": row("gpt2-124m", "laptop", "bf16", hours=0.0001, refused="raise the budget"),
+}
+
+
+@cache
+def forecaster() -> Forecaster:
+    return Forecaster()
+
+
+def defaults(one: Row) -> tuple[int, int]:
+    """(tokens of a sequence, sequences of a step)"""
+    kept = published(one.model)
+    length = one.given.get("sequence_length") or (kept.sequence_length if kept else 256)
+    return length, one.given["batch_size"]
+
+
+def settings(one: Row, dims: ParallelDims, seed: str, is_gpu: bool) -> Iterator[list[str]]:
+    """The words of each setting, or of a sample."""
+    batch = one.given["batch_size"]
+    sizes = [
+        n for n in MICRO_BATCHES if batch % (n * dims.data) == 0 and batch >= n * dims.data * dims.pipeline
+    ]
+    found = list(product(sizes, RECOMPUTE, CHUNKED, OFFLOAD if is_gpu else OFFLOAD[:1]))
+    most = min(max(4, MOST // len(one.layouts)), len(found))
+    for micro, recompute, chunked, offload in random.Random(seed).sample(found, most):
+        words = ["--training.micro_batch_size", str(micro), "--training.recompute", recompute]
+        words += ["--training.chunked_loss", chunked]
+        yield words + (["--recipe.offload", offload] if offload else [])
+
+
+def config_of(one: Row, name: str, words: Sequence[str]) -> Config:
+    length, batch = defaults(one)
+    line = ["train", "--model", one.model, "--recipe", name, "--device", "cpu"]
+    line += ["--data.sequence_length", str(length), "--training.batch_size", str(batch), *words]
+    return make_config(config_values(read_line(line)))
+
+
+def seconds_of_a_step(config: Config, dims: ParallelDims, machine: Cluster, counts: dict[str, Any]) -> float:
+    """Infinite where the step does not fit. A setting has the same work on each layout, counted once."""
+    with imagine(machine.facts):
+        step = estimate_step(config, dims)
+    host = sum(step.memory.host.values()) if machine.device == "CPU" else 0
+    if step.memory.peak + host > machine.memory_bytes:
+        return math.inf
+    key = f"{config.recipe} {config.training}"
+    time, expected = expected_time(config, dims, machine, step, counts.get(key))
+    counts[key] = time.count
+    return time.seconds / (1.0 if expected is None else expected.share)
+
+
+def scores(one: Row, machine: Cluster, title: str) -> Iterator[tuple[bool, float]]:
+    """(its gap is not known, hours per token of bf16's loss) of each setting that fits within the budget."""
+    length, batch = defaults(one)
+    price = float(one.given["price"].removesuffix("USD")) if "price" in one.given else None
+    price = price or (machine.device_hour.amount if machine.device_hour else None)
+    limit = one.given.get("hours", math.inf)
+    if "money" in one.given:
+        limit = min(limit, one.given["money"] / price / one.given.get("devices", 1))
+    kept = published(one.model)
+    tokens = tokens_of(one.given["tokens"]) if "tokens" in one.given else None
+    if tokens is None and limit == math.inf:
+        tokens = kept.tokens
+    size = count_block_weights(model_config(name=one.model))
+    counts: dict[str, Any] = {}
+    for name, layout in product(one.recipes, one.layouts):
+        dims = ParallelDims(pipeline=layout[0], replicate=layout[1], shard=layout[2], tensor=layout[3])
+        for words in settings(one, dims, f"{title} {name} {layout}", machine.facts.is_gpu):
+            seconds = seconds_of_a_step(config_of(one, name, words), dims, machine, counts)
+            steps = math.ceil(tokens / length / batch) if tokens else limit * 3600 // seconds
+            if seconds == math.inf or steps < 1 or steps * seconds / 3600 > limit:
+                continue
+            forecast = forecaster().forecast(recipe(name), size, steps * length * batch, name)
+            extra = forecast.extra_tokens_percent
+            cost = 1 + (0.0 if extra is None else extra.mean) / 100
+            yield forecast.gap_percent is None, seconds / 3600 / length / batch * cost
+
+
+def advised(one: Row, machine: str) -> Advice:
+    given = one.given if one.is_default else {**one.given, "recipes": one.recipes}
+    return ng.advise(one.model, machine, **given)
+
+
+@pytest.mark.parametrize("title", ROWS)
+def test_no_setting_is_better_than_the_advice(title, tmp_path, capsys):
+    one = ROWS[title]
+    (tmp_path / "laptop.toml").write_text(LAPTOP)
+    machine = str(tmp_path / "laptop.toml") if one.cluster == "laptop" else one.cluster
+    found = advised(one, machine)
+    if "price" not in (found.refused or ""):
+        best = min(scores(one, load_cluster(machine), title), default=None)
+        assert (best is None) == (found.refused is not None), found.refused
+    if one.refused:
+        assert one.refused in found.refused
+        return
+    first = found.answers[0]
+    own = first.forecast.gap_percent is None, first.score * 24
+    assert own <= (best[0], best[1] * 1.0001), f"{first.line} takes {own}, and another {best}"
+
+    assert main([*shlex.split(first.plan_line)[1:], "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory"]["fits"]
+    assert plan.get("expect", plan["run"])["days"] == pytest.approx(first.days, rel=1e-6)
+    assert plan["memory"]["peak"] / 2**30 <= first.memory_gib * 1.000001
+
+    for answer in found.answers:
+        words = shlex.split(answer.line)
+        line = words[words.index("--") + 1 :] if "launch" in words else words[words.index("train") :]
+        config = make_config(config_values(read_line(line)))
+        assert config.recipe.name == answer.recipe
+        assert lay_out(config, one.given.get("devices", 1)).parallel_dims.text == answer.layout
+        assert answer.hours <= one.given.get("hours", math.inf)
+        assert (answer.cost or 0) <= one.given.get("money", math.inf) * 1.001
+        assert answer.tokens >= tokens_of(one.given.get("tokens", "1"))
+
+
+def test_the_table_is_whole():
+    """Each machine, size and kind of budget that the table is to have."""
+    machines = {one.cluster for one in ROWS.values()}
+    assert machines >= {
+        "t4",
+        "v100",
+        "rtx3090",
+        "rtx4090",
+        "rtx5090",
+        "h100",
+        "h200",
+        "b200",
+        "mi300x",
+        "mi355x",
+    }
+    assert len(ROWS) >= 25
+    for budget in ("tokens", "hours", "money"):
+        assert sum(budget in one.given for one in ROWS.values()) >= 3
