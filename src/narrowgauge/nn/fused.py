@@ -1,27 +1,35 @@
-"""Two linear layers with SwiGLU between them as one function, where a GPU multiplies FP8 codes.
+"""Linear layers and what comes between or after them as one function, where a GPU multiplies FP8 codes.
 
-    z_MD = down(swiglu(gate_up(x_MD)))          Legend: M tokens, D inputs and outputs, F inner, G = 2F
+    z_MD = down(swiglu(gate_up(x_MD)))      Legend: M tokens, D inputs and outputs, F inner, G = 2F
+    loss = cross entropy of head(x_MD)              V vocabulary
 
-Both layers multiply FP8 codes under one scale per tensor (`fp8_scaling`). The input of the second layer is
-not kept: the backward pass computes its codes again, in the same pass as those of SwiGLU's gradient
-(`kernels.activation`).
+The layers multiply FP8 codes under one scale per tensor (`fp8_scaling`). The input of the second layer of an
+MLP is not kept: the backward pass computes its codes again, in the same pass as those of SwiGLU's gradient
+(`kernels.activation`). The gradient of the logits is written as codes (`kernels.cross_entropy`).
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from narrowgauge.kernels.activation import swiglu_by_kernel, swiglu_codes, swiglu_gradient_codes
-from narrowgauge.kernels.amax import amax_of_gradient
+from narrowgauge.kernels.amax import KnownAmax, amax_of_gradient
+from narrowgauge.kernels.cross_entropy import gradient_codes, losses_before_codes
+from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
-from narrowgauge.nn.gemm import QuantizedOperand, multiply
+from narrowgauge.nn.gemm import AnyOperand, QuantizedOperand, multiply
 from narrowgauge.nn.linear_function import autocast_disabled
+from narrowgauge.nn.loop_checks import require_sum
+from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.operands import LayerSpec, Operands, keep_operand
+from narrowgauge.nn.shards import LinearShards
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.torch_compat import has_hooks, reshaped
 
 _FP8 = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 
@@ -47,12 +55,7 @@ class _SwigluMlp(torch.autograd.Function):
             y, y_fact = _swiglu(gate_up_MG, second)
             y_fact = once(lambda: y_fact)
             z_MD = multiply(y, v, compute, fast=True)
-        kept: list[torch.Tensor | None] = []
-        for name, operand, weight in (("x", x, None), ("w", w, w_GD), ("v", v, v_DF)):
-            is_gathered = isinstance(weight, GatheredWeight)  # again for the backward pass
-            tensors, restore = ((weight, None, None), None) if is_gathered else keep_operand(operand)
-            kept += tensors
-            setattr(ctx, f"restore_{name}", restore)
+        kept = _keep(ctx, x=(x, None), w=(w, w_GD), v=(v, v_DF))
         ctx.save_for_backward(gate_up_MG, y_fact, *kept)
         ctx.both, ctx.dtypes = both, (w_GD.dtype, v_DF.dtype)
         return z_MD
@@ -68,14 +71,8 @@ def _backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gate_up_MG, y_fact, *kept = ctx.saved_tensors
     first, second = ctx.both
     compute, cast, y_cast = first.layer.compute, first.layer.casts["dgrad.dy"], second.layer.casts["wgrad.x"]
-    x = ctx.restore_x(*kept[:3]).transposed()
-    w, v = (
-        restore(*operand).transposed() if restore else operands.of_weight(operand[0], "dgrad.w", 0)
-        for operands, restore, operand in (
-            (first, ctx.restore_w, kept[3:6]),
-            (second, ctx.restore_v, kept[6:]),
-        )
-    )
+    x = ctx.restore["x"](*kept[:3]).transposed()
+    w, v = _kept_weight(ctx, "w", kept[3:6], first), _kept_weight(ctx, "v", kept[6:], second)
     dz = second.of(dz_MD, "dgrad.dy", -1, True, amax_of_gradient(dz_MD))
     dy_MF = multiply(dz, v, compute)
     delayed = first.delayed_scale("dgrad.dy") if cast.amax.history else None
@@ -108,6 +105,69 @@ def _swiglu(gate_up_MG: torch.Tensor, operands: Operands) -> tuple[QuantizedOper
     return y, amax
 
 
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MD: torch.Tensor,
+        w_VD: torch.Tensor,
+        y_M: torch.Tensor,
+        targets: int | None,
+        operands: Operands,
+    ) -> torch.Tensor:
+        x = operands.of(x_MD, "fprop.x", -1, True, operands.input_amax)
+        w = operands.of_weight(w_VD, "fprop.w", -1, both=True)
+        logits_MV = multiply(x, w, operands.layer.compute, fast=True)
+        ctx.ignores, ctx.count = targets is not None, len(y_M) if targets is None else max(targets, 1)
+        loss_M, stats_2M, largest = losses_before_codes(logits_MV, y_M, ctx.ignores)
+        ctx.save_for_backward(logits_MV, y_M, stats_2M, largest, *_keep(ctx, x=(x, None), w=(w, w_VD)))
+        ctx.operands, ctx.dtype = operands, w_VD.dtype
+        return loss_M.sum() / ctx.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_MV, y_M, stats_2M, largest, *kept = ctx.saved_tensors
+        operands, cast = ctx.operands, ctx.operands.layer.casts["dgrad.dy"]
+        compute, delayed = operands.layer.compute, None
+        if cast.amax.history:
+            delayed = operands.delayed_scale("dgrad.dy")
+        codes_MV, codes_VM, scale = gradient_codes(
+            logits_MV, y_M, stats_2M, largest, grad / ctx.count, ctx.ignores, cast.element, delayed
+        )
+        dz = QuantizedOperand(codes_MV, scale, torch.ones_like(scale), cast, codes_VM)
+        del logits_MV
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()
+        x = ctx.restore["x"](*kept[:3]).transposed()
+        with autocast_disabled(grad.device.type):
+            dx_MD = multiply(dz, _kept_weight(ctx, "w", kept[3:], operands), compute)
+            dw = multiply(dz.transposed(), x, compute)
+        stream, (_, (to_w, _), *_) = operands.gradient_stream(dw), ctx.next_functions
+        dw_VD = operands.weight.left_for_autograd(dw, stream, ctx.dtype, to_w)
+        return dx_MD, dw_VD, None, None, None
+
+
+def _keep(ctx: Any, **operands: tuple[AnyOperand, torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Three tensors of each operand for the backward pass, from which `ctx.restore` makes it again.
+
+    Of a gathered weight it is the weight itself, which is gathered again.
+    """
+    kept: list[torch.Tensor | None] = []
+    ctx.restore = {}
+    for name, (operand, weight) in operands.items():
+        is_gathered = isinstance(weight, GatheredWeight)
+        tensors, ctx.restore[name] = ((weight, None, None), None) if is_gathered else keep_operand(operand)
+        kept += tensors
+    return kept
+
+
+def _kept_weight(ctx: Any, name: str, kept: Sequence[torch.Tensor], operands: Operands) -> AnyOperand:
+    """A weight as the matmul of its input's gradient sees it."""
+    restore = ctx.restore[name]
+    return restore(*kept).transposed() if restore else operands.of_weight(kept[0], "dgrad.w", 0)
+
+
 def fp8_scaling(layer: LayerSpec) -> Literal["", "current", "delayed"]:
     """The kind of scales if all operands are FP8 codes under one scale per tensor, each the same in both its
     matmuls, and all of one kind; else ""."""
@@ -128,3 +188,67 @@ def _is_fp8(cast: Cast) -> bool:
 
 #: (x_MD, the first weight, the second, the operands of both layers) to z_MD, all in one compute dtype.
 swiglu_mlp = _SwigluMlp.apply
+#: (x_MD, the head's weight, token ids, targets as in `cross_entropy`, operands) to the loss, 0-dim fp32.
+head_loss = _HeadLoss.apply
+
+
+class Fusable(torch.nn.Linear):
+    """A layer that may be computed in one function with its neighbours, with the values of separate calls.
+
+    None stands for what has to be called separately: without kernels or gradients, with biases, hooks, gauges
+    or sharded matmuls, and under any recipe but FP8 with one scale a tensor. Weights may be gathered (FSDP).
+    """
+
+    spec: LayerSpec
+    shards: LinearShards
+    observer: Observer | None
+    sequence_length: int
+    is_sharded: bool
+
+    def operands(
+        self, input: torch.Tensor, weight_NK: torch.Tensor, input_amax: torch.Tensor | None = None
+    ) -> Operands:
+        """The operands of this forward pass of an input, and of its backward pass."""
+        raise NotImplementedError
+
+    def after_swiglu(
+        self, gate_up: torch.nn.Module, input: torch.Tensor, known: KnownAmax | None = None
+    ) -> torch.Tensor | None:
+        """This layer of SwiGLU of another layer's result, (..., K) to (..., N); less is kept for backward."""
+        if not use_kernels(input) or not isinstance(gate_up, Fusable):
+            return None
+        are_alone = gate_up._is_alone(input) and self._is_alone(input)
+        if not are_alone or fp8_scaling(gate_up.spec) != fp8_scaling(self.spec):
+            return None
+        amax = None if known is None else known.of(input)
+        both = gate_up._alone(input, amax), self._alone(input)
+        with autocast_disabled(input.device.type):
+            x_MK = input.reshape(-1, gate_up.in_features)
+            y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, both)
+        return reshaped(y_MN, (*input.shape[:-1], self.out_features))
+
+    def into_loss(self, input: torch.Tensor, y: torch.Tensor, targets: int | None) -> torch.Tensor | None:
+        """The cross entropy of this layer's results (..., N) and ids (...): see `kernels.cross_entropy`."""
+        if not use_kernels(input) or not self._is_alone(input) or not input.numel():
+            return None
+        with autocast_disabled(input.device.type):
+            x_MK = input.reshape(-1, self.in_features)
+            loss: torch.Tensor = head_loss(x_MK, self.weight, y.flatten(), targets, self._alone(input))
+        return loss
+
+    def _alone(self, input: torch.Tensor, amax: torch.Tensor | None = None) -> Operands:
+        """`operands`, where the gradient may be added to one that is stored in a cast."""
+        operands = self.operands(input, self.weight, amax)
+        if (gradient := operands.weight.gradient) is not None:
+            require_sum(self.weight, gradient)
+        return operands
+
+    def _is_alone(self, input: torch.Tensor) -> bool:
+        """Whether this layer may be a part of a larger function."""
+        is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
+        is_gathered = not self.is_sharded or isinstance(self.weight, GatheredWeight)
+        is_whole = self.shards == LinearShards() and is_gathered and not self.sequence_length
+        bias: torch.Tensor | None = self.bias
+        is_plain = bias is None and not self.spec.transposed and not has_hooks(self, before=True)
+        is_native = input.dtype == self.spec.compute and bool(fp8_scaling(self.spec))
+        return is_trained and is_whole and is_plain and is_native and self.observer is None
