@@ -156,6 +156,7 @@ def test_where_it_may_not_all_three_are_called(device):
         return down.after_swiglu(gate_up, x) is not None
 
     assert is_one()
+    assert (gate_up.calls, down.calls) == (1, 1), "one function is a call of both layers"
     assert down.after_swiglu(torch.nn.Linear(32, 64), x) is None
     assert down.after_swiglu(gate_up, x.float()) is None
     assert down.after_swiglu(gate_up, x.detach()) is None

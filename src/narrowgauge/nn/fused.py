@@ -204,6 +204,7 @@ class Fusable(torch.nn.Linear):
     observer: Observer | None
     sequence_length: int
     is_sharded: bool
+    calls = 0
 
     def operands(
         self, input: torch.Tensor, weight_NK: torch.Tensor, input_amax: torch.Tensor | None = None
@@ -237,7 +238,8 @@ class Fusable(torch.nn.Linear):
         return loss
 
     def _alone(self, input: torch.Tensor, amax: torch.Tensor | None = None) -> Operands:
-        """`operands`, where the gradient may be added to one that is stored in a cast."""
+        """`operands` of a pass that counts as a call of this layer."""
+        self.__dict__["calls"] = self.calls + 1
         operands = self.operands(input, self.weight, amax)
         if (gradient := operands.weight.gradient) is not None:
             require_sum(self.weight, gradient)

@@ -86,7 +86,6 @@ class Linear(Stepped, SeesFSDP, Fusable):
     first_sample: torch.Tensor | None
     sequence_length: int = 0
     accumulation: Accumulation | None = None
-    calls = 0
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
     takes_amax = True  # of its input (`kernels.amax.call`)
 
