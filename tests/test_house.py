@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("support", "published", "hints", "forecast", "picture", "result"),
     ),
     "conformance": (),
-    "nn": ("gemm", "weight", "operands", "linear_function", "fused_mlp", "linear", "convert"),
+    "nn": ("gemm", "weight", "operands", "linear_function", "fused", "linear", "convert"),
     "optim": (),
     "guard": ("rules", "widening", "raises", "broken_place", "guard"),
     "models": (),

@@ -5,9 +5,9 @@ import torch
 from narrowgauge.kernels.triton import norm
 
 
-def case(D, kind, narrow, add=True):
+def case(D, kind, narrow, add=True, stream=torch.float32):
     M = 8
-    x = torch.ones(M, D)
+    x = torch.ones(M, D, dtype=stream)
     delta = x.to(narrow) if add else None
     weight_D = torch.ones(D)
     bias_D = torch.ones(D) if kind == "layer" else None
@@ -16,8 +16,9 @@ def case(D, kind, narrow, add=True):
     norm.launch_forward(
         x, delta, weight_D, bias_D, x if add else None, x.to(narrow), mean_M, scale_M, amax, 1e-5
     )
-    ddelta, amax = (delta, amax) if add else (None, None)
-    for kept in (None, delta):
+    is_wide = stream == torch.float32
+    ddelta, amax = (delta if is_wide else None, amax) if add else (None, None)
+    for kept in (None, delta) if is_wide else (None,):
         norm.launch_backward(
             x.to(narrow), x, x, kept, weight_D, mean_M, scale_M, x, ddelta, amax, kind == "layer"
         )
@@ -26,6 +27,7 @@ def case(D, kind, narrow, add=True):
 CASES = [
     lambda: case(768, "layer", torch.bfloat16),
     lambda: case(1536, "rms", torch.bfloat16),
+    lambda: case(1536, "rms", torch.bfloat16, stream=torch.bfloat16),
     lambda: case(4096, "rms", torch.bfloat16, add=False),
     lambda: case(4096, "layer", torch.float16),
     lambda: case(8192, "layer", torch.bfloat16),

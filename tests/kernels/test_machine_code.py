@@ -26,7 +26,7 @@ TARGETS = {
 
 #: Of an element of some kernels: codes, and instructions at most. A cast, along either axis, may take 36: the
 #: memory of an H100 takes the time of some 29 for the 4 bytes of its element.
-CODES = {"swiglu_codes": (1, 52), "swiglu_backward_codes": (3, 114)}
+CODES = {"swiglu_codes": (1, 52), "swiglu_backward_codes": (3, 114), "gradient_codes": (1, 46)}
 
 
 @pytest.mark.tier("thorough")  # the interpreter shows the values; registers change with a kernel only

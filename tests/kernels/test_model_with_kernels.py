@@ -11,7 +11,8 @@ import torch
 
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.models import Transformer, generate, initialize, model_config
-from narrowgauge.nn import convert
+from narrowgauge.nn import NarrowResidual, convert
+from narrowgauge.recipes import recipe
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in:RuntimeWarning"
@@ -94,6 +95,26 @@ def test_loss_and_all_gradients(device, without, name, dtype):
     recomputed = loss_and_gradients(model)
     assert recomputed[0] == got[0]
     assert all(torch.equal(recomputed[1][n], g) for n, g in got[1].items())
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.filterwarnings("ignore:.*overrides the forward pass")  # of the head
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_sum_a_narrow_stream_with_the_digits_of_its_points(device, without, name):
+    """With a hook, each point of the stream is called; kernels add where it is not."""
+    torch.manual_seed(0)
+    model = convert(model_of(name, torch.bfloat16, device), recipe("bf16").with_places({"stream": "bf16"}))
+    points = [m for m in model.modules() if isinstance(m, NarrowResidual)]
+    called = []
+    fused = loss_and_gradients(model)
+    handles = [p.register_forward_hook(lambda *_: called.append(1)) for p in points[1:]]
+    separate = loss_and_gradients(model)
+    assert len(called) == 2 * TINY["layers"]
+    assert fused[0] == separate[0]
+    assert all(torch.equal(separate[1][n], g) for n, g in fused[1].items())
+    for handle in handles:
+        handle.remove()
+    assert_near(fused, without(loss_and_gradients, model), NEAR[torch.bfloat16])
 
 
 @pytest.mark.tier("thorough")

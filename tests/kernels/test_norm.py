@@ -128,6 +128,28 @@ def test_terms_that_are_kept_give_the_gradients_of_their_sum_bit_for_bit(device,
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_stream_as_narrow_as_its_addend_has_one_gradient_and_its_amax(device, kind, dtype):
+    """The digits are those of a sum that is rounded before the norm."""
+    x, delta = (normal(5, 24, seed=s, dtype=dtype).to(device) for s in (0, 1))
+    weight_D, bias_D = normal(24, seed=2).to(device), normal(24, seed=3).to(device)
+    bias_D = bias_D if kind == "layer" else None
+    dstream, dy = (normal(5, 24, seed=s, dtype=dtype).to(device) for s in (4, 5))
+    leaves = [t.requires_grad_() for t in (x, delta, weight_D)]
+    stream, y, _ = add_norm(*leaves, bias_D, 1e-5, kind, dtype)
+    got = torch.autograd.grad([stream, y], leaves, [dstream, dy])
+    assert stream.dtype == dtype
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(amax_of_gradient(got[1]), got[1].float().abs().max())
+
+    total = (x.detach().float() + delta.detach().float()).to(dtype).requires_grad_()
+    other, other_y, _ = add_norm(total, None, weight_D, bias_D, 1e-5, kind, dtype)
+    ds, dw = torch.autograd.grad([other, other_y], [total, weight_D], [dstream, dy])
+    pairs = ((stream, other), (y, other_y), (got[0], ds), (got[2], dw))
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_without_the_stream_used_and_without_its_norm_used(device):
     x, weight_D = normal(3, 8).to(device).requires_grad_(), torch.ones(8, device=device, requires_grad=True)
     y = norm(x, weight_D, None, 1e-5, "rms", torch.float32)

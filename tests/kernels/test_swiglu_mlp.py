@@ -8,7 +8,7 @@ import torch
 from narrowgauge.kernels.recompute import contexts, once
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.models.mlp import mlp
-from narrowgauge.nn import Linear, convert, linear, recipe_tensors, set_step
+from narrowgauge.nn import Linear, convert, fused, recipe_tensors, set_step
 from narrowgauge.nn.linear import accumulating
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import QuantizedState, make_cast, quantize
@@ -53,8 +53,8 @@ def test_one_function_gives_the_digits_of_three(device, monkeypatch):
     from narrowgauge.kernels.triton import activation
 
     model, functions, passes = native("fp8", device), [], []
-    function, launch = linear.swiglu_mlp, activation.launch_swiglu
-    monkeypatch.setattr(linear, "swiglu_mlp", lambda *a: functions.append(1) or function(*a))
+    function, launch = fused.swiglu_mlp, activation.launch_swiglu
+    monkeypatch.setattr(fused, "swiglu_mlp", lambda *a: functions.append(1) or function(*a))
     monkeypatch.setattr(activation, "launch_swiglu", lambda x: passes.append(1) or launch(x))
     found, again = trained(model), trained(model, recompute=1)
     assert (len(functions), len(passes)) == (1 + 2, 1 + 1)
@@ -88,8 +88,8 @@ def steps_under_delayed_scales(device, recompute):
 @pytest.mark.tier("thorough")
 @needs_products
 def test_one_function_gives_the_digits_of_three_under_delayed_scales(device, monkeypatch):
-    functions, function = [], linear.swiglu_mlp
-    monkeypatch.setattr(linear, "swiglu_mlp", lambda *a: functions.append(1) or function(*a))
+    functions, function = [], fused.swiglu_mlp
+    monkeypatch.setattr(fused, "swiglu_mlp", lambda *a: functions.append(1) or function(*a))
     found = steps_under_delayed_scales(device, 0)
     assert len(functions) == 6
     again = steps_under_delayed_scales(device, 1)
@@ -156,6 +156,7 @@ def test_where_it_may_not_all_three_are_called(device):
         return down.after_swiglu(gate_up, x) is not None
 
     assert is_one()
+    assert (gate_up.calls, down.calls) == (1, 1), "one function is a call of both layers"
     assert down.after_swiglu(torch.nn.Linear(32, 64), x) is None
     assert down.after_swiglu(gate_up, x.float()) is None
     assert down.after_swiglu(gate_up, x.detach()) is None

@@ -90,6 +90,18 @@ def test_the_stream_is_the_sum_rounded_once(name):
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
+def test_a_sum_in_the_format_of_its_addends_is_left_to_the_norm_and_no_digit_changes():
+    model = make(recipe("bf16").with_places({"stream": "bf16"}))
+    points = [m for m in model.modules() if isinstance(m, NarrowResidual)]
+    plain, called = digits(model), []
+    for point in points:
+        point.register_forward_hook(lambda *_: called.append(1))
+    assert same(digits(model), plain)
+    assert len(called) == len(points) == 5
+    other = make(recipe("bf16").with_places({"stream": "fp16"})).blocks[0].mlp_residual
+    assert not other.is_plain(torch.bfloat16), "an addend in another format makes the sum wider"
+
+
 def test_gauges_read_the_places():
     model = make(recipe("fp8").with_places(NARROW))
     gauges = Gauges({n: m for n, m in model.named_modules() if isinstance(m, Stepped)}, {})

@@ -133,6 +133,21 @@ def test_overrides_change_only_the_places_they_name():
     assert (after.name, after.rules) == (before.name, before.rules)
 
 
+def test_keep_replaces_the_modules_that_stay_wide_and_leaves_blocks():
+    none, more = (recipe("fp8").with_places({"keep": k}) for k in ("none", "head, *.down"))
+    assert not none.rules
+    assert none == recipe("fp8").with_places({"keep": []})
+    assert none.for_layer([("head", None)], 2).casts == none.casts
+    (rule,) = more.rules
+    assert rule.modules == ("head", "*.down")
+    assert rule.keeps_state
+    blocks = recipe("nvfp4").with_places({"keep": "none"}).rules
+    assert [(r.modules, r.last_blocks) for r in blocks] == [((), 0.15)]
+    assert recipe("fp8").with_places({"keep": "head,lm_head"}) == recipe("fp8")
+    with pytest.raises(UserError, match=r'keep = 3, but it must be a list of names such as \["head"\]'):
+        recipe("fp8").with_places({"keep": 3})
+
+
 STATES = {"weight": "fp16-scaled", "master": "bf16", "grad": "e4m3", "m": "coat", "v": "fp8-1x128"}
 
 

@@ -40,14 +40,19 @@ class Count:
 
 
 def config_of(model, recipe, micro_batch, length, layers, options=()):
-    """A configuration at the real width; tokens of a step are 524,288."""
+    """A configuration at the real width; tokens of a step are 524,288.
+
+    `options` are keys of [training], or of [recipe] after "recipe.".
+    """
     training = {"batch_size": 524288 // length, "micro_batch_size": micro_batch}
+    places = {k.removeprefix("recipe."): v for k, v in options if k.startswith("recipe.")}
+    training |= {k: v for k, v in options if not k.startswith("recipe.")}
     return make_config(
         {
             "model": {"name": model, "layers": layers},
             "data": {"sequence_length": length},
-            "training": training | dict(options),
-            "recipe": {"name": recipe},
+            "training": training,
+            "recipe": {"name": recipe} | places,
         }
     )
 

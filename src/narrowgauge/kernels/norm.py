@@ -150,14 +150,13 @@ class _AddNorm(torch.autograd.Function):
         dstream = None if dstream is None else dstream.contiguous()
         dx = torch.empty_like(stream, dtype=x_dtype)
         ddelta = amax = None
-        if delta_dtype == x_dtype:
-            ddelta = dx
-        elif delta_dtype is not None:
-            ddelta, amax = torch.empty_like(dx, dtype=delta_dtype), new_amax(dx.device)
-        narrow = None if amax is None else ddelta
+        if delta_dtype is not None:
+            is_same = delta_dtype == x_dtype
+            ddelta = dx if is_same else torch.empty_like(dx, dtype=delta_dtype)
+            amax = None if ddelta.dtype == torch.float32 else new_amax(dx.device)
         dweight_D, *dbias_D = on_gpu.launch_backward(
             *(dy, dstream, stream, delta, weight_D, mean_M, scale_M),
-            *(dx, narrow, amax, bias_dtype is not None),
+            *(dx, None if ddelta is dx else ddelta, amax, bias_dtype is not None),
         )
         if ddelta is not None and amax is not None:
             send_back(ddelta, amax)

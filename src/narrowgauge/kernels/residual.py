@@ -4,8 +4,8 @@
 
 It is fp32, because it is a sum over all layers, and a low-precision sum would lose exactly the small late
 terms. `Residual` is the module in which a model adds to the stream; it can be replaced by one that stores the
-sum in another format. By default, the sum before a norm is computed in the norm's pass (`norm.add_norm`) and
-the module is not called: the addend is passed along with the stream until a norm or `total` adds it.
+sum in another format. Where the sum is torch's, it is computed in the pass of the next norm (`norm.add_norm`)
+and the module is not called: the addend is passed along with the stream until a norm or `total` adds it.
 """
 
 import torch
@@ -21,12 +21,20 @@ class Residual(nn.Module):
     """One point of the residual stream.
 
     Attributes:
-        is_plain: Whether the sum is torch's, so that a norm may compute it.
         dtype: The dtype of the stream after this point; None for that of the sum.
     """
 
-    is_plain = True
     dtype: torch.dtype | None = None
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether the sum with an addend of this dtype is torch's, so that a norm may compute it."""
+        return True
+
+    def pending(self, x_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream after this point, as a norm accepts it: with an addend or, already summed, None."""
+        if self.is_plain(delta_BTD.dtype):
+            return x_BTD, delta_BTD
+        return self(x_BTD, delta_BTD), None
 
     def forward(self, x_BTD: Tensor, delta_BTD: Tensor | None = None) -> Tensor:
         """The stream after this point: `x_BTD`, or the sum of both."""

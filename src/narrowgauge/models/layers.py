@@ -222,16 +222,11 @@ class Block(nn.Module):
 
     def _after_attention(self, x_BTD: Tensor, y_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rest of the layer, from the stream and attention's addend."""
-        if self.attention_residual.is_plain:
-            x_BTD, normed_BTD, *known = self.mlp_norm(x_BTD, y_BTD)
-        else:
-            x_BTD, normed_BTD, *known = self.mlp_norm(self.attention_residual(x_BTD, y_BTD))
+        x_BTD, normed_BTD, *known = self.mlp_norm(*self.attention_residual.pending(x_BTD, y_BTD))
         y_BTD = self._mlp(normed_BTD, known)
         if self.down_dropout is not None:
             y_BTD = self.down_dropout(y_BTD, *self.share)
-        if self.mlp_residual.is_plain:
-            return x_BTD, y_BTD
-        return self.mlp_residual(x_BTD, y_BTD), None
+        return self.mlp_residual.pending(x_BTD, y_BTD)
 
     def _attention(
         self,
@@ -275,7 +270,6 @@ class Block(nn.Module):
         if self.experts is not None:
             y_BTD: Tensor = self.experts(x_BTD)
             return y_BTD
-        is_last = (
-            self.down_dropout is None and self.mlp_residual.is_plain and not torch.compiler.is_compiling()
-        )
+        is_plain = self.down_dropout is None and self.mlp_residual.is_plain(x_BTD.dtype)
+        is_last = is_plain and not torch.compiler.is_compiling()
         return mlp(self, x_BTD, last_product if is_last else nullcontext, known)

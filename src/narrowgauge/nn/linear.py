@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.devices import is_gpu
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import KnownAmax
-from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.nn.fused_mlp import fp8_scaling, swiglu_mlp
+from narrowgauge.nn.fused import Fusable
 from narrowgauge.nn.gemm import NativeOperand
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
@@ -35,7 +34,6 @@ from narrowgauge.nn.shards import LinearShards
 from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
 from narrowgauge.nn.weight import (
     Accumulation,
-    GatheredWeight,
     WeightGather,
     WeightUse,
     bind,
@@ -53,10 +51,10 @@ from narrowgauge.quantization import (
 from narrowgauge.quantization.state.saved_weight import saved_weight
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
-from narrowgauge.torch_compat import SeesFSDP, has_hooks, reshaped
+from narrowgauge.torch_compat import SeesFSDP, reshaped
 
 
-class Linear(Stepped, SeesFSDP, torch.nn.Linear):
+class Linear(Stepped, SeesFSDP, Fusable):
     """`torch.nn.Linear` whose three GEMMs compute under a recipe.
 
     It shares the parameters of the layer it is made from. Everything that depends on the step (random bits,
@@ -88,7 +86,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     first_sample: torch.Tensor | None
     sequence_length: int = 0
     accumulation: Accumulation | None = None
-    calls = 0
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
     takes_amax = True  # of its input (`kernels.amax.call`)
 
@@ -209,29 +206,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             y_MN.add_(bias.to(y_MN.dtype))
         return reshaped(y_MN, (*input.shape[:-1], self.out_features))
 
-    def after_swiglu(
-        self, gate_up: torch.nn.Module, input: torch.Tensor, known: KnownAmax | None = None
-    ) -> torch.Tensor | None:
-        """This layer of SwiGLU of another layer's result, all in one function: (..., K) to (..., N).
-
-        The values equal the three calls', and less is kept for the backward pass. None if the calls have to
-        be made: without kernels or gradients, with biases, hooks, gauges or sharded matmuls, and under any
-        recipe but FP8 with one scale a tensor. Weights may be gathered (FSDP).
-        """
-        if not use_kernels(input) or not isinstance(gate_up, Linear):
-            return None
-        are_alone = gate_up._is_alone(input) and self._is_alone(input)
-        if not are_alone or fp8_scaling(gate_up.spec) != fp8_scaling(self.spec):
-            return None
-        amax = None if known is None else known.of(input)
-        both = gate_up.operands(input, gate_up.weight, amax), self.operands(input, self.weight)
-        for operands in both:
-            require_masters_sent(operands.weight.record)
-        with autocast_disabled(input.device.type):
-            x_MK = input.reshape(-1, gate_up.in_features)
-            y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, both)
-        return reshaped(y_MN, (*input.shape[:-1], self.out_features))
-
     @torch.no_grad()
     def forward_weight(self) -> torch.Tensor:
         """The weight's values that the forward matmul multiplies in this step: (N, K), float32."""
@@ -266,16 +240,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Add dw * factor (0-dim) to the gradient that waits, if this layer may, on a GPU; else False."""
         waiting = self.accumulation if is_gpu(self.weight.device) else None
         return waiting is not None and waiting.add(dw_NK, False, factor)
-
-    def _is_alone(self, input: torch.Tensor) -> bool:
-        """Whether this layer may be a part of a larger function."""
-        is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
-        is_gathered = not self.is_sharded or isinstance(self.weight, GatheredWeight)
-        is_whole = self.shards == LinearShards() and is_gathered and not self.sequence_length
-        bias: torch.Tensor | None = self.bias
-        is_plain = bias is None and not self.spec.transposed and not has_hooks(self, before=True)
-        is_native = input.dtype == self.spec.compute and bool(fp8_scaling(self.spec))
-        return is_trained and is_whole and is_plain and is_native and self.observer is None
 
     def operands(
         self, input: torch.Tensor, weight_NK: torch.Tensor, input_amax: torch.Tensor | None = None

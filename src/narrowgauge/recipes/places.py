@@ -40,7 +40,7 @@ DIMENSIONS = {
 }
 PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *STATE_PLACES, *WIRE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
-KEYS = (*PLACES, "offload", "compute")  # can be overridden in a recipe
+KEYS = (*PLACES, "offload", "compute", "keep")  # can be overridden in a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
 # Names of several places, which take one cast for all of them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -157,6 +157,14 @@ def offload_from(value: Any) -> tuple[str, ...]:
         if name not in OFFLOADABLE:
             raise unknown("place to offload", name, OFFLOADABLE)
     return tuple(p for p in OFFLOADABLE if p in names)
+
+
+def modules_from(value: Any) -> tuple[str, ...]:
+    """The names of the modules that a recipe keeps wide: a list, or names separated by commas; or "none"."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise UserError(f'keep = {value!r}, but it must be a list of names such as ["head"], or "none"')
+    return tuple(n.strip() for n in names if n.strip() not in ("", "none"))
 
 
 def cast_in(place: str, value: Any) -> Cast:

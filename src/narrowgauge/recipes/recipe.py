@@ -33,6 +33,7 @@ from narrowgauge.recipes.places import (
     GEMM_PLACES,
     GEMMS,
     WIDE_STATE,
+    modules_from,
     recipe_fields,
     require_products,
     require_reuse,
@@ -272,11 +273,22 @@ class Recipe:
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
         """This recipe with other casts in some places, as in `--recipe.fprop.x bf16`.
 
+        `keep` names the modules that stay wide instead of those that [keep] names; its blocks stay.
+
         Raises:
             UserError: Unknown place or cast, a cast that the place cannot have, or two incompatible GEMM
                 operands.
         """
-        return self._with(**recipe_fields(places, self.casts, self.state, self.attention))
+        casts = {place: value for place, value in places.items() if place != "keep"}
+        changed = self._with(**recipe_fields(casts, self.casts, self.state, self.attention))
+        return changed._keeping(modules_from(places["keep"])) if "keep" in places else changed
+
+    def _keeping(self, modules: tuple[str, ...]) -> "Recipe":
+        """This recipe with these modules in `compute`, instead of those that [keep] names."""
+        rules = [replace(rule, modules=()) if rule.keeps_state else rule for rule in self.rules]
+        selected = [r for r in rules if not r.keeps_state or r.first_blocks or r.last_blocks]
+        changed = self._with(rules=tuple(selected))
+        return changed.in_high_precision(modules) if modules else changed
 
 
 def _text(table: Mapping[str, Any]) -> str:

@@ -82,7 +82,8 @@ def norm_backward(
 ):
     """Some rows in turn: the gradients of x and delta, and partial sums for weight and bias.
 
-    With `delta_ptr` the stream is recomputed as the fp32 sum of the two.
+    With `delta_ptr` the stream is recomputed as the fp32 sum of the two. Without `ddelta_ptr` the gradient of
+    delta, if there is one, is that of x.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
@@ -112,12 +113,14 @@ def norm_backward(
         dx *= scale
         if dstream_ptr is not None:
             dx += wide(tl.load(dstream_ptr + at, inside, 0))
-        tl.store(dx_ptr + at, narrow(dx, dx_ptr.dtype.element_ty), inside)
+        ddelta = narrow(dx, dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + at, ddelta, inside)
         if ddelta_ptr is not None:
             ddelta = narrow(dx, ddelta_ptr.dtype.element_ty)
             tl.store(ddelta_ptr + at, ddelta, inside)
+        if amax_ptr is not None:
             amax = tl.maximum(amax, tl.max(tl.where(inside, magnitude(ddelta), 0), 0))
-    if ddelta_ptr is not None:
+    if amax_ptr is not None:
         tl.atomic_max(amax_ptr, amax, sem="relaxed")
     tl.store(dweight_ptr + program.to(tl.int64) * D + cols, dweight, inside)
     if dbias_ptr is not None:
@@ -179,7 +182,7 @@ def launch_backward(
     amax: Tensor | None,
     with_bias: bool,
 ) -> list[Tensor]:
-    """Fill `dx` and `ddelta`, and raise `amax` to max |ddelta|; [..., D] contiguous.
+    """Fill `dx` and `ddelta`, and raise `amax` to max |ddelta|, or max |dx| without one; [..., D] contiguous.
 
     With a `delta` the normalized stream is `stream` + `delta`, in fp32.
 

@@ -31,7 +31,7 @@ SQUARE: dict[str, Any] = {"ROWS": 64, "COLS": 64}
 
 
 @triton.jit
-def _scale_of(amax_ptr, MAX: tl.constexpr):
+def scale_of(amax_ptr, MAX: tl.constexpr):
     """(factor, scale) of a tensor from its amax, [1]; the scale is NaN if that is not finite."""
     amax = tl.load(amax_ptr + tl.arange(0, 1))
     finite = (amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITE
@@ -40,7 +40,7 @@ def _scale_of(amax_ptr, MAX: tl.constexpr):
 
 
 @triton.jit
-def _codes(
+def codes_of(
     x, factor, scale, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _codes(
 
 
 @triton.jit
-def _store_both(x, out_ptr, other_ptr, row, col, inside, rows, columns):
+def store_both(x, out_ptr, other_ptr, row, col, inside, rows, columns):
     """Store a tile along its rows, and along its columns."""
     tl.store(out_ptr + row * columns + col, x, inside)
     tl.store(other_ptr + col.to(tl.int64) * rows + row, x, inside)
@@ -70,7 +70,7 @@ def swiglu_codes(
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     y = swiglu_of(gate_up_ptr, row, col, inside, F, gate_up_ptr.dtype.element_ty)
     factor = tl.load(encode_ptr + tl.arange(0, 1))
-    tl.store(codes_ptr + row * F + col, _codes(y, factor, factor, MAX, EMIN, M, ZERO, CONVERTS), inside)
+    tl.store(codes_ptr + row * F + col, codes_of(y, factor, factor, MAX, EMIN, M, ZERO, CONVERTS), inside)
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(y), 1), 0), sem="relaxed")
 
 
@@ -106,8 +106,8 @@ def swiglu_backward_codes(
     up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
     dgate, dup, y = swiglu_gradients(dy, gate, up, gate_up_ptr.dtype.element_ty)
     if grad_encode_ptr is None:
-        factor, scale = _scale_of(grad_amax_ptr, MAX)
-        y_factor, y_scale = _scale_of(y_told_ptr, Y_MAX)
+        factor, scale = scale_of(grad_amax_ptr, MAX)
+        y_factor, y_scale = scale_of(y_told_ptr, Y_MAX)
         one = tl.arange(0, 1)
         is_first = tl.program_id(0) + one == 0
         tl.store(grad_scale_ptr + one, scale, is_first)
@@ -119,11 +119,11 @@ def swiglu_backward_codes(
         y_scale = tl.load(y_told_ptr + 1 + tl.arange(0, 1))
         largest = tl.maximum(magnitude(dgate), magnitude(dup))
         tl.atomic_max(grad_amax_ptr, tl.max(tl.max(largest, 1), 0), sem="relaxed")
-    code = _codes(dgate, factor, scale, MAX, EMIN, M, ZERO, CONVERTS)
-    _store_both(code, grad_ptr, grad_other_ptr, row, col, inside, rows, 2 * F)
-    code = _codes(dup, factor, scale, MAX, EMIN, M, ZERO, CONVERTS)
-    _store_both(code, grad_ptr, grad_other_ptr, row, col + F, inside, rows, 2 * F)
-    code = _codes(y, y_factor, y_scale, Y_MAX, Y_EMIN, Y_M, Y_ZERO, CONVERTS)
+    code = codes_of(dgate, factor, scale, MAX, EMIN, M, ZERO, CONVERTS)
+    store_both(code, grad_ptr, grad_other_ptr, row, col, inside, rows, 2 * F)
+    code = codes_of(dup, factor, scale, MAX, EMIN, M, ZERO, CONVERTS)
+    store_both(code, grad_ptr, grad_other_ptr, row, col + F, inside, rows, 2 * F)
+    code = codes_of(y, y_factor, y_scale, Y_MAX, Y_EMIN, Y_M, Y_ZERO, CONVERTS)
     tl.store(y_other_ptr + col.to(tl.int64) * rows + row, code, inside)
 
 
@@ -145,13 +145,13 @@ def launch_swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -
     tiles, tile = tiling(rows, F)
     launch(
         swiglu_codes, (tiles,), gate_up_M2F, delayed.encode, codes_MF, amax.view(torch.int32), rows, F,
-        writes="codes_ptr", updates="amax_ptr", **tile, **_facts(y, ""),
-        CONVERTS=_converts(codes_MF.device, y), **FOUR_WARPS,
+        writes="codes_ptr", updates="amax_ptr", **tile, **code_constants(y, ""),
+        CONVERTS=are_converted(codes_MF.device, y), **FOUR_WARPS,
     )  # fmt: skip
-    return codes_MF, _launch_scale(amax, delayed)
+    return codes_MF, launch_delayed_scale(amax, delayed)
 
 
-def _launch_scale(amax: Tensor, delayed: DelayedScale) -> Tensor:
+def launch_delayed_scale(amax: Tensor, delayed: DelayedScale) -> Tensor:
     """The encoding scale of a tensor and its inverse, (2,) fp32, once its amax is known."""
     scale_2 = torch.empty(2, dtype=torch.float32, device=amax.device)
     seen = None if delayed.seen is None else delayed.seen.view(torch.int32)
@@ -191,19 +191,19 @@ def launch_swiglu_backward_codes(
         grad_M2F, grad_2FM, y_FM, scales[0], scales[1], rows, F,
         writes="grad_ptr grad_other_ptr y_other_ptr" + " grad_scale_ptr y_scale_ptr" * (delayed is None),
         updates="" if delayed is None else "grad_amax_ptr",
-        **SQUARE, **_facts(grad, ""), **_facts(y, "Y_"),
-        CONVERTS=_converts(dy_MF.device, grad, y), **EIGHT_WARPS,
+        **SQUARE, **code_constants(grad, ""), **code_constants(y, "Y_"),
+        CONVERTS=are_converted(dy_MF.device, grad, y), **EIGHT_WARPS,
     )  # fmt: skip
-    grad_scale = scales[0] if delayed is None else _launch_scale(grad_amax, delayed)[1]
+    grad_scale = scales[0] if delayed is None else launch_delayed_scale(grad_amax, delayed)[1]
     return SwigluCodes(grad_M2F, grad_2FM, grad_scale, y_FM, scales[1])
 
 
-def _converts(device: torch.device, *formats: Format) -> bool:
+def are_converted(device: torch.device, *formats: Format) -> bool:
     """Whether a GPU instruction rounds to all of these formats."""
     return all(is_converted(f, "nearest-even", device) for f in formats)
 
 
-def _facts(fmt: Format, of: str) -> dict[str, Any]:
+def code_constants(fmt: Format, of: str) -> dict[str, Any]:
     """An FP8 format as kernel constants."""
     return {
         f"{of}MAX": fmt.max,

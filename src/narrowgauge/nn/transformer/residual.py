@@ -3,8 +3,9 @@
     x_i+1 = Q(x_i + f_i)
 
 The sum is float32 (float64 for float64 tensors), and rounded once. In a format without scales the stream is a
-tensor of that format, and so is its gradient. Under a cast with scales it stays float32 and holds the values
-of the cast; gradients pass through unchanged. Blocks lie along the width of the model.
+tensor of that format, and so is its gradient. If addends have that format too, torch's sum is rounded once as
+well, and the next norm computes it (`is_plain`). Under a cast with scales the stream stays float32 and holds
+the values of the cast; gradients pass through unchanged. Blocks lie along the width of the model.
 
 Legend: B sequences, T tokens, D the model's width.
 """
@@ -22,7 +23,7 @@ from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.recipes import Recipe
-from narrowgauge.torch_compat import reshaped
+from narrowgauge.torch_compat import has_hooks, reshaped
 
 _FIRST_STREAM = 2**37  # above the tensor ids of attention
 
@@ -49,8 +50,6 @@ class NarrowResidual(Stepped, Residual):
         observer: Sees the stream before and after; attached for a step.
     """
 
-    is_plain = False
-
     def __init__(self, recipe: Recipe, index: int) -> None:
         """Keep the stream in the cast of the recipe.
 
@@ -74,6 +73,10 @@ class NarrowResidual(Stepped, Residual):
         cast = self.cast
         by_row = cast.block is not None and cast.block[0] == 1 and cast.scales.outer != "tensor"
         return (by_row or not cast.is_scaled) and not cast.is_random
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether the stream and an addend of `dtype` have the same format, and nothing sees their sum."""
+        return dtype == self.dtype and self.observer is None and not has_hooks(self, before=True)
 
     def forward(self, x_BTD: torch.Tensor, delta_BTD: torch.Tensor | None = None) -> torch.Tensor:
         """The stream after this point: `x_BTD`, or the sum of both, rounded once."""

@@ -32,7 +32,7 @@ CLASSES = (
     ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct|_Attention|narrowgauge::attention"),
     ("GEMMs", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_mm_v2)$|^narrowgauge::scaled_mm$"),
     ("loss", r"CrossEntropy|HeadLoss"),
-    ("casts", r"LinearFunction|SwigluMlp|^narrowgauge::emulate$"),
+    ("casts", r"LinearFunction|SwigluMlp|HeadLoss|^narrowgauge::emulate$"),
     ("norms and the rest", r""),
 )
 

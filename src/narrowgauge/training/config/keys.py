@@ -96,6 +96,7 @@ def _place_keys() -> dict[str, Key]:
             keys.setdefault(f"recipe.{group}", Key(words, "", "CAST"))
         keys[f"recipe.{place}"] = Key("the cast of this place", "", "CAST")
     keys["recipe.offload"] = Key("of master, grad, m, v: those in the host's memory (none)", "", "m,v")
+    keys["recipe.keep"] = Key("layers in compute instead of the recipe's own (none)", "", "NAME,...")
     words = "of matmuls and of all that is not narrow"
     keys["recipe.compute"] = Key(words, "", "|".join(COMPUTE))
     return keys
