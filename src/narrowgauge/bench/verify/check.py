@@ -29,7 +29,7 @@ class Check:
     """A computation that a machine has to get right.
 
     Attributes:
-        group: "matmuls", "kernels", "layers", "determinism" or "losses".
+        group: "matmuls", "kernels", "layers", "determinism", "losses" or "graphs".
         name: What is computed.
         run: Computes it on a device and returns how close the two results are, as a clause.
         do: What to do if they differ: a sentence.

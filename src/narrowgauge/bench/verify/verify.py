@@ -5,6 +5,7 @@
     layers      a linear layer under each recipe against the CPU's plain path
     determinism two backward passes under `training.deterministic`, bit for bit
     losses      a short training under each kind of recipe against the CPU's plain path
+    graphs      a short training from recorded launches against one launch by launch, bit for bit
 
 On a GPU all checks run there. On a CPU, kernels run in Triton's interpreter on small tensors: that verifies
 their values, but not a GPU's compiler. Checks that a machine cannot run are listed.
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Finding
 from narrowgauge.bench.verify.determinism_checks import determinism_checks
+from narrowgauge.bench.verify.graph_checks import GROUP, graph_checks
 from narrowgauge.bench.verify.kernel_checks import kernel_checks
 from narrowgauge.bench.verify.layer_checks import layer_checks, product_checks
 from narrowgauge.bench.verify.loss_checks import loss_checks
@@ -27,6 +29,7 @@ from narrowgauge.bench.verify.worker import interpreted, run_all
 from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.recipes import device_facts
 from narrowgauge.runs.monitor.hardware import device_name
+from narrowgauge.training.step.graph_choice import note_verified
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def all_checks(device: torch.device) -> list[Check]:
         *layer_checks(on_cpu),
         *determinism_checks(device),
         *loss_checks(device, on_cpu),
+        *graph_checks(device),
     ]
 
 
@@ -114,6 +118,9 @@ def verify(
 
         findings = run_all(all_checks, device, say)
     verdict = replace(verdict, findings=findings)
+    graphs = [f.outcome for f in findings if f.group == GROUP]
+    if device.type == "cuda":
+        note_verified(device, bool(graphs) and set(graphs) == {AGREES})
     _print_summary(verdict, console)
     return verdict
 
