@@ -24,7 +24,7 @@ def variant(work):
     return work.name, tuple(switches)
 
 
-class Variants(Recorder):
+class Launches(Recorder):
     """The variants of kernels that are launched."""
 
     def __init__(self):
@@ -36,8 +36,8 @@ class Variants(Recorder):
             self.found.add(variant(work))
 
 
-def variants_of(gpu, run):
-    recorder = Variants()
+def launches_of(gpu, run):
+    recorder = Launches()
     with imagine(named_device(gpu), recorder.told), recorder:
         run()
     return recorder.found
@@ -61,7 +61,7 @@ def step(recipe, model):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("gpu", ["h200", "b200"])
 def test_each_variant_that_a_step_launches_is_verified(gpu, model, recipe, verified):
-    missing = variants_of(gpu, lambda: step(recipe, model)) - verified(gpu)
+    missing = launches_of(gpu, lambda: step(recipe, model)) - verified(gpu)
     assert not missing
 
 
@@ -71,7 +71,7 @@ def verified():
 
     @cache
     def found(gpu):
-        return variants_of(gpu, lambda: [run_once(check) for check in kernel_checks(META, "")])
+        return launches_of(gpu, lambda: [run_once(check) for check in kernel_checks(META, "")])
 
     return found
 

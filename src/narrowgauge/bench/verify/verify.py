@@ -5,6 +5,7 @@
     layers      a linear layer under each recipe against the CPU's plain path
     determinism two backward passes under `training.deterministic`, bit for bit
     losses      a short training under each kind of recipe against the CPU's plain path
+    collectives two processes exchange tensors, on two GPUs
     graphs      a short training from recorded launches against one launch by launch, bit for bit
 
 On a GPU all checks run there. On a CPU, kernels run in Triton's interpreter on small tensors: that verifies
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Finding
+from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, SKIPPED, Check, Finding
+from narrowgauge.bench.verify.collective_checks import collective_checks
 from narrowgauge.bench.verify.determinism_checks import determinism_checks
 from narrowgauge.bench.verify.graph_checks import GROUP, graph_checks
 from narrowgauge.bench.verify.kernel_checks import kernel_checks
@@ -55,13 +57,14 @@ class Verdict:
     def counts(self) -> dict[str, int]:
         """The number of findings by outcome."""
         found = Counter(f.outcome for f in self.findings)
-        return {outcome: found[outcome] for outcome in (AGREES, DIFFERS, NOT_HERE)}
+        return {outcome: found[outcome] for outcome in (AGREES, DIFFERS, NOT_HERE, SKIPPED)}
 
     def sentence(self) -> str:
         """The verdict in a line."""
-        agrees, differs, not_here = self.counts.values()
+        agrees, differs, not_here, skipped = self.counts.values()
         words = f"{agrees} of {agrees + differs} checks agree on {self.device}"
-        return words + (f"; {not_here} need{'s' * (not_here == 1)} another device" if not_here else "")
+        words += f"; {not_here} need{'s' * (not_here == 1)} another device" if not_here else ""
+        return words + (f"; {skipped} skipped" if skipped else "")
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values."""
@@ -80,6 +83,7 @@ def all_checks(device: torch.device) -> list[Check]:
         *layer_checks(on_cpu),
         *determinism_checks(device),
         *loss_checks(device, on_cpu),
+        *collective_checks(device),
         *graph_checks(device),
     ]
 
@@ -136,7 +140,8 @@ def _print_summary(verdict: Verdict, console: Console) -> None:
         own = [f for f in verdict.findings if f.group == group]
         agree, asked = (sum(f.outcome in words for f in own) for words in ((AGREES,), (AGREES, DIFFERS)))
         console.print(f"{group}: {agree} of {asked} agree", highlight=False)
-        for words in dict.fromkeys(f.found for f in own if f.outcome == NOT_HERE):
-            names = ", ".join(f.name for f in own if f.outcome == NOT_HERE and f.found == words)
-            console.print(f"  not here: {names} ({words})", highlight=False, markup=False, soft_wrap=True)
+        left_out = [f for f in own if f.outcome in (NOT_HERE, SKIPPED)]
+        for outcome, words in dict.fromkeys((f.outcome, f.found) for f in left_out):
+            names = ", ".join(f.name for f in left_out if f.found == words)
+            console.print(f"  {outcome}: {names} ({words})", highlight=False, markup=False, soft_wrap=True)
     console.print(verdict.sentence(), style="bold", highlight=False, markup=False, soft_wrap=True)
