@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from narrowgauge.bench.answer import Answer
+from narrowgauge.bench.read import in_words
 from narrowgauge.bench.verify import operations
 from narrowgauge.bench.verify.check import Check, Disagreement, Finding, close, near, same
+from narrowgauge.bench.verify.collective_checks import collective_checks
 from narrowgauge.bench.verify.determinism_checks import determinism_checks
 from narrowgauge.bench.verify.layer_checks import product_checks
 from narrowgauge.bench.verify.loss_checks import loss_checks, trained
@@ -98,6 +100,26 @@ def test_a_check_that_breaks_its_process_stops_no_other():
     }
     assert [f.do for f in found if f.outcome == "differs"] == [DO] * 4
     assert told[1::2] == found
+
+
+def test_checks_that_would_begin_too_late_are_skipped_and_listed():
+    def checks(device):
+        own = [Check("losses", name, agrees, DO) for name in ("one", "two")]
+        return [*own, Check("matmuls", "elsewhere", ends, DO, "it takes a GPU")]
+
+    found = run_all(checks, CPU, lambda _: None, all_s=-1.0)
+    assert [f.outcome for f in found] == ["skipped", "skipped", "not here"]
+    verdict = Verdict("a GPU", "compute capability 9.0", found)
+    assert verdict.is_right
+    assert verdict.sentence() == "0 of 0 checks agree on a GPU; 1 needs another device; 2 skipped"
+    lines = list(in_words(Answer({"device": "a GPU"}, verdict).as_json()))
+    assert "skipped for lack of time: losses, one; losses, two" in lines
+
+
+@pytest.mark.tier("thorough")  # real processes
+def test_two_processes_exchange_what_they_should():
+    (check,) = collective_checks(CPU)
+    assert check.run(CPU) == "by gloo, exact"
 
 
 def few_checks(device):

@@ -9,13 +9,15 @@ allocates itself lies at the same addresses in each replay.
 
 import itertools
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from narrowgauge.data import Batch
 from narrowgauge.devices import imagine
-from narrowgauge.recipes import named_device
+from narrowgauge.distributed.parallel.micro_batch_graph import graph_gap
+from narrowgauge.recipes import named_device, recipe_names
 from narrowgauge.simulate.recorder import Recorder
 from narrowgauge.torch_compat import operation_name, storage_key, tree_iter
 from narrowgauge.training import make_config
@@ -68,15 +70,19 @@ class Journal(Recorder):
         return ("its own", number - self.first) if number > self.first else ("from before", number)
 
 
-def journal_of(recipe, steps=1):
-    config = make_config(
+def config_of(recipe, **model):
+    return make_config(
         {
-            "model": {"name": "debug", "layers": 2},
+            "model": {"name": "debug", "layers": 2} | model,
             "data": {"sequence_length": TOKENS},
             "training": {"batch_size": MICRO_BATCHES * 2, "micro_batch_size": 2},
             "recipe": {"name": recipe},
         }
     )
+
+
+def journal_of(recipe, steps=1):
+    config = config_of(recipe)
     journal, meta = Journal(), torch.device("meta")
     with imagine(named_device("h200"), journal.told), journal.watching():
         trainer = Trainer.begin(config.plan, meta)
@@ -132,3 +138,85 @@ def test_from_step_to_step_only_these_are_new_memory(recipe):
     assert ("add_", torch.float32) in renewed
     others = {dtype for name, dtype in renewed if name != "add_"}
     assert others == {torch.float8_e4m3fn, torch.uint8, torch.float32}
+
+
+class Marking:
+    """Stands for a recorder: it runs what it would record."""
+
+    aside = staticmethod(nullcontext)
+
+    def record(self, run):
+        run()
+        return lambda: None
+
+    def release(self):
+        """Nothing is held."""
+
+
+def recorded_regions(recipe, **model):
+    """The journal of what graphs hold, two steps of it."""
+    config = config_of(recipe, **model)
+    journal, meta = Journal(), torch.device("meta")
+    with imagine(named_device("h200"), journal.told), journal.watching():
+        trainer = Trainer.begin(config.plan, meta)
+        trainer.engine.record_graphs(Marking())
+        graphs = trainer.engine.graphs
+        run = graphs._pass
+
+        def marked():
+            journal.begin_micro_batch(False, False)
+            run()
+            journal.after_backward()
+
+        graphs._pass = marked
+        x_BT = torch.empty(2, TOKENS, dtype=torch.int64, device=meta)
+        batches = [Batch(x_BT, x_BT, x_BT.numel(), None)] * MICRO_BATCHES
+        trainer.train_step(iter(batches))
+    assert journal.begun == MICRO_BATCHES
+    return journal
+
+
+def model_of(recipe, **model):
+    return Trainer.begin(config_of(recipe, **model).plan, torch.device("meta")).model
+
+
+NOT_HELD = {"fp16", "bf16-sr", "eco", "msamp-o1", "msamp-o2", "msamp-o3", "fp8-attention"}
+HELD = [name for name in recipe_names() if name not in NOT_HELD]
+
+
+def test_recipes_that_graphs_hold_are_listed():
+    for name in recipe_names():
+        assert bool(graph_gap(model_of(name), True, False)) == (name in NOT_HELD), name
+
+
+@pytest.mark.tier("thorough", keep=("fp8-delayed", "nvfp4"))
+@pytest.mark.parametrize("recipe", HELD)
+def test_what_is_recorded_is_the_same_in_each_further_micro_batch(recipe):
+    """Kernels, numbers, the memory of every tensor, random keys among them; and the host never waits."""
+    journal = recorded_regions(recipe)
+    assert not any(times for (phase, _), times in journal.waits.items() if phase)
+    one, two = (journal.asked[f"micro-batch {n}"] for n in (1, 2))
+    assert len(one) > 100
+    for a, b in zip(one, two, strict=True):
+        assert a == b
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "words"),
+    [
+        ("fp16", {}, "the loss scale of fp16 follows what the host has read"),
+        ("msamp-o2", {}, "blocks.0.qkv is stored in a cast, and the host tracks its state"),
+        ("fp8-attention", {}, "blocks.0.attention is NarrowAttention, whose launches may depend on values"),
+        ("fp8", {"experts": 4}, "blocks.0.experts is Experts, whose launches may depend on values"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_named(recipe, model, words):
+    assert words in graph_gap(model_of(recipe, **model), True, False)
+    assert "several processes" in graph_gap(model_of("fp8"), False, False)
+    assert "compiled code" in graph_gap(model_of("fp8"), True, True)
+
+
+def test_a_hook_is_not_held():
+    model = model_of("fp8")
+    model.blocks[0].register_forward_hook(print)
+    assert graph_gap(model, True, False) == "a hook of blocks.0 may read values"

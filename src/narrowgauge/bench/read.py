@@ -47,8 +47,11 @@ def in_words(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _speed(measured, found["counted"])
     checks = (found["verify"] or {}).get("checks", [])
     wrong = [c for c in checks if c["outcome"] == "differs"]
-    asked = [c for c in checks if c["outcome"] != "not here"]
+    asked = [c for c in checks if c["outcome"] not in ("not here", "skipped")]
+    skipped = [f"{c['group']}, {c['name']}" for c in checks if c["outcome"] == "skipped"]
     yield f"{len(asked) - len(wrong)} of {len(asked)} checks agree"
+    if skipped:
+        yield f"skipped for lack of time: {'; '.join(skipped)}"
     for c in wrong:
         yield f"differs: {c['group']}, {c['name']}: {c['found']}; {c['do']}"
     for error in found["errors"]:

@@ -17,6 +17,7 @@ gradients, or the result of a hook, is another tensor and has none attached.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,10 @@ _zeros: dict[Any, Iterator[Tensor]] = {}  # unused zeros, by device and stream
 def new_amax(device: torch.device) -> Tensor:
     """Zero, 0-dim fp32, which a kernel's programs raise to the largest magnitude that they write.
 
-    Its bits as int32 are ordered as magnitudes, with NaN above infinity. A CUDA graph creates each of its
-    zeros
+    Its bits as int32 are ordered as magnitudes, with NaN above infinity. A CUDA graph creates its zeros
     itself: one created before it would be zero only in the first replay.
     """
-    if _is_recorded(device):
+    if _is_recorded(device) and not _own_graph:
         return torch.zeros((), dtype=torch.float32, device=device)
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
     key = device, imagined(device), stream
@@ -58,6 +58,21 @@ def new_amax(device: torch.device) -> Tensor:
 def begin_amaxes() -> None:
     """Take the zeros of `new_amax` from new memory, so that every micro-batch has the same launches."""
     _zeros.clear()
+
+
+_own_graph: list[bool] = []  # not empty: all zeros belong to the graph that is being recorded
+
+
+@contextmanager
+def amaxes_of_graph() -> Iterator[None]:
+    """Record a graph, whose zeros are then made many at a time and given to nothing outside of it."""
+    begin_amaxes()
+    _own_graph.append(True)
+    try:
+        yield
+    finally:
+        _own_graph.pop()
+        begin_amaxes()
 
 
 def _is_recorded(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from narrowgauge.distributed import ModelSpec
 from narrowgauge.guard.raises import Raise
@@ -46,6 +47,7 @@ class TrainingPlan:
         sequence_length: Tokens in a sequence.
         separate_documents: Whether attention is masked between documents in one sequence.
         compiles: Whether the model runs through torch.compile.
+        graph: Whether micro-batches are recorded as CUDA graphs (`step.graph_choice`).
         keep: The number of valid checkpoints to keep.
         guard: The rules of the guard.
         optimizer: The optimizer.
@@ -58,6 +60,7 @@ class TrainingPlan:
     sequence_length: int
     separate_documents: bool
     compiles: bool
+    graph: bool | Literal["auto"]
     keep: int
     guard: GuardRules
     optimizer: OptimizerPlan

@@ -16,7 +16,7 @@ from torch import Tensor
 
 Tensors = Mapping[str, Tensor | None]
 
-AGREES, DIFFERS, NOT_HERE = "agrees", "differs", "not here"
+AGREES, DIFFERS, NOT_HERE, SKIPPED = "agrees", "differs", "not here", "skipped"
 _OF_SUMS = 2.0**-12
 
 
@@ -29,7 +29,7 @@ class Check:
     """A computation that a machine has to get right.
 
     Attributes:
-        group: "matmuls", "kernels", "layers", "determinism" or "losses".
+        group: "matmuls", "kernels", "layers", "determinism", "losses", "graphs" or "collectives".
         name: What is computed.
         run: Computes it on a device and returns how close the two results are, as a clause.
         do: What to do if they differ: a sentence.
@@ -55,8 +55,9 @@ class Finding:
     Attributes:
         group: The group of the check.
         name: The name of the check.
-        outcome: "agrees", "differs" or "not here".
-        found: How close the two results are, what went wrong, or what the machine lacks: a clause.
+        outcome: "agrees", "differs", "not here" or "skipped".
+        found: How close the two results are, what went wrong, what the machine lacks, or why the check was
+            skipped: a clause.
         do: What to do about it: a sentence; empty if nothing needs to be done.
         seconds: The time it took.
         traceback: The traceback of an unexpected exception.

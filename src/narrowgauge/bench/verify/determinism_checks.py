@@ -34,14 +34,14 @@ def determinism_checks(device: torch.device) -> list[Check]:
 
 
 def _twice(runs: list[Callable[[torch.device], Tensors]], device: torch.device) -> str:
-    with _strictly(device):
+    with strictly(device):
         for run in runs:
             words = same(run(device), run(device))
     return f"twice, {words}"
 
 
 @contextmanager
-def _strictly(device: torch.device) -> Iterator[None]:
+def strictly(device: torch.device) -> Iterator[None]:
     """Switch `training.deterministic` on, inside the `with` block."""
     use_device(device, deterministic=True)
     try:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import narrowgauge.bench.verify.joined_operations as joined
 from narrowgauge.bench.verify.check import Check, Tensors, close, near, same
 from narrowgauge.bench.verify.operations import (
     adamw_update,
@@ -90,6 +91,7 @@ def _operations() -> list[_Operation]:
         _Operation(
             "FP4 matmul with separate outliers", product_with_outliers_apart, near, (40, 72), ((4096, 8960),)
         ),
+        *_joined(),
         _Operation("RMSNorm", partial(norms, "rms"), near, rows, wide),
         _Operation("LayerNorm", partial(norms, "layer"), near, rows, ((16384, 768),)),
         _Operation("SwiGLU", swiglu_passes, thrice, (24, 200), ((4096, 17920),)),
@@ -128,8 +130,57 @@ def _operations() -> list[_Operation]:
     ]
 
 
+def _joined() -> list[_Operation]:
+    """What a step joins into one kernel, what it lays out for the hardware, and the casts of FSDP."""
+    matrix, real = (72, 200), ((4096, 4608),)
+    nearly = partial(close, share=0.01)  # a last bit of a sigmoid or a sum may change a rounding
+    in_tiles = {name: make_cast(name) for name in ("mxfp8", "mxfp4", "nvfp4", "nvfp4-2d")}
+    in_tiles["nvfp4 with random bits"] = make_cast({"cast": "nvfp4", "rounding": "stochastic"})
+    qkv = {"bias and positions": (True, True), "positions": (False, True), "bias": (True, False)}
+    return [
+        *(_Operation(name, run, same, matrix, real) for name, run in joined.BOTH_LAYOUTS),
+        *(
+            _Operation(
+                f"{name} as the hardware reads it, along axis {axis}",
+                partial(joined.hardware_layout, c, axis),
+                same,
+                matrix,
+                real,
+            )
+            for name, c in in_tiles.items()
+            for axis in (-1, 0)
+        ),
+        *(
+            _Operation(
+                f"SwiGLU with its casts, {words}",
+                partial(joined.swiglu_with_casts, is_delayed),
+                nearly,
+                (24, 200),
+                ((4096, 17920),),
+                reference=partial(joined.swiglu_then_casts, is_delayed),
+            )
+            for words, is_delayed in (("own scales", False), ("scales of earlier steps", True))
+        ),
+        *(
+            _Operation(
+                f"heads with {words}",
+                partial(joined.heads, *options),
+                nearly,
+                (2, 9, 4, 2, 16),
+                ((4, 1024, 12, 2, 128),),
+            )
+            for words, options in qkv.items()
+        ),
+        _Operation("RMSNorm of two terms", joined.norm_of_terms, nearly, (24, 100), ((16384, 1536),)),
+        _Operation("codes along the other axis", joined.turned_codes, same, matrix, ((17920, 1536),)),
+        _Operation("scales of a product", joined.scaled_product, same, matrix, ((4096, 17920),)),
+        _Operation("random signs", joined.signs, same, (16,), (joined.SIGNS,)),
+        _Operation("casts before a gather", joined.sharded_casts, same, matrix, ((4480, 1536),)),
+    ]
+
+
 def _casts() -> list[tuple[str, int, Callable[[torch.device, Shape], dict[str, Tensor | None]]]]:
-    """(name, axis, operation) for every named cast with a scale, and for the optional parts of casts."""
+    """(name, axis, operation) for every named cast with a scale, and for others that shipped recipes have."""
     random = {"rounding": "stochastic"}
     found: dict[str, Cast] = {name: cast(name) for name in cast_names() if cast(name).is_scaled}
     found |= {
@@ -137,4 +188,6 @@ def _casts() -> list[tuple[str, int, Callable[[torch.device, Shape], dict[str, T
     }
     transformed = make_cast({"cast": "nvfp4", "hadamard": 16} | random)
     found["nvfp4 with random bits and a transform"] = transformed
+    found |= {f"{name} with powers of two": c for name, c in joined.POWERS_OF_TWO.items()}
+    found["mxfp4 with even scales"] = make_cast({"cast": "mxfp4", "scale_rule": "even"})
     return [(name, axis, partial(matrix_cast, c, axis)) for name, c in found.items() for axis in (-1, 0)]

@@ -14,6 +14,7 @@ from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import adamw as narrow_adamw
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.amax import amax_of
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.cross_entropy import cross_entropy
@@ -39,7 +40,7 @@ def drawn(
     return x.to(dtype).to(device)
 
 
-def _passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Found:
+def passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Found:
     """The result of a forward pass, and the gradients of its inputs for a random gradient of the result."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = forward(*leaves)
@@ -60,6 +61,8 @@ def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Fo
     q, _ = quantize(x, cast, axis, context)
     numbers, factor = emulate(x, cast, axis, torch.bfloat16, context)
     parts = {"codes": q.codes, "scales": q.scales, "scale codes": q.scale_codes}
+    if cast.scales.outer != "none" and not cast.hadamard.size:  # known from the kernel that wrote x
+        parts["codes, amax known"] = quantize(x, cast, axis, QuantContext(random, amax=amax_of(x)))[0].codes
     return {**parts, "the tensor's scale": q.tensor_scale, "values": numbers, "factor": factor}
 
 
@@ -97,17 +100,17 @@ def norms(kind: Literal["rms", "layer"], device: torch.device, shape: Shape) -> 
         return add_norm(x, delta, weight_D, bias_D[0] if bias_D else None, _EPS, kind, torch.bfloat16)[1]
 
     biases = [bias_D] if kind == "layer" else []
-    return _passes(forward, "x delta weight" + " bias" * len(biases), x, delta, weight_D, *biases)
+    return passes(forward, "x delta weight" + " bias" * len(biases), x, delta, weight_D, *biases)
 
 
 def swiglu_passes(device: torch.device, shape: Shape) -> Found:
     """SwiGLU."""
-    return _passes(swiglu, "x", drawn(shape, 0, device))
+    return passes(swiglu, "x", drawn(shape, 0, device))
 
 
 def gelu_passes(device: torch.device, shape: Shape) -> Found:
     """GELU."""
-    return _passes(gelu, "x", drawn(shape, 0, device))
+    return passes(gelu, "x", drawn(shape, 0, device))
 
 
 def rotary_passes(device: torch.device, shape: Shape) -> Found:
@@ -116,7 +119,7 @@ def rotary_passes(device: torch.device, shape: Shape) -> Found:
     angle = torch.arange(T).unsqueeze(1) * 1e4 ** -(torch.arange(H // 2) * (2 / H))
     table = torch.stack([angle.cos(), angle.sin()]).float().to(device)
     x = drawn(shape, 0, device)
-    wide = _passes(lambda x: rotary(x, table), "x", x.float())  # plain torch rounds bf16 gradients twice more
+    wide = passes(lambda x: rotary(x, table), "x", x.float())  # plain torch rounds bf16 gradients twice more
     return {"the result in bf16": rotary(x, table)} | wide
 
 
@@ -125,14 +128,14 @@ def losses(chunked: bool, device: torch.device, shape: Shape) -> Found:
     T, D, V = shape
     y_T = torch.randint(V, (T,), generator=torch.Generator().manual_seed(4)).to(device)
     if not chunked:
-        return _passes(lambda logits: cross_entropy(logits, y_T), "logits", 3 * drawn((T, V), 0, device))
+        return passes(lambda logits: cross_entropy(logits, y_T), "logits", 3 * drawn((T, V), 0, device))
     h_TD, w_VD = drawn((T, D), 0, device), drawn((V, D), 1, device) / D**0.5
-    return _passes(lambda h, w: head_loss(h, w, y_T), "h weight", h_TD, w_VD)
+    return passes(lambda h, w: head_loss(h, w, y_T), "h weight", h_TD, w_VD)
 
 
 def attention(device: torch.device, shape: Shape) -> Found:
     """Causal attention, called as in a model."""
-    return _passes(attend, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
+    return passes(attend, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
 
 
 def attention_in_fp32(device: torch.device, shape: Shape) -> Found:
@@ -144,7 +147,7 @@ def attention_in_fp32(device: torch.device, shape: Shape) -> Found:
         later_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=device).triu(1)
         return (scores_BNTT.masked_fill(later_TT, -torch.inf).softmax(-1) @ v_BNTH).to(torch.bfloat16)
 
-    return _passes(forward, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
+    return passes(forward, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
 
 
 def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:

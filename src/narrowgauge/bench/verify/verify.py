@@ -5,6 +5,8 @@
     layers      a linear layer under each recipe against the CPU's plain path
     determinism two backward passes under `training.deterministic`, bit for bit
     losses      a short training under each kind of recipe against the CPU's plain path
+    collectives two processes exchange tensors, on two GPUs
+    graphs      a short training from recorded launches against one launch by launch, bit for bit
 
 On a GPU all checks run there. On a CPU, kernels run in Triton's interpreter on small tensors: that verifies
 their values, but not a GPU's compiler. Checks that a machine cannot run are listed.
@@ -18,8 +20,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Finding
+from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, SKIPPED, Check, Finding
+from narrowgauge.bench.verify.collective_checks import collective_checks
 from narrowgauge.bench.verify.determinism_checks import determinism_checks
+from narrowgauge.bench.verify.graph_checks import GROUP, graph_checks
 from narrowgauge.bench.verify.kernel_checks import kernel_checks
 from narrowgauge.bench.verify.layer_checks import layer_checks, product_checks
 from narrowgauge.bench.verify.loss_checks import loss_checks
@@ -27,6 +31,7 @@ from narrowgauge.bench.verify.worker import interpreted, run_all
 from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.recipes import device_facts
 from narrowgauge.runs.monitor.hardware import device_name
+from narrowgauge.training.step.graph_choice import note_verified
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,14 @@ class Verdict:
     def counts(self) -> dict[str, int]:
         """The number of findings by outcome."""
         found = Counter(f.outcome for f in self.findings)
-        return {outcome: found[outcome] for outcome in (AGREES, DIFFERS, NOT_HERE)}
+        return {outcome: found[outcome] for outcome in (AGREES, DIFFERS, NOT_HERE, SKIPPED)}
 
     def sentence(self) -> str:
         """The verdict in a line."""
-        agrees, differs, not_here = self.counts.values()
+        agrees, differs, not_here, skipped = self.counts.values()
         words = f"{agrees} of {agrees + differs} checks agree on {self.device}"
-        return words + (f"; {not_here} need{'s' * (not_here == 1)} another device" if not_here else "")
+        words += f"; {not_here} need{'s' * (not_here == 1)} another device" if not_here else ""
+        return words + (f"; {skipped} skipped" if skipped else "")
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as JSON values."""
@@ -77,6 +83,8 @@ def all_checks(device: torch.device) -> list[Check]:
         *layer_checks(on_cpu),
         *determinism_checks(device),
         *loss_checks(device, on_cpu),
+        *collective_checks(device),
+        *graph_checks(device),
     ]
 
 
@@ -114,6 +122,9 @@ def verify(
 
         findings = run_all(all_checks, device, say)
     verdict = replace(verdict, findings=findings)
+    graphs = [f.outcome for f in findings if f.group == GROUP]
+    if device.type == "cuda":
+        note_verified(device, bool(graphs) and set(graphs) == {AGREES})
     _print_summary(verdict, console)
     return verdict
 
@@ -129,7 +140,8 @@ def _print_summary(verdict: Verdict, console: Console) -> None:
         own = [f for f in verdict.findings if f.group == group]
         agree, asked = (sum(f.outcome in words for f in own) for words in ((AGREES,), (AGREES, DIFFERS)))
         console.print(f"{group}: {agree} of {asked} agree", highlight=False)
-        for words in dict.fromkeys(f.found for f in own if f.outcome == NOT_HERE):
-            names = ", ".join(f.name for f in own if f.outcome == NOT_HERE and f.found == words)
-            console.print(f"  not here: {names} ({words})", highlight=False, markup=False, soft_wrap=True)
+        left_out = [f for f in own if f.outcome in (NOT_HERE, SKIPPED)]
+        for outcome, words in dict.fromkeys((f.outcome, f.found) for f in left_out):
+            names = ", ".join(f.name for f in left_out if f.found == words)
+            console.print(f"  {outcome}: {names} ({words})", highlight=False, markup=False, soft_wrap=True)
     console.print(verdict.sentence(), style="bold", highlight=False, markup=False, soft_wrap=True)

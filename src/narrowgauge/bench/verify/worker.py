@@ -16,18 +16,23 @@ from traceback import format_exc
 import numpy as np
 import torch
 
-from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Disagreement, Finding
+from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, SKIPPED, Check, Disagreement, Finding
 from narrowgauge.processes import Answering, Ended, Late
 from narrowgauge.runs.monitor.hardware import use_device
 
 MOST_S = 300.0  # time limit of one check
+ALL_S = 480.0  # on a GPU no check begins later: with the step that is timed, a run takes ten minutes
 _START_S = 300.0  # time limit for importing torch and opening the device
 _INTERPRETER = "TRITON_INTERPRET"
 Checks = Callable[[torch.device], Sequence[Check]]  # at the top level, so that a process can import it
 
 
 def run_all(
-    checks_of: Checks, device: torch.device, say: Callable[[Finding | Check], None], most_s: float = MOST_S
+    checks_of: Checks,
+    device: torch.device,
+    say: Callable[[Finding | Check], None],
+    most_s: float = MOST_S,
+    all_s: float | None = None,
 ) -> list[Finding]:
     """Run all checks of a device, one after the other.
 
@@ -36,13 +41,20 @@ def run_all(
         device: the device that they run on.
         say: called with each check that begins, and with each finding.
         most_s: the time limit of a check, in seconds.
+        all_s: the seconds after which no check begins; None for `ALL_S` on a GPU, and no limit on a CPU.
     """
     found: list[Finding] = []
-    runner = _Runner(checks_of, device)
+    runner, start = _Runner(checks_of, device), time.monotonic()
+    if all_s is None:
+        all_s = ALL_S if device.type == "cuda" else float("inf")
     try:
         for number, check in enumerate(checks_of(device)):
             say(check)
-            found.append(_finding(check, runner, number, most_s))
+            if time.monotonic() - start > all_s and not check.lacks:
+                late = f"not begun within {all_s:g} seconds"
+                found.append(Finding(check.group, check.name, SKIPPED, late))
+            else:
+                found.append(_finding(check, runner, number, most_s))
             say(found[-1])
     finally:
         runner.end()

@@ -23,6 +23,7 @@ from narrowgauge.distributed.dims import ParallelDims
 from narrowgauge.distributed.fsdp import renew_gather_scales
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.parallel.expert_parallel import local_experts
+from narrowgauge.distributed.parallel.micro_batch_graph import MicroBatchGraphs, Recorder
 from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.kernels.amax import begin_amaxes
@@ -44,6 +45,7 @@ class Engine:
     ) -> None:
         """Take the `modules` that `parallelize` made, or one function that computes the loss."""
         self.model, self.mesh, self.device, self.modules = model, mesh, device, list(modules)
+        self.graphs: MicroBatchGraphs | None = None
         self.pipeline: Pipeline | None = None
         if mesh.parallel_dims.stages > 1:
             stages = cast(list[nn.Module], self.modules)
@@ -62,12 +64,17 @@ class Engine:
             assert dist.group.WORLD is not None
             optimizer.model_group = ModelGroup(dist.group.WORLD, self.mesh.size("stage"))
 
+    def record_graphs(self, recorder: Recorder) -> None:
+        """From now on repeat recorded launches where a micro-batch can be a graph (`graph_gap`)."""
+        self.graphs = MicroBatchGraphs(self.model, self._loss, self._same_weights, recorder)
+
     def accumulate(
         self,
         micro_batches: Sequence[MicroBatch],
         begin: Callable[[int], None],
         scale: Callable[[torch.Tensor], torch.Tensor],
         after_forward: Callable[[torch.Tensor], None] | None = None,
+        is_watched: bool = False,
     ) -> torch.Tensor:
         """Run the forward and the backward pass of each micro-batch.
 
@@ -76,10 +83,15 @@ class Engine:
             begin: `begin(i)` is called before the forward pass of the i-th.
             scale: maps a loss to the value that the backward pass starts from.
             after_forward: is called with each weighted loss, after its forward pass; not in a pipeline.
+            is_watched: whether an observer reads values within the passes.
 
         Returns:
             The sum of the weighted losses, in the shape of `Transformer.loss_shape`.
         """
+        if self.graphs is not None:
+            if after_forward is None and not is_watched and self.graphs.take(micro_batches):
+                return self.graphs.accumulate(micro_batches, begin)
+            self.graphs.release()
         total = torch.zeros(self.model.loss_shape, dtype=torch.float32, device=self.device)
         if self.pipeline is not None:
             return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
@@ -113,6 +125,8 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """This process's term of the mean loss of a batch; the mean is the sum over `sequence` and stages."""
+        if self.graphs is not None:
+            self.graphs.release()
         if self.pipeline is not None:
             micro_batches = [MicroBatch(0, batch, 1.0)]
             zero = torch.zeros((), dtype=torch.float32, device=self.device)

@@ -26,6 +26,7 @@ from narrowgauge.simulate.memory import Memory
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.outline import placement
 from narrowgauge.training.plan import TrainingPlan
+from narrowgauge.training.step.graph_choice import require_gpu_for_graph
 from narrowgauge.units import parse_bytes
 
 
@@ -120,6 +121,7 @@ def resolve(
     hardware.use_device(device, config.training.deterministic)
     layout = lay_out(config, world.size, path)
     config, plan = layout.config, layout.config.plan
+    require_gpu_for_graph(plan, device)
     backend = verified_backend(plan.spec.recipe, device, plan.spec.backend)
     require_sinks(config.log.sinks)
     check_vocabulary(config)

@@ -99,6 +99,7 @@ class Config(Section):
             sequence_length=self.data.sequence_length,
             separate_documents=self.data.separate_documents,
             compiles=self.training.compile,
+            graph=self.training.graph,
             keep=self.checkpoint.keep,
             guard=self.guard.rules(),
             optimizer=OptimizerPlan(**self.optimizer.model_dump()),
@@ -250,6 +251,7 @@ _RULES = {
     "float_parsing": "input should be a valid number, as in 0.001 or 1e-3",
     "bool_parsing": "input should be a valid boolean, true or false",
 }
+_UNIONS = {"training.recompute": "selective", "training.graph": "auto"}
 
 
 def _user_error(error: ValidationError) -> UserError:
@@ -267,8 +269,8 @@ def _user_error(error: ValidationError) -> UserError:
             above = [e for e in error.errors() if e["type"] == first["type"] and len(e["loc"]) == 1]
             return _unknown_section({str(e["loc"][0]): e["input"] for e in above})
         return unknown_key(where, config_keys())
-    if where == "training.recompute":  # pydantic reports something else for each type of the union
-        first |= {"type": "literal_error", "msg": "input should be true, false or selective"}
+    if where in _UNIONS:  # pydantic reports something else for each type of the union
+        first |= {"type": "literal_error", "msg": f"input should be true, false or {_UNIONS[where]}"}
     rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
     section = where.partition(".")[0]
     return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help {section}'")

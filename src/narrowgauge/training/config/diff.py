@@ -55,10 +55,13 @@ ADDED = {
 }
 
 
+_NO_DIGITS = ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch", "deterministic", "graph")
+
+
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that determine every loss of the run, without display and storage settings."""
     tables = tomllib.loads(to_toml(config))
-    for key in ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch", "deterministic"):
+    for key in _NO_DIGITS:
         del tables["training"][key]
     for place in ("offload", "gather"):  # neither location nor transport changes a value
         tables["recipe"].pop(place, None)

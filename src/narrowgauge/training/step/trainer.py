@@ -23,6 +23,7 @@ from narrowgauge.torch_compat import compiled_as_eager
 from narrowgauge.training.plan import TrainingPlan
 from narrowgauge.training.step.build_model import build_model, go_to
 from narrowgauge.training.step.build_optimizer import build_optimizer, number_parameters
+from narrowgauge.training.step.graph_choice import graphs_for
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
 from narrowgauge.training.step.recast import hold, put_back
 from narrowgauge.training.step.replica_check import require_same_replay, step_fingerprint
@@ -68,6 +69,8 @@ class Trainer(TrainState):
         engine = Engine(model, mesh, device, modules)
         trainer = cls(plan, device, model, build_optimizer(plan, model), engine, Guard(plan.guard))
         trainer.engine.attach(trainer.optimizer)
+        if (recorder := graphs_for(plan, engine)) is not None:
+            engine.record_graphs(recorder)
         trainer.in_force = plan
         return trainer
 
@@ -233,7 +236,8 @@ class Trainer(TrainState):
         def scale(loss: torch.Tensor) -> torch.Tensor:
             return self.scaler.scale(loss) if self.scaler else loss
 
-        total = self.engine.accumulate(micro_batches, begin, scale, after_forward)
+        is_watched = observer is not None
+        total = self.engine.accumulate(micro_batches, begin, scale, after_forward, is_watched)
         self.engine.finish_backward()
         return total
 

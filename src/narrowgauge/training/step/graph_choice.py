@@ -1,0 +1,99 @@
+"""Whether a run repeats recorded micro-batches (`training.graph`).
+
+true    always, or the run is refused with the reason (`graph_gap`)
+false   never
+auto    where `bench --verify` has found that recorded steps have the digits of usual ones: on this machine
+        and device, with these versions of torch, CUDA, cuDNN, Triton and this program. It notes that in the
+        cache (`files.cache_directory`). Nowhere else, and without a word
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from narrowgauge.distributed import Engine
+from narrowgauge.distributed.parallel.micro_batch_graph import CudaGraphs, graph_gap
+from narrowgauge.errors import UserError
+from narrowgauge.files import cache_directory, make_directory, write_whole
+from narrowgauge.training.plan import TrainingPlan
+from narrowgauge.triton_version import triton_version
+
+
+def require_gpu_for_graph(plan: TrainingPlan, device: torch.device) -> None:
+    """Refuse `training.graph = true` where there is no GPU.
+
+    Raises:
+        UserError: The device has no graphs.
+    """
+    if plan.graph is True and device.type == "cpu":
+        raise UserError(
+            "training.graph = true, but graphs are recorded on a GPU, and this run is on a CPU; leave it out "
+            "to have them wherever they are known to be right"
+        )
+
+
+def graphs_for(plan: TrainingPlan, engine: Engine) -> CudaGraphs | None:
+    """What records the micro-batches of a run; None if they are launched as usual.
+
+    Raises:
+        UserError: `training.graph` is true, and a graph cannot hold them.
+    """
+    require_gpu_for_graph(plan, engine.device)
+    if plan.graph is False or engine.device.type != "cuda":
+        return None
+    gap = graph_gap(engine.model, engine.mesh.is_alone, plan.compiles)
+    if gap and plan.graph is True:
+        raise UserError(
+            f"training.graph = true, but a graph cannot hold this run's micro-batches: {gap}; set "
+            "--training.graph auto or false"
+        )
+    if gap or (plan.graph == "auto" and not is_verified(engine.device)):
+        return None
+    return CudaGraphs(engine.device)
+
+
+def is_verified(device: torch.device) -> bool:
+    """Whether `bench --verify` has seen equal digits on this machine with these versions."""
+    with suppress(OSError, ValueError):
+        return json.loads(_entry(device).read_text(encoding="utf-8")) == _facts(device)
+    return False
+
+
+def note_verified(device: torch.device, are_equal: bool) -> None:
+    """Note for later runs whether the digits were equal; a cache that cannot be written changes nothing."""
+    entry = _entry(device)
+    with suppress(OSError):
+        if not are_equal:
+            entry.unlink(missing_ok=True)
+            return
+        make_directory(entry.parent)
+        write_whole(entry, json.dumps(_facts(device), indent=2) + "\n")
+
+
+def _entry(device: torch.device) -> Path:
+    digest = hashlib.sha256(json.dumps(_facts(device)).encode()).hexdigest()[:32]
+    return cache_directory() / "graphs" / f"{digest}.json"
+
+
+def _facts(device: torch.device) -> Mapping[str, str]:
+    """What the digits of recorded and of usual launches may depend on."""
+    try:
+        own = version("narrowgauge")
+    except PackageNotFoundError:
+        own = ""
+    is_gpu = device.type == "cuda"
+    return {
+        "machine": platform.node(),
+        "device": torch.cuda.get_device_name(device) if is_gpu else device.type,
+        "torch": torch.__version__,
+        "library": str(torch.version.cuda or torch.version.hip),
+        "cudnn": str(torch.backends.cudnn.version()) if is_gpu else "",
+        "triton": triton_version(),
+        "narrowgauge": own,
+    }
