@@ -15,6 +15,7 @@ a segmentation fault in them (Q8_0, on a CPU that reports AMX).
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module, metadata
@@ -67,7 +68,7 @@ class Server:
             raise unknown("server", name, list(SERVERS))
         require_installed(name)
         self.name, self._folder = name, TemporaryDirectory()
-        self._words = Path(self._folder.name) / "stderr"
+        self._words = Path(self._folder.name) / "words"
         self._process = Answering(
             _serving, name, str(folder), length, torch.get_num_threads(), str(self._words)
         )
@@ -101,21 +102,26 @@ class Server:
             return self._process.ask((question, value))
         except Ended as ended:
             words = self._words.read_text(errors="replace") if self._words.exists() else ""
-            lines = [line for line in words.splitlines() if "ASSERT" in line]
-            lines = lines or ended.traceback.strip().splitlines()
-            reason = lines[-1] if lines else f"its process ended with code {ended.code}"
             raise UserError(
-                f"{self.name} did not serve the model: {reason}; try another --with, or report it to "
-                f"{self.name}"
+                f"{self.name} did not serve the model: {_reason(words, ended)}; try another --with or --to, "
+                f"or report it to {self.name}"
             ) from None
+
+
+def _reason(words: str, ended: Ended) -> str:
+    """Why a server ended, in a line: the first error among its words, else the error of its process."""
+    found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", words)
+    lines = [found.group()] if found else ended.traceback.strip().splitlines()
+    return lines[-1] if lines else f"its process ended with code {ended.code}"
 
 
 @contextmanager
 def _serving(
     name: str, folder: str, length: int, threads: int, words: str
 ) -> Iterator[Callable[[tuple[str, Any]], object]]:
-    with open(words, "wb") as file:  # libraries in C write there
-        os.dup2(file.fileno(), 2)
+    with open(words, "wb") as file:  # libraries in C and processes of a server write there
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     torch.set_num_threads(threads)
     if name == "llama.cpp":
         answers = _llama_cpp(Path(folder), length, threads)
