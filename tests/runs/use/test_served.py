@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,24 @@ def test_the_first_layer_with_another_scale_is_named(train, tmp_path):
     assert f"<td>{layer}</td>" in page
     assert "another weight" in page
     assert found.as_json()["first_other_layer"] == layer
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.tier("thorough")
+def test_vllm_serves_plain_weights_and_leaves_no_process(train):
+    run = train(changes=SIZES | {"recipe.name": "bf16"})
+    found = served(run, "vllm", "hf", sequences=2, margin=0.02)
+    assert found.verdict == found.file_verdict == EQUAL, found.table()
+    commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(command.startswith(b"VLLM::") for command in commands)
+
+
+def test_the_words_of_a_server_stay_out_of_the_output_and_name_the_error(tmp_path, capfd):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    words = r"transformers did not serve the model: .*Error: .*; try another"
+    with pytest.raises(UserError, match=words), Server("transformers", tmp_path, 8) as server:
+        server.version()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_server_that_is_not_installed_is_refused_in_a_sentence(tmp_path):

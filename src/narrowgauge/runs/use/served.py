@@ -312,8 +312,7 @@ def served(
         weights, inputs = same_weights(trained, plain), tuple(input_formats(trained.model))
     of_run, of_server = (run, trained.step), (server, version, format)
     subject = (of_run, of_server, (len(windows), length))
-    facts = (texts, margin, weights, inputs)
-    return Served(*subject, losses, to_trainer, to_file, *facts, tuple(layers))
+    return Served(*subject, losses, to_trainer, to_file, texts, margin, weights, inputs, tuple(layers))
 
 
 @contextmanager

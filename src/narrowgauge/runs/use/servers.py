@@ -5,8 +5,8 @@
                     also as `compressed-tensors`, the package by which it multiplies narrow weights
     vllm            LLM.generate, whose log-probabilities of a prompt stand for logits
 
-transformers alone opens its layers (`served_layers.py`). The adapter of vLLM follows its
-documentation, and has not been run.
+transformers alone opens its layers (`served_layers.py`). vLLM 0.32 for CPUs was run; it has no
+kernel for NVFP4 or for FP8 under one scale, and keeps plain weights in bfloat16.
 
 A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
 values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 ends with
@@ -34,7 +34,7 @@ from narrowgauge.processes import Answering, Ended
 from narrowgauge.runs.choices import SERVERS
 from narrowgauge.runs.use.served_layers import Opened
 
-_GRACE_S = 5.0  # for libraries to return what they share with other processes
+_GRACE_S = 60.0  # for libraries to end their processes, and to return what they share with others
 #: The module of each server, and how to install it.
 _MODULES = {
     "llama.cpp": ("llama_cpp", "llama-cpp-python"),
@@ -129,7 +129,10 @@ def _serving(
         answers = _vllm(Path(folder), length)
     else:
         answers = _transformers(Path(folder))
-    yield lambda request: answers[request[0]](request[1])
+    try:
+        yield lambda request: answers[request[0]](request[1])
+    finally:
+        answers.get("end", lambda _: None)(None)
 
 
 def _llama_cpp(folder: Path, length: int, threads: int) -> Mapping[str, Callable[[Any], object]]:
@@ -174,6 +177,7 @@ def _vllm(folder: Path, length: int) -> Mapping[str, Callable[[Any], object]]:
         "logits": logits,
         "layers": lambda _: {},
         "ids": lambda text: model.get_tokenizer().encode(text, add_special_tokens=False),
+        "end": lambda _: model.llm_engine.engine_core.shutdown(),  # its processes outlive this one
     }
 
 
