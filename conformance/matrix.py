@@ -134,7 +134,8 @@ def judge(case: Case, given: Mapping[str, Any]) -> tuple[str, float, str]:
         k: np.array([float.fromhex(v) if isinstance(v, str) else v for v in vs]) for k, vs in given.items()
     }
     if case.asks == "stochastic":
-        return _law(case, got["values"].reshape(case.codes.shape[1] * 2 + ("tensor_scale" in case.cast), -1))
+        drawn = got["values"] if "values" in got else _values(case, got)
+        return _law(case, drawn.reshape(case.x.shape))
     due = case.values.astype(np.float64).ravel()
     values = got["values"] if "values" in got else _values(case, got)
     if values.size != due.size:
@@ -176,7 +177,8 @@ def _first_bits(case: Case, got: Mapping[str, Any]) -> str:
 
 def _values(case: Case, got: Mapping[str, Any]) -> Any:
     """What codes and scales stand for: element x scale x tensor scale, each product rounded to float32."""
-    element = _decoded(got["codes"].astype(int), case.cast["element"]).reshape(case.codes.shape)
+    shape = case.codes.shape if case.x is None else case.x.shape
+    element = _decoded(got["codes"].astype(int), case.cast["element"]).reshape(shape)
     if "scale" not in case.cast:
         return element.ravel()
     stored = case.cast["scale"]

@@ -20,7 +20,7 @@ TABLES = {  # heading -> the formats of its rows
     "MX": "mx*",
     "NVFP4": "nvfp4*",
 }
-HEAD = """# Twenty libraries, case by case
+HEAD = """# Libraries, case by case
 
 Each library quantizes the same small tensors, each made for one property of a format, and is
 compared with an exact oracle in rational arithmetic. `conformance/matrix.csv` holds the rows,
@@ -30,6 +30,10 @@ this page is made from it, and [found in others](found-in-others.md) describes t
 python conformance/matrix.py --environments ../environments --install
 python conformance/page.py
 ```
+
+Seven draw stochastic rounding on a CPU: auto-round, brevitas, fouroversix, gfloat, microxcaling,
+Quartet II and narrowgauge. qwix accepts its noise and ignores it for floats. torchao draws bf16 and
+int8, and NVFP4 in a GPU kernel; TransformerEngine draws in GPU kernels. The others do not.
 
 A library that is not installed keeps its stored rows. Environment variables locate the checkouts of
 libraries without a package (see the docstrings in `conformance/adapters/`).

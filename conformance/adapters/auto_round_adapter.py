@@ -1,10 +1,14 @@
 """auto-round: the values of its data types; it returns no codes."""
 
+from types import SimpleNamespace
+
 import torch
 from auto_round.data_type.fp8 import quant_fp8_sym
 from auto_round.data_type.mxfp import quant_mx, quant_mx_rceil
 from auto_round.data_type.nvfp import nv_fp4
-from shared import installed, is_fp8, is_mx, is_nvfp4
+from auto_round.experimental.qmodules.mx import MXFP4QuantLinear, MXFP8QuantLinear
+from auto_round.experimental.qmodules.nvfp4 import NVFP4QuantLinear
+from shared import installed, is_fp8, is_mx, is_nvfp4, packed
 
 version = installed("auto-round")
 REQUIRES = ["auto-round==0.16.1", "py-cpuinfo"]
@@ -40,3 +44,21 @@ def stochastic(x, cast, seed):
         raise NotImplementedError
     torch.manual_seed(seed)
     return emulate(x, cast, mantissa_rounding="stochastic")
+
+
+def dequantize(codes, scales, cast):
+    """Values of stored codes, as the layers of its checkpoints read them; NVFP4 under the tensor scale 1."""
+    size = {"in_features": codes.shape[1], "out_features": codes.shape[0], "config": None}
+    stored, factors = torch.from_numpy(packed(codes)), torch.from_numpy(scales)
+    if is_mx(cast, ["e2m1"], ["rceil"]):
+        layer = MXFP4QuantLinear(**size, weight=stored, weight_scale=factors)
+    elif is_mx(cast, ["e4m3"], ["rceil"]):
+        eight = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+        layer = MXFP8QuantLinear(**size, weight=eight, weight_scale=factors)
+    elif is_nvfp4(cast):
+        size["config"] = SimpleNamespace(group_size=16, act_group_size=16)
+        layer = NVFP4QuantLinear(**size, weight=stored, weight_scale=factors.view(torch.float8_e4m3fn))
+        layer.weight_global_scale.fill_(1)
+    else:
+        raise NotImplementedError
+    return layer.dequant_weight_online().float().numpy()

@@ -64,9 +64,16 @@ def coded(values, scale, outer, cast):
 
 
 def dequantize(codes, scales, cast):
-    """Values of stored codes of MXFP4, as its compressor reads them."""
-    if not is_mx(cast, ["e2m1"], ["even"]):
+    """Values of stored codes, as its compressors read them; NVFP4 under the tensor scale 1."""
+    args, outer = scheme(cast), torch.ones(1) if is_nvfp4(cast) else None
+    if is_nvfp4(cast):
+        factors = torch.from_numpy(scales).view(torch.float8_e4m3fn).float()
+    elif is_mx(cast, ["e2m1", "e4m3"], ["even"]):
+        factors = decompress_mx_scale(torch.from_numpy(scales)).float()
+    else:
         raise NotImplementedError
-    values = unpack_fp4_from_uint8(torch.from_numpy(packed(codes)), *codes.shape, dtype=torch.float32)
-    factors = decompress_mx_scale(torch.from_numpy(scales)).to(torch.float32)
-    return multiply(values, factors, args=scheme(cast), dtype=torch.float32).numpy()
+    if cast["element"] == "e4m3":
+        values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
+    else:
+        values = unpack_fp4_from_uint8(torch.from_numpy(packed(codes)), *codes.shape, dtype=torch.float32)
+    return multiply(values, factors, args=args, global_scale=outer, dtype=torch.float32).numpy()

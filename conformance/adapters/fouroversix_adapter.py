@@ -10,7 +10,7 @@ from importlib import import_module
 
 import torch
 from checkouts import folder, package
-from shared import checked_out
+from shared import checked_out, packed
 
 version = checked_out("FOUROVERSIX")
 
@@ -18,6 +18,8 @@ ROOT = folder("FOUROVERSIX", "src/fouroversix")
 for name in ("", ".quantize", ".quantize.pytorch", ".kernels"):
     package(f"fouroversix{name}", ROOT.joinpath(*name.split(".")))
 reference = import_module("fouroversix.quantize.pytorch.reference")
+Backend = import_module("fouroversix.quantize.backend").QuantizeBackendBase
+Tensor = import_module("fouroversix.quantize.quantized_tensor").QuantizedTensor
 Type, Rule = reference.DataType, reference.ScaleRule
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -25,7 +27,7 @@ RULES = {None: Rule.static_6, "mse": Rule.mse, "mae": Rule.mae, "max": Rule.abs_
 READ = {"name", "element", "scale", "scale_rule", "block", "tensor_scale", "input", "candidates", "choose"}
 
 
-def quantize(x, cast):
+def quantize(x, cast, **more):
     """Codes and scales as `reference.quantize` computes them."""
     scale, block, candidates = cast["scale"], cast.get("block"), cast.get("candidates")
     if set(cast) - READ or cast.get("scale_rule", "rceil") != "rceil":
@@ -46,8 +48,33 @@ def quantize(x, cast):
         fp4_format=kind,
         scale_rule=RULES[cast.get("choose")],
         use_blackwell_scale_layout=False,
+        **more,
     )
     codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[:rows, :columns].numpy()
     scales = scales.view(torch.uint8).reshape(data.shape[0], -1)[:: block[0]].numpy()
     largest = 256.0 if kind == Type.nvfp4 and candidates else 448.0
     return codes, scales, (amax / (6.0 * largest)).numpy()
+
+
+def stochastic(x, cast, seed):
+    """Codes and scales under its rounding `stochastic`."""
+    torch.manual_seed(seed)
+    return quantize(x, cast, round_style=reference.RoundStyle.stochastic)
+
+
+def dequantize(codes, scales, cast):
+    """Values of stored codes, by the backend in PyTorch; under the tensor scale 1."""
+    match cast["element"], cast["scale"], cast.get("block"), cast.get("tensor_scale"):
+        case "e2m1", "e8m0", [1, 32], None:
+            kind, scale = Type.mxfp4, torch.float8_e8m0fnu
+        case "e2m1", "e4m3", [1, 16], "tensor":
+            kind, scale = Type.nvfp4, torch.float8_e4m3fn
+        case _:
+            raise NotImplementedError
+    stored = torch.from_numpy(packed(codes)), torch.from_numpy(scales).view(scale), torch.tensor(2688.0)
+    tensor = Tensor(
+        *(*stored, kind, codes.shape, Rule.static_6, reference.RoundStyle.nearest, codes.shape),
+        scale_factors_are_in_blackwell_layout=False,
+    )
+    given = {"dtype": torch.float32, "intermediate_dtype": torch.float32}
+    return Backend.dequantize(tensor, **given).numpy()

@@ -6,7 +6,7 @@ Written for gfloat 0.5.2. It has the OCP's elements, and MX scales by the OCP's 
 import gfloat
 import numpy as np
 from gfloat import formats
-from shared import installed, is_single
+from shared import installed, is_mx, is_single
 
 version = installed("gfloat")
 REQUIRES = ["gfloat==0.5.2"]
@@ -47,3 +47,13 @@ def stochastic(x, cast, seed):
     bits = np.random.default_rng(seed).integers(2**24, size=x.shape)
     mode = gfloat.RoundMode.Stochastic
     return gfloat.round_ndarray(ELEMENTS[cast["element"]], x.astype(np.float64), mode, True, bits, 24)
+
+
+def dequantize(codes, scales, cast):
+    """Values of stored codes, by `decode_block`."""
+    if not is_mx(cast, ELEMENTS, ["floor"]):
+        raise NotImplementedError
+    facts = {"etype": ELEMENTS[cast["element"]], "k": 32, "stype": SINGLE["e8m0"]}
+    kind = gfloat.BlockFormatInfo(name="mx", **facts)
+    blocks = np.concatenate([scales.reshape(-1, 1), codes.reshape(-1, 32)], -1).tolist()
+    return np.array([list(gfloat.decode_block(kind, block)) for block in blocks]).reshape(codes.shape)

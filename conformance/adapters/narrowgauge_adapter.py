@@ -14,7 +14,7 @@ def version():
     return ng.__version__
 
 
-def quantize(x, cast):
+def quantize(x, cast, **more):
     """Codes, scales and the tensor scale of `ng.quantize`."""
     if set(cast) & GIVEN or cast.get("signs") == "random" or cast.get("history"):
         raise NotImplementedError
@@ -23,5 +23,10 @@ def quantize(x, cast):
     table = {key: value for key, value in cast.items() if key not in ("name", "input", "block")}
     block = cast.get("block")
     table["block"] = "tensor" if block is None else block if block[1] else "row"
-    q = ng.quantize(torch.from_numpy(x).to(DTYPES[cast["input"]]), table)
+    q = ng.quantize(torch.from_numpy(x).to(DTYPES[cast["input"]]), table, **more)
     return q.codes, q.scales if q.scale_codes is None else q.scale_codes, q.tensor_scale
+
+
+def stochastic(x, cast, seed):
+    """Codes and scales, drawn."""
+    return quantize(x, cast, rounding="stochastic", generator=torch.Generator().manual_seed(seed))

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from checkouts import folder, package
-from shared import checked_out
+from shared import checked_out, is_nvfp4
 from triton.runtime import interpreter
 
 version = checked_out("QUARTET2")
@@ -124,3 +124,17 @@ def candidates(
     tl.store(four_ptr + blocks, tl.reshape(four, (SIZE // 16,)))
     tl.store(of_six_ptr + numbers, rtn_fp4(x / (six * second)))
     tl.store(of_four_ptr + numbers, rtn_fp4(x / (four * second)))
+
+
+def stochastic(x, cast, seed):
+    """Values of its kernel for stochastic rounding, with uniform numbers."""
+    if set(cast) - READ or "candidates" in cast or not is_nvfp4(cast):
+        raise NotImplementedError
+    data = torch.nn.functional.pad(torch.from_numpy(x).flatten(), (0, -x.size % SIZE))
+    made, drawn = torch.empty_like(data), torch.rand(len(data), generator=torch.Generator().manual_seed(seed))
+    given = {"n_elements": len(data), "scale_override": 1.0, "group_size": 16, "BLOCK_SIZE": SIZE}
+    given |= {"four_over_six": False, "seed": drawn}
+    kernels.sr_1x16s_fp4_kernel.fn[(len(data) // SIZE,)](
+        x_ptr=data, amax_ptr=data.abs().max(), output_ptr=made, **given
+    )
+    return made[: x.size].reshape(x.shape).numpy()

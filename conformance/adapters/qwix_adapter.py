@@ -4,10 +4,14 @@ Written for qwix 0.1.8 (JAX). It has FP8 and MX under scales of a tensor, of row
 scales are in the dtype of the tensor, so that all inputs are given to it in float32.
 """
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import qwix
-from shared import installed
+from qwix._src.core import qarray
+from qwix._src.core.stochastic_rounding import get_noise_fn
+from shared import installed, is_mx
 
 version = installed("qwix")
 REQUIRES = [
@@ -42,7 +46,7 @@ MX = {"e4m3": "mxfp8", "e2m1": "mxfp4"}
 READ = {"name", "element", "scale", "scale_rule", "block", "input"}
 
 
-def quantize(x, cast):
+def quantize(x, cast, **more):
     """Codes and scales as qwix computes them."""
     if set(cast) - READ or cast.get("scale_rule", "rceil") != "rceil":
         raise NotImplementedError
@@ -52,11 +56,26 @@ def quantize(x, cast):
         raise NotImplementedError
     if columns:
         x = np.pad(x, ((0, 0), (0, -x.shape[1] % columns)))
-    how = {"channelwise_axes": [0]} if rows == 1 else {}
-    how |= {"tiled_axes": {1: columns}} if columns else {}
-    made = qwix.quantize(jnp.asarray(x), kinds[cast["element"]], **how)
+    how = {"channelwise_axes": [0] if rows == 1 else [], "tiled_axes": {1: columns} if columns else {}}
+    made = qarray.quantize(jnp.asarray(x), qarray.HowToQuantize(qtype=kinds[cast["element"]], **how, **more))
     codes = np.asarray(made.qvalue).view(np.uint8)[:, :width]
     scales = np.asarray(made.scale, np.float32)
     if cast["scale"] == "e8m0":
         return codes, (scales.view(np.uint32) >> 23).astype(np.uint8)
     return codes, scales
+
+
+def dequantize(codes, scales, cast):
+    """Values of stored codes, with scales of E8M0 as JAX converts them to float32."""
+    if not is_mx(cast, MX, ["rceil"]):
+        raise NotImplementedError
+    kind = {"e4m3": ml_dtypes.float8_e4m3fn, "e2m1": ml_dtypes.float4_e2m1fn}[cast["element"]]
+    factors = jnp.asarray(scales.view(ml_dtypes.float8_e8m0fnu)).astype(jnp.float32)
+    array = qwix.QArray(jnp.asarray(codes.view(kind)), factors, qtype=MX[cast["element"]])
+    return np.asarray(qwix.dequantize(array))
+
+
+def stochastic(x, cast, seed):
+    """Values with the noise that its rules of training hand to `quantize`."""
+    noise = get_noise_fn("uniform", jax.random.key(seed), (0, 1))
+    return quantize(x, cast, noise_fn=noise)

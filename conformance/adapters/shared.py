@@ -66,6 +66,18 @@ def packed(codes):
     return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
 
 
+def split_halves(packed, half):
+    """Codes of ggml's blocks, which keep `half` codes in low halves of bytes and the next in high ones."""
+    stored = packed.reshape(len(packed), -1, half)
+    return np.concatenate([stored & 15, stored >> 4], -1).reshape(len(packed), -1)
+
+
+def joined_halves(codes, half):
+    """The bytes of such blocks."""
+    parts = codes.reshape(len(codes), -1, 2, half)
+    return (parts[:, :, 0] | parts[:, :, 1] << 4).reshape(len(codes), -1).astype(np.uint8)
+
+
 def e2m1_codes(values):
     """The codes of numbers that E2M1 holds."""
     values = np.asarray(values)

@@ -58,7 +58,10 @@ def quantize(x, cast):
 
 
 def dequantize(codes, scales, cast):
-    """Values of stored codes of NVFP4 under the tensor scale 1."""
+    """Values of stored codes: MXFP8 in bfloat16, NVFP4 under the tensor scale 1."""
+    if is_mx(cast, ["e4m3"], ["rceil"]):
+        stored = torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+        return mxfp8.dequant_mxfp8_to_bf16(*stored).float().numpy()
     if not is_nvfp4(cast):
         raise NotImplementedError
     stored = torch.from_numpy(packed(codes)), torch.from_numpy(np.ascontiguousarray(scales))

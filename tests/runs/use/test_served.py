@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,15 +24,18 @@ needs_llama = pytest.mark.skipif(
     find_spec("llama_cpp") is None,
     reason="llama-cpp-python, through which llama.cpp serves, is not installed",
 )
+NARROW = 4 * 4  # weights: of q, k and v, of the output of attention, and two of the MLP, in each block
 #: The mean KL(file, server) that llama.cpp's arithmetic explains: int8 activations with narrow weights.
 KL = {"bf16": 1e-5, "mxfp4": 1e-4, "nvfp4": 1e-4, "mxint8": 1e-4}
 
 
-def result(differences, texts=(0, 2), margin=0.01):
+def result(differences, texts=(0, 2), margin=0.01, of_file=None, **facts):
     compared = Compared(differences=differences)
     losses = {"trainer": 2.0, "file": 2.0, "server": 2.0}
     subject = (("run", 1), ("llama.cpp", "1", "gguf"), (len(differences), 8))
-    return Served(*subject, losses, compared, compared, texts, margin)
+    facts = {"weights": (2, 2), "inputs": ("nvfp4",)} | facts
+    to_file = Compared(differences=differences if of_file is None else of_file)
+    return Served(*subject, losses, compared, to_file, texts, margin, **facts)
 
 
 def test_the_verdict_is_that_of_the_interval():
@@ -43,6 +47,18 @@ def test_the_verdict_is_that_of_the_interval():
     assert result([0.0, 0.0, 0.0], texts=None).verdict == EQUAL
     assert result([math.nan, 0.0, 0.0]).verdict == DIFFERENT
     assert json.dumps(result([math.nan, 0.0]).as_json(), allow_nan=False)
+
+
+def test_the_part_of_narrow_inputs_is_named_if_nothing_else_differs():
+    differences, of_file = [-0.018, -0.022, -0.020], [0.001, -0.001, 0.0]
+    found = result(differences, of_file=of_file)
+    assert (found.verdict, found.file_verdict) == (DIFFERENT, EQUAL)
+    assert found.of_inputs.mean == pytest.approx(-0.02)
+    assert any("inputs that training rounds to nvfp4 make -0.02000" in s for s in found.sentences())
+    assert found.as_json()["inputs_alone"]["mean"] == pytest.approx(-0.02)
+    assert result(differences).of_inputs is None  # the server does not compute as the file
+    for facts in ({"weights": (1, 2)}, {"inputs": ()}):
+        assert result(differences, of_file=of_file, **facts).of_inputs is None
 
 
 def test_two_passes_are_compared_token_by_token():
@@ -84,6 +100,8 @@ def test_llama_cpp_serves_what_the_file_holds(train, recipe):
     assert found.to_file.kl_mean < KL[recipe], found.table()
     # The other two multiplied activations of 4 bits in training, which llama.cpp does not.
     assert found.verdict == EQUAL or recipe in ("mxfp4", "nvfp4"), found.table()
+    assert found.weights[0] == found.weights[1] == (0 if recipe == "bf16" else NARROW), found.table()
+    assert (found.of_inputs is None) == (recipe == "bf16")
     assert found.texts is not None
     assert found.texts[0] == 0
 
@@ -117,6 +135,7 @@ def test_transformers_serves_an_export(train, tmp_path, format, recipe):
     assert dataclasses.replace(found, margin=1e-12).verdict != EQUAL
     assert len(found.layers) == 4 * 7 + 1
     assert first(found.layers, "has_other_weight") is first(found.layers, "disagrees") is None
+    assert found.weights[0] == found.weights[1] == (0 if recipe == "bf16" else NARROW)
     assert found.texts is not None
     assert found.texts[0] == 0
 
@@ -134,10 +153,30 @@ def test_the_first_layer_with_another_scale_is_named(train, tmp_path):
     assert first(found.layers, "has_other_weight") == layer
     assert first(found.layers, "disagrees") == layer
     assert sum(f.has_other_weight for f in found.layers) == 1
+    assert found.weights[1] - found.weights[0] == 1  # q, k and v are one weight of ours
+    assert found.of_inputs is None
     page = served_page(found)
     assert f"<td>{layer}</td>" in page
     assert "another weight" in page
     assert found.as_json()["first_other_layer"] == layer
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.tier("thorough")
+def test_vllm_serves_plain_weights_and_leaves_no_process(train):
+    run = train(changes=SIZES | {"recipe.name": "bf16"})
+    found = served(run, "vllm", "hf", sequences=2, margin=0.02)
+    assert found.verdict == found.file_verdict == EQUAL, found.table()
+    commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(command.startswith(b"VLLM::") for command in commands)
+
+
+def test_the_words_of_a_server_stay_out_of_the_output_and_name_the_error(tmp_path, capfd):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    words = r"transformers did not serve the model: .*Error: .*; try another"
+    with pytest.raises(UserError, match=words), Server("transformers", tmp_path, 8) as server:
+        server.version()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_server_that_is_not_installed_is_refused_in_a_sentence(tmp_path):

@@ -142,10 +142,15 @@ def before_the_casts(model: torch.nn.Module) -> list[str]:
     return [sentence, *_elsewhere(model)]
 
 
+def input_formats(model: torch.nn.Module) -> list[str]:
+    """The names of the narrow casts of inputs in training."""
+    casts = [m.spec.casts["fprop.x"] for m in model.modules() if isinstance(m, Linear)]
+    return sorted({cast.name for cast in casts if cast.is_scaled})
+
+
 def in_llama_cpp(model: torch.nn.Module) -> list[str]:
     """What llama.cpp computes differently from training."""
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
-    names = sorted({m.spec.casts["fprop.x"].name for m in layers if m.spec.casts["fprop.x"].is_scaled})
+    names = input_formats(model)
     if not names:
         return list(_elsewhere(model))
     sentence = (

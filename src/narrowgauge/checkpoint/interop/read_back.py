@@ -14,6 +14,11 @@ from narrowgauge.errors import UserError
 _BOUND = 2.0**-21
 
 
+def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a decoded tensor has the expected values, up to the rounding of a stored scale."""
+    return bool(((found - expected).abs() <= _BOUND * expected.abs()).all())
+
+
 def require_read_back(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """Refuse files whose decoded tensors differ from the expected ones by more than rounding.
 
@@ -22,9 +27,8 @@ def require_read_back(found: Mapping[str, torch.Tensor], expected: Mapping[str, 
         expected: The model's tensors in float32, by our names.
     """
     for name, values in expected.items():
-        difference = (found[name] - values).abs()
-        if not bool((difference <= _BOUND * values.abs()).all()):
-            share = difference.norm() / values.norm()
+        if not is_same(found[name], values):
+            share = (found[name] - values).norm() / values.norm()
             raise UserError(
                 f"the exported files were read back, and {name!r} differs from what the run multiplies by "
                 f"{share:.2g} of its norm, so nothing was kept; report this fault with the run's recipe.toml "

@@ -8,8 +8,9 @@ Three forward passes read the held-out text of the run:
 
 The difference between trainer and server is what a user gets. It has two parts: file and server differ by
 the server's arithmetic, and widely if it reads a weight or a scale wrong; trainer and file differ by the
-formats of activations in training. Log-probabilities are compared over the whole vocabulary, in float64. Of a
-server that opens its layers, each is compared by itself in the first sequence (`served_layers.py`).
+formats of training's inputs, if the file has the codes and scales of training, which is checked.
+Log-probabilities are compared over the whole vocabulary, in float64. Of a server that opens its layers, each
+is compared by itself in the first sequence (`served_layers.py`).
 """
 
 import math
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.checkpoint.interop.activations import input_formats
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE, read_gguf_model
 from narrowgauge.data import validation_batches
@@ -32,10 +34,16 @@ from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
 from narrowgauge.runs.choices import SERVERS
 from narrowgauge.runs.use.export import export_run
-from narrowgauge.runs.use.served_layers import LayerDifference, first, layer_differences, layer_names
+from narrowgauge.runs.use.served_layers import (
+    LayerDifference,
+    first,
+    layer_differences,
+    layer_names,
+    same_weights,
+)
 from narrowgauge.runs.use.servers import Server, require_installed
 from narrowgauge.runs.use.trained_model import TrainedRun, open_run, run_data
-from narrowgauge.t_interval import interval
+from narrowgauge.t_interval import Interval, interval
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
 
@@ -98,6 +106,8 @@ class Served:
         to_file: File and server.
         texts: (texts that the server's tokenizer gives other ids, texts); None without a tokenizer.
         margin: The largest difference of the loss that counts as equal, in nats per token.
+        weights: (narrow weights of the file with the codes and scales of training, narrow weights).
+        inputs: The formats of the inputs of linear layers in training; none if all are wide.
         layers: The linear layers one by one, in the order of a pass; none if the server opens none.
     """
 
@@ -109,6 +119,8 @@ class Served:
     to_file: Compared
     texts: tuple[int, int] | None
     margin: float
+    weights: tuple[int, int]
+    inputs: tuple[str, ...] = ()
     layers: tuple[LayerDifference, ...] = ()
 
     @property
@@ -124,6 +136,18 @@ class Served:
     def file_verdict(self) -> str:
         """The same of the file: if it is not `EQUAL`, the server or the export is at fault."""
         return self._judge(self.to_file)
+
+    @property
+    def of_inputs(self) -> Interval | None:
+        """What narrow inputs in training make of the difference, in nats per token, over sequences.
+
+        It is the file's loss less the trainer's: the same weights, and wide inputs. None if weights differ,
+        if the server computes otherwise than the file, or if inputs are wide in training.
+        """
+        if not self.inputs or self.weights[0] < self.weights[1] or self.file_verdict != EQUAL:
+            return None
+        pairs = zip(self.to_trainer.differences, self.to_file.differences, strict=True)
+        return interval([of_trainer - of_file for of_trainer, of_file in pairs])
 
     def _judge(self, compared: Compared) -> str:
         d = interval(compared.differences)
@@ -145,6 +169,8 @@ class Served:
                 **{"verdict": self.verdict, "file_verdict": self.file_verdict},
                 "trainer_and_server": self.to_trainer.as_json(),
                 "file_and_server": self.to_file.as_json(),
+                **{"equal_weights": self.weights[0], "weights": self.weights[1], "inputs": self.inputs},
+                "inputs_alone": None if self.of_inputs is None else self.of_inputs.as_json(),
                 "texts_with_other_ids": None if self.texts is None else self.texts[0],
                 "first_other_tensor": first(self.layers, "has_other_weight"),
                 "first_other_layer": first(self.layers, "disagrees"),
@@ -183,6 +209,17 @@ class Served:
             lines.append(
                 f"server and {which}: {verdict} within {self.margin:g} nats per token "
                 f"({d.mean:+.5f}, 95 % {d.low:+.5f} to {d.high:+.5f})"
+            )
+        if self.weights[1]:
+            lines.append(
+                f"{self.weights[0]} of {self.weights[1]} narrow weights of the file have the codes and "
+                "scales of training"
+            )
+        if self.of_inputs is not None:
+            d, names = self.of_inputs, " and ".join(self.inputs)
+            lines.append(
+                f"of the difference, inputs that training rounds to {names} make {d.mean:+.5f} "
+                f"(95 % {d.low:+.5f} to {d.high:+.5f}), and the server's arithmetic makes the rest"
             )
         if not self.layers:
             return [*lines, f"layers: not compared, because {self.server[0]} does not open its layers here"]
@@ -272,9 +309,10 @@ def served(
         opened = program.layers(windows[0].x_BT[0].tolist(), layer_names(trained.model))
         layers = layer_differences(trained, opened)
         texts = _other_ids(trained, program, [window.x_BT[0].tolist() for window in windows])
+        weights, inputs = same_weights(trained, plain), tuple(input_formats(trained.model))
     of_run, of_server = (run, trained.step), (server, version, format)
     subject = (of_run, of_server, (len(windows), length))
-    return Served(*subject, losses, to_trainer, to_file, texts, margin, tuple(layers))
+    return Served(*subject, losses, to_trainer, to_file, texts, margin, weights, inputs, tuple(layers))
 
 
 @contextmanager

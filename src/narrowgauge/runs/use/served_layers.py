@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.checkpoint.interop.name_map import name_map
+from narrowgauge.checkpoint.interop.read_back import is_same
 from narrowgauge.models import Transformer
 from narrowgauge.nn import Linear
 from narrowgauge.runs.use.trained_model import TrainedRun
@@ -102,6 +104,14 @@ def layer_differences(trained: TrainedRun, opened: Mapping[str, Opened]) -> list
                 weight = None if server.weight is None else _relative(server.weight, own)
                 found.append(LayerDifference(name, weight, *differences))
     return found
+
+
+@torch.no_grad()
+def same_weights(trained: TrainedRun, plain: Transformer) -> tuple[int, int]:
+    """(narrow weights whose codes and scales in the file are those of the run, narrow weights)."""
+    layers = narrow_layers(trained.model)
+    pairs = [(layer.forward_weight(), plain.get_parameter(f"{n}.weight")) for n, layer in layers.items()]
+    return sum(is_same(theirs, ours) for ours, theirs in pairs), len(pairs)
 
 
 def _weight(layer: torch.nn.Module) -> torch.Tensor:

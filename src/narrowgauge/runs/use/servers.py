@@ -5,8 +5,8 @@
                     also as `compressed-tensors`, the package by which it multiplies narrow weights
     vllm            LLM.generate, whose log-probabilities of a prompt stand for logits
 
-transformers alone opens its layers (`served_layers.py`). The adapter of vLLM follows its
-documentation, and has not been run.
+transformers alone opens its layers (`served_layers.py`). vLLM 0.32 for CPUs was run; it has no
+kernel for NVFP4 or for FP8 under one scale, and keeps plain weights in bfloat16.
 
 A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
 values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 ends with
@@ -15,6 +15,7 @@ a segmentation fault in them (Q8_0, on a CPU that reports AMX).
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module, metadata
@@ -33,7 +34,7 @@ from narrowgauge.processes import Answering, Ended
 from narrowgauge.runs.choices import SERVERS
 from narrowgauge.runs.use.served_layers import Opened
 
-_GRACE_S = 5.0  # for libraries to return what they share with other processes
+_GRACE_S = 60.0  # for libraries to end their processes, and to return what they share with others
 #: The module of each server, and how to install it.
 _MODULES = {
     "llama.cpp": ("llama_cpp", "llama-cpp-python"),
@@ -67,7 +68,7 @@ class Server:
             raise unknown("server", name, list(SERVERS))
         require_installed(name)
         self.name, self._folder = name, TemporaryDirectory()
-        self._words = Path(self._folder.name) / "stderr"
+        self._words = Path(self._folder.name) / "words"
         self._process = Answering(
             _serving, name, str(folder), length, torch.get_num_threads(), str(self._words)
         )
@@ -101,21 +102,26 @@ class Server:
             return self._process.ask((question, value))
         except Ended as ended:
             words = self._words.read_text(errors="replace") if self._words.exists() else ""
-            lines = [line for line in words.splitlines() if "ASSERT" in line]
-            lines = lines or ended.traceback.strip().splitlines()
-            reason = lines[-1] if lines else f"its process ended with code {ended.code}"
             raise UserError(
-                f"{self.name} did not serve the model: {reason}; try another --with, or report it to "
-                f"{self.name}"
+                f"{self.name} did not serve the model: {_reason(words, ended)}; try another --with or --to, "
+                f"or report it to {self.name}"
             ) from None
+
+
+def _reason(words: str, ended: Ended) -> str:
+    """Why a server ended, in a line: the first error among its words, else the error of its process."""
+    found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", words)
+    lines = [found.group()] if found else ended.traceback.strip().splitlines()
+    return lines[-1] if lines else f"its process ended with code {ended.code}"
 
 
 @contextmanager
 def _serving(
     name: str, folder: str, length: int, threads: int, words: str
 ) -> Iterator[Callable[[tuple[str, Any]], object]]:
-    with open(words, "wb") as file:  # libraries in C write there
-        os.dup2(file.fileno(), 2)
+    with open(words, "wb") as file:  # libraries in C and processes of a server write there
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     torch.set_num_threads(threads)
     if name == "llama.cpp":
         answers = _llama_cpp(Path(folder), length, threads)
@@ -123,7 +129,10 @@ def _serving(
         answers = _vllm(Path(folder), length)
     else:
         answers = _transformers(Path(folder))
-    yield lambda request: answers[request[0]](request[1])
+    try:
+        yield lambda request: answers[request[0]](request[1])
+    finally:
+        answers.get("end", lambda _: None)(None)
 
 
 def _llama_cpp(folder: Path, length: int, threads: int) -> Mapping[str, Callable[[Any], object]]:
@@ -168,6 +177,7 @@ def _vllm(folder: Path, length: int) -> Mapping[str, Callable[[Any], object]]:
         "logits": logits,
         "layers": lambda _: {},
         "ids": lambda text: model.get_tokenizer().encode(text, add_special_tokens=False),
+        "end": lambda _: model.llm_engine.engine_core.shutdown(),  # its processes outlive this one
     }
 
 
