@@ -84,6 +84,10 @@ def test_predictions_name_arms_and_rungs_that_are_planned():
             assert {one.arm, one.against} <= parts[rung - 1]["arms"].keys(), one
 
 
+def test_what_compare_expects_is_what_the_pilot_measured():
+    assert ladder2_page.EXPECTED.read_text() == ladder2_page.expected_text()
+
+
 def test_the_page_is_made_from_the_rows_alone(tmp_path, monkeypatch):
     page = tmp_path / "ladder2.md"
     page.write_text(ladder2_page.PAGE.read_text(encoding="utf-8"))
