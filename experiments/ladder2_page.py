@@ -5,6 +5,7 @@ CALM, the one from scratch with initial weights by role. The same rows give the 
 marks of the page is not changed.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,13 +14,16 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.models import count_block_weights
 from narrowgauge.report.verdict.rungs import Row, read_rows
+from narrowgauge.runs.run_directory import PROBE
 from narrowgauge.training import make_config
 from publish.ladder2 import pilot_markdown, stages_markdown
 from publish.pilot import calm_toml, measure
 from publish.predictions import read_predictions
+from publish.probed import probe_markdown
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "ladder2.md"
+PROBED = PAGE.parent / "evidence" / PROBE
 CALM = "role-scratch"
 EXPECTED = HERE.parent / "src" / "narrowgauge" / "report" / "verdict" / "calm.toml"
 
@@ -30,6 +34,8 @@ def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
     text = _between("pilot", text, pilot_markdown(_rows_of("pilot")))
     text = _between("stages", text, stages_markdown(read_parts("stages"), _rows_of("stages"), predictions))
+    probe = json.loads(PROBED.read_text(encoding="utf-8"))
+    text = _between("probe", text, probe_markdown(probe, _rows_of("stages")))
     write_whole(PAGE, text)
     if expected := expected_text():
         write_whole(EXPECTED, expected)
