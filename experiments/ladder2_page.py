@@ -1,20 +1,31 @@
 """Makes the results of docs/ladder2.md from the rows in docs/evidence/ladder2: `make ladder2`.
 
-The same rows give the same bytes. Text outside the marks of the page is not changed.
+The deviation that `compare` expects of runs without spikes (`report/verdict/calm.toml`) is that of the design
+CALM, the one from scratch with initial weights by role. The same rows give the same bytes. Text outside the
+marks of the page is not changed.
 """
 
+import json
 import sys
 from pathlib import Path
 
 from ladder2 import ROWS, read_parts
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
+from narrowgauge.models import count_block_weights
 from narrowgauge.report.verdict.rungs import Row, read_rows
+from narrowgauge.runs.run_directory import PROBE
+from narrowgauge.training import make_config
 from publish.ladder2 import pilot_markdown, stages_markdown
+from publish.pilot import calm_toml, measure
 from publish.predictions import read_predictions
+from publish.probed import probe_markdown
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "ladder2.md"
+PROBED = PAGE.parent / "evidence" / PROBE
+CALM = "role-scratch"
+EXPECTED = HERE.parent / "src" / "narrowgauge" / "report" / "verdict" / "calm.toml"
 
 
 def main() -> None:
@@ -23,8 +34,21 @@ def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
     text = _between("pilot", text, pilot_markdown(_rows_of("pilot")))
     text = _between("stages", text, stages_markdown(read_parts("stages"), _rows_of("stages"), predictions))
+    probe = json.loads(PROBED.read_text(encoding="utf-8"))
+    text = _between("probe", text, probe_markdown(probe, _rows_of("stages")))
     write_whole(PAGE, text)
-    print(f"{PAGE}, from the rows below {ROWS}")
+    if expected := expected_text():
+        write_whole(EXPECTED, expected)
+    print(f"{PAGE} and {EXPECTED}, from the rows below {ROWS}")
+
+
+def expected_text() -> str:
+    """The deviation of the design CALM as TOML; "" if it has no seed with all arms."""
+    rows = _rows_of("pilot").get(CALM, [])
+    if (found := measure(CALM, rows)) is None:
+        return ""
+    model = make_config({"model": read_parts("pilot")[CALM]["model"]}).spec.model
+    return calm_toml(found, rows[0].tokens / count_block_weights(model))
 
 
 def _rows_of(file: str) -> dict[str, list[Row]]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.report.verdict.rungs import Row, gap_percent
+from narrowgauge.toml_text import toml_value
 
 EIGHT_BITS = ("dither-1", "dither-2", "mxfp8")
 FOUR_BITS, REFERENCE = "mxfp4", "bf16"
@@ -67,6 +68,22 @@ def measure(name: str, rows: Sequence[Row]) -> Design | None:
     loss = statistics.fmean(by_key[REFERENCE, seed].own_loss for seed in seeds)
     return Design(
         name, len(seeds), loss, deviation, low, high, statistics.fmean(eight), statistics.fmean(four)
+    )
+
+
+def calm_toml(one: Design, tokens_per_parameter: float) -> str:
+    """What `compare` expects of runs whose warm-up does not spike (`report.verdict.rule.Calm`)."""
+    values = {
+        "design": one.name,
+        "seeds": one.seeds,
+        "tokens_per_parameter": round(tokens_per_parameter, 2),
+        "deviation": round(one.deviation, 3),
+        "low": round(one.low, 3),
+        "high": round(one.high, 3),
+    }
+    lines = [f"{key} = {toml_value(value)}" for key, value in values.items()]
+    return "\n".join(
+        [f"# Made by `make ladder2` from docs/evidence/ladder2/pilot/{one.name}.csv", *lines, ""]
     )
 
 

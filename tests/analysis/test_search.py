@@ -13,6 +13,7 @@ from narrowgauge.analysis import (
     bits_budget,
     choices_of,
     flops_budget,
+    gemm_costs,
     pace,
     recipe_text,
     solve,
@@ -40,7 +41,7 @@ def costs_of(casts=CASTS):
     }
 
 
-CHOICES = choices_of(CASTS, WEIGHTS, costs_of())
+CHOICES = choices_of(CASTS, WEIGHTS, gemm_costs(costs_of()))
 
 
 SPEEDS = {"mxfp4": 4.0, "mxfp8": 2.0, "bf16": 1.0}
@@ -70,7 +71,7 @@ def test_no_assignment_within_the_budget_costs_less(budget):
 def test_lost_progress_costs_what_it_is_worth():
     """A share of the steps' progress times the pace of the run, next to unscaled nats."""
     costs = {"mxfp4": [Cost("head", place, 0.25) for place in GEMM_PLACES]}
-    found = choices_of({"mxfp4": CASTS["mxfp4"]}, {"head": 100}, costs, pace=0.8).costs
+    found = gemm_costs(costs, pace=0.8)
     assert found["head", "fprop"]["mxfp4"] == pytest.approx(0.5)
     assert found["head", "dgrad"]["mxfp4"] == found["head", "wgrad"]["mxfp4"] == pytest.approx(0.4)
 
@@ -91,7 +92,10 @@ def test_amounts_are_shares_bits_and_times():
 
 
 def test_what_is_kept_stays_wide_and_the_rest_is_the_best():
-    kept, budget = choices_of(CASTS, WEIGHTS, costs_of(), keep=("head", "*.none")), flops_budget(CASTS, 0.57)
+    kept, budget = (
+        choices_of(CASTS, WEIGHTS, gemm_costs(costs_of()), keep=("head", "*.none")),
+        flops_budget(CASTS, 0.57),
+    )
     found = solve(kept, budget)
     errors = dict.fromkeys(kept.shares, 0.1)
     others = baselines(kept, budget, errors, {"blocks.0.down": 0, "blocks.1.down": 1, "head": None}, 0)
@@ -163,13 +167,15 @@ def test_what_cannot_be_is_refused(ask, sentence):
 
 def test_a_budget_between_whole_gemms_is_refused():
     costs = {name: [c for c in found if c.layer == "head"] for name, found in costs_of().items()}
-    one = choices_of(CASTS, {"head": 100}, costs)
+    one = choices_of(CASTS, {"head": 100}, gemm_costs(costs))
     with pytest.raises(UserError, match=r"the next above has 0\.666, so take that"):
         solve(one, flops_budget(CASTS, 0.4))
     assert one.amount(solve(one, flops_budget(CASTS, 0.666)), flops_budget(CASTS, 0.666)) == pytest.approx(
         2 / 3
     )
-    kept = choices_of(CASTS, WEIGHTS, costs_of(), keep=("*.down",))  # its head has 1 / 7 of the FLOPs
+    kept = choices_of(
+        CASTS, WEIGHTS, gemm_costs(costs_of()), keep=("*.down",)
+    )  # its head has 1 / 7 of the FLOPs
     with pytest.raises(UserError, match=r"the next above has 14\.322, so take that"):
         solve(kept, bits_budget(CASTS, 14.0))
     assert solve(kept, bits_budget(CASTS, 14.322))["head", "fprop"] == "mxfp4"

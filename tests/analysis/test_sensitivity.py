@@ -210,7 +210,7 @@ def test_what_is_not_finite_is_null_in_json(narrowgauge, trained):
         assert json.loads(text, parse_constant=pytest.fail)["rank_correlation"] is None
     assert "measured: none, all are equal" in narrowgauge(*words).out
     costs = [Cost("a", place, math.nan if place == "fprop.x" else 1.0) for place in GEMM_PLACES]
-    found = sensitivity_json(costs[:2], costs[2:], None)
+    found = sensitivity_json(costs[:2], costs[2:])
     assert [line["cost"] for line in found["layers"]] == [None, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 

@@ -1,6 +1,7 @@
 """The pilot's figures, its choice, and the page of ladder 2, which is made from rows alone."""
 
 import math
+import random
 import statistics
 
 import pytest
@@ -16,6 +17,7 @@ from narrowgauge.report.verdict.rungs import Row, rows_text
 from publish.ladder2 import family_of, stages_markdown
 from publish.pilot import chi_squared, choose, measure
 from publish.predictions import read_predictions
+from publish.probed import probe_markdown, spearman
 
 ENDS = {
     "dither-1": (0.001, 0.004),
@@ -99,6 +101,34 @@ def test_predictions_name_arms_and_rungs_that_are_planned():
     for one in predictions:
         for rung in filter(None, (one.rung, one.before)):
             assert {one.arm, one.against} <= parts[rung - 1]["arms"].keys(), one
+
+
+def test_the_interval_of_a_rank_correlation_covers_the_true_one():
+    """Of normal pairs with correlation r, Spearman's rho is 6 / pi asin(r / 2)."""
+    true, covered = 6 / math.pi * math.asin(0.8 / 2), 0
+    generator = random.Random(1)
+    for _ in range(400):
+        a = [generator.gauss(0, 1) for _ in range(15)]
+        b = [0.8 * x + 0.6 * generator.gauss(0, 1) for x in a]
+        low, _, high = spearman(a, b)
+        covered += low <= true <= high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_the_probe_is_compared_with_the_arms_that_both_have():
+    names = [f"arm-{i}" for i in range(8)]
+    rows = [Row("bf16", 1, 1, 100, 5.0, 5.0, "done")]
+    rows += [Row(name, 1, 1, 100, 5.0 + 0.01 * i, 5.0, "done") for i, name in enumerate(names)]
+    figures = {
+        name: {"loss_increase": {"mean": i}, "gradient_cosine": {"mean": -i}} for i, name in enumerate(names)
+    }
+    table = probe_markdown({"recipes": {**figures, "other": {}}}, {"part": rows, "few": rows[:4]})
+    assert "| part | 8 | +1.00 (+1.00 .. +1.00) | -1.00 (-1.00 .. -1.00) | - |" in table
+    assert "few" not in table
+
+
+def test_what_compare_expects_is_what_the_pilot_measured():
+    assert ladder2_page.EXPECTED.read_text() == ladder2_page.expected_text()
 
 
 def test_the_page_is_made_from_the_rows_alone(tmp_path, monkeypatch):

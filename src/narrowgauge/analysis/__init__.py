@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from narrowgauge.analysis.budget import flops_budget as flops_budget
     from narrowgauge.analysis.budget import require_solver as require_solver
     from narrowgauge.analysis.budget import time_budget as time_budget
+    from narrowgauge.analysis.forks import Forks as Forks
+    from narrowgauge.analysis.forks import alone as alone
     from narrowgauge.analysis.pace import pace as pace
     from narrowgauge.analysis.probe import RecipeProbe as RecipeProbe
     from narrowgauge.analysis.probe import probe as probe
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
     from narrowgauge.analysis.search import BASELINES as BASELINES
     from narrowgauge.analysis.search import Assignment as Assignment
     from narrowgauge.analysis.search import Choices as Choices
+    from narrowgauge.analysis.search import Gemm as Gemm
     from narrowgauge.analysis.search import baselines as baselines
     from narrowgauge.analysis.search import choices_of as choices_of
+    from narrowgauge.analysis.search import gemm_costs as gemm_costs
     from narrowgauge.analysis.search import solve as solve
     from narrowgauge.analysis.sensitivity import NATS as NATS
     from narrowgauge.analysis.sensitivity import Cost as Cost

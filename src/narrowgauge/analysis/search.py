@@ -1,12 +1,13 @@
 """Searches for the formats of the GEMMs of all linear layers that cost the least under a budget.
 
 Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both operands; attention and the residual
-stream stay in high precision. Its predicted cost is the sum of the costs of its two places (`sensitivity`) in
-nats: a place of the forward pass costs its increase of the loss; one of the backward pass costs the share of
-the steps' progress that it takes, times the loss that this progress is worth (`pace`). Negative costs count
-as zero, because a loss that falls by rounding is chance. Costs of different places are assumed to add up. A
-GEMM of a layer with K inputs and N outputs takes 2 M N K FLOPs for M tokens, the same for all three GEMMs.
-`budget.py` defines amount[f]: 1 for the formats of at most 4 bits and 0 for others, or bits, or time.
+stream stay in high precision. Its cost in nats is measured by training with it narrow (`forks`), or predicted
+as the sum of the costs of its two places (`sensitivity`): a place of the forward pass costs its increase of
+the loss; one of the backward pass costs the share of the steps' progress that it takes, times the loss that
+this progress is worth (`pace`). Negative costs count as zero, because a loss that falls by rounding is
+chance. Costs of different places are assumed to add up. A GEMM of a layer with K inputs and N outputs takes
+2 M N K FLOPs for M tokens, the same for all three GEMMs. `budget.py` defines amount[f]: 1 for the formats of
+at most 4 bits and 0 for others, or bits, or time.
 
 Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
 head, as the shipped low-precision recipes do: a prediction from single steps was wrong about it
@@ -25,9 +26,10 @@ alternately), `smallest-error` (the GEMMs with the smallest relative quantizatio
 narrow), and `random`.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, floor
 
 import numpy as np
@@ -36,10 +38,12 @@ from narrowgauge.analysis.budget import EPSILON, Budget, widest_of
 from narrowgauge.analysis.sensitivity import NATS, Cost
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes import GEMM_PLACES, GEMMS, matches
+from narrowgauge.recipes import GEMMS, matches
+from narrowgauge.t_interval import Interval, interval
 
 Gemm = tuple[str, str]  # layer, and "fprop", "dgrad" or "wgrad"
 Assignment = Mapping[Gemm, str]  # the name of a cast
+Gaps = Mapping[tuple[Gemm, str], Mapping[int, float]]  # in nats, by seed
 BASELINES = ("uniform", "keep-ends", "smallest-error", "random")
 
 
@@ -52,12 +56,14 @@ class Choices:
         shares: Each GEMM's share of all FLOPs.
         costs: The predicted cost of each GEMM in each format in nats, at least 0.
         kept: The GEMMs that stay in the widest format.
+        gaps: What forks measured for each GEMM and format by seed, in nats; none if the costs are predicted.
     """
 
     casts: Mapping[str, Cast]
     shares: Mapping[Gemm, float]
     costs: Mapping[Gemm, Mapping[str, float]]
     kept: frozenset[Gemm] = frozenset()
+    gaps: Gaps = field(default_factory=dict)
 
     def amount(self, assignment: Assignment, budget: Budget) -> float:
         """The amount of a budget that an assignment uses."""
@@ -66,6 +72,13 @@ class Choices:
     def cost(self, assignment: Assignment) -> float:
         """The predicted cost of an assignment in nats."""
         return sum(self.costs[gemm][cast] for gemm, cast in assignment.items())
+
+    def measured(self, assignment: Assignment) -> Interval | None:
+        """The sum of the gaps of an assignment, negative ones as they are; None if no forks were made."""
+        if not self.gaps:
+            return None
+        chosen = [self.gaps[gemm, cast] for gemm, cast in assignment.items()]
+        return interval([math.fsum(gap[seed] for gap in chosen) for seed in chosen[0]])
 
     @property
     def narrowest(self) -> str:
@@ -81,37 +94,43 @@ class Choices:
 def choices_of(
     casts: Mapping[str, Cast],
     weights: Mapping[str, int],
-    costs: Mapping[str, Sequence[Cost]],
+    costs: Mapping[Gemm, Mapping[str, float]],
     keep: Sequence[str] = (),
-    pace: float = 1.0,
+    gaps: Gaps | None = None,
 ) -> Choices:
-    """The choices from the costs of places.
+    """The choices from the costs of GEMMs.
 
     Args:
         casts: The formats by name.
         weights: The number of elements of each layer's weight, in the order of the model.
-        costs: The cost of each place by the name of the format, from `forward_costs` and `backward_costs`.
+        costs: The cost of each GEMM in nats by the name of the format.
         keep: Patterns of the names of layers that stay in the widest format (`recipes.matches`).
-        pace: The nats that the whole of the steps' progress is worth.
+        gaps: The gaps by seed whose means the costs are, if forks measured them.
     """
     total = 3 * sum(weights.values())
     gemms = [(layer, gemm) for layer in weights for gemm in GEMMS]
-    by_place = {
-        name: {(c.layer, c.place): max(c.cost, 0.0) * (1 if c.unit == NATS else pace) for c in found}
-        for name, found in costs.items()
-    }
     return Choices(
         casts,
         {(layer, gemm): weights[layer] / total for layer, gemm in gemms},
-        {
-            (layer, gemm): {
-                name: sum(by_place[name][layer, place] for place in GEMM_PLACES if place.startswith(gemm))
-                for name in casts
-            }
-            for layer, gemm in gemms
-        },
+        {gemm: {name: max(costs[gemm][name], 0.0) for name in casts} for gemm in gemms},
         frozenset(g for g in gemms if any(matches(g[0], pattern) for pattern in keep)),
+        gaps or {},
     )
+
+
+def gemm_costs(costs: Mapping[str, Sequence[Cost]], pace: float = 1.0) -> dict[Gemm, dict[str, float]]:
+    """The cost of each GEMM in nats as the sum of those of its places.
+
+    Args:
+        costs: The cost of each place by the name of the format, from `forward_costs` and `backward_costs`.
+        pace: The nats that the whole of the steps' progress is worth.
+    """
+    found: dict[Gemm, dict[str, float]] = {}
+    for name, places in costs.items():
+        for c in places:
+            of_gemm = found.setdefault((c.layer, c.place.partition(".")[0]), dict.fromkeys(costs, 0.0))
+            of_gemm[name] += max(c.cost, 0.0) * (1 if c.unit == NATS else pace)
+    return found
 
 
 def solve(choices: Choices, budget: Budget) -> Assignment:

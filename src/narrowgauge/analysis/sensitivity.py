@@ -7,8 +7,8 @@ two lists, each with its unit:
     dgrad.dy, dgrad.w, wgrad.dy, wgrad.x   share: the part lost of what a step removes from the loss
 
 The share is a squared sine: how far the narrow place turns the gradient, in the optimizer's metric
-(`update`). Places of attention and the residual stream stay in fp32: only linear layers have a cost here.
-Each cost is a mean over the batches with its Student interval.
+(`update`). `forks` measures both in nats, by training. Places of attention and the residual stream stay in
+fp32: only linear layers have a cost here. Each cost is a mean over the batches with its Student interval.
 
 `forward_costs` measures, with one forward pass for each layer, place and batch. A second-order estimate was
 right for small errors but off by several times for the layer that matters, whose error is large.
@@ -53,13 +53,17 @@ _BACKWARD = tuple(place for place in GEMM_PLACES if place not in _FORWARD)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one place of one layer, narrowed alone: a mean over batches, and its 95 % interval."""
+    """The cost of one place of one layer, narrowed alone: a mean over batches or forks, with 95 % limits.
+
+    `is_forked`: whether forks measured it, which gives nats for each place.
+    """
 
     layer: str
     place: str
     cost: float
     low: float = math.nan
     high: float = math.nan
+    is_forked: bool = False
 
     @property
     def name(self) -> str:
@@ -69,7 +73,7 @@ class Cost:
     @property
     def unit(self) -> str:
         """`NATS` or `SHARE`."""
-        return NATS if self.place in _FORWARD else SHARE
+        return NATS if self.is_forked or self.place in _FORWARD else SHARE
 
 
 def forward_costs(subject: Subject, cast: Cast, show: Progress | None = None) -> list[Cost]:
@@ -160,35 +164,34 @@ def worst(costs: Sequence[Cost], count: int = 4) -> list[Cost]:
 
 
 def sensitivity_json(
-    forward: Sequence[Cost], backward: Sequence[Cost], exact: Sequence[Cost] | None, **facts: Any
+    forward: Sequence[Cost], backward: Sequence[Cost], measured: Sequence[Cost] = (), **facts: Any
 ) -> dict[str, Any]:
-    """The costs as JSON values, after some facts; measured costs of the backward pass if there are any.
+    """The costs as JSON values, after some facts; a measured cost takes the place of a quick one.
 
-    "worst" lists places of the forward pass, "worst_backward" of the backward pass. With measured costs
-    each place of the backward pass also has its "estimate", and "rank_correlation" compares the two. None
-    stands for values that are not finite, and for the correlation if all costs are equal.
+    "worst" lists places of the forward pass, "worst_backward" places of the backward pass. A place that was
+    measured also has its "estimate", and "rank_correlation" compares the two over the backward pass,
+    "rank_correlation_forward" over the forward pass. None stands for values that are not finite, and for a
+    correlation if all costs are equal.
     """
-    measured = exact or backward
-    estimates = {cost.name: cost.cost for cost in backward} if exact is not None else {}
+    by_name = {cost.name: cost for cost in measured}
+    estimates = {c.name: c.cost for c in (*forward, *backward) if c.name in by_name}
     layers = []
-    for c in in_order(forward, measured):
+    for c in in_order(forward, backward, measured):
         line = {"layer": c.layer, "place": c.place, "cost": c.cost, "low": c.low, "high": c.high}
         line |= {"unit": c.unit} | ({"estimate": estimates[c.name]} if c.name in estimates else {})
         layers.append(strict_json(line))
-    found = {
-        **facts,
-        "layers": layers,
-        "worst": [cost.name for cost in worst(forward)],
-        "worst_backward": [cost.name for cost in worst(measured)],
-    }
-    if exact is not None:
-        found["rank_correlation"] = rank_correlation(*([c.cost for c in cs] for cs in (backward, exact)))
+    found = {**facts, "layers": layers}
+    for end, quick in (("", forward), ("_backward", backward)):
+        found[f"worst{end}"] = [cost.name for cost in worst([by_name.get(c.name, c) for c in quick])]
+    for end, quick in (("", backward), ("_forward", forward)):
+        if pairs := [(c.cost, by_name[c.name].cost) for c in quick if c.name in by_name]:
+            found[f"rank_correlation{end}"] = rank_correlation(*zip(*pairs, strict=True))
     return strict_json(found)
 
 
-def in_order(forward: Sequence[Cost], backward: Sequence[Cost]) -> list[Cost]:
-    """Both lists in the order of the model's layers and places."""
-    by_key = {(c.layer, c.place): c for c in (*forward, *backward)}
+def in_order(forward: Sequence[Cost], backward: Sequence[Cost], measured: Sequence[Cost] = ()) -> list[Cost]:
+    """One cost of each place, measured if it was, in the order of the model's layers and places."""
+    by_key = {(c.layer, c.place): c for c in (*forward, *backward, *measured)}
     layers = dict.fromkeys(c.layer for c in forward)
     return [by_key[layer, place] for layer in layers for place in GEMM_PLACES]
 
@@ -197,7 +200,6 @@ def _wide_model(subject: Subject) -> Transformer:
     """The model with everything in fp32.
 
     UserError: It has experts, whose layers process other tokens from pass to pass.
-    UserError: It has experts, whose layers see other tokens from pass to pass.
     """
     experts = subject.spec.model.experts
     if experts:

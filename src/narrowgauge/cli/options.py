@@ -262,6 +262,14 @@ def _sensitivity(p: KeyParser) -> None:
     p.add_argument(
         "--exact", action="store_true", help="also measure backward places, each with separate passes"
     )
+    _forks(p)
+
+
+def _forks(p: KeyParser) -> None:
+    text = "measure by training N steps from the checkpoint, with and without a narrow place"
+    p.add_argument("--fork-steps", type=positive_integer, metavar="N", help=text)
+    text = "repeats of each fork, in another order of the text (3)"
+    p.add_argument("--fork-seeds", type=positive_integer, default=3, metavar="N", help=text)
 
 
 def _search(p: KeyParser) -> None:
@@ -280,6 +288,7 @@ def _search(p: KeyParser) -> None:
     text = f"layers that stay in the widest format, '' for none ({HEAD})"
     p.add_argument("--keep", default=HEAD, metavar="A,B", help=text)
     p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
+    _forks(p)
     p.add_argument("--check", action="store_true", help="train it along with bf16 and four baselines")
     p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds per recipe (3)")
     p.add_argument("--steps", metavar="N", help="with --check: optimizer steps (the run's)")

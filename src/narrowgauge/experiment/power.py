@@ -28,6 +28,7 @@ from narrowgauge.report.verdict.rule import (
     Arm,
     Gaps,
     Spread,
+    calm,
     equality_factor,
     judge,
     known_deviation,
@@ -118,7 +119,10 @@ def power_text(
     """
     ratio, arms = tokens / parameters, max(arms, 1)
     deviation = known = known_deviation(ratio, is_calm)
-    source = "known of runs whose warm-up does not spike" if is_calm else "known of such lengths"
+    source = "known of such lengths"
+    if is_calm:
+        of = calm()
+        source = f"without spikes in the warm-up: {of.low:.2g} .. {of.high:.2g} %, {of.seeds} seeds"
     judged = [one for one in judge(gaps, list(gaps), known).values() if one.seeds > 2 and one.spread]
     if (widest := max(judged, key=lambda one: one.degrees, default=None)) and widest.spread:
         deviation, source = widest.spread.deviation, "measured here"

@@ -1,6 +1,7 @@
 """`search`: the recipe with the smallest predicted cost under a budget, for a trained model."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,13 +15,17 @@ from narrowgauge.analysis import (
     Assignment,
     Budget,
     Choices,
+    Forks,
+    Gemm,
     Probed,
+    alone,
     backward_costs,
     baselines,
     bits_budget,
     choices_of,
     flops_budget,
     forward_costs,
+    gemm_costs,
     pace,
     recipe_text,
     relative_errors,
@@ -38,7 +43,7 @@ from narrowgauge.files import make_directory, write_whole
 from narrowgauge.laboratory.chart import bars
 from narrowgauge.laboratory.subject import FEW, Progress, Text, TextKeys, heading, operand_cast, progress
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes import load_recipe, matches
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, matches
 from narrowgauge.report import Run, print_comparison, read_run, read_runs, summary, write_report
 from narrowgauge.report.verdict.groups import groups
 from narrowgauge.result import Result, Row
@@ -164,6 +169,8 @@ def search(
     cluster: str | None = None,
     keep: Sequence[str] = (HEAD,),
     loss_per_doubling: float | None = None,
+    fork_steps: int | None = None,
+    fork_seeds: int = 3,
     check: bool = False,
     seeds: str | int = 3,
     steps: int | str | None = None,
@@ -183,6 +190,9 @@ def search(
         cluster: With `gemm_time`, the machine: a shipped cluster, or a .toml file.
         keep: Layers that stay in the widest format.
         loss_per_doubling: Nats that twice the steps would remove from the loss; None for the run's own.
+        fork_steps: Measure the cost of each GEMM by training, in forks of this length from the run's
+            checkpoint.
+        fork_seeds: The repeats of each fork.
         check: Whether to train the answer along with bf16 and four baselines.
         seeds: With `check`, the seeds of each.
         steps: With `check`, the steps; None for the run's.
@@ -200,19 +210,26 @@ def search(
         raise UserError("--formats is empty, but a search needs casts to choose from, as in mxfp4,bf16")
     casts, path, file = {name: operand_cast(name) for name in formats}, Path(run), Path(out)
     require_solver()
+    forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
     limit = Limit(budget, effective_bits, gemm_time, cluster).budget(casts)
     _require_name(file, check)
     shown: AbstractContextManager[Progress] = nullcontext(show or _silent)
     with shown if console is None else progress(console, "search") as report:
         probed = Text(**(FEW | text)).open(path)
-        per_e_fold = _pace(path, loss_per_doubling)
-        weights = _weights(probed)
-        costs = _costs(probed, casts, report)
-    choices = choices_of(casts, weights, costs, _kept(keep, list(weights)), per_e_fold)
+        weights, gaps = _weights(probed), {}
+        if forks is None:
+            per_e_fold = _pace(path, loss_per_doubling)
+            costs = gemm_costs(_costs(probed, casts, report), per_e_fold)
+        else:
+            gaps = _gaps(forks, probed, casts, report)
+            costs = {g: {n: statistics.fmean(gaps[g, n].values()) for n in casts} for g, _ in gaps}
+    choices = choices_of(casts, weights, costs, _kept(keep, list(weights)), gaps)
     weight = "" if loss_per_doubling is None else f" --loss-per-doubling {loss_per_doubling}"
+    weight += "" if forks is None else f" --fork-steps {forks.steps} --fork-seeds {forks.seeds}"
     source = f"narrowgauge search {run} --formats {','.join(formats)} {limit.option}{weight}"
     answer, texts = _answer(file, choices, limit, probed, source)
-    answer["loss_per_doubling"] = per_e_fold * math.log(2)
+    if forks is None:
+        answer["loss_per_doubling"] = per_e_fold * math.log(2)
     result = Found(file, answer, heading(path, probed), texts, ())
     if console is not None:
         result.show(console)
@@ -240,7 +257,6 @@ def _answer(
         "recipe": str(file),
         "budget": limit.option,
         "unit": limit.words,
-        "loss_per_doubling": 0.0,
         "kept": list(dict.fromkeys(layer for layer, _ in choices.shares if (layer, "fprop") in choices.kept)),
         **_figures(choices, found, limit),
         "baselines": {name: _figures(choices, other, limit) for name, other in others.items()},
@@ -266,9 +282,29 @@ def _costs(probed: Probed, casts: Mapping[str, Cast], show: Progress) -> dict[st
     }
 
 
-def _figures(choices: Choices, assignment: Assignment, budget: Budget) -> dict[str, float]:
-    """An assignment's use of the budget, and its predicted cost."""
-    return {"amount": choices.amount(assignment, budget), "predicted_cost": choices.cost(assignment)}
+def _gaps(
+    forks: Forks, probed: Probed, casts: Mapping[str, Cast], show: Progress
+) -> dict[tuple[Gemm, str], dict[int, float]]:
+    """The gap of each GEMM in each format by seed, in nats; 0 for the format of the fork without a change."""
+    recipe = probed.trained.config.spec.recipe
+    changes = {
+        ((layer, gemm), name): alone(recipe, layer, {p: cast for p in GEMM_PLACES if p.startswith(gemm)})
+        for layer in probed.layers
+        for gemm in GEMMS
+        for name, cast in casts.items()
+    }
+    tried = {key: change for key, change in changes.items() if casts[key[1]].name != recipe.compute}
+    gaps = forks.gaps(probed, tried, lambda *done: show("forks", *done))
+    return {key: gaps.get(key) or dict.fromkeys(range(1, forks.seeds + 1), 0.0) for key in changes}
+
+
+def _figures(choices: Choices, assignment: Assignment, budget: Budget) -> dict[str, Any]:
+    """An assignment's use of the budget, and its predicted cost, with an interval if forks measured it."""
+    figures: dict[str, Any] = {"amount": choices.amount(assignment, budget)}
+    figures["predicted_cost"] = choices.cost(assignment)
+    if (measured := choices.measured(assignment)) is not None:
+        figures["measured"] = measured.as_json()
+    return figures
 
 
 def _words(answer: Mapping[str, Any]) -> str:
@@ -279,8 +315,14 @@ def _words(answer: Mapping[str, Any]) -> str:
     ]
     amount = f"{answer['recipe']}: {answer['amount']:.3f} {answer['unit']}"
     cost = f"predicted cost {answer['predicted_cost']:.3g} nats"
-    doubling = f"a doubling of the steps removes {answer['loss_per_doubling']:.3g} nats"
-    return f"{amount}, {cost}; {', '.join(compared)}; {doubling}"
+    if (measured := answer.get("measured")) is None:
+        last = f"a doubling of the steps removes {answer['loss_per_doubling']:.3g} nats"
+    else:
+        ends = (measured["low"], measured["high"])
+        last = "its forks' gaps add up to " + (
+            f"{measured['mean']:.3g} nats" if None in ends else "{:.3g} .. {:.3g} nats (95 %)".format(*ends)
+        )
+    return f"{amount}, {cost}; {', '.join(compared)}; {last}"
 
 
 def _require_name(out: Path, check: bool) -> None:

@@ -1,5 +1,7 @@
 """`sensitivity`: what narrowing each layer and place alone would cost a trained model."""
 
+import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -9,6 +11,9 @@ from rich.table import Table
 
 from narrowgauge.analysis import (
     Cost,
+    Forks,
+    Probed,
+    alone,
     backward_costs,
     exact_backward_costs,
     forward_costs,
@@ -16,18 +21,20 @@ from narrowgauge.analysis import (
     sensitivity_json,
     step_metric,
 )
+from narrowgauge.errors import UserError
 from narrowgauge.formats import Format
 from narrowgauge.laboratory.chart import heat
 from narrowgauge.laboratory.subject import FEW, Progress, Text, TextKeys, facts, heading, keep, operand_cast
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES
+from narrowgauge.report.verdict.rule import judge
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.run_directory import SENSITIVITY
 
-_NOTES = (
-    "fprop: nats added to the loss; dgrad, wgrad: share lost of what an optimizer step removes from the loss",
-    "attention and the residual stream stay wide; *: the four worst of each kind",
+_UNITS = (
+    "fprop: nats added to the loss; dgrad, wgrad: share lost of what an optimizer step removes from the loss"
 )
+_NOTE = "attention and the residual stream stay wide; *: the four worst of each kind"
 
 
 class Sensitivity(Result):
@@ -62,14 +69,16 @@ class Sensitivity(Result):
         line = f"{self.heading}, one place in {self.cast}"
         console.print(line, highlight=False, soft_wrap=True)
         console.print(_map(self.costs, {*self.worst, *self.worst_backward}))
-        for note in _NOTES:
+        for note in (self._found.get("forks", _UNITS), _NOTE):
             console.print(note, style="dim", markup=False, highlight=False)
         for words, names in (("worst", self.worst), ("worst backward", self.worst_backward)):
             console.print(f"{words}: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
-        if "rank_correlation" in self._found:
-            correlation = self._found["rank_correlation"]
-            text = "none, all are equal" if correlation is None else f"{correlation:.3f}"
-            console.print(f"rank correlation of estimated and measured: {text}", highlight=False)
+        for key, which in (("rank_correlation_forward", " forward"), ("rank_correlation", "")):
+            if key in self._found:
+                correlation = self._found[key]
+                text = "none, all are equal" if correlation is None else f"{correlation:.3f}"
+                line = f"rank correlation of estimated and measured{which}: {text}"
+                console.print(line, highlight=False)
 
     def plot(self) -> str:
         """The map of layers and places."""
@@ -83,6 +92,8 @@ def sensitivity(
     to: str | Format | Cast | dict[str, Any],
     exact: bool = False,
     *,
+    fork_steps: int | None = None,
+    fork_seeds: int = 3,
     show: Progress | None = None,
     **text: Unpack[TextKeys],
 ) -> Sensitivity:
@@ -92,6 +103,8 @@ def sensitivity(
         run: A run directory, a Hugging Face folder, or an llm.c model.
         to: The cast of the narrow place: a name, a table, a `Format`, or a `Cast`.
         exact: Whether backward places are measured as well, each with separate passes.
+        fork_steps: Measure each place by training, in forks of this length from the run's checkpoint.
+        fork_seeds: The repeats of each fork.
         show: Called with a name, what is done and how much there is.
         text: The text and the device: data, batches, batch_size, sequence_length, device, tokenizer (`Text`).
 
@@ -99,17 +112,52 @@ def sensitivity(
         The costs, which the run directory keeps for its report as well.
 
     Raises:
-        UserError: There is no such run, text or cast, or the cast is for state.
+        UserError: There is no such run, text or cast, or the cast is for state; or forks are asked for with
+            `exact`, or of a model of another program.
     """
+    if exact and fork_steps is not None:
+        raise UserError("exact and fork_steps are two ways to measure the same places; choose one")
+    forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
     cast, path = operand_cast(to), Path(run)
     probed = Text(**(FEW | text)).open(path)
     metric = step_metric(probed.trained)
     forward = forward_costs(probed.subject, cast, show)
     backward = backward_costs(probed.subject, cast, metric, show)
-    measured = exact_backward_costs(probed.subject, cast, metric, show) if exact else None
-    found = sensitivity_json(forward, backward, measured, **facts(probed), to=cast.name)
+    measured, about = [], {}
+    if exact:
+        measured = exact_backward_costs(probed.subject, cast, metric, show)
+    if forks:
+        measured = _forked(forks, probed, cast, show)
+        about["forks"] = _words(forks, measured)
+    found = sensitivity_json(forward, backward, measured, **facts(probed), to=cast.name, **about)
     keep(path, SENSITIVITY, found)
-    return Sensitivity(in_order(forward, measured or backward), cast.name, heading(path, probed), found)
+    return Sensitivity(in_order(forward, backward, measured), cast.name, heading(path, probed), found)
+
+
+def _forked(forks: Forks, probed: Probed, cast: Cast, show: Progress | None) -> list[Cost]:
+    """The cost of each place by forks; the deviation of a gap is pooled over places (`verdict.rule`)."""
+    recipe = probed.trained.config.spec.recipe
+    changes = {
+        (layer, place): alone(recipe, layer, {place: cast})
+        for layer in probed.layers
+        for place in GEMM_PLACES
+    }
+    gaps = forks.gaps(probed, changes, None if show is None else lambda *done: show("forks", *done))
+    costs = []
+    for key, judged in judge(gaps, family=()).items():
+        half = math.nan if judged.half_width is None else judged.half_width
+        costs.append(Cost(*key, judged.mean, judged.mean - half, judged.mean + half, is_forked=True))
+    return costs
+
+
+def _words(forks: Forks, costs: Sequence[Cost]) -> str:
+    """A sentence about what forks measured, and what they can see."""
+    text = f"nats at the end of {forks.steps} steps with the place narrow, mean of {forks.seeds} forks"
+    if forks.seeds < 2:
+        return f"{text}; a single seed gives no interval"
+    half = statistics.median(cost.high - cost.cost for cost in costs)
+    seen = sum(cost.low > 0 for cost in costs)
+    return f"{text}, each +- {half:.1e} (median, 95 %): {seen} of {len(costs)} cost something for certain"
 
 
 def _map(costs: Sequence[Cost], marked: Collection[str]) -> Table:

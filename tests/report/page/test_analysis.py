@@ -58,6 +58,10 @@ def test_both_are_shown(run):
     assert '<td class="number cost-0">3.0e-07</td>' in html
     assert '<td class="number cost-0">-1.0e-06</td>' in html
     assert "Worst forward: head.fprop.x. Worst backward: head.dgrad.dy." in html
+    forked = [line | {"unit": "nats"} for line in COSTS["layers"]]
+    html = run(sensitivity=COSTS | {"layers": forked, "forks": "nats at the end of 20 steps"})
+    assert "after step 60: nats at the end of 20 steps. Worst" in html
+    assert '<td class="number cost-6">2.7e-02*</td>' not in html, "0.4 nats of dgrad.dy are the darkest"
 
 
 def test_costs_without_a_unit_are_those_of_another_definition(run):

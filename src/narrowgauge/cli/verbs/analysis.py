@@ -24,7 +24,15 @@ def run_probe(options: argparse.Namespace) -> None:
 def run_sensitivity(options: argparse.Namespace) -> None:
     """Find the cost of each layer and place, print the map or JSON, and store it."""
     with progress(Console(stderr=options.json), "sensitivity") as show:
-        found = sensitivity(options.run, options.to, options.exact, show=show, **_text(options))
+        found = sensitivity(
+            options.run,
+            options.to,
+            options.exact,
+            fork_steps=options.fork_steps,
+            fork_seeds=options.fork_seeds,
+            show=show,
+            **_text(options),
+        )
     _print(found, options.json)
 
 
@@ -40,6 +48,8 @@ def run_search(options: argparse.Namespace) -> None:
         cluster=options.cluster,
         keep=_names(options.keep),
         loss_per_doubling=options.loss_per_doubling,
+        fork_steps=options.fork_steps,
+        fork_seeds=options.fork_seeds,
         check=options.check,
         seeds=options.seeds,
         steps=options.steps,

@@ -82,10 +82,13 @@ def _costs(found: Costs) -> str:
             row += f'<td class="number cost-{round(share * _SHADES)}">{cost:.1e}{mark}</td>'
         body += f'<tr><th scope="row">{escape(layer)}</th>{row}</tr>'
     worst, backward = (", ".join(map(escape, names)) for names in (found.worst, found.worst_backward))
+    unit = found.forks or (
+        "fprop in nats that it adds to the loss; dgrad and wgrad as the share that it takes of what a step "
+        "removes from the loss"
+    )
     return (
-        f"<p>What one place of one layer in {escape(found.cast)} would cost after step {found.step:,}: fprop "
-        "in nats that it adds to the loss; dgrad and wgrad as the share that it takes of what a step removes "
-        f"from the loss. Worst forward: {worst}. Worst backward: {backward}.</p>"
+        f"<p>What one place of one layer in {escape(found.cast)} would cost after step {found.step:,}: "
+        f"{escape(unit)}. Worst forward: {worst}. Worst backward: {backward}.</p>"
         + _scrolled("Sensitivity", f'<th scope="col">layer</th>{head}', body)
     )
 

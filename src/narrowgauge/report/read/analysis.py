@@ -26,6 +26,7 @@ class Costs:
     units: Mapping[str, str]
     worst: tuple[str, ...]  #: of the forward pass
     worst_backward: tuple[str, ...]
+    forks: str = ""  #: how the costs were measured, if by training
 
 
 def read_probe(path: Path) -> Probe | None:
@@ -62,7 +63,8 @@ def read_costs(path: Path) -> Costs | None:
                 units[str(line["place"])] = str(line["unit"])
     forward, backward = (_names(table.get(key)) for key in ("worst", "worst_backward"))
     step, cast = _step(table), str(table.get("to", ""))
-    return Costs(step, cast, costs, units, forward, backward) if costs else None
+    forks = str(table.get("forks", ""))
+    return Costs(step, cast, costs, units, forward, backward, forks) if costs else None
 
 
 def _names(value: object) -> tuple[str, ...]:

@@ -27,8 +27,11 @@ diverge, is excluded from the pool and judged by its gaps alone.
 
 import math
 import statistics
+import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from typing import TypeVar
 
 import numpy as np
@@ -49,9 +52,33 @@ KNOWN = (
     (math.inf, 0.5, "docs/evidence.md, seven arms: 0.49 % there, 3.8 tokens each"),
 )
 
-#: That of runs from scratch whose warm-up does not spike: docs/ladder2.md, pilot, `role-scratch`: 0.132 % at
-#: 0.33 M parameters, 0.6 tokens each (95 % 0.079 to 0.378, two seeds). Nothing longer has been measured.
-KNOWN_CALM = 0.13
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """The deviation of runs from scratch whose warm-up does not spike, from the pilot of docs/ladder2.md.
+
+    Attributes:
+        design: The design of the pilot.
+        seeds: The number of seeds of its 8-bit arms.
+        tokens_per_parameter: The length of its runs. Nothing longer has been measured.
+        deviation: Of a pair, in percent.
+        low, high: Its 95 % interval.
+    """
+
+    design: str
+    seeds: int
+    tokens_per_parameter: float
+    deviation: float
+    low: float
+    high: float
+
+
+@cache
+def calm() -> Calm:
+    """What `make ladder2` wrote to `calm.toml` from the rows of the pilot."""
+    text = (resources.files("narrowgauge.report.verdict") / "calm.toml").read_text(encoding="utf-8")
+    return Calm(**tomllib.loads(text))
+
 
 Arm = TypeVar("Arm")
 Gaps = Mapping[Arm, Mapping[int, float]]  # in percent, by arm and seed
@@ -153,10 +180,10 @@ def known_deviation(tokens_per_parameter: float, is_calm: bool = False) -> float
     `is_calm`: whether no warm-up spikes.
 
     >>> known_deviation(0.2), known_deviation(12), known_deviation(12, is_calm=True)
-    (0.5, 0.5, 0.13)
+    (0.5, 0.5, 0.122)
     """
     if is_calm:
-        return KNOWN_CALM
+        return calm().deviation
     return next(deviation for limit, deviation, _ in KNOWN if tokens_per_parameter < limit)
 
 

@@ -1,0 +1,122 @@
+"""Costs by training: forks against the run that they stand for, and intervals against more seeds."""
+
+import json
+import statistics
+
+import pytest
+from rich.console import Console
+
+import narrowgauge as ng
+from narrowgauge.analysis import Forks, alone, open_probed
+from narrowgauge.analysis.forks import wide
+from narrowgauge.errors import UserError
+from narrowgauge.laboratory.train import train_config
+from narrowgauge.quantization import cast
+from narrowgauge.recipes import GEMMS
+from narrowgauge.report import read_run
+from narrowgauge.report.verdict.rule import judge
+from narrowgauge.training import make_config
+
+QUIET = Console(quiet=True)
+STEPS = 6
+
+#: Changes of the head's forward pass; the last one has no effect.
+LIBRARY = {name: {"fprop.x": cast(name), "fprop.w": cast(name)} for name in ("mxfp4", "mxfp8", "bf16")}
+
+
+START = 40
+CHANGES = {
+    "recipe.name": "bf16",
+    "training.steps": START,
+    "training.batch_size": 8,
+    "training.micro_batch_size": 8,
+    "checkpoint.every": START,
+    "schedule.kind": "constant",
+    "optimizer.lr": 4e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """A tiny bf16 run after forty steps, whose rate is still high."""
+    return train_config(make_config(tiny(CHANGES)), tmp_path_factory.mktemp("forks") / "run", QUIET).path
+
+
+@pytest.fixture(scope="module")
+def probed(run):
+    return open_probed(run, "cpu", batches=4, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def gaps(probed):
+    """The gap of each change with nine seeds."""
+    recipe = probed.trained.config.spec.recipe
+    return Forks(STEPS, 9).gaps(probed, {name: alone(recipe, "head", c) for name, c in LIBRARY.items()})
+
+
+def test_a_change_without_effect_costs_nothing_to_the_last_digit(gaps):
+    assert set(gaps["bf16"].values()) == {0.0}
+
+
+def test_intervals_of_three_seeds_cover_the_cost_of_six_others(gaps):
+    """Of three disjoint triples, over the changes that cost something."""
+    covered = 0
+    for first in (1, 4, 7):
+        triple = {name: {s: gaps[name][s] for s in range(first, first + 3)} for name in ("mxfp4", "mxfp8")}
+        for name, judged in judge(triple, family=()).items():
+            others = [gap for seed, gap in gaps[name].items() if seed not in triple[name]]
+            covered += abs(statistics.fmean(others) - judged.mean) <= judged.half_width
+    assert covered >= 5  # of six
+
+
+def test_a_fork_is_the_branch_that_train_makes(tiny, run, tmp_path):
+    """`train --branch` with the fork's seed and steps ends with the same validation loss."""
+    seed, steps = read_run(run).config["training"]["seed"], START + STEPS
+    changes = {**CHANGES, "training.steps": steps, "training.seed": seed + 1}
+    changes |= {"validation.every": steps, "validation.batches": 4, "checkpoint.every": 100}
+    branch = train_config(make_config(tiny(changes)), tmp_path / "branch", QUIET, branch=(run, START))
+    probed = open_probed(run, "cpu", batches=4)
+    loss = Forks(STEPS).loss(probed, wide(probed.trained.config.spec.recipe), 1)
+    assert branch.run.final_val_loss == pytest.approx(loss, abs=1e-6)
+
+
+def test_sensitivity_measures_each_place_in_nats(run):
+    found = ng.sensitivity(run, "mxfp4", batches=1, batch_size=2, fork_steps=1, fork_seeds=2)
+    assert {row["unit"] for row in found.rows()} == {"nats"}
+    assert all(row["low"] <= row["cost"] <= row["high"] for row in found.rows())
+    assert all("estimate" in row for row in found.rows())
+    answer = json.loads((run / "sensitivity.json").read_text())
+    assert -1 <= answer["rank_correlation_forward"] <= 1
+    assert "mean of 2 forks" in answer["forks"]
+
+
+def test_search_adds_up_what_forks_measured(run, tmp_path):
+    out, words = tmp_path / "found.toml", {"batches": 1, "batch_size": 2, "keep": ()}
+    found = ng.search(run, ["mxfp4", "bf16"], 0.5, out, fork_steps=1, fork_seeds=2, **words)
+    recipe, probed = ng.load_recipe(out), open_probed(run, "cpu", batches=1, batch_size=2)
+    own = probed.trained.config.spec.recipe
+    narrow = {
+        (layer, gemm): alone(own, layer, dict.fromkeys(places, cast("mxfp4")))
+        for layer in probed.layers
+        for gemm in GEMMS
+        if (places := [p for p in recipe.casts if p.startswith(gemm) and is_narrow(recipe, layer, p)])
+    }
+    gaps = Forks(1, 2).gaps(probed, narrow)
+    mean = statistics.fmean(sum(gap[seed] for gap in gaps.values()) for seed in (1, 2))
+    assert found.answer["measured"]["mean"] == pytest.approx(mean, abs=1e-12)
+
+
+def is_narrow(recipe, layer, place):
+    block = int(layer.split(".")[1]) if layer.startswith("blocks.") else None
+    return recipe.for_layer([(layer, block)], 2).casts[place].name == "mxfp4"
+
+
+@pytest.mark.parametrize("keys", [{"fork_steps": 0}, {"fork_steps": 2, "fork_seeds": 0}])
+def test_forks_without_steps_or_seeds_are_refused(run, keys):
+    with pytest.raises(UserError, match="of 1 or more"):
+        ng.sensitivity(run, "mxfp4", **keys)
+
+
+def test_two_ways_to_measure_are_refused(run):
+    with pytest.raises(UserError, match="choose one"):
+        ng.sensitivity(run, "mxfp4", exact=True, fork_steps=2)
