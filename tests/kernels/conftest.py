@@ -1,10 +1,24 @@
-"""Kernels are compared with their references on the GPU if there is one, else in Triton's interpreter."""
+"""Kernels are compared with their references on the GPU if there is one, else in Triton's interpreter.
+
+Under NARROWGAUGE_COMPILED_FOR their compiled code is executed on the CPU (`support.ptx`).
+"""
+
+import json
 
 import numpy as np
 import pytest
 import torch
 
+from support.interpreted import COMPILED_FOR
+
 triton = pytest.importorskip("triton", reason="torch came without Triton here")
+
+
+def pytest_terminal_summary(terminalreporter):
+    if COMPILED_FOR:
+        from support.ptx.compiled import executed
+
+        terminalreporter.write_line(f"executed {json.dumps(executed)}")
 
 
 @pytest.fixture
@@ -15,9 +29,15 @@ def device(monkeypatch):
     if torch.cuda.is_available():
         yield torch.device("cuda")
         return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that operations on a CPU's tensors launch kernels
+    if COMPILED_FOR:
+        from support.ptx.compiled import executing
+
+        with executing(COMPILED_FOR):
+            yield torch.device("cpu")
+        return
     from triton.runtime.interpreter import InterpretedFunction
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name, function in list(vars(triton.language).items()):
         if isinstance(function, triton.JITFunction):
             monkeypatch.setattr(triton.language, name, InterpretedFunction(function.fn))
