@@ -26,7 +26,7 @@ def device(monkeypatch):
     """Where kernels run here. Triton asks for its interpreter when a kernel is defined, which is at the first
     use: on a CPU that is always under this variable. Its own functions, such as the sum, were defined when it
     was imported, by whomever. It computes with numpy, which would warn of infinities and NaN."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not COMPILED_FOR:
         yield torch.device("cuda")
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that operations on a CPU's tensors launch kernels

@@ -18,8 +18,8 @@ COMPILED_FOR = os.environ.get("NARROWGAUGE_COMPILED_FOR", "")
 
 
 def import_kernels() -> None:
-    """Import the modules of `kernels.triton`, if there is Triton and no GPU."""
-    if torch.cuda.is_available() or find_spec("triton") is None:
+    """Import the modules of `kernels.triton` if there is Triton, unless a GPU is to run them."""
+    if (torch.cuda.is_available() and not COMPILED_FOR) or find_spec("triton") is None:
         return
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "0" if COMPILED_FOR else "1"
