@@ -14,50 +14,15 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from narrowgauge.kernels.triton import launch
 
-KINDS = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.float8_e8m0fnu: "u8",
-}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.ptx.compiled import OPTIONS, converts_to_fp8, source_of, target_of
+
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-def target_of(name):
-    backend, arch = name.split(":")
-    return GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
-
-
-def kind_of(value):
-    if isinstance(value, torch.Tensor):
-        return "*" + KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
-
-
-def is_multiple_of_16(value):
-    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-    return isinstance(number, int) and number % 16 == 0
-
-
-def converts_to_fp8(target):
-    """Whether casts let it round to FP8."""
-    return target.backend == "cuda" and target.arch >= 90
 
 
 def resources(kernel, target):
@@ -90,21 +55,11 @@ def compiling_for(targets, found):
     def run(self, *args, grid, warmup, **kwargs):
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         assert given["enable_fp_fusion"] is False, self.__name__
-        options = {k: given.pop(k) for k in ("num_warps", "num_stages", "enable_fp_fusion") if k in given}
-        # As a launch does: a stride of 1 is a constant, and multiples of 16 are known to be that.
-        constant = {p.name for p in self.params if p.is_constexpr}
-        constant |= {k for k, v in given.items() if v is None or (type(v) is int and v == 1)}
-        signature = {k: "constexpr" if k in constant else kind_of(given[k]) for k in self.arg_names}
-        attrs = {
-            (i,): [["tt.divisibility", 16]]
-            for i, k in enumerate(self.arg_names)
-            if k not in constant and is_multiple_of_16(given[k])
-        }
+        options = {k: given.pop(k) for k in OPTIONS if k in given}
         for target in targets:
             if given.get("CONVERTS") and not converts_to_fp8(target):
                 continue
-            source = ASTSource(self, signature, constexprs={k: given[k] for k in constant}, attrs=attrs)
-            kernel = triton.compile(source, target=target, options=options)
+            kernel = triton.compile(source_of(self, given), target=target, options=options)
             shared = kernel.metadata.shared
             of = {"kernel": self.__name__, "target": f"{target.backend}:{target.arch}", "shared": shared}
             if given.get("CONVERTS"):

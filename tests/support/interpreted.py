@@ -1,8 +1,9 @@
-"""Triton's kernels, imported for its interpreter, if there is no GPU.
+"""Triton's kernels, imported for its interpreter or its compiler, if there is no GPU.
 
 A kernel is what it was when its module was first imported: interpreted, or compiled for a GPU. Tests of
 kernels run it, tests that count a step on an imagined GPU only tell its launch, in whatever order they come.
-So tests/conftest.py imports all kernels here, before any of them.
+So tests/conftest.py imports all kernels here, before any of them. With NARROWGAUGE_COMPILED_FOR=cuda:90 they
+are compiled for that GPU, and what was compiled is executed (`support.ptx`).
 """
 
 import importlib
@@ -12,13 +13,16 @@ from importlib.util import find_spec
 
 import torch
 
+#: The GPU for which kernels are compiled; "" to interpret them.
+COMPILED_FOR = os.environ.get("NARROWGAUGE_COMPILED_FOR", "")
+
 
 def import_kernels() -> None:
-    """Import the modules of `kernels.triton` for the interpreter, if there is Triton and no GPU."""
-    if torch.cuda.is_available() or find_spec("triton") is None:
+    """Import the modules of `kernels.triton` if there is Triton, unless a GPU is to run them."""
+    if (torch.cuda.is_available() and not COMPILED_FOR) or find_spec("triton") is None:
         return
     before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "0" if COMPILED_FOR else "1"
     try:
         package = importlib.import_module("narrowgauge.kernels.triton")
         for module in pkgutil.iter_modules(package.__path__):

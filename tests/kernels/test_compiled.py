@@ -1,0 +1,71 @@
+"""Compiled kernels give the digits of their references: what Triton makes for a GPU is executed here.
+
+The tests are those of the interpreter, in a process that compiles each launch for a target and executes its
+PTX (`support.ptx`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TARGETS = ("cuda:80", "cuda:89", "cuda:90", "cuda:100")
+QUICK = {
+    "test_cast.py::test_every_bf16_number_has_the_code_of_a_saturating_conversion[0.37-e4m3]": ["cast_given"],
+    "test_gradient_sum.py::test_the_kernel_is_its_reference[dtype0-msamp]": ["largest_sum", "add_sum"],
+}
+#: Tests, and the kernels that they launch.
+TESTS = QUICK | {
+    "compiled_casts.py::test_equals_the_reference_bit_for_bit": ["largest", "cast_given", "cast_blocks"],
+    "test_cast.py::test_every_rounding_takes_the_same_bits[e5m2-stochastic]": ["largest", "cast_given"],
+    "test_cast.py::test_every_rounding_takes_the_same_bits[nvfp4-stochastic]": ["cast_blocks"],
+    "test_cast.py::test_every_bf16_number_has_the_code_of_a_saturating_conversion[0.0031-e5m2]": [
+        "cast_given",
+    ],
+    "test_activation.py::test_swiglu_of_every_bf16_rounds_where_torch_rounds": [
+        "swiglu_forward", "swiglu_backward",
+    ],
+    "test_activation.py::test_codes_of_the_gradient_are_those_that_a_cast_makes_of_it[shape0-names0-None]": [
+        "swiglu_backward_codes",
+    ],
+    "test_activation.py::test_codes_under_scales_of_earlier_steps_are_those_that_a_cast_makes[shape0-None]": [
+        "swiglu_codes", "delayed_scale",
+    ],
+    "test_norm.py::test_exact_numbers_come_out_bit_for_bit": ["norm_forward"],
+    "test_norm.py::test_gradients_are_those_of_double_precision": ["norm_backward"],
+    "test_adamw.py::test_the_kernel_is_its_reference": ["largest", "update"],
+    "test_gradient_sum.py::test_what_is_not_finite_stays_so": ["note_overflow"],
+    "test_cross_entropy.py::test_where_numbers_are_exact_every_bit_is_the_references": ["_losses"],
+}  # fmt: skip
+
+
+def execute(target, tests, cache):
+    """Run tests on compiled kernels; each kernel that they are said to launch was executed."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "PYTEST"))}
+    environment |= {"NARROWGAUGE_COMPILED_FOR": target, "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["--tb=short", "--show-capture=no", "-rs", *(str(HERE / name) for name in tests)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    executed = json.loads(done.stdout.partition("executed ")[2].splitlines()[0])
+    assert executed.keys() >= {kernel for kernels in tests.values() for kernel in kernels}
+
+
+def test_compiled_for_an_h100_a_cast_and_a_sum_of_gradients_are_their_references(tmp_path):
+    execute("cuda:90", QUICK, tmp_path)
+
+
+@pytest.mark.tier("thorough")  # the interpreter shows the values; code changes with a kernel or Triton
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiled_kernels_are_their_references(target, tmp_path):
+    execute(target, TESTS, tmp_path)
+
+
+@pytest.mark.tier("thorough", keep=["cuda:89"])
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_triton_rounds_float32_to_e4m3_once(target, tmp_path):
+    execute(target, {"compiled_casts.py::test_triton_rounds_float32_to_e4m3_once": ["narrow"]}, tmp_path)
