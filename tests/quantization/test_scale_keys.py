@@ -110,6 +110,12 @@ def test_rceil_meets_the_smallest_scale_exactly():
     assert e8m0_code(amax, format("e2m1"), "rceil").tolist() == [0, 1, 1]
 
 
+@pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
+def test_scales_from_2_to_minus_127_down_have_code_0(rule):
+    amax = torch.tensor([2.0**-149, 2.0**-126, 2.0**-125, 2.0**-124])
+    assert e8m0_code(amax, format("e2m1"), rule).tolist() == [0, 0, 0, 1]
+
+
 def test_a_broken_row_breaks_no_other():
     x = torch.randn(4, 32)
     whole = ng.quantize(x, TABLES["nvfp4 by row"])
