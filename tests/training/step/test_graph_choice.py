@@ -1,0 +1,73 @@
+"""`training.graph`: where micro-batches are recorded, and where that is refused."""
+
+import json
+
+import pytest
+import torch
+
+from narrowgauge.cli.main import main
+from narrowgauge.errors import UserError
+from narrowgauge.runs.loop.resolve import resolve
+from narrowgauge.training import make_config
+from narrowgauge.training.config.diff import config_diff
+from narrowgauge.training.step.graph_choice import is_verified, note_verified
+from narrowgauge.training.step.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def config_of(graph):
+    return make_config(
+        {
+            "model": {"name": "debug", "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32},
+            "data": {"sequence_length": 8},
+            "training": {"graph": graph, "device": "cpu"},
+        }
+    )
+
+
+@pytest.mark.parametrize(("given", "value"), [("on", True), ("off", False), ("true", True), ("auto", "auto")])
+def test_words_for_it(given, value):
+    assert config_of(given).training.graph is value or config_of(given).training.graph == value
+
+
+def test_another_word_is_refused():
+    with pytest.raises(UserError, match=r"training\.graph = 'yess': input should be true, false or auto"):
+        config_of("yess")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+def test_on_a_cpu_it_is_refused_in_one_sentence(tmp_path, capsys):
+    sentence = "training.graph = true, but graphs are recorded on a GPU, and this run is on a CPU"
+    with pytest.raises(UserError, match=sentence):
+        resolve(config_of(True), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert main(["train", "--training.graph", "on", "--device", "cpu", "--out", str(tmp_path / "r")]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert sentence in said.err
+
+
+@pytest.mark.parametrize("graph", ["auto", False])
+def test_elsewhere_a_cpu_says_nothing(graph, capsys):
+    assert Trainer.begin(config_of(graph).plan, CPU).engine.graphs is None
+    assert capsys.readouterr().err == ""
+
+
+def test_it_changes_no_digit_and_so_no_trajectory():
+    assert config_diff(config_of("auto"), config_of(False)) == {}
+
+
+def test_what_verify_found_holds_for_these_versions(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    assert not is_verified(CPU)
+    note_verified(CPU, are_equal=True)
+    assert is_verified(CPU)
+    (entry,) = (tmp_path / "graphs").iterdir()
+    assert json.loads(entry.read_text())["torch"] == torch.__version__
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert not is_verified(CPU)
+    monkeypatch.undo()
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    note_verified(CPU, are_equal=False)
+    assert not is_verified(CPU)
