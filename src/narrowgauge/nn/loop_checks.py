@@ -96,7 +96,7 @@ def refuse_fsdp(state: ParamState | None) -> None:
     """Refuse torch's FSDP on a weight with a record, which FSDP would not shard.
 
     FSDP2 cuts a parameter by `chunk`, `new_zeros` and `copy_`, so that its shard holds values without codes
-    and masters. The hooks of a tensor subclass cannot mend that: they learn of the mesh at the first gather,
+    and masters. A subclass cannot change that by its hooks: they learn of the mesh at the first gather,
     and shards share a scale already when a checkpoint or an initialization writes to them.
 
     Raises:
