@@ -212,9 +212,9 @@ class Branches(nn.Module):
 
 
 def unprepared(recipe, finds_unused, in_buckets):
-    """DDP around a model that nobody prepared: two micro-batches a step, hooks, layers that are left out.
+    """DDP around an unprepared model: two micro-batches a step, hooks, layers that are left out.
 
-    Returns whether replicas are the same; whether a layer that nobody used stood still; whether gradients are
+    Returns whether replicas are the same; whether an unused layer stood still; whether gradients are
     the means of those that a copy of the model has on each rank alone, bit for bit; and what a hook saw.
     """
     torch.manual_seed(dist.get_rank())
@@ -347,7 +347,7 @@ def saved_by_torch(recipe, folder):
 
 
 def resumed_by_torch(recipe, folder, is_sharded, full=False):
-    """The weights that differ, after another model, with a past of its own, has gone on; or the refusal."""
+    """The weights that differ, after another model, with another past, has gone on; or the refusal."""
     model = odd(recipe, seed=3)
     model = cut(model, ng.fully_shard) if is_sharded else model
     optimizer = optimizer_of(model, of_recipe(recipe))

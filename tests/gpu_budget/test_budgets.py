@@ -58,7 +58,7 @@ BOTH = STREAM | {"recipe.keep": "none"}  # the stream in bf16, the head in FP8
 
 
 def test_a_stream_in_bf16_pays():
-    """The norms sum it. It took 5 % longer than one in fp32 when a module of its own did."""
+    """The norms sum it. It took 5 % longer than one in fp32 when a separate module did."""
     fp8, bf16 = (big(recipe, **STREAM) for recipe in ("fp8", "bf16"))
     ceiling(1e3 * fp8.seconds, today=197.8, goal=170)
     ceiling(fp8.bytes / 1e9, today=294.5, goal=290)

@@ -1,6 +1,6 @@
 """Compiled kernels give the digits of their references: what Triton makes for a GPU is executed here.
 
-The tests are those of the interpreter, in a process that compiles each launch for a target and executes its
+These are the interpreter's tests, in a process that compiles each launch for a target and executes its
 PTX (`support.ptx`).
 """
 
@@ -44,7 +44,7 @@ TESTS = QUICK | {
 
 
 def execute(target, tests, cache):
-    """Run tests on compiled kernels; each kernel that they are said to launch was executed."""
+    """Run tests on compiled kernels; each kernel that they name was executed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON", "PYTEST"))}
     environment |= {"NARROWGAUGE_COMPILED_FOR": target, "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -34,7 +34,7 @@ def drawn(rows, width, dtype, device, spread=4.0):
 
 
 def both_ways(z_TV, y_T, factor, ignores, name, delayed=None):
-    """(codes, scale) by the kernel, and those of the cast of the gradient that a kernel wrote."""
+    """(codes, scale) by the kernel, and the same by the cast of the gradient that a kernel wrote."""
     factor = torch.tensor(factor, device=z_TV.device)
     loss_T, stats_2T, largest = losses_before_codes(z_TV, y_T, ignores)
     found = gradient_codes(z_TV, y_T, stats_2T, largest, factor, ignores, format(name), delayed)
@@ -101,7 +101,7 @@ def test_a_known_scale_is_used_and_the_amax_recorded(device):
 
 
 def native(name, device):
-    """A model whose products are native, head included."""
+    """A model whose matmuls are native, head included."""
     model = Transformer(model_config("debug", **TINY), torch.bfloat16)
     initialize(model, 0)
     convert(model.to(device), recipe(name).with_places({"keep": "none"}))

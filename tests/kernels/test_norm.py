@@ -131,7 +131,7 @@ def test_terms_that_are_kept_give_the_gradients_of_their_sum_bit_for_bit(device,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_stream_as_narrow_as_its_addend_has_one_gradient_and_its_amax(device, kind, dtype):
-    """The digits are those of a sum that is rounded before the norm."""
+    """The digits equal those where the sum is rounded before the norm."""
     x, delta = (normal(5, 24, seed=s, dtype=dtype).to(device) for s in (0, 1))
     weight_D, bias_D = normal(24, seed=2).to(device), normal(24, seed=3).to(device)
     bias_D = bias_D if kind == "layer" else None

@@ -1,6 +1,6 @@
 """Each instruction that the executor of PTX knows, against an oracle that is not the executor.
 
-Conversions of 8 and 16 bits are exhaustive, against ml_dtypes and torch; sums and products are compared with
+Conversions of 8 and 16 bits are exhaustive, against ml_dtypes and torch; sums and multiplications are compared with
 exact fractions, integers with Python's.
 """
 
@@ -91,7 +91,7 @@ def floats(bits, dtype):
 
 EVERY_16 = np.arange(2**16, dtype=np.uint64)
 EVERY_BF16 = (EVERY_16.astype(np.uint32) << 16).view(np.float32)
-#: Around all numbers of bf16, and all of float16: there, midway to the next, and beside both.
+#: Around all numbers of bf16, and all of float16: there, midway to the next, and next to both.
 BETWEEN = np.concatenate(
     [(EVERY_16.astype(np.uint32) << 16) + np.uint32(rest) for rest in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
 ).view(np.float32)

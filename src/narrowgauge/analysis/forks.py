@@ -8,7 +8,7 @@ in the same order, and end with a loss on the same held-out batches. So they dif
 
 The seed of a fork orders its text and draws its random bits, so seeds are repeats. The loss is that of the
 fork's own forward pass. In the fork without a change, all GEMMs of linear layers are in `compute`; state,
-attention and the residual stream are those of the run in all forks.
+attention and the residual stream are the run's in all forks.
 """
 
 import math

@@ -119,7 +119,7 @@ def choices_of(
 
 
 def gemm_costs(costs: Mapping[str, Sequence[Cost]], pace: float = 1.0) -> dict[Gemm, dict[str, float]]:
-    """The cost of each GEMM in nats as the sum of those of its places.
+    """The cost of each GEMM in nats as the sum of the costs of its places.
 
     Args:
         costs: The cost of each place by the name of the format, from `forward_costs` and `backward_costs`.

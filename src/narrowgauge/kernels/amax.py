@@ -65,7 +65,7 @@ _own_graph: list[bool] = []  # not empty: all zeros belong to the graph that is 
 
 @contextmanager
 def amaxes_of_graph() -> Iterator[None]:
-    """Record a graph, whose zeros are then made many at a time and given to nothing outside of it."""
+    """Record a graph, whose zeros are then made many at a time and given to nothing outside it."""
     begin_amaxes()
     _own_graph.append(True)
     try:

@@ -11,5 +11,5 @@
     machine      what each instruction does; branches
     compiled     compiles a launch for a GPU, and runs it
 
-The semantics are those of the PTX ISA. An instruction that no table names is refused, never skipped.
+The semantics follow the PTX ISA. An instruction that no table names is refused, never skipped.
 """

@@ -105,7 +105,7 @@ def execute(kernel: Any, target: GPUTarget, grid: Sequence[int], given: dict[str
 def executing(name: str) -> Iterator[None]:
     """Within it every launch on the CPU's tensors executes what is compiled for the target `name`.
 
-    Nothing is assembled: the cache of compiled kernels must be a directory of its own.
+    Nothing is assembled: the cache of compiled kernels must be a separate directory.
     """
     target = target_of(name)
 

@@ -1,6 +1,6 @@
 """Global memory, which is the bytes of torch tensors, and the shared memory of blocks.
 
-An address outside of every tensor, or not a multiple of what is accessed, is refused: a GPU would fault, or
+An address outside every tensor, or not a multiple of what is accessed, is refused: a GPU would fault, or
 read what belongs to others.
 """
 

@@ -64,7 +64,7 @@ def parse(text: str) -> Kernel:
 
 
 def _body(text: str) -> str:
-    """All up to the brace that closes the entry; inline assembly has braces of its own."""
+    """All up to the brace that closes the entry; inline assembly has its braces."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from narrowgauge.bench.verify.check import Check, Disagreement
 from narrowgauge.processes import Answering, Ended, Late
+from narrowgauge.torch_compat import all_gather_single, reduce_scatter_single
 
 DO = "train on one GPU; set NCCL_DEBUG=INFO to see why, and please report it with this file"
 _PROCESSES, _SECONDS = 2, 120.0
@@ -54,7 +55,7 @@ def _exchanging(rank: int, store: Path, kind: str) -> Iterator[Callable[[None], 
     backend = "nccl" if is_gpu else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.FileStore(str(store), _PROCESSES),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=_PROCESSES,
         timeout=timedelta(seconds=_SECONDS),
@@ -79,13 +80,13 @@ def _compared(rank: int, device: torch.device) -> str:
         _require(bool((total == 2 * numbers + 1).all()), f"a sum in {dtype}")
     codes = (numbers + rank).to(torch.uint8)
     gathered = torch.empty(2 * _NUMBERS, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, codes)
+    all_gather_single(gathered, codes)
     expected = torch.cat([numbers, numbers + 1]).to(torch.uint8)
     _require(torch.equal(gathered, expected), "gathered codes")
     if device.type != "cuda":
         return ""
     share = torch.empty(_NUMBERS // 2, dtype=torch.float32, device=device)
-    dist.reduce_scatter_tensor(share, (numbers + rank).float())
+    reduce_scatter_single(share, (numbers + rank).float())
     own = numbers.chunk(2)[rank]
     _require(torch.equal(share, (2 * own + 1).float()), "a sum that is scattered")
     return f"; a sum of {_TIMED * 4 >> 20} MiB takes {1e3 * _seconds(device):.1f} ms"

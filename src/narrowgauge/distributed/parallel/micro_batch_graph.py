@@ -20,7 +20,7 @@ random bits and the number of the first sample are copied into fixed memory befo
 weights and sums of losses are in fixed memory anyway. If the address of a parameter or of a history changes,
 or the casts of a layer, both graphs are recorded again.
 
-**Outside of the graphs** the host reads or decides: the norm and its clip, the guard, the update, the ends of
+**Outside the graphs** the host reads or decides: the norm and its clip, the guard, the update, the ends of
 histories. A step that gauges or the search for a NaN read runs as usual, and so does validation. These need
 memory that the graphs hold, so it is given back before; the next step records again. That takes as long as
 two micro-batches on the host.
@@ -167,7 +167,7 @@ class MicroBatchGraphs:
         return len(shapes) == 1 and not any(b.ignores or b.position_BT is not None for b in batches)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], begin: Callable[[int], None]) -> Tensor:
-        """As `Engine.accumulate`, of micro-batches that `take` accepts; gradients are those of the graphs."""
+        """As `Engine.accumulate`, of micro-batches that `take` accepts; gradients are the graphs'."""
         signature = self._signature(micro_batches)
         if signature != self.signature:
             self._forget()

@@ -257,7 +257,7 @@ class NarrowGradParameter(torch.nn.Parameter):
     It is a property, and not that tensor, for the sake of what Python does with a gradient. A scaler divides
     it, clipping multiplies it, an optimizer adds decay: the tensor would have to become float32 at the first
     write anyway. And it would be decoded at each read: three times in a step of torch's AdamW, four times in
-    one of NAdam. Between micro-batches both hold the same bytes, those of the cast.
+    one of NAdam. Between micro-batches both hold the same bytes, the cast's.
     """
 
     @property

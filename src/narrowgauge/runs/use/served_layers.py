@@ -108,7 +108,7 @@ def layer_differences(trained: TrainedRun, opened: Mapping[str, Opened]) -> list
 
 @torch.no_grad()
 def same_weights(trained: TrainedRun, plain: Transformer) -> tuple[int, int]:
-    """(narrow weights whose codes and scales in the file are those of the run, narrow weights)."""
+    """(narrow weights whose codes and scales in the file are the run's, narrow weights)."""
     layers = narrow_layers(trained.model)
     pairs = [(layer.forward_weight(), plain.get_parameter(f"{n}.weight")) for n, layer in layers.items()]
     return sum(is_same(theirs, ours) for ours, theirs in pairs), len(pairs)

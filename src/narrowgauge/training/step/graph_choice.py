@@ -4,7 +4,7 @@ true    always, or the run is refused with the reason (`graph_gap`)
 false   never
 auto    where `bench --verify` has found that recorded steps have the digits of usual ones: on this machine
         and device, with these versions of torch, CUDA, cuDNN, Triton and this program. It notes that in the
-        cache (`files.cache_directory`). Nowhere else, and without a word
+        cache (`files.cache_directory`). Nowhere else, silently
 """
 
 import hashlib
