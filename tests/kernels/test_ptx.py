@@ -1,7 +1,7 @@
 """Each instruction that the executor of PTX knows, against an oracle that is not the executor.
 
-Conversions of 8 and 16 bits are exhaustive, against ml_dtypes and torch; sums and multiplications are compared with
-exact fractions, integers with Python's.
+Conversions of 8 and 16 bits are exhaustive, against ml_dtypes and torch; sums and multiplications are
+compared with exact fractions, integers with Python's.
 """
 
 import math

@@ -4,7 +4,7 @@
     loss = cross entropy of head(x_MD)              V vocabulary
 
 The layers multiply FP8 codes under one scale per tensor (`fp8_scaling`). The input of the second layer of an
-MLP is not kept: the backward pass computes its codes again, in the same pass as the codes of SwiGLU's gradient
+MLP is not kept: the backward pass computes its codes again, in the pass that casts SwiGLU's gradient
 (`kernels.activation`). The gradient of the logits is written as codes (`kernels.cross_entropy`).
 """
 
