@@ -20,6 +20,7 @@ processes. A file NAME has the points `write:NAME`, `synced:NAME` and `renamed:N
 
 import glob
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -27,12 +28,12 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EACCES, EEXIST, ELOOP, ENOENT, ENOTDIR, ENOTEMPTY, EPERM, EROFS
 from importlib import resources
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from narrowgauge.errors import UserError
 from narrowgauge.operating_system import O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK
@@ -243,6 +244,18 @@ def cache_directory() -> Path:
     if directory := os.environ.get("NARROWGAUGE_CACHE"):
         return Path(directory).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "narrowgauge"
+
+
+def cache_entry(folder: str, *facts: object) -> Path:
+    """The file in a folder of the cache for what depends on these facts alone, such as versions."""
+    return cache_directory() / folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
+
+
+def write_cached(entry: Path, value: Any) -> None:
+    """Write JSON values to an entry of the cache, if it can be written."""
+    with suppress(OSError):
+        make_directory(entry.parent)
+        write_whole(entry, json.dumps(value))
 
 
 def shipped_names(folder: str) -> list[str]:

@@ -59,7 +59,7 @@ def test_a_change_without_effect_costs_nothing_to_the_last_digit(gaps):
 
 
 def test_intervals_of_three_seeds_cover_the_cost_of_six_others(gaps):
-    """Of three disjoint triples, over the changes that cost something."""
+    """Three disjoint triples, each for the changes that cost something."""
     covered = 0
     for first in (1, 4, 7):
         triple = {name: {s: gaps[name][s] for s in range(first, first + 3)} for name in ("mxfp4", "mxfp8")}

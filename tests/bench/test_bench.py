@@ -79,7 +79,7 @@ def test_on_a_gpu_each_contestant_has_the_memory_for_itself():
 
 @pytest.mark.tier("thorough")  # counts of seconds
 def test_casts_move_what_they_read_and_write(config):
-    """Of one layer of 32 -> 96 tokens and so on, under a recipe in which only the weight is cast."""
+    """Count a layer of 32 -> 96 features and the others, under a recipe in which only the weight is cast."""
     work = work_of(config(recipe__name="bf16"), native=False)
     weights = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 257 * 32  # and the head's
     assert work.moved["casts"] == 2 * weights * (4 + 2)
@@ -109,7 +109,7 @@ def test_the_floor_is_never_above_the_count_of_the_step(recipe):
 
 @pytest.mark.tier("thorough")  # counts of seconds
 def test_narrow_state_moves_less(config):
-    """Of 4096 elements and more; the bytes match the account of memory."""
+    """Count weights of 4096 elements and more; the bytes match the account of memory."""
     wide = {"model__dim": 128, "model__ffn_dim": 256, "model__heads": 2, "model__kv_heads": 2}
     fp32, msamp = (work_of(config(recipe__name=r, **wide), native=False) for r in ("fp8", "msamp-o2"))
     assert msamp.moved["optimizer"] < 0.65 * fp32.moved["optimizer"]

@@ -104,7 +104,7 @@ def test_predictions_name_arms_and_rungs_that_are_planned():
 
 
 def test_the_interval_of_a_rank_correlation_covers_the_true_one():
-    """Of normal pairs with correlation r, Spearman's rho is 6 / pi asin(r / 2)."""
+    """For normal pairs with correlation r, Spearman's rho is 6 / pi asin(r / 2)."""
     true, covered = 6 / math.pi * math.asin(0.8 / 2), 0
     generator = random.Random(1)
     for _ in range(400):

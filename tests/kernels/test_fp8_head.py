@@ -59,7 +59,7 @@ def test_codes_are_those_of_the_gradient(device, rows, width, dtype, name):
 
 
 def test_a_sure_row_of_the_wrong_token_has_the_largest_gradient(device):
-    """Of the two that are nearly 1 in magnitude, the amax is the larger."""
+    """Two entries are nearly 1 in magnitude; the amax is the larger."""
     z_TV, y_T = drawn(3, 70, torch.bfloat16, device, spread=0.1)
     z_TV[1, 7], y_T[1] = 30.0, 8
     found, q, gradient_TV = both_ways(z_TV, y_T, 0.3, False, "e5m2")

@@ -6,9 +6,9 @@ in the same order, and end with a loss on the same held-out batches. So they dif
 
     gap = loss of the fork with the change - loss of the fork without it, nats a token
 
-The seed of a fork orders its text and draws its random bits, so seeds are repeats. The loss is that of the
-fork's own forward pass. In the fork without a change, all GEMMs of linear layers are in `compute`; state,
-attention and the residual stream are the run's in all forks.
+The seed of a fork orders its text and draws its random bits, so seeds are repeats. Each fork's loss
+comes from its own forward pass. In the fork without a change, all GEMMs of linear layers are in `compute`;
+state, attention and the residual stream are the run's in all forks.
 """
 
 import math
@@ -108,6 +108,6 @@ def wide(recipe: Recipe) -> Recipe:
 
 
 def alone(recipe: Recipe, layer: str, casts: Mapping[str, Cast]) -> Recipe:
-    """The same, except some places of one layer."""
+    """A recipe like `wide`, except for some places of one layer."""
     changed = wide(recipe).with_rules((Rule(casts=casts, modules=(layer,)),))
     return replace(changed, name=f"{layer}: {', '.join(casts)}")

@@ -148,7 +148,7 @@ def block_arguments(gemm: Gemm, device: torch.device) -> dict[str, Any]:
 def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, float]:
     """The best times of the forward and backward pass of causal attention, in seconds.
 
-    On a CPU that can compute it in order, of the faster way.
+    A CPU that can compute it in order has two ways; the times are the faster way's.
     """
     dtype = DTYPES[shape.kind]
     q, k, v = (

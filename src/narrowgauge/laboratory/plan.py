@@ -23,7 +23,7 @@ class Planned(Result):
 
     Attributes:
         plan: The plan.
-        tokens: The tokens to train on; 0 for `training.steps`.
+        tokens: The tokens to train on; 0 for as many as `training.steps` take.
         price: The price of a device-hour that was given.
         gap: Whether the recipe's speed pays for the tokens that buy its loss back; None if not asked.
         words: The command line that the printed line of a change begins with.
@@ -118,7 +118,8 @@ def plan(
             model is as published (`narrowgauge.models.published`).
         recipe: A recipe's name, path, dictionary, or a `Recipe`; None for the default.
         cluster: A shipped cluster, or a .toml file; None for this machine, without a time.
-        tokens: Tokens to train on, as a number or as text such as "300B"; None for `training.steps`.
+        tokens: Tokens to train on, as a number or as text such as "300B"; None for as many as
+            `training.steps` take.
         devices: Devices in all, laid out by the section `parallel`.
         price: The price of a device-hour, such as "2.50USD"; None for the cluster's.
         gap: Whether to forecast the recipe's loss gap, and say whether its speed pays for it.

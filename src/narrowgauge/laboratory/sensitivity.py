@@ -112,8 +112,8 @@ def sensitivity(
         The costs, which the run directory keeps for its report as well.
 
     Raises:
-        UserError: There is no such run, text or cast, or the cast is for state; or forks are asked for with
-            `exact`, or of a model of another program.
+        UserError: The run, the text or the cast does not exist; the cast is for state; both `exact` and
+            `fork_steps` are given; or `fork_steps` is given for a model of another program.
     """
     if exact and fork_steps is not None:
         raise UserError("exact and fork_steps are two ways to measure the same places; choose one")

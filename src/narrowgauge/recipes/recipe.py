@@ -6,7 +6,7 @@ A linear layer does three GEMMs per step, each with two operands. Legend: M toke
     dgrad   dy_MN @ w_NK    -> dx_MK     places dgrad.dy, dgrad.w     contracts N
     wgrad   dy_MN.T @ x_MK  -> dw_NK     places wgrad.dy, wgrad.x     contracts M
 
-A recipe puts a `Cast` in each of these places and of attention's places (`attention_places.py`), and names
+A recipe puts a `Cast` in each of these places and in attention's (`attention_places.py`), and names
 the format of everything that is not narrow (`compute`). A `Rule` puts other casts into some places of some
 layers, or from some time on: both layers that are kept wide and a run that finishes in high precision are
 rules. Later rules win.

@@ -54,7 +54,7 @@ def _vector(operand: Any, count: int) -> tuple[str, ...]:
 
 def _aligned(address: Array, size: int) -> Array:
     if (address % address.dtype.type(size)).any():
-        raise Refused(f"an address that is no multiple of {size} bytes")
+        raise Refused(f"an address that is not a multiple of {size} bytes")
     return address
 
 

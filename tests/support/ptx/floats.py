@@ -63,7 +63,7 @@ def fused(a, b, c):
 
 
 def fma(a, b, c):
-    """Of float32 values, to nearest even."""
+    """a * b + c of float32 values, rounded once, to nearest even."""
     return canonical(fused(a, b, c).astype(np.float32))
 
 

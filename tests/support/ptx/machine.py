@@ -88,7 +88,7 @@ Block = tuple[list[Step], Callable[[Threads], Array] | None, int | None]
 
 
 def prepare(kernel: Kernel, parameters: Mapping[str, Array]) -> list[Block]:
-    """Of each block: steps, who branches (None: all), and to which block (None: the end; -1: no branch)."""
+    """For each block: its steps, who branches (None: all), and the target (None: the end; -1: no branch)."""
     blocks: list[Block] = []
     for instructions in kernel.blocks:
         last = instructions[-1] if instructions else None

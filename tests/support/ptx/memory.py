@@ -43,7 +43,7 @@ class Global:
             if region < 0 or (offset + size > len(self.regions[region])).any():
                 raise Refused("an address that is in no tensor")
             if (address[mine] % np.uint64(size)).any() or int(start) % size:
-                raise Refused(f"an address that is no multiple of {size} bytes")
+                raise Refused(f"an address that is not a multiple of {size} bytes")
             memory = self.regions[region]
             yield memory[: len(memory) // size * size].view(f"u{size}"), mine, offset // size
 
@@ -55,7 +55,7 @@ class Global:
         return result
 
     def store(self, address: Array, value: Array) -> None:
-        """Where threads write to one address, the last one's value stays."""
+        """Write values; the last thread wins where several write to one address."""
         for memory, mine, index in self._places(address, value.dtype.itemsize):
             memory[index] = value[mine]
 

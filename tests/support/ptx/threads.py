@@ -116,7 +116,7 @@ def _constant(text: str, kind: str) -> Array:
     elif re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", text):
         bits = int(text.rstrip("U"), 0)
     else:
-        raise Refused(f"{text} is no constant that is known")
+        raise Refused(f"{text} is not a known constant")
     if kind == "pred":
         return np.array([bits != 0])
     count, of = PACKED.get(kind, (1, kind))

@@ -36,7 +36,7 @@ def test_another_word_is_refused():
         config_of("yess")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message of a machine without a GPU")
 def test_on_a_cpu_it_is_refused_in_one_sentence(tmp_path, capsys):
     sentence = "training.graph = true, but graphs are recorded on a GPU, and this run is on a CPU"
     with pytest.raises(UserError, match=sentence):

@@ -73,7 +73,7 @@ def _count(options: argparse.Namespace) -> None:
 
 
 def _gpu(name: str) -> tuple[Device, Speeds]:
-    """The facts and speeds of a GPU by name; without a name of the local one, or of an H200."""
+    """The facts and speeds of a GPU by name; without a name, of the local GPU, else of an H200."""
     if not name and torch.cuda.is_available():
         return device_facts(torch.device("cuda")), H200
     name = name or "h200"

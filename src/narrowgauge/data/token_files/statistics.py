@@ -16,7 +16,7 @@ import numpy as np
 
 from narrowgauge.data.cache import Progress
 from narrowgauge.data.token_files.detect import OpenFile
-from narrowgauge.files import cache_directory, make_directory, sha256_of, write_whole
+from narrowgauge.files import cache_directory, sha256_of, write_cached
 
 _CHUNK = 1 << 22  # tokens read together
 
@@ -49,9 +49,7 @@ def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
         )
     digests = "\n".join(sha256_of(path, follow_links=True) for path in file.files)
     result = TokenStatistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
-    with contextlib.suppress(OSError):
-        make_directory(entry.parent)
-        write_whole(entry, json.dumps(asdict(result)))
+    write_cached(entry, asdict(result))
     return result
 
 

@@ -187,7 +187,7 @@ class Engine:
                 all_reduce_gradient_states([narrow[p] for p in reduced], [wires[p] for p in reduced], group)
 
     def _reduce_histories(self) -> None:
-        """Reduce experts' gradients over the processes that have them, all others over all of the stage."""
+        """Reduce the histories of experts over the processes that hold them, all others over the stage."""
         experts = dict.fromkeys(local_experts(self.model).modules())
         reduce_histories((m for m in self.model.modules() if m not in experts), self.mesh.group("stage"))
         if experts and self.mesh.size("expert_data") > 1:

@@ -227,7 +227,7 @@ def _turned(a: Operand) -> Operand:
 
 
 def _part(a: Operand, part: Part, rows: bool = True) -> Operand:
-    """A part of an operand; with all its rows, if the part has fewer."""
+    """The matrices of a part of an operand: the part's rows, or all rows."""
     part = part if rows else Part(part.matrices, slice(None))
     return Operand(part.of(a.values), a.scale)
 

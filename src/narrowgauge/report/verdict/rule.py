@@ -31,11 +31,11 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from typing import TypeVar
 
 import numpy as np
 
+from narrowgauge.files import shipped_text
 from narrowgauge.report.verdict.critical import critical_value
 from narrowgauge.t_interval import CONFIDENCE, t_quantile
 
@@ -76,8 +76,7 @@ class Calm:
 @cache
 def calm() -> Calm:
     """What `make ladder2` wrote to `calm.toml` from the rows of the pilot."""
-    text = (resources.files("narrowgauge.report.verdict") / "calm.toml").read_text(encoding="utf-8")
-    return Calm(**tomllib.loads(text))
+    return Calm(**tomllib.loads(shipped_text("report/verdict", "calm")))
 
 
 Arm = TypeVar("Arm")

@@ -16,7 +16,6 @@ resumed run keeps its choices on any CPU, and why all ranks share them.
                                 it is faster by a fifth, so that a close race does not depend on the moment
 """
 
-import hashlib
 import json
 import math
 import os
@@ -32,7 +31,7 @@ import torch
 
 from narrowgauge.distributed import Coordinator
 from narrowgauge.errors import UserError
-from narrowgauge.files import cache_directory, make_directory, write_whole
+from narrowgauge.files import cache_entry, write_cached
 from narrowgauge.kernels import choose_attention, choose_products
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.attention.in_order import LANES, has_c
@@ -176,7 +175,7 @@ def measured_attention(head_dim: int, tokens: int) -> str:
             return str(kept)
     seconds = {way: _attention_seconds(way, head_dim, tokens) for way in ("in-order", "torch")}
     chosen = "torch" if _CLEARLY * seconds["torch"] < seconds["in-order"] else "in-order"
-    _keep(entry, {"attention": chosen, "seconds": seconds})
+    write_cached(entry, {"attention": chosen, "seconds": seconds})
     return chosen
 
 
@@ -201,14 +200,7 @@ def _attention_seconds(way: str, head_dim: int, tokens: int) -> float:
 
 def _entry(what: str, *more: object) -> Path:
     """The cached choice of this machine and torch."""
-    parts = (platform.node(), device_name(torch.device("cpu")), torch.__version__, *more)
-    return cache_directory() / what / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
-
-
-def _keep(entry: Path, choice: Mapping[str, Any]) -> None:
-    with suppress(OSError):
-        make_directory(entry.parent)
-        write_whole(entry, json.dumps(choice))
+    return cache_entry(what, platform.node(), device_name(torch.device("cpu")), torch.__version__, *more)
 
 
 def measured_products() -> str:
@@ -224,5 +216,5 @@ def measured_products() -> str:
     seconds = {d: fastest_tries(_SIZE, cpu, d)[0] for d in (torch.bfloat16, torch.float32)}
     chosen = "bf16" if seconds[torch.bfloat16] <= seconds[torch.float32] else "fp32"
     flops = {str(d).removeprefix("torch."): 2 * _SIZE**3 / s for d, s in seconds.items()}
-    _keep(entry, {"products": chosen, "flops": flops})
+    write_cached(entry, {"products": chosen, "flops": flops})
     return chosen

@@ -10,7 +10,6 @@ On a CPU the yardstick is the faster of float32 and bfloat16 for every recipe: w
 the processor, and a machine has one peak. On a GPU it is that of the recipe's dtype.
 """
 
-import hashlib
 import json
 import math
 import platform
@@ -22,7 +21,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from narrowgauge.files import cache_directory, make_directory, write_whole
+from narrowgauge.files import cache_entry, write_cached
 from narrowgauge.runs.monitor.hardware import device_name, synchronize
 
 AGREE = 1.1  # the third fastest try takes at most this much longer than the fastest
@@ -41,17 +40,15 @@ class Yardstick:
 
 def yardstick(device: torch.device, dtype: torch.dtype) -> Yardstick:
     """The yardstick of this machine for a device and the dtype of its matmuls: cached, or measured now."""
-    parts = (platform.node(), device_name(device), torch.__version__, str(_dtypes(device, dtype)))
-    entry = cache_directory() / "yardsticks" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    facts = (platform.node(), device_name(device), torch.__version__, str(_dtypes(device, dtype)))
+    entry = cache_entry("yardsticks", *facts)
     with suppress(OSError, ValueError, TypeError):
         kept = Yardstick(**json.loads(entry.read_text(encoding="utf-8")))
         if isinstance(kept.flops, float) and kept.flops > 0 and isinstance(kept.source, str):
             return kept
     found = measure(device, dtype)
     if found.flops is not None:
-        with suppress(OSError):
-            make_directory(entry.parent)
-            write_whole(entry, json.dumps(asdict(found)))
+        write_cached(entry, asdict(found))
     return found
 
 

@@ -55,6 +55,7 @@ ADDED = {
 }
 
 
+# Keys of [training] that change no loss.
 _NO_DIGITS = ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch", "deterministic", "graph")
 
 

@@ -4,11 +4,9 @@ true    always, or the run is refused with the reason (`graph_gap`)
 false   never
 auto    where `bench --verify` has found that recorded steps have the digits of usual ones: on this machine
         and device, with these versions of torch, CUDA, cuDNN, Triton and this program. It notes that in the
-        cache (`files.cache_directory`). Nowhere else, silently
+        cache (`files.cache_entry`). Nowhere else, silently
 """
 
-import hashlib
-import json
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +18,7 @@ import torch
 from narrowgauge.distributed import Engine
 from narrowgauge.distributed.parallel.micro_batch_graph import CudaGraphs, graph_gap
 from narrowgauge.errors import UserError
-from narrowgauge.files import cache_directory, make_directory, write_whole
+from narrowgauge.files import cache_entry, write_cached
 from narrowgauge.training.plan import TrainingPlan
 from narrowgauge.triton_version import triton_version
 
@@ -60,25 +58,20 @@ def graphs_for(plan: TrainingPlan, engine: Engine) -> CudaGraphs | None:
 
 def is_verified(device: torch.device) -> bool:
     """Whether `bench --verify` has seen equal digits on this machine with these versions."""
-    with suppress(OSError, ValueError):
-        return json.loads(_entry(device).read_text(encoding="utf-8")) == _facts(device)
-    return False
+    return _entry(device).is_file()
 
 
 def note_verified(device: torch.device, are_equal: bool) -> None:
     """Note for later runs whether the digits were equal; a cache that cannot be written changes nothing."""
-    entry = _entry(device)
+    if are_equal:
+        write_cached(_entry(device), _facts(device))
+        return
     with suppress(OSError):
-        if not are_equal:
-            entry.unlink(missing_ok=True)
-            return
-        make_directory(entry.parent)
-        write_whole(entry, json.dumps(_facts(device), indent=2) + "\n")
+        _entry(device).unlink(missing_ok=True)
 
 
 def _entry(device: torch.device) -> Path:
-    digest = hashlib.sha256(json.dumps(_facts(device)).encode()).hexdigest()[:32]
-    return cache_directory() / "graphs" / f"{digest}.json"
+    return cache_entry("graphs", *_facts(device).items())
 
 
 def _facts(device: torch.device) -> Mapping[str, str]:
