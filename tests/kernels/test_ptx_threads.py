@@ -253,7 +253,7 @@ def test_a_maximum_in_memory_takes_every_thread():
         ),
         ("add.rz.f32 %r1, %r2, %r3;", "add.rz.f32 is an instruction"),
         ("ld.global.b32 %r20, [%rd13+999996];", "in no tensor"),
-        ("ld.global.b32 %r20, [%rd13+2];", "no multiple of 4"),
+        ("ld.global.b32 %r20, [%rd13+2];", "not a multiple of 4"),
         ("ld.shared.b32 %r20, [global_smem+1024];", "beyond its 1024 bytes"),
         ("setp.lt.u32 %p1, %r10, 9; @%p1 bar.sync 0;", "a part of a block waits"),
         ("setp.lt.u32 %p1, %r10, 9; @%p1 shfl.sync.bfly.b32 %r21, %r20, 1, 31, -1;", "a part of a warp"),
