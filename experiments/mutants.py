@@ -21,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "narrowgauge"
 ROUNDING, RANDOM = "formats/test_rounding.py", "formats/test_counter_rng.py"
-QUANTIZE = "quantization/test_scale_keys.py quantization/test_quantize.py"
+QUANTIZE = (
+    "quantization/test_scale_keys.py quantization/test_quantize.py quantization/test_transformer_engine.py"
+)
 ERRORS = "quantization/test_candidates.py quantization/test_projection.py"
 LINEAR, HISTORIES = "nn/test_linear.py", "nn/test_histories.py"
 
