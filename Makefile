@@ -45,9 +45,10 @@ tables: $(VENV)/.dev
 evidence: $(VENV)/.run
 	$(BIN)/python experiments/evidence.py $(ARGS)
 
-# docs/ladder2.md, made again from the rows in docs/evidence/ladder2.
+# docs/ladder2.md and docs/registered-forecasts.md, made again from the rows in docs/evidence/ladder2.
 ladder2: $(VENV)/.run
-	$(BIN)/python experiments/ladder2_page.py $(ARGS)
+	$(BIN)/python experiments/ladder2_page.py
+	$(BIN)/python experiments/forecasts.py --scores
 
 # The tables of docs/forecast.md and docs/registered-forecasts.md, made again from the atlas: a quarter of an hour.
 forecasts: $(VENV)/.run

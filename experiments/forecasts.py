@@ -3,6 +3,7 @@
     python experiments/forecasts.py              writes both pages again: the same bytes from the same data
     python experiments/forecasts.py --register   adds forecasts that are new or have changed to the registry;
                                                  no row of it changes
+    python experiments/forecasts.py --scores     writes docs/registered-forecasts.md alone, in seconds
     python experiments/forecasts.py --noise      measures the noise of all casts again, which takes torch
 
 A table stands between the lines `<!-- NAME -->` and `<!-- end NAME -->` of a page.
@@ -34,12 +35,16 @@ from narrowgauge.forecast.parts import described, in_nats, observations
 from narrowgauge.forecast.published import loss_of, published_laws
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
-from registry import read_registry, register, setting_of, with_outcomes
+from narrowgauge.t_interval import Interval
+from publish.probed import LEAST, spearman
+from registry import Key, Sealed, register, sealed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PROBE = DOCS / "evidence" / "probe.json"
+REGISTERED = "registered-forecasts.md"
 SMALL = 5.1e7  # parameters: the runs from which the gaps at 1.9 billion are forecast
+SMALL_GAP = 0.5  # percent: below lie the forecasts of 8 bits, and of forward passes that end wide
 #: The gaps of Quartet II's nanochat runs, bits per byte of its notebook at 8776a90: .6925 in bf16.
 NANOCHAT = {
     "nvfp4-random-signs": 1.92,
@@ -61,9 +66,9 @@ Fold = tuple[str, list[Observed], list[Observed]]  # what is left out, the rest,
 
 @dataclass(frozen=True)
 class Score:
-    """Held-out points: their forecasts and what was measured."""
+    """Forecasts with their intervals of 90 %, and the gaps that were measured, in percent."""
 
-    predicted: list[Predicted]
+    predicted: list[Interval]
     gaps: list[float]
 
     def __len__(self) -> int:
@@ -71,25 +76,34 @@ class Score:
 
     @property
     def coverage(self) -> float:
-        """The share of points in their intervals of 90 %."""
-        inside = [
-            p.interval()[0] <= gap <= p.interval()[1]
-            for p, gap in zip(self.predicted, self.gaps, strict=True)
-        ]
-        return sum(inside) / len(inside)
+        """The share of points in their intervals."""
+        return statistics.fmean(p.low <= gap <= p.high for p, gap in self._pairs())
 
     @property
     def error(self) -> float:
         """The mean absolute error in percent of the loss."""
-        return statistics.fmean(abs(p.gap - gap) for p, gap in zip(self.predicted, self.gaps, strict=True))
+        return statistics.fmean(abs(p.mean - gap) for p, gap in self._pairs())
 
     @property
     def factor(self) -> float:
         """The median factor between forecast and gap, for gaps above a tenth of a percent."""
-        logs = [
-            abs(math.log(p.gap / gap)) for p, gap in zip(self.predicted, self.gaps, strict=True) if gap > 0.1
-        ]
-        return math.exp(statistics.median(logs)) if logs else math.nan
+        return math.exp(statistics.median(map(abs, logs))) if (logs := self._logs()) else math.nan
+
+    @property
+    def bias(self) -> float:
+        """The median of forecast / gap, for the same gaps."""
+        return math.exp(statistics.median(logs)) if (logs := self._logs()) else math.nan
+
+    @property
+    def reach(self) -> float:
+        """The largest distance of a gap from its forecast, over that of the end of the interval beyond it."""
+        return max((g - p.mean) / ((p.high if g > p.mean else p.low) - p.mean) for p, g in self._pairs())
+
+    def _pairs(self) -> list[tuple[Interval, float]]:
+        return list(zip(self.predicted, self.gaps, strict=True))
+
+    def _logs(self) -> list[float]:
+        return [math.log(p.mean) - math.log(gap) for p, gap in self._pairs() if gap > 0.1]
 
 
 def scored(folds: Iterator[Fold], losses: Mapping[int, float] | None = None) -> dict[str, dict[str, Score]]:
@@ -107,7 +121,7 @@ def scored(folds: Iterator[Fold], losses: Mapping[int, float] | None = None) -> 
         for curve, law in zip(CURVES, (*laws.each, laws), strict=True):
             raw = [law.predict(one.setting) for one in held]
             predicted = [
-                Predicted(p.gap * unit, p.structure, p.noise * unit)
+                Interval(*(unit * x for x in (p.gap, *p.interval())))
                 for p, unit in zip(raw, units, strict=True)
             ]
             found[curve][name] = Score(predicted, gaps)
@@ -315,35 +329,61 @@ def coefficients() -> str:
     return table(lines) + f"\n\nThe points prefer shares to the power law by {gain:+.0f} in ln P."
 
 
+def scores() -> str:
+    """How well sealed forecasts agree with their outcomes, by setting and size of the forecast."""
+    known = [one for one in sealed() if one.pairs]
+    groups: dict[str, list[Sealed]] = {}
+    for one in known:
+        level = "at least" if one.gap.mean >= SMALL_GAP else "below"
+        groups.setdefault(f"{_size(one.key)}, {level} {SMALL_GAP} %", []).append(one)
+    head = ("forecasts", *_SCORED, "forecast / measured", "largest miss / half interval", "rank correlation")
+    lines: list[Sequence[str]] = [head]
+    for name, group in (*groups.items(), ("all", known)):
+        means = [one.outcome for one in group if one.outcome is not None]
+        score = Score([one.gap for one in group], means)
+        words = (*_words_of(score), f"{score.bias:.2f}", f"{score.reach:.2f}")
+        lines.append((name, *words, _ranks([one.gap.mean for one in group], means)))
+    return table(lines)
+
+
+def _ranks(forecasts: Sequence[float], gaps: Sequence[float]) -> str:
+    """Spearman's rank correlation with its interval of 95 %; "-" for too few."""
+    if len(gaps) < LEAST:
+        return "-"
+    low, rho, high = spearman(forecasts, gaps)
+    return f"{rho:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
 def registered() -> str:
-    """The registry, a line for each setting, with outcomes as far as they are known."""
-    rows, verdicts = read_registry(), []
-    days = sorted({row["registered"] for row in rows})
-    columns = ["recipe", "parameters, tokens", *(f"registered {day}" for day in days)]
-    lines: list[Sequence[str]] = [[*columns, "outcome", "inside", "source"]]
-    settings: dict[tuple[str, float, float], list[tuple[dict[str, str], str]]] = {}
-    for row, outcome in with_outcomes(rows):
-        settings.setdefault(setting_of(row), []).append((row, outcome))
-    for (recipe, params, tokens), group in settings.items():
-        gaps = {row["registered"]: f"{float(row['mean']):.2f} ({_range(row)})" for row, _ in group}
-        inside = [
-            "yes" if float(row["low"]) <= float(outcome) <= float(row["high"]) else "no"
-            for row, outcome in group
-            if outcome
-        ]
-        verdicts += inside
-        size = f"{params / 1e6:,.4g} M, {tokens / 1e6:,.4g} M"
-        first, outcome = group[0]
-        cells = (f"`{recipe}`", size, *(gaps.get(day, "") for day in days), outcome, ", ".join(inside))
-        lines.append((*cells, first["source"]))
-    return table(lines) + (
-        f"\n\n{len(rows)} forecasts of {len(settings)} settings; "
-        f"{len(verdicts)} have an outcome, {verdicts.count('yes')} of them inside."
+    """All sealed forecasts, a line for each setting; first those that have an outcome."""
+    rows = sorted(sealed(), key=lambda one: not one.pairs)
+    days = sorted({one.day for one in rows})
+    columns = ("recipe", "parameters, tokens", *(f"registered {day}" for day in days))
+    lines: list[Sequence[str]] = [(*columns, "outcome", "pairs", "inside", "source")]
+    settings: dict[Key, list[Sealed]] = {}
+    for one in rows:
+        settings.setdefault(one.key, []).append(one)
+    verdicts = [_is_inside(one) for one in rows if one.pairs]
+    for key, group in settings.items():
+        gaps = {one.day: f"{one.gap.mean:.2f} ({one.gap.low:.2f} to {one.gap.high:.2f})" for one in group}
+        first = group[0]
+        outcome = "" if first.outcome is None else f"{first.outcome:.2f}"
+        inside = ", ".join("yes" if _is_inside(one) else "no" for one in group if one.pairs)
+        cells = (f"`{key[0]}`", _size(key), *(gaps.get(day, "") for day in days))
+        lines.append((*cells, outcome, f"{len(first.pairs) or ''}", inside, first.source))
+    return (
+        f"{len(rows)} forecasts of {len(settings)} settings; {len(verdicts)} have an outcome, "
+        f"{sum(verdicts)} of them inside.\n\n{table(lines)}"
     )
 
 
-def _range(row: dict[str, str]) -> str:
-    return f"{float(row['low']):.2f} to {float(row['high']):.2f}"
+def _is_inside(one: Sealed) -> bool:
+    return one.outcome is not None and one.gap.low <= one.outcome <= one.gap.high
+
+
+def _size(key: Key) -> str:
+    """Parameters and tokens in millions."""
+    return ", ".join(f"{x / 1e6:,.4g} M" for x in key[1:])
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
@@ -357,7 +397,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "laws": laws,
         "kappas": kappas,
     },
-    "registered-forecasts.md": {"registered": registered},
+    REGISTERED: {"scores": scores, "registered": registered},
 }
 
 
@@ -398,6 +438,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--register", action="store_true", help="add forecasts to the registry")
+    parser.add_argument("--scores", action="store_true", help="write the page of registered forecasts alone")
     parser.add_argument("--noise", action="store_true", help="measure the noise of all casts")
     options = parser.parse_args()
     if options.noise:
@@ -406,7 +447,7 @@ def main() -> None:
         write_whole(TABLE, noise_csv(casts))
     if options.register:
         print(f"registered: {register(date.today())}")
-    for name in PAGES:
+    for name in [REGISTERED] if options.scores else PAGES:
         write_whole(DOCS / name, page(name))
         print(f"written: docs/{name}")
 

@@ -1,23 +1,36 @@
-"""The registry of forecasts, docs/evidence/forecasts.csv: rows are added, and scored once outcomes are known.
+"""Forecasts that were sealed before their outcome was known, and the outcomes as far as they are.
 
-The commit that added a row is its seal. No row changes but for its outcome; a forecast that changes, because
-the law or the atlas did, becomes another row.
+They are the rows of docs/evidence/forecasts.csv, and the forecasts among the predictions of ladder 2. The
+commit that added one is its seal. No row changes but for its outcome; a forecast that changes, because the
+law or the atlas did, becomes another row. The outcomes of ladder 2 are read from its rows.
 """
 
 import csv
+import math
+import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import date
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
+from ladder2 import HERE, ROWS, read_parts
 from narrowgauge.files import write_whole
 from narrowgauge.forecast import Forecaster, scheme, traits
+from narrowgauge.models import count_block_weights
 from narrowgauge.recipes import recipe_names
+from narrowgauge.report.verdict.rungs import gap_percent, read_rows
+from narrowgauge.t_interval import Interval
+from narrowgauge.training import make_config
+from publish.ladder2 import REFERENCE, tokens_of
+from publish.predictions import read_predictions
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence"
 REGISTRY = EVIDENCE / "forecasts.csv"
-LADDER = EVIDENCE / "ladder2" / "runs.csv"
+PREDICTIONS = HERE / "predictions.md"
+LADDER = "ladder 2"
 COLUMNS = ("registered", "recipe", "params", "tokens", "low", "mean", "high", "outcome", "source")
 #: Settings that had no published gap on the day of registration.
 UNPUBLISHED = (
@@ -37,6 +50,31 @@ UNPUBLISHED = (
     ("fp8-block", 7e9, 2e12),
 )
 LADDER_SIZE, LADDER_LENGTH = 851_968, 25
+Key = tuple[str, float, float]  # recipe, parameters, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A forecast, and what was measured.
+
+    Attributes:
+        day: The day of its registration.
+        key: Recipe, parameters and tokens.
+        gap: The forecast in percent, with its interval of 90 % for one pair of runs.
+        pairs: The gap in percent of each pair of runs that was trained; infinite if the recipe diverged.
+        source: Whose outcome it is.
+    """
+
+    day: str
+    key: Key
+    gap: Interval
+    pairs: tuple[float, ...]
+    source: str
+
+    @property
+    def outcome(self) -> float | None:
+        """The mean gap of all pairs; None without any."""
+        return statistics.fmean(self.pairs) if self.pairs else None
 
 
 def read_registry() -> list[dict[str, str]]:
@@ -52,7 +90,7 @@ def register(today: date) -> int:
     rows = read_registry()
     last = {setting_of(row): _figures(row) for row in rows}
     ladder = [(name, float(LADDER_SIZE), float(LADDER_SIZE * LADDER_LENGTH)) for name in recipe_names()]
-    wanted = [(*one, "ladder 2") for one in ladder] + [(*one, "") for one in UNPUBLISHED]
+    wanted = [(*one, LADDER) for one in ladder] + [(*one, "") for one in UNPUBLISHED]
     forecaster, added = Forecaster(), 0
     for name, params, tokens, source in wanted:
         recipe, ours = scheme(name).recipe, {}
@@ -81,7 +119,7 @@ def register(today: date) -> int:
     return added
 
 
-def setting_of(row: dict[str, str]) -> tuple[str, float, float]:
+def setting_of(row: dict[str, str]) -> Key:
     """What a row of the registry is a forecast of."""
     return row["recipe"], float(row["params"]), float(row["tokens"])
 
@@ -91,35 +129,43 @@ def _figures(row: dict[str, str]) -> tuple[str, str, str]:
     return row["low"], row["mean"], row["high"]
 
 
-def with_outcomes(rows: Sequence[dict[str, str]]) -> Iterator[tuple[dict[str, str], str]]:
-    """Each row with its outcome: its own, or that of ladder 2; "" as long as none is known."""
-    outcomes = _of_ladder()
-    for row in rows:
-        yield row, row["outcome"] or outcomes.get(setting_of(row), "")
+def sealed() -> list[Sealed]:
+    """All forecasts: those of the registry, then those among the predictions of ladder 2."""
+    gaps, found = _gaps_of_ladder(), []
+    for row in read_registry():
+        low, mean, high = map(float, _figures(row))
+        of_ladder = gaps.get(setting_of(row), ()) if row["source"] == LADDER else ()
+        pairs = (float(row["outcome"]),) if row["outcome"] else of_ladder
+        found.append(
+            Sealed(row["registered"], setting_of(row), Interval(mean, low, high), pairs, row["source"])
+        )
+    text, parts = PREDICTIONS.read_text(encoding="utf-8"), list(read_parts("stages").values())
+    (day,) = re.findall(r"Written on (\S+),", text)
+    for one in read_predictions(text):
+        if one.forecast is not None:
+            key = one.arm, *_size_and_length(parts[one.rung - 1])
+            gap = Interval(one.forecast, one.low, one.high)
+            found.append(Sealed(day, key, gap, gaps.get(key, ()), LADDER))
+    return found
 
 
-def _of_ladder() -> dict[tuple[str, float, float], str]:
-    """The mean gap in percent of each arm of ladder 2 at the registered length, from scratch."""
-    if not LADDER.is_file():
-        return {}
-    with LADDER.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["own_loss"]]
-    gaps: dict[str, list[float]] = {}
-    for row in rows:
-        size, tokens = float(row["params"]), float(row["tokens"])
-        if abs(size / LADDER_SIZE - 1) > 0.02 or abs(tokens / size / LADDER_LENGTH - 1) > 0.05:
-            continue
-        same = [
-            float(r["own_loss"])
-            for r in rows
-            if r["arm"] in ("bf16", "bf16-again")
-            and all(r[key] == row[key] for key in ("design", "seed", "size", "rung"))
-        ]
-        if same and row["design"] == "scratch":
-            gaps.setdefault(row["arm"], []).append(
-                100 * (float(row["own_loss"]) / statistics.fmean(same) - 1)
-            )
-    tokens = float(LADDER_SIZE * LADDER_LENGTH)
-    return {
-        (arm, float(LADDER_SIZE), tokens): f"{statistics.fmean(values):.2f}" for arm, values in gaps.items()
-    }
+def _gaps_of_ladder() -> dict[Key, tuple[float, ...]]:
+    """The gap in percent of each pair of runs of ladder 2; infinite if the arm diverged."""
+    found: dict[Key, tuple[float, ...]] = {}
+    for name, tables in read_parts("stages").items():
+        path = ROWS / "stages" / f"{name}.csv"
+        rows = read_rows(path) if path.exists() else []
+        base = {row.seed: row.own_loss for row in rows if row.arm == REFERENCE}
+        for row in rows:
+            if row.arm == REFERENCE or not math.isfinite(base.get(row.seed, math.nan)):
+                continue
+            gap = gap_percent(row.own_loss, base[row.seed]) if math.isfinite(row.own_loss) else math.inf
+            key = row.arm, *_size_and_length(tables)
+            found[key] = (*found.get(key, ()), gap)
+    return found
+
+
+def _size_and_length(tables: Mapping[str, Any]) -> tuple[float, float]:
+    """Parameters and tokens of a part of ladder 2."""
+    model = make_config({"model": tables["model"]}).spec.model
+    return float(count_block_weights(model)), float(tokens_of(tables))

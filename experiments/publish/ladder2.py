@@ -93,14 +93,19 @@ def _progress(parts: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequenc
     """How many of the planned runs have a row."""
     lines = []
     for name, tables in parts.items():
-        experiment = tables["experiment"]
-        (steps,) = experiment["rungs"]
-        tokens = steps * tables["training"]["batch_size"] * tables["data"]["sequence_length"]
-        arms, seeds = len(tables["arms"]), len(experiment["seeds"])
+        arms, seeds = len(tables["arms"]), len(tables["experiment"]["seeds"])
         done = str(len(rows.get(name, ())))
-        lines.append([name, f"{tokens / 1e6:.2f} M", str(arms), str(seeds), str(arms * seeds), done])
+        lines.append(
+            [name, f"{tokens_of(tables) / 1e6:.2f} M", str(arms), str(seeds), str(arms * seeds), done]
+        )
     head = ("part", "tokens of a run", "arms", "seeds", "runs", "done")
     return markdown(head, lines, left=("part",))
+
+
+def tokens_of(tables: Mapping[str, Any]) -> int:
+    """The tokens of a run of a part."""
+    (steps,) = tables["experiment"]["rungs"]
+    return int(steps * tables["training"]["batch_size"] * tables["data"]["sequence_length"])
 
 
 def _section(name: str, tables: Mapping[str, Any], rows: Sequence[Row]) -> str:

@@ -22,6 +22,7 @@ from narrowgauge.t_interval import Interval, interval
 HEAD = ("arm", "against", "loss", "rung", "predicted gap", "why")
 _RUNG = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 _RANGE = re.compile(r"([+-]?[\d.]+|[+-]?inf)\s*\.\.\s*([+-]?[\d.]+|[+-]?inf)")
+_FORECAST = re.compile(r"forecast ([+-][\d.]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,12 @@ class Prediction:
         """The gap that is predicted, for people."""
         rung = f"rung {self.rung}" + (f" - rung {self.before}" if self.before else "")
         return f"{rung}, to {self.against}" + ("" if self.loss == "own" else f", {self.loss} forward")
+
+    @property
+    def forecast(self) -> float | None:
+        """The gap that `predict` gave in percent, if the range is its interval: `why` is forecast +1.94."""
+        found = _FORECAST.fullmatch(self.why)
+        return float(found[1]) if found else None
 
 
 def read_predictions(text: str) -> list[Prediction]:
