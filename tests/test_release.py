@@ -57,6 +57,16 @@ def test_the_steps_of_a_workflow_are_targets_of_make(name):
             assert all(re.fullmatch(r"[A-Z]+=\S+", word) for word in assignments), command
 
 
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_takes_an_action_by_its_commit(name):
+    """A tag can be moved to other code; the comment says which release the commit is."""
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
+    used = re.findall(r"uses: (.*)", text)
+    assert used
+    for action in used:
+        assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+
+
 def test_the_tests_run_on_every_python_and_torch_that_are_promised():
     (job,) = workflows.load("tests")["jobs"].values()
     found = workflows.combinations(job)

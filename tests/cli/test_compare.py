@@ -155,6 +155,11 @@ def test_a_vocabulary_too_small_is_refused_before_a_run_is_started(narrowgauge, 
     assert not (tmp_path / "both").exists()
 
 
+def test_a_vocabulary_that_the_text_decides_is_checked_before_a_step_is_timed(narrowgauge, compare, refused):
+    words = [*compare("bf16,fp8"), "--data.tokenizer", "bpe-300", "--dry-run"]
+    refused(narrowgauge(*words), "tokenizer 'bpe-300' has token ids", "beyond model.vocab_size = 257")
+
+
 def test_what_every_recipe_would_refuse_is_said_once(narrowgauge, compare, refused, tmp_path):
     refused(
         narrowgauge(*compare("bf16,fp8", {"data.source": tmp_path / "no"})), "data source", tmp_path / "no"

@@ -12,6 +12,7 @@ from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.jobs import state_of
 from narrowgauge.report.read.listing import last_records
 from narrowgauge.runs import choose_device
+from narrowgauge.runs.loop.check_data import check_data
 from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
@@ -33,8 +34,13 @@ def recorded_speed(chain: Chain, out: Path) -> float | None:
 
 
 def measured_speed(config: Config, threads: int, products: str = "", attention: str = "") -> float:
-    """Tokens/s of a few steps in this process, under the machine's current load."""
+    """Tokens/s of a few steps in this process, under the machine's current load.
+
+    Raises:
+        UserError: The model and the data do not fit, or the data cannot be used.
+    """
     dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
+    check_data(config, dataset)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     measured = Arithmetic.of((), config.spec.model.head_dim, config.data.sequence_length)
