@@ -59,7 +59,7 @@ def test_the_steps_of_a_workflow_are_targets_of_make(name):
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_workflow_takes_an_action_by_its_commit(name):
-    """A tag can be moved to other code; the comment says which release the commit is."""
+    """A tag can be moved to other code; the comment states which release the commit is."""
     text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
     used = re.findall(r"uses: (.*)", text)
     assert used
