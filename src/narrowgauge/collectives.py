@@ -109,9 +109,12 @@ def all_reduce_max_(scalars: Sequence[torch.Tensor], group: Group) -> None:
             scalar.copy_(largest)
 
 
-def broadcast_bytes(tensor: torch.Tensor, group: Group) -> None:
-    """Replace a tensor by that of the group's rank 0, in any dtype (gloo does not support 8-bit floats)."""
-    numbers = tensor.contiguous().view(-1).view(torch.uint8)
+def broadcast_bytes(tensor: torch.Tensor, group: Group, device: torch.device) -> None:
+    """Replace a tensor by that of the group's rank 0, sent from a device that the group serves.
+
+    The tensor may be in host memory, and has any dtype (gloo does not support 8-bit floats).
+    """
+    numbers = tensor.to(device).contiguous().view(-1).view(torch.uint8)
     dist.broadcast(numbers, group=group, group_src=0)
     tensor.copy_(numbers.view(tensor.dtype).view(tensor.shape))
 

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
-from narrowgauge.quantization import gradient_of
+from narrowgauge.quantization import gradient_of, state_of
 
 NARROW_GRADIENTS = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3")
 ONLY_GRADIENT = {"weight": "fp32", "master": "none"}
@@ -83,10 +83,19 @@ def test_torchs_optimizer_moves_plain_weights_by_narrow_gradients():
         torch.testing.assert_close(p.detach(), moved, rtol=1e-6, atol=1e-7)
 
 
-def test_ddp_around_masters_is_refused_before_a_step(group):
-    for wrapped in (model("msamp-o3"), nn.Sequential(model("msamp-o3"))):
-        with pytest.raises(UserError, match="sends weights without their masters"):
-            DistributedDataParallel(wrapped)(torch.randn(4, 64))
+def test_wrapping_and_a_copy_of_its_values_leave_a_weight_its_master(group):
+    m = model("msamp-o3")
+    with torch.no_grad():
+        m[0].weight.mul_(1.01)
+        masters = [state_of(p).master.read() for p in (m[0].weight, m[2].weight)]
+        m[0].weight.copy_(m[0].weight.clone())
+    DistributedDataParallel(m)(torch.randn(4, 64))
+    for p, master in zip((m[0].weight, m[2].weight), masters, strict=True):
+        assert torch.equal(state_of(p).master.read(), master)
+        assert not torch.equal(p, master), "the master is finer than the weight"
+    with torch.no_grad():
+        m[0].weight.copy_(other := torch.randn(64, 64))
+    torch.testing.assert_close(state_of(m[0].weight).master.read(), other, rtol=1e-3, atol=1e-5)
 
 
 def test_ddp_is_asked_for_the_recipe_that_a_model_is_under_now(group):

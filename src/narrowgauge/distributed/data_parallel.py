@@ -63,8 +63,6 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
             "only weights in narrow formats: keep a layer wide (`convert(..., keep=[...])`), or add a bias"
         )
     ignore_in_ddp(module, [*narrow, *_buffers_of_layers(module)])
-    for gradient in _gradients(module).values():
-        gradient.is_summed = True
     if narrow or any(isinstance(m, History) or _is_random(m) for m in module.modules()):
         reduction = _Reduction()
         module.register_forward_pre_hook(reduction.before_forward)
@@ -254,7 +252,5 @@ def _send_state(module: torch.nn.Module, group: Group) -> None:
         if layer.reduce_prescale is not None:
             tensors += layer.reduce_prescale.tensors.values()
     device = next(module.parameters()).device
-    for tensor in tensors:  # some may be in host memory
-        sent = tensor.to(device)
-        broadcast_bytes(sent, group)
-        tensor.copy_(sent)
+    for tensor in tensors:
+        broadcast_bytes(tensor, group, device)

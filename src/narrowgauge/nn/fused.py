@@ -21,7 +21,7 @@ from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
 from narrowgauge.nn.gemm import AnyOperand, QuantizedOperand, multiply
 from narrowgauge.nn.linear_function import autocast_disabled
-from narrowgauge.nn.loop_checks import require_masters_sent
+from narrowgauge.nn.loop_checks import send_masters
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.operands import LayerSpec, Operands, keep_operand
 from narrowgauge.nn.shards import LinearShards
@@ -241,7 +241,7 @@ class Fusable(torch.nn.Linear):
         """`operands` of a pass that counts as a call of this layer."""
         self.__dict__["calls"] = self.calls + 1
         operands = self.operands(input, self.weight, amax)
-        require_masters_sent(operands.weight.record)
+        send_masters(operands.weight.record)
         return operands
 
     def _is_alone(self, input: torch.Tensor) -> bool:

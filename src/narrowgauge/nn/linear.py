@@ -26,7 +26,7 @@ from narrowgauge.nn.fused import Fusable
 from narrowgauge.nn.gemm import NativeOperand
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_masters_sent
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, send_masters
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands
 from narrowgauge.nn.self_test import verified_backend
@@ -174,7 +174,7 @@ class Linear(Stepped, SeesFSDP, Fusable):
         if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
-        require_masters_sent(operands.weight.record)
+        send_masters(operands.weight.record)
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)

@@ -1,10 +1,8 @@
-"""Checks against silent mistakes of a user's training loop.
+"""What torch's tools would do wrongly, without a word, in a user's training loop.
 
-    DistributedDataParallel      sends weights without their masters
-    fully_shard                  shards values without their codes, masters and gradients
-    torch's encoder fast path    multiplies by the weights and bypasses the recipe
-
-The first two raise an error; the last is switched off.
+    DistributedDataParallel      sends weights without their masters: these follow at the first pass
+    fully_shard                  shards values without their codes, masters and gradients: refused
+    torch's encoder fast path    multiplies by the weights and bypasses the recipe: switched off
 
 Micro-batches are not optimizer steps. `count_steps` notifies layers whenever an optimizer steps. If a loop
 called `set_step` once and never again, a warning is raised. What another optimizer has computed for narrow
@@ -19,8 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from narrowgauge.collectives import broadcast_bytes
 from narrowgauge.errors import UserError
-from narrowgauge.quantization import ParamState
+from narrowgauge.quantization import ParamState, state_of
 from narrowgauge.quantization.state.parameter_state import round_updates
 from narrowgauge.torch_compat import active_ddp
 
@@ -36,6 +35,7 @@ class CountsSteps(Protocol):
 MOST_STEPS_UNSET = 10
 
 _COUNTING: WeakKeyDictionary[CountsSteps, None] = WeakKeyDictionary()  # in order
+_SENT: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # wrappers whose masters are sent
 
 
 def count_steps(layer: CountsSteps) -> None:
@@ -74,22 +74,26 @@ def warn_of_still_step(step: int | None, taken: int) -> None:
     )
 
 
-def require_masters_sent(state: ParamState | None) -> None:
-    """Refuse DistributedDataParallel without `prepare_ddp` around a weight that has a master.
+@torch.no_grad()
+def send_masters(record: ParamState | None) -> None:
+    """In the first training pass of a DistributedDataParallel, send process 0's masters to all processes.
 
-    It sums any gradient. But when it wraps a model it sends values alone: the master of each process, also of
-    the first, would be the rounded weight, in a training that is resumed as well.
-
-    Raises:
-        UserError: The weight has a master.
+    When it wraps a model it sends values alone, of the weights that it does not ignore. Process 0 then keeps
+    its masters, because its values stay the same; those of the others are the rounded values until now. A
+    pass for evaluation sends nothing, because perhaps only one process takes it.
     """
-    if active_ddp() is None or state is None or state.gradient is None or state.gradient.is_summed:
+    ddp = active_ddp()
+    if ddp is None or record is None or record.master is None or ddp in _SENT:
         return
-    if state.master is not None:
-        raise UserError(
-            "DistributedDataParallel sends weights without their masters, which it would lose: call "
-            "narrowgauge.prepare_ddp(model) before DistributedDataParallel(model)"
-        )
+    if not (ddp.training or torch.is_grad_enabled()):
+        return
+    _SENT[ddp] = None
+    for name, p in ddp.module.named_parameters():
+        master = state_of(p).master
+        if master is not None and name not in ddp.parameters_to_ignore:
+            master.wait()
+            for tensor in master.tensors.values():
+                broadcast_bytes(tensor, ddp.process_group, p.device)
 
 
 def refuse_fsdp(state: ParamState | None) -> None:

@@ -210,10 +210,7 @@ def _apply_ddp(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     # Buffers hold values of a process's sequences, which differ between processes. Gradients at rest are
     # outside autograd: the engine sums them.
     ignored = [name for name, _ in objective.named_buffers()]
-    for name, p in objective.named_parameters():
-        if (gradient := state_of(p).gradient) is not None:
-            ignored.append(name)
-            gradient.is_summed = True
+    ignored += [name for name, p in objective.named_parameters() if state_of(p).gradient is not None]
     ignore_in_ddp(objective, ignored)
     wrapped = DistributedDataParallel(
         objective, process_group=group, init_sync=False, gradient_as_bucket_view=True

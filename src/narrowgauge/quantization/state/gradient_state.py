@@ -36,7 +36,6 @@ class GradientState(QuantizedState):
         sums: The number of additions since it was dropped.
         wide: The gradient in float32, in place of the stored codes, once `parameter.grad` has been read.
         is_held: Whether autograd holds it, as a `NarrowGradient`; anything else there has replaced it.
-        is_summed: Whether it is summed over replicas in the recipe's formats, by `prepare_ddp` or the engine.
         stream: The random bits of the next addition, from the layer's pass; None rounds to nearest.
     """
 
@@ -44,7 +43,6 @@ class GradientState(QuantizedState):
     sums: int = 0
     wide: torch.Tensor | None = None
     is_held: bool = False
-    is_summed: bool = False
     stream: RandomStream | None = None
 
     @computed_once

@@ -325,7 +325,7 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation that writes on wide values, and round the results once."""
     name, named = operation_name(func), written_arguments(func, args, kwargs)
     targets = [t for value in named.values() for t in tree_leaves(value) if isinstance(t, NarrowTensor)]
-    if name == "copy_" and _is_itself(args[0], args[1]):
+    if name == "copy_" and _keeps_master(args[0], args[1]):
         return args[0]
     records = {id(t.narrowgauge): t.narrowgauge for t in targets}
     updated = {key for key, record in records.items() if _is_update(func, record)}
@@ -383,11 +383,21 @@ def _substituted(value: Any, written: bool, substitute: Callable[[torch.Tensor, 
     return tree_map_only(torch.Tensor, lambda x: substitute(x, written), value)
 
 
-def _is_itself(to: Any, of: Any) -> bool:
-    """Whether a full weight is copied to itself, which would replace its master by its rounded values."""
-    if not (isinstance(to, NarrowTensor) and isinstance(of, NarrowTensor)):
+def _keeps_master(to: Any, of: torch.Tensor) -> bool:
+    """Whether a full weight is given the values that it has, which leave its finer master alone.
+
+    DistributedDataParallel does so in process 0 when it wraps a model. Shards of one scale are written by all
+    processes or by none (`ParamState.load`), so that they are only asked whether they are copied to
+    themselves.
+    """
+    if not isinstance(to, NarrowTensor) or to.views:
         return False
-    return to.narrowgauge is of.narrowgauge and not to.views and not of.views
+    record = to.narrowgauge
+    if isinstance(of, NarrowTensor) and record is of.narrowgauge:
+        return not of.views
+    if record.master is None or record.require_weight().shares_scale or to.is_meta or of.is_meta:
+        return False
+    return torch.equal(to.values(), of.to(to.device, to.dtype))
 
 
 def _through(views: Sequence[View], x: torch.Tensor) -> torch.Tensor:
