@@ -258,6 +258,15 @@ def write_cached(entry: Path, value: Any) -> None:
         write_whole(entry, json.dumps(value))
 
 
+def package_digest() -> str:
+    """SHA-256 of this package's files and their names: an editable install changes under one version."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(p for p in root.rglob("*.*") if p.suffix != ".pyc" and p.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
 def shipped_names(folder: str) -> list[str]:
     """Sorted names, without `.toml`, of the TOML files in a folder of this package."""
     files = resources.files("narrowgauge").joinpath(folder).iterdir()

@@ -14,7 +14,17 @@ def check(name, device):
     return found
 
 
-@pytest.mark.parametrize("name", ["nvfp4 along axis 0", "SwiGLU", "AdamW on msamp-o2's state", "attention"])
+NAMES = (
+    "nvfp4 along axis 0",
+    "SwiGLU",
+    "loss with its casts, own scales",
+    "loss with its casts, scales of earlier steps",
+    "AdamW on msamp-o2's state",
+    "attention",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_right_ones_agree(name, device):
     assert check(name, device).run(device)
 

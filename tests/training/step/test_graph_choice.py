@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from narrowgauge import files
 from narrowgauge.cli.main import main
 from narrowgauge.errors import UserError
 from narrowgauge.runs.loop.resolve import resolve
@@ -70,4 +71,24 @@ def test_what_verify_found_holds_for_these_versions(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     note_verified(CPU, are_equal=False)
+    assert not is_verified(CPU)
+
+
+def test_what_verify_found_does_not_hold_for_a_changed_source(tmp_path, monkeypatch):
+    """An editable install keeps its version while its sources change."""
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
+    package = tmp_path / "narrowgauge"
+    (package / "kernels").mkdir(parents=True)
+    for name in ("files.py", "kernels/cast.py"):
+        (package / name).write_text("x = 1\n")
+    monkeypatch.setattr(files, "__file__", str(package / "files.py"))
+    note_verified(CPU, are_equal=True)
+    assert is_verified(CPU)
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "files.pyc").write_bytes(b"compiled")
+    assert is_verified(CPU)
+    (package / "kernels" / "cast.py").write_text("x = 2\n")
+    assert not is_verified(CPU)
+    (package / "kernels" / "cast.py").write_text("x = 1\n")
+    (package / "kernels" / "cast.py").rename(package / "kernels" / "casts.py")
     assert not is_verified(CPU)

@@ -1,7 +1,7 @@
 """Operations that are joined into one kernel in a step, and the parts of FSDP's casts: each computed once.
 
-As in `operations`, kernels run where `kernels.dispatch` lets them. What exists only as a kernel, SwiGLU with
-its casts, has the separate operations as its reference.
+As in `operations`, kernels run where `kernels.dispatch` lets them. What exists only as a kernel, SwiGLU or
+a loss with its casts, has the separate operations as its reference.
 """
 
 from functools import partial
@@ -15,6 +15,12 @@ from narrowgauge.kernels import quantize
 from narrowgauge.kernels.activation import swiglu, swiglu_by_kernel, swiglu_codes, swiglu_gradient_codes
 from narrowgauge.kernels.amax import DelayedScale, amax_of
 from narrowgauge.kernels.cast import amaxes_of, codes_under, random_signs
+from narrowgauge.kernels.cross_entropy import (
+    cross_entropy,
+    gradient_codes,
+    losses_before_codes,
+    row_losses,
+)
 from narrowgauge.kernels.heads import split_heads
 from narrowgauge.kernels.norm import add_norm
 from narrowgauge.kernels.product import scaled_and_rounded
@@ -109,6 +115,42 @@ def _seen(scales: list[DelayedScale]) -> Tensor:
 
 def _values(codes: Tensor, fmt: Format, scale: Tensor) -> Tensor:
     return decode(codes, fmt) * scale
+
+
+def loss_with_codes(is_delayed: bool, device: torch.device, shape: Shape) -> Found:
+    """The loss of a head in FP8, which writes its logits' gradient as codes along both axes; shape [T, V]."""
+    z_TV, y_T = _logits(device, shape)
+    scale = _delayed(_GRAD_SCALE, device) if is_delayed else None
+    loss_T, stats_2T, largest = losses_before_codes(z_TV, y_T, ignores=False)
+    factor = torch.full((), 1 / len(y_T), dtype=torch.float32, device=device)
+    grad = format("e5m2")
+    g = gradient_codes(z_TV, y_T, stats_2T, largest, factor, False, grad, scale)
+    return {
+        "the losses": loss_T,
+        "the gradient": _values(g.codes_TV, grad, g.scale),
+        "the gradient along the other axis": _values(g.codes_VT, grad, g.scale),
+    } | ({"the amax that is noted": _seen([scale])} if scale else {})
+
+
+def loss_then_casts(is_delayed: bool, device: torch.device, shape: Shape) -> Found:
+    """The same by a loss, its gradient in the logits' dtype, and a cast."""
+    z_TV, y_T = _logits(device, shape)
+    scale = _delayed(_GRAD_SCALE, device)
+    loss_T = row_losses(z_TV, y_T, ignores=False)[0]
+    (gradient,) = torch.autograd.grad(cross_entropy(z_TV.requires_grad_(), y_T), z_TV)
+    context = QuantContext(scale=scale.encode, seen=scale.seen) if is_delayed else QuantContext()
+    values = quantize(gradient, cast("e5m2"), -1, context)[0].dequantize()
+    return {
+        "the losses": loss_T,
+        "the gradient": values,
+        "the gradient along the other axis": values.T.contiguous(),
+    } | ({"the amax that is noted": _seen([scale])} if is_delayed else {})
+
+
+def _logits(device: torch.device, shape: Shape) -> tuple[Tensor, Tensor]:
+    T, V = shape
+    y_T = torch.randint(V, (T,), generator=torch.Generator().manual_seed(4))
+    return 3 * drawn(shape, 0, device), y_T.to(device)
 
 
 def heads(has_bias: bool, has_table: bool, device: torch.device, shape: Shape) -> Found:

@@ -3,14 +3,14 @@
 true    always, or the run is refused with the reason (`graph_gap`)
 false   never
 auto    where `bench --verify` has found that recorded steps have the digits of usual ones: on this machine
-        and device, with these versions of torch, CUDA, cuDNN, Triton and this program. It notes that in the
-        cache (`files.cache_entry`). Nowhere else, silently
+        and device, with these versions of torch, CUDA, cuDNN and Triton, and with these sources of this
+        program, whatever its version says. It notes that in the cache (`files.cache_entry`). Nowhere
+        else, silently
 """
 
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from narrowgauge.distributed import Engine
 from narrowgauge.distributed.parallel.micro_batch_graph import CudaGraphs, graph_gap
 from narrowgauge.errors import UserError
-from narrowgauge.files import cache_entry, write_cached
+from narrowgauge.files import cache_entry, package_digest, write_cached
 from narrowgauge.training.plan import TrainingPlan
 from narrowgauge.triton_version import triton_version
 
@@ -76,10 +76,6 @@ def _entry(device: torch.device) -> Path:
 
 def _facts(device: torch.device) -> Mapping[str, str]:
     """What the digits of recorded and of usual launches may depend on."""
-    try:
-        own = version("narrowgauge")
-    except PackageNotFoundError:
-        own = ""
     is_gpu = device.type == "cuda"
     return {
         "machine": platform.node(),
@@ -88,5 +84,5 @@ def _facts(device: torch.device) -> Mapping[str, str]:
         "library": str(torch.version.cuda or torch.version.hip),
         "cudnn": str(torch.backends.cudnn.version()) if is_gpu else "",
         "triton": triton_version(),
-        "narrowgauge": own,
+        "narrowgauge": package_digest(),
     }
