@@ -1,12 +1,13 @@
-"""Training steps of small models on a CPU: before and after attention in order, and against plain torch.
+"""Training steps of small models on a CPU: before and after code in C, and against plain torch.
 
     OMP_NUM_THREADS=1 python benchmarks/small_models.py [--model ladder-1m] [--batch 16] [--length 128]
         [--recipes bf16,fp8,mxfp8,mxfp4,nvfp4] [--compiled bf16,mxfp4] [--rounds 9] [--out FILE]
 
 Every contestant takes an optimizer step each round, in one process and in turn; every other round runs in
 reverse. A ratio belongs to one round: medians with quartiles are printed. Time is processor time of all
-threads, which other work on the machine moves least. `torch` is narrowgauge with torch's attention,
-`in-order` is narrowgauge with `kernels.attention.in_order`. Plain torch is the peers of `narrowgauge bench`:
+threads, which other work on the machine moves least. `torch` is narrowgauge with torch's attention, heads and
+norms, `in-order` has `kernels.attention.in_order`, `C` also the heads and norms of `layers.c`, which compiled
+steps leave to torch's compiler. Plain torch is the peers of `narrowgauge bench`:
 the same model with `torch.nn.Linear` and fused AdamW, in fp32 or under bf16 autocast. All have memory kept,
 as `train` does, and ours multiplies bf16 in the precision that `train` chooses.
 """
@@ -22,20 +23,27 @@ import torch
 from narrowgauge.bench.peers import peer_step
 from narrowgauge.bench.timing import Spread, take_turns
 from narrowgauge.bench.worker import own_step, random_batches
-from narrowgauge.kernels import choose_attention
+from narrowgauge.kernels import choose_attention, heads, norm
+from narrowgauge.quantization.passes.c_call import takes
 from narrowgauge.runs.monitor.arithmetic import Arithmetic
 from narrowgauge.runs.monitor.hardware import memory_kept
 from narrowgauge.training import make_config
 
 CPU = torch.device("cpu")
-WAYS = ("torch", "in-order")
+WAYS = ("torch", "in-order", "C")
+
+
+def choose(way: str) -> None:
+    """From now on compute in one of the ways."""
+    choose_attention("torch" if way == "torch" else "in-order")
+    heads.takes = norm.takes = takes if way == "C" else lambda *_: False
 
 
 def timed(step: Callable[[], object], way: str) -> Callable[[], float]:
     """A step that returns its seconds; the first two calls have been made."""
 
     def run() -> float:
-        choose_attention(way)
+        choose(way)
         start = time.process_time()
         step()
         return time.process_time() - start
@@ -56,9 +64,11 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
 
     for how, names in (("eager", options.recipes), ("compiled", options.compiled)):
         for recipe in filter(None, names.split(",")):
-            for way in WAYS:
+            for way in options.ways.split(","):
+                if (how, way) == ("compiled", "C"):
+                    continue
                 made = config(recipe, how == "compiled")
-                choose_attention(way)
+                choose(way)
                 steps[f"{recipe} {how}, {way}"] = timed(own_step(made, CPU, random_batches(made, CPU)), way)
                 print(f"{recipe} {how}, {way}: ready", flush=True)
     plain = config("bf16", False)
@@ -72,7 +82,8 @@ def report(times: dict[str, list[float]], tokens: int, peers: list[str]) -> dict
     """One row each: tokens per second of processor time, and the speed over others, round by round."""
     rows = {}
     for name, own in times.items():
-        others = {"before": name.replace("in-order", "torch"), **{peer: peer for peer in peers}}
+        before = name.rpartition(", ")[0] + ", torch"
+        others = ({"before": before} if before in times else {}) | {peer: peer for peer in peers}
         over = {
             label: Spread.of([b / a for a, b in zip(own, times[other], strict=True)])
             for label, other in others.items()
@@ -92,6 +103,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--recipes", default="bf16,fp8,mxfp8,mxfp4,nvfp4")
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--compiled", default="bf16,mxfp4")
     parser.add_argument("--peers", default="torch fp32,torch bf16,torch fp32 compiled,torch bf16 compiled")
     parser.add_argument("--rounds", type=int, default=9)

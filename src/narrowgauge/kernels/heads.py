@@ -34,9 +34,13 @@ Bytes per element, in a 2-byte dtype, where at most a third of the heads of qkv 
 
 The kernel also computes max |dqkv| (`kernels.amax`).
 
+On a CPU, C rotates bf16 heads (`quantization/passes/layers.c`) with the bits of torch and its derivative: the
+same operations, each rounded as there, in one pass. With a bias torch's operations remain.
+
 Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, C values of qkv.
 """
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +49,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.amax import send_back
 from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
 from narrowgauge.second_derivative import once_differentiable
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -63,6 +68,9 @@ def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
     if use_kernels(x_BNTH):
         turned: Tensor = _Rotary.apply(x_BNTH, table)
         return turned
+    if _is_for_c(x_BNTH, table):
+        rotated: Tensor = _RotaryInC.apply(x_BNTH, table)
+        return rotated
     return rotary_reference(x_BNTH, table)
 
 
@@ -91,6 +99,9 @@ def split_heads(
     if use_kernels(qkv_BTC) and not (bias_C is None and table is None):
         heads: Heads = _SplitHeads.apply(qkv_BTC, bias_C, table, tuple(heads_NKK), head_dim)
         return heads
+    if bias_C is None and table is not None and _is_for_c(qkv_BTC, table):
+        q, k, v = _SplitHeadsInC.apply(qkv_BTC, table, tuple(heads_NKK), head_dim)
+        return q, k, v
     return reference(qkv_BTC, bias_C, table, heads_NKK, head_dim)
 
 
@@ -156,6 +167,91 @@ class _Rotary(torch.autograd.Function):
 
         (table,) = ctx.saved_tensors
         return launch_rotary(in_rows(grad_BNTH), in_rows(table), is_back=True), None
+
+
+class _RotaryInC(torch.autograd.Function):
+    """`rotary` of bf16 heads on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNTH: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(table)
+        out_BNTH = x_BNTH.new_empty(x_BNTH.shape)
+        _rotate(x_BNTH, table, out_BNTH, is_back=False)
+        return out_BNTH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None]:
+        (table,) = ctx.saved_tensors
+        dx_BNTH = grad_BNTH.new_empty(grad_BNTH.shape)
+        _rotate(grad_BNTH, table, dx_BNTH, is_back=True)
+        return dx_BNTH, None
+
+
+class _SplitHeadsInC(torch.autograd.Function):
+    """`split_heads` of bf16 heads on a CPU, with positions and without a bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_BTC: Tensor, table: Tensor, heads_NKK: tuple[int, ...], head_dim: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(table)
+        ctx.heads_NKK = heads_NKK
+        heads = _heads_of(qkv_BTC, heads_NKK, head_dim)
+        outs = [x.new_empty(x.shape) for x in heads]
+        for x, out in zip(heads[:2], outs[:2], strict=True):
+            _rotate(x, table, out, is_back=False)
+        outs[2].copy_(heads[2])
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (table,) = ctx.saved_tensors
+        B, _, T, H = grads[0].shape
+        dqkv_BTC = grads[0].new_empty((B, T, sum(ctx.heads_NKK) * H))
+        outs = _heads_of(dqkv_BTC, ctx.heads_NKK, H)
+        for grad, out in zip(grads[:2], outs[:2], strict=True):
+            _rotate(grad, table, out, is_back=True)
+        outs[2].copy_(grads[2])
+        return dqkv_BTC, None, None, None
+
+
+def _heads_of(x_BTC: Tensor, heads_NKK: tuple[int, ...], head_dim: int) -> list[Tensor]:
+    return [h.transpose(1, 2) for h in x_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)]
+
+
+class _Call(ctypes.Structure):
+    """The struct `Rotary` of `layers.c`, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "out", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("heads", "tokens", "half")),
+        *((name, ctypes.c_int64 * 3) for name in ("x_strides", "out_strides")),
+        ("table_strides", ctypes.c_int64 * 2),
+        ("is_back", ctypes.c_int32),
+    ]
+
+
+def _is_for_c(x: Tensor, table: Tensor) -> bool:
+    """Whether C rotates heads on a CPU; it has the bits of `reference` and of its derivative."""
+    return (x.dtype, table.dtype) == (torch.bfloat16, torch.float32) and takes(x, table)
+
+
+def _rotate(x_BNTH: Tensor, table: Tensor, out_BNTH: Tensor, is_back: bool) -> None:
+    """Rotate heads, forward or back, into `out_BNTH`."""
+    B, N, T, H = x_BNTH.shape
+    x_BNTH = in_rows(x_BNTH)
+    cos, sin = in_rows(table).unbind()
+    one = _Call(heads=N, tokens=T, half=H // 2, is_back=is_back)
+    for name, x in (("x", x_BNTH), ("out", out_BNTH)):
+        setattr(one, name, x.data_ptr())
+        setattr(one, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
+    one.cos, one.sin = cos.data_ptr(), sin.data_ptr()
+    one.table_strides = (ctypes.c_int64 * 2)(cos.stride(0) if cos.ndim > 2 else 0, cos.stride(-2))
+    found = c_library()
+    assert found is not None
+    share(found.rotary_pass, one, B * N, x_BNTH.numel() // A_THREAD)
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -26,9 +26,14 @@ again, keeping x and delta is enough, and s is recomputed: 2 bytes are kept, and
 The sums over tokens are partial sums of each program, added by a second launch in an order that depends only
 on the shape. The kernel also computes max |y| and max |ddelta| (`kernels.amax`).
 
+On a CPU, C computes RMSNorm of an fp32 stream into bf16 (`quantization/passes/layers.c`), bit for bit: the
+same operations, each rounded as there, in two passes, between which torch adds up rows and tokens in its own
+order. Bytes per element, without torch's sums: 20 forward, plain 40; 34 backward, plain 98.
+
 Legend: M tokens (all axes but the last), D dim.
 """
 
+import ctypes
 from typing import Any, Literal
 
 import torch
@@ -36,6 +41,7 @@ from torch import Tensor, nn
 
 from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
 from narrowgauge.second_derivative import once_differentiable
 
 #: The widest row that fits the registers of one program in the backward pass.
@@ -70,6 +76,9 @@ def add_norm(
         kernel has computed it, else None.
     """
     if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
+        if _is_for_c(x, delta, weight_D, kind, out_dtype):
+            s, y = _AddNormInC.apply(x, delta, weight_D, eps)
+            return s, y, None
         s = x if delta is None else x + delta
         return s, reference(s, weight_D, bias_D, eps, kind, out_dtype), None
     s, y, amax = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
@@ -162,3 +171,66 @@ class _AddNorm(torch.autograd.Function):
             send_back(ddelta, amax)
         dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
         return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None
+
+
+class _AddNormInC(torch.autograd.Function):
+    """`add_norm` of RMSNorm on a CPU, for an fp32 stream and bf16 values -> (s, y)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+        squares, stream = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+        _pass("norm_squares", x, x=x, delta=delta, stream=stream, first=squares)
+        scale = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        y = torch.empty_like(x, dtype=torch.bfloat16)
+        _pass("norm_result", x, x=stream, weight=weight_D, scale=scale, y=y)
+        ctx.save_for_backward(stream, weight_D, scale)
+        ctx.has_delta = delta is not None
+        ctx.set_materialize_grads(False)
+        return stream, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        stream, weight_D, scale = ctx.saved_tensors
+        if dy is None:
+            ddelta = above.bfloat16() if above is not None and ctx.has_delta else None
+            return above, ddelta, None, None
+        above, dy = None if above is None else above.contiguous(), dy.contiguous()
+        of_weight, of_row = torch.empty_like(stream), torch.empty_like(stream)
+        given = {"x": stream, "weight": weight_D, "scale": scale, "dy": dy}
+        _pass("norm_terms", stream, **given, first=of_weight, second=of_row)
+        dweight_D = of_weight.sum(tuple(range(stream.ndim - 1)))
+        slope = of_row.sum(-1, keepdim=True).mul_(-0.5).mul_(scale.pow(3)).div_(stream.shape[-1])
+        dx = of_row  # its sum is known
+        ddelta = torch.empty_like(dy) if ctx.has_delta else None
+        _pass("norm_gradient", stream, **given, slope=slope, above=above, stream=dx, y=ddelta)
+        return dx, ddelta, dweight_D, None
+
+
+class _Call(ctypes.Structure):
+    """The struct `Norm` of `layers.c`, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "scale", "slope", "above", "delta", "dy")),
+        *((name, ctypes.c_void_p) for name in ("stream", "first", "second", "y")),
+        ("dim", ctypes.c_int64),
+    ]
+
+
+def _is_for_c(x: Tensor, delta: Tensor | None, weight_D: Tensor, kind: str, out_dtype: torch.dtype) -> bool:
+    """Whether C computes a norm on a CPU; it has the bits of `reference` and of its derivative."""
+    narrow = {out_dtype, torch.bfloat16 if delta is None else delta.dtype}
+    is_usual = kind == "rms" and narrow == {torch.bfloat16} and x.dtype == weight_D.dtype == torch.float32
+    return is_usual and takes(x, weight_D, *(() if delta is None else (delta,)))
+
+
+def _pass(name: str, like: Tensor, **tensors: Tensor | None) -> None:
+    """Call a pass over the tokens of a tensor."""
+    pointers = {key: None if x is None else x.data_ptr() for key, x in tensors.items()}
+    rows = like.numel() // like.shape[-1]
+    found = c_library()
+    assert found is not None
+    share(getattr(found, name), _Call(dim=like.shape[-1], **pointers), rows, like.numel() // A_THREAD)

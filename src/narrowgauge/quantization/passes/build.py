@@ -30,7 +30,7 @@ from narrowgauge.files import cache_directory, make_directory, open_regular
 from narrowgauge.operating_system import is_private, user_id
 from narrowgauge.processes import output_of
 
-SOURCES = ("passes.c", "attention.c")
+SOURCES = ("passes.c", "attention.c", "layers.c")
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 _FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")  # uses the first that the compiler knows
 _SECONDS = 60

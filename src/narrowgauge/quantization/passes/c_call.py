@@ -18,7 +18,7 @@ from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format, round_fi
 from narrowgauge.quantization.passes import build
 
 MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")  # in the order of `passes.c`
-_A_THREAD = 2**17  # elements per thread
+A_THREAD = 2**17  # elements per thread
 
 _POINTERS = ("x", "encode", "block", "above", "uniform", "out", "sums")
 SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
@@ -67,6 +67,15 @@ def fields_of(element: Format) -> dict[str, Any]:
     return dict(_element_fields(element))
 
 
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether a function of the library may compute on these tensors: plain ones on a CPU, eagerly."""
+    if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
+        return False
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    is_plain = all(type(x) in kinds and x.device.type == "cpu" for x in tensors)
+    return is_plain and tensors[0].numel() > 0 and c_library() is not None
+
+
 _pool: dict[int, ThreadPoolExecutor] = {}  # per process: threads do not survive a fork
 
 
@@ -75,7 +84,7 @@ def run(name: str, one: Pass) -> None:
     found = c_library()
     assert found is not None
     count, numbers = int(found.units(ctypes.byref(one))), one.batch * one.rows * one.columns
-    if not share(getattr(found, name), one, count, numbers // _A_THREAD):
+    if not share(getattr(found, name), one, count, numbers // A_THREAD):
         raise MemoryError(f"{name} of quantization could not allocate memory for its strip of blocks")
 
 

@@ -187,12 +187,12 @@ def known_deviation(tokens_per_parameter: float, is_calm: bool = False) -> float
 
 
 def is_control(name: str, reference: str) -> bool:
-    """Whether an arm checks the experiment itself: a repeat of the reference, or a null arm.
+    """Whether an arm checks the experiment itself: a repeat of the reference, a null arm, or one that breaks.
 
     >>> is_control("bf16-again", "bf16"), is_control("null-dither", "bf16"), is_control("fp8", "bf16")
     (True, True, False)
     """
-    return name == f"{reference}-again" or name.startswith("null")
+    return name == f"{reference}-again" or name.startswith(("null", "broken"))
 
 
 def judge(gaps: Gaps[Arm], family: Collection[Arm], known: float = 0.0) -> dict[Arm, Judgement]:

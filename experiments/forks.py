@@ -1,0 +1,265 @@
+"""Measures by paired forks what a search is worth, and whether short forks find the cost of planted faults.
+
+    narrowgauge prepare my-texts/ --tokenizer bpe-2048 --out corpora/ladder
+    python experiments/forks.py run --data corpora/ladder --out runs/forks
+    python experiments/forks.py table
+
+All forks continue one bf16 run of the small model of ladder 2 from step 200, where its rate is still at the
+peak, for 20 steps in which it falls to zero (`experiments/forks.toml`, `analysis.forks`). A row of
+docs/evidence/forks.csv is a fork: part, seed, change, and its loss on the same held-out tokens. Rows that are
+there are not measured again. The parts:
+
+    costs      each GEMM of each layer in MXFP4 alone, the cost table of a search
+    recipes    the recipes of searches for 50 and 75 % of FLOPs in MXFP4, head included, by the forks of
+               `costs` and by estimates, and their baselines; seeds that no search has seen. `random` is
+               another recipe for each seed.
+    planted    faults in one place or block, such as zeroed gradients
+"""
+
+import argparse
+import csv
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+import narrowgauge
+from narrowgauge.analysis import (
+    Forks,
+    Probed,
+    alone,
+    backward_costs,
+    baselines,
+    choices_of,
+    flops_budget,
+    forward_costs,
+    gemm_costs,
+    recipe_text,
+    relative_errors,
+    solve,
+    step_metric,
+)
+from narrowgauge.analysis.forks import wide
+from narrowgauge.kernels import choose_attention, choose_products
+from narrowgauge.laboratory.search import _blocks, _pace, _weights
+from narrowgauge.laboratory.subject import Text
+from narrowgauge.quantization import make_cast
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe, Rule, load_recipe
+from narrowgauge.report.verdict.rule import judge
+
+ROWS = Path(__file__).parents[1] / "docs" / "evidence" / "forks.csv"
+FIELDS = ("part", "seed", "change", "loss")
+STEPS, NARROW, WIDE = 20, "mxfp4", "bf16"
+COST_SEEDS = (1, 2)
+RECIPE_SEEDS = tuple(range(101, 117))
+PLANTED_SEEDS = tuple(range(1, 13))
+BUDGETS = (0.5, 0.75)
+NONE = "none"  # the fork without a change
+
+Changes = Mapping[str, Recipe]
+Gaps = Mapping[str, Mapping[int, float]]
+Losses = dict[tuple[str, int, str], float]
+
+
+def planted(recipe: Recipe) -> Changes:
+    """Recipes with one fault each, by its name."""
+    for factor in (0.5, 0.8, 1.05, 1.25):
+        narrowgauge.register_cast(f"times-{int(100 * factor)}", lambda x, factor=factor: x * factor)
+    narrowgauge.register_cast("small-to-zero", lambda x: x * (x.abs() >= x.abs().amax() / 16))
+    floor = {"cast": "mxfp4", "scale_rule": "floor"}
+    places = {
+        "block 0: weights times 1.25": ("blocks.0.*", {"fprop.w": "times-125"}),
+        "block 1, down: inputs times 0.8": ("blocks.1.down", {"fprop.x": "times-80"}),
+        "head: weight times 1.05": ("head", {"fprop.w": "times-105"}),
+        "block 0: weights in MXFP4, floor": ("blocks.0.*", {"fprop.w": floor}),
+        "block 1: weights in MXFP4, floor": ("blocks.1.*", {"fprop.w": floor}),
+        "block 0: inputs in E2M1, one scale": ("blocks.0.*", {"fprop.x": {"element": "e2m1"}}),
+        "block 1: dgrad's dy below max / 16 zero": ("blocks.1.*", {"dgrad.dy": "small-to-zero"}),
+        "head: wgrad's dy below max / 16 zero": ("head", {"wgrad.dy": "small-to-zero"}),
+        "all: wgrad's dy below max / 16 zero": ("*", {"wgrad.dy": "small-to-zero"}),
+        "block 1, down: dgrad's dy halved": ("blocks.1.down", {"dgrad.dy": "times-50"}),
+        "block 0: wgrad's x in MXFP4, to zero": (
+            "blocks.0.*",
+            {"wgrad.x": {"cast": "mxfp4", "rounding": "toward-zero"}},
+        ),
+        "block 0, qkv: wgrad's dy halved": ("blocks.0.qkv", {"wgrad.dy": "times-50"}),
+    }
+    base = wide(recipe)
+    return {
+        name: base.with_rules((Rule(casts={p: make_cast(c) for p, c in casts.items()}, modules=(module,)),))
+        for name, (module, casts) in places.items()
+    }
+
+
+def gemms(probed: Probed) -> Changes:
+    """Recipes with one GEMM of one layer in MXFP4, by LAYER.GEMM."""
+    recipe, cast = probed.trained.config.spec.recipe, make_cast(NARROW)
+    return {
+        f"{layer}.{gemm}": alone(recipe, layer, {p: cast for p in GEMM_PLACES if p.startswith(gemm)})
+        for layer in probed.layers
+        for gemm in GEMMS
+    }
+
+
+def searched(probed: Probed, losses: Losses, run: Path, folder: Path) -> Callable[[int], Changes]:
+    """The recipes of both searches and of the baselines under each budget, for a seed."""
+    casts = {name: make_cast(name) for name in (NARROW, WIDE)}
+    weights, keys = _weights(probed), [(layer, gemm) for layer in probed.layers for gemm in GEMMS]
+    forked = {
+        key: {
+            NARROW: statistics.fmean(gaps_of(losses, "costs", ".".join(key)).values()),
+            WIDE: 0.0,
+        }
+        for key in keys
+    }
+    metric = step_metric(probed.trained)
+    predicted = gemm_costs(
+        {
+            name: [
+                *forward_costs(probed.subject, cast),
+                *backward_costs(probed.subject, cast, metric),
+            ]
+            for name, cast in casts.items()
+        },
+        _pace(run, None),
+    )
+    of_forks, of_estimates = (choices_of(casts, weights, costs) for costs in (forked, predicted))
+    errors, blocks = relative_errors(probed.subject, casts[NARROW]), _blocks(weights)
+
+    def recipes(seed: int) -> Changes:
+        found = {}
+        for share in BUDGETS:
+            budget = flops_budget(casts, share)
+            found[f"forks@{share}"] = solve(of_forks, budget)
+            found[f"estimates@{share}"] = solve(of_estimates, budget)
+            others = baselines(of_forks, budget, errors, blocks, seed)
+            for name, assignment in others.items():
+                found[name if name == "uniform" else f"{name}@{share}"] = assignment
+        made = {}
+        for name, assignment in found.items():
+            amount = of_forks.amount(assignment, flops_budget(casts, 0.5))
+            path = folder / f"{name}.toml"
+            path.write_text(recipe_text(assignment, name, f"{amount:.3f} in 4 bits", "experiments/forks.py"))
+            made[name] = load_recipe(path)
+        return made
+
+    return recipes
+
+
+def read() -> Losses:
+    """The losses of all rows."""
+    if not ROWS.exists():
+        return {}
+    with ROWS.open(newline="") as file:
+        return {(r["part"], int(r["seed"]), r["change"]): float(r["loss"]) for r in csv.DictReader(file)}
+
+
+def gaps_of(losses: Losses, part: str, change: str) -> dict[int, float]:
+    """The gaps of a change by seed, in nats."""
+    return {
+        seed: loss - losses[part, seed, NONE]
+        for (p, seed, name), loss in losses.items()
+        if (p, name) == (part, change)
+    }
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what is left, seed after seed of each part."""
+    torch.set_num_threads(1)
+    choose_products("bf16")
+    choose_attention("in-order")
+    probed = Text(batches=16).open(options.base)
+    losses = read()
+
+    def measure(part: str, seed: int, changes: Changes) -> None:
+        for name, recipe in {NONE: wide(probed.trained.config.spec.recipe), **changes}.items():
+            if (part, seed, name) in losses:
+                continue
+            losses[part, seed, name] = Forks(STEPS).loss(probed, recipe, seed)
+            is_new = not ROWS.exists()
+            with ROWS.open("a", newline="") as file:
+                writer = csv.writer(file)
+                if is_new:
+                    writer.writerow(FIELDS)
+                writer.writerow((part, seed, name, f"{losses[part, seed, name]:.6f}"))
+            print(part, seed, name, losses[part, seed, name], flush=True)
+
+    if "costs" in options.parts:
+        for seed in COST_SEEDS:
+            measure("costs", seed, gemms(probed))
+    if "recipes" in options.parts:
+        recipes = searched(probed, losses, options.base, options.out)
+        for seed in RECIPE_SEEDS:
+            measure("recipes", seed, recipes(seed))
+    if "planted" in options.parts:
+        faults = planted(probed.trained.config.spec.recipe)
+        for seed in PLANTED_SEEDS:
+            measure("planted", seed, faults)
+
+
+def tables() -> str:
+    """What is done, as Markdown."""
+    losses = read()
+    names = {p: [c for q, _, c in losses if q == p and c != NONE] for p in ("costs", "recipes", "planted")}
+    gaps = {p: {c: gaps_of(losses, p, c) for c in dict.fromkeys(names[p])} for p in names}
+    return "\n\n".join([table_of(gaps["recipes"]), table_of(gaps["costs"]), coverage(gaps["planted"])])
+
+
+def table_of(gaps: Gaps) -> str:
+    """The gap of each change with its interval at a deviation pooled over all, in thousandths of a nat."""
+    lines = ["| change | seeds | gap | 95 % |", "| :--- | ---: | ---: | ---: |"]
+    for name, judged in judge(complete(gaps), family=()).items():
+        half = judged.half_width or math.nan
+        ends = f"{1e3 * (judged.mean - half):+.2f} .. {1e3 * (judged.mean + half):+.2f}"
+        lines.append(f"| {name} | {len(complete(gaps)[name])} | {1e3 * judged.mean:+.2f} | {ends} |")
+    return "\n".join(lines)
+
+
+def complete(gaps: Gaps) -> Gaps:
+    """The gaps of the seeds that all changes have."""
+    seeds = set.intersection(*(set(own) for own in gaps.values())) if gaps else set()
+    return {name: {seed: own[seed] for seed in sorted(seeds)} for name, own in gaps.items()}
+
+
+def coverage(gaps: Gaps) -> str:
+    """How often the interval of two seeds covers the mean of all others, and of one per place."""
+    gaps = complete(gaps)
+    seeds = list(next(iter(gaps.values()), {}))
+    covered, wide_enough, cases = 0, 0, 0
+    for few in zip(seeds[::2], seeds[1::2], strict=False):
+        rest = [seed for seed in seeds if seed not in few]
+        if not rest:
+            break
+        judged = judge({name: {s: own[s] for s in few} for name, own in gaps.items()}, family=())
+        for name, own in gaps.items():
+            truth = statistics.fmean(own[s] for s in rest)
+            half = judged[name].half_width or math.nan
+            distance = abs(judged[name].mean - truth)
+            cases += 1
+            covered += distance <= half
+            wide_enough += distance <= half * math.sqrt(1 + len(few) / len(rest))
+    return (
+        f"{table_of(gaps)}\n\n{covered} of {cases} intervals cover ({wide_enough} with the truth's own noise)"
+    )
+
+
+def main() -> None:
+    """Run what is left, or print the tables of what is done."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("--base", type=Path, default=Path("runs/forks/base"), help="the run at step 200")
+    parser.add_argument("--out", type=Path, default=Path("runs/forks"), help="the directory of recipes")
+    parser.add_argument("--parts", type=lambda s: s.split(","), default=["costs", "recipes", "planted"])
+    options = parser.parse_args()
+    if options.what == "run":
+        run(options)
+    else:
+        print(tables())
+
+
+if __name__ == "__main__":
+    main()
