@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from datetime import date
 from pathlib import Path
 
@@ -114,6 +115,25 @@ def test_far_settings_are_refused_and_diverging_ones_flagged(forecaster):
     assert not forecaster.forecast(ng.recipe("nvfp4"), 1.2e10, 1e13).divergence
     reference = forecaster.forecast(ng.recipe("bf16"), 1e9, 2e10)
     assert reference.gap_percent.mean == reference.gap_percent.high == 0.0
+
+
+def test_a_changed_recipe_has_no_claim_to_the_points_of_its_name(forecaster):
+    """A file that began as a copy of nvfp4.toml: its casts and state decide, not its name."""
+    keys = tomllib.loads(ng.recipe("nvfp4").text)
+    changes = ({"fprop": {"x": "mxfp4", "w": "mxfp4"}}, {"m": "dynamic8"}, {"keep": {"last_blocks": 2}})
+    coarse, state, tail = (forecaster.forecast(ng.recipe(keys | more), 1e9, 2e10) for more in changes)
+    assert (coarse.recipe, coarse.own_points) == ("nvfp4-changed", 0)
+    assert "state in few bits" in state.refused
+    assert (tail.recipe, tail.own_points) == ("nvfp4", 27)
+
+
+def test_dictionaries_are_recipes_and_need_names_if_there_are_two():
+    four, eight = ({"fprop": {"x": cast, "w": cast}} for cast in ("mxfp4", "mxfp8"))
+    found = ng.predict(["nvfp4", four, eight | {"name": "mine"}], 1e9, 2e10)
+    assert [one.recipe for one in found] == ["nvfp4", "own", "mine"]
+    assert found[1].gap_percent.mean > found[2].gap_percent.mean
+    with pytest.raises(UserError, match="two recipes are named own; give each another name"):
+        ng.predict([four, eight], 1e9, 2e10)
 
 
 def test_more_tokens_buy_the_gap_back(forecaster):

@@ -49,7 +49,8 @@ def predict(
         The forecasts, in the order of the recipes; `refused` holds the reason for one without support.
 
     Raises:
-        UserError: A recipe, model or file is not what it should be, or a number is not above 0.
+        UserError: A recipe, model or file is not what it should be, two recipes share a name, or a number
+            is not above 0.
     """
     several = [recipe] if isinstance(recipe, str | Path | Mapping | Recipe) else list(recipe)
     if not several:
@@ -57,7 +58,8 @@ def predict(
     recipes: dict[str, Recipe] = {}
     for one in several:
         name, found = _named(one)
-        recipes[name] = found
+        if recipes.setdefault(name, found) != found:
+            raise UserError(f"two recipes are named {name}; give each another name, as in name = 'mine'")
     size = _size(params, model)
     if tokens is None or not 1 <= tokens < 1e18:
         raise UserError(f"tokens = {tokens}: predict needs the tokens of training, such as 38e9")

@@ -160,13 +160,15 @@ class Forecaster:
             recipe: The recipe.
             params: Parameters without embeddings.
             tokens: Tokens of training.
-            name: The name of the recipe among the points, if it is not its own.
+            name: The name of the recipe among the points, if it is not its own. The points do not count as
+                the recipe's if theirs has other narrow GEMMs or state.
             family: The family of the runs; `OWN` if there are such points, else a new one.
             tail: The share of wide blocks, where the depth of the model makes it another than the recipe's.
         """
         family = family or (OWN if self.own else NEW)
         of_recipe = described(recipe)
-        setting = of_recipe.setting(name or recipe.name, params, tokens, tail, family)
+        known_as = self._known_as(name or recipe.name, of_recipe)
+        setting = of_recipe.setting(known_as, params, tokens, tail, family)
         kin = kin_of(setting.parts, self.observed)
         refused = refusal(setting, kin, of_recipe.beyond)
         predicted = None if refused else self.law.predict(setting)
@@ -190,6 +192,14 @@ class Forecaster:
             predicted=predicted,
             setting=setting,
         )
+
+    def _known_as(self, name: str, of_recipe: Described) -> str:
+        """The name of a recipe; another one where the atlas has points of a different recipe of this name."""
+        if name not in self.atlas.recipes:
+            return name
+        known = described(self.atlas.recipes[name])
+        is_same = (known.parts, known.beyond) == (of_recipe.parts, of_recipe.beyond)
+        return name if is_same else f"{name}-changed"
 
     def _nearest(self, setting: Setting, kin: Sequence[Observed]) -> tuple[Near, ...]:
         places = {id(one): point for one, point in zip(self.observed, self.atlas.points, strict=False)}
