@@ -1,7 +1,11 @@
-"""docs/conformance.md from matrix.csv and causes.csv: `python conformance/page.py`."""
+"""docs/conformance.md from matrix.csv and causes.csv: `python conformance/page.py`.
+
+The page leaves out the causes of faults: docs/found-in-others.md shows each with its reproduction.
+"""
 
 import csv
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -22,30 +26,30 @@ TABLES = {  # heading -> the formats of its rows
 }
 HEAD = """# Libraries, case by case
 
-Each library quantizes the same small tensors, each made for one property of a format, and is
-compared with an exact oracle in rational arithmetic. `conformance/matrix.csv` holds the rows,
-this page is made from it, and [found in others](found-in-others.md) describes the faults.
+Each library quantizes the same small tensors, each made for one property of a format. An exact
+oracle in rational arithmetic judges the result. [Found in others](found-in-others.md) describes
+the faults. This page is made from `conformance/matrix.csv`:
 
 ```sh
 python conformance/matrix.py --environments ../environments --install
 python conformance/page.py
 ```
 
-Seven draw stochastic rounding on a CPU: auto-round, brevitas, fouroversix, gfloat, microxcaling,
-Quartet II and narrowgauge. qwix accepts its noise and ignores it for floats. torchao draws bf16 and
-int8, and NVFP4 in a GPU kernel; TransformerEngine draws in GPU kernels. The others do not.
+A library that is not installed keeps its stored rows. The docstrings in `conformance/adapters/` name the
+environment variables for checkouts of libraries without a package. On a CPU, auto-round, brevitas,
+fouroversix, gfloat, microxcaling and Quartet II draw stochastic rounding, and so does narrowgauge. qwix
+ignores it for floats. torchao and TransformerEngine draw in GPU kernels, torchao also bf16 and int8 on a CPU.
 
-A library that is not installed keeps its stored rows. Environment variables locate the checkouts of
-libraries without a package (see the docstrings in `conformance/adapters/`).
-
-Below, a row starts with the mark of most of its cases and lists the cases with another mark. Rows of
-narrowgauge are left out: every mark is `=`.
+A row starts with the mark of most of its cases and lists the cases with another mark. narrowgauge has
+no rows: every mark is `=`.
 
 | mark | meaning |
 |---|---|
 | `=` | codes and scales equal, bit for bit; for a stored tensor: its values |
 | `v` | values equal up to the last bits of float32; a code or scale differs, or the library returns none |
 """
+CAUSES = """Why a library differs without a fault, first match first. The causes of `F` are in
+[found in others](found-in-others.md), with reproductions; `conformance/causes.csv` has all."""
 Row = dict[str, str]
 
 
@@ -69,27 +73,26 @@ def page() -> str:
     rows, causes = read("matrix.csv"), read("causes.csv")
     parts = [HEAD + "".join(f"| `{MARKS[k]}` | {text} |\n" for k, text in KINDS.items())]
     versions = dict(sorted({r["library"]: (r["version"], r["date"]) for r in rows}.items()))
-    counts = {
-        name: [sum(_mark(r, causes) == m for r in rows if r["library"] == name) for m in "=vFrtox"]
-        for name in versions
-    }
-    parts.append(
-        "## Libraries\n\n| library | version | date | " + " | ".join(f"`{m}`" for m in "=vFrtox") + " |"
-    )
-    parts[-1] += "\n|" + "---|" * 10
+    newest = max(date for _, date in versions.values())
+    head = f"## Libraries\n\nTested on {newest}, if no other day is given.\n\n| library | version | "
+    parts.append(head + " | ".join(f"`{m}`" for m in "=vFrtox") + " |\n|" + "---|" * 9)
     for name, (version, date) in versions.items():
-        parts[-1] += f"\n| {name} | {version} | {date} | " + " | ".join(map(str, counts[name])) + " |"
+        counts = [sum(_mark(r, causes) == m for r in rows if r["library"] == name) for m in "=vFrtox"]
+        day = "" if date == newest else f" ({date})"
+        parts[-1] += f"\n| {name} | {version}{day} | " + " | ".join(map(str, counts)) + " |"
     rows = [r for r in rows if r["library"] != "narrowgauge"]
     for heading, pattern in TABLES.items():
         parts.append(_table(heading, [r for r in rows if fnmatchcase(r["format"], pattern)], causes))
-    lines = ["## Causes\n\n| library | formats | cases | mark | cause |\n|---|---|---|---|---|"]
-    for c in causes:
-        cases, mark = c["cases"].replace(";", "; ").replace("*", "\\*"), MARKS[c["kind"]]
-        formats = c["formats"].replace("*", "\\*")
-        lines.append(
-            f"| {c['library']} | {formats} | {cases} | `{mark}` | {c['cause']} |".replace("_", "\\_")
-        )
+    lines = [f"## Causes\n\n{CAUSES}\n"]
+    for library, cause in groupby((c for c in causes if c["kind"] != "fault"), lambda c: c["library"]):
+        lines += [f"**{library}**".replace("_", "\\_"), "", *map(_line, cause), ""]
     return "\n\n".join([*(p.rstrip("\n") for p in parts), "\n".join(lines)]) + "\n"
+
+
+def _line(cause: Row) -> str:
+    """An item of a list: the mark of a cause, its formats and cases, and its text."""
+    where = f"{cause['formats']}: {cause['cases'].replace(';', ', ')}"
+    return f"- `{MARKS[cause['kind']]}` {where}. {cause['cause']}".replace("*", "\\*").replace("_", "\\_")
 
 
 def _mark(row: Row, causes: list[Row]) -> str:
@@ -105,13 +108,12 @@ def _table(heading: str, rows: list[Row], causes: list[Row]) -> str:
     for r in rows:
         marks = found.setdefault((r["library"], r["format"]), {mark: [] for mark in "=vFrtox"})
         marks[_mark(r, causes)].append(r["case"])
-    alike: dict[tuple[str, int, str], list[str]] = {}
+    alike: dict[tuple[str, str], list[str]] = {}
     for (library, name), marks in found.items():
-        key = library, sum(map(len, marks.values())), _summary(marks)
-        alike.setdefault(key, []).append(name)
-    out = [f"## {heading}\n", "| library | formats | cases | marks |", "|---|---|---:|---|"]
-    for (library, cases, marks), names in alike.items():
-        out.append(f"| {library} | {', '.join(names)} | {cases} | {marks} |")
+        alike.setdefault((library, _summary(marks)), []).append(name)
+    out = [f"## {heading}\n", "| library | formats | marks |", "|---|---|---|"]
+    for (library, marks), names in alike.items():
+        out.append(f"| {library} | {', '.join(names)} | {marks} |")
     return "\n".join(out).replace("_", "\\_")
 
 

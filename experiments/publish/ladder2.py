@@ -66,7 +66,7 @@ def stages_markdown(
     rows: Mapping[str, Sequence[Row]],
     predictions: Sequence[Prediction],
 ) -> str:
-    """A section for each part with results, then the predictions.
+    """A section for each part with results, then the predictions that are decided.
 
     Args:
         parts: The tables of each part, in the order of the rungs of the predictions.
@@ -81,7 +81,7 @@ def stages_markdown(
             numbered += [replace(row, rung=number) for row in these]
     words = [outcome(one, numbered)[1] if numbered else "not run" for one in predictions]
     counted = ", ".join(f"{words.count(word)} {word}" for word in ("held", "wrong", "open", "not run"))
-    judged = [one for one, word in zip(predictions, words, strict=True) if word != "not run"]
+    judged = [one for one, word in zip(predictions, words, strict=True) if word in ("held", "wrong")]
     sections.append(f"### Predictions\n\n{counted}.\n")
     if judged:
         table = prediction_table(judged, numbered)

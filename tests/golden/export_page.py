@@ -78,14 +78,16 @@ KINDS = {
 
 
 def table() -> str:
-    """A Markdown row for each recipe, and the sentences that its letters stand for."""
+    """A Markdown row for the recipes with the same outcomes, and the sentences that letters stand for."""
     letters: dict[str, str] = {}
     head = " | ".join(name.strip() for name in COLUMNS)
-    lines = [f"| recipe | {head} |", "| --- " * (len(COLUMNS) + 1) + "|"]
+    rows: dict[str, list[str]] = {}  # the recipes of each row of cells
     for name in RECIPES:
         with tempfile.TemporaryDirectory() as folder:
             cells = [_cell(kind, sentences, letters) for kind, sentences in outcomes(name, Path(folder))]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        rows.setdefault(" | ".join(cells), []).append(f"`{name}`")
+    lines = [f"| recipes | {head} |", "| --- " * (len(COLUMNS) + 1) + "|"]
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     return "\n".join([*lines, "", *(f"- {key}: {sentence}" for sentence, key in letters.items())])
 
 
