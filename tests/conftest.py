@@ -4,6 +4,7 @@ import support.one_thread
 import support.shape_names  # noqa: F401  before anything imports narrowgauge
 
 # isort: split
+import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,23 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that takes minutes begins first, in parallel with the others and not after them."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
+def pytest_collection() -> None:
+    """Without garbage collections, which look through all modules and tests over and over."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: no later collection looks through it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Free it at the end: Triton's bindings report what is left as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

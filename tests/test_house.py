@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import narrowgauge as ng
@@ -91,7 +92,10 @@ def imports_of(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-IMPORTS = {module: imports_of(path) for module, path in MODULES.items()}
+@cache  # not while tests are collected: each worker collects all
+def all_imports() -> dict[str, list[tuple[str, str]]]:
+    """The imports of each module."""
+    return {module: imports_of(path) for module, path in MODULES.items()}
 
 
 def defined_in(module: str, name: str) -> str:
@@ -99,7 +103,7 @@ def defined_in(module: str, name: str) -> str:
     path = MODULES[module]
     if path.name != "__init__.py":
         return module
-    for source, handed_on in IMPORTS[module]:
+    for source, handed_on in all_imports()[module]:
         if handed_on == name:
             return defined_in(source, name) if f"{source}.{name}" not in MODULES else f"{source}.{name}"
     inner = f"{module}.{name}".lstrip(".")
@@ -114,7 +118,7 @@ def entry_of(module: str) -> str:
 def imports_from_below() -> list[str]:
     """The imports of what stands below, as sentences."""
     found = []
-    for module, imports in IMPORTS.items():
+    for module, imports in all_imports().items():
         if module in ("", "__main__"):
             continue
         room = module.split(".")[0]
@@ -147,7 +151,7 @@ def test_sub_packages_make_no_circle():
         if "." not in module:
             continue
         node = ".".join(module.split(".")[:2])
-        targets = {".".join(defined_in(*one).split(".")[:2]) for one in IMPORTS[module]}
+        targets = {".".join(defined_in(*one).split(".")[:2]) for one in all_imports()[module]}
         needs.setdefault(node, set()).update(t for t in targets if t != node and "." in t)
     done: set[str] = set()
 
@@ -173,7 +177,7 @@ def reached_from(module: str) -> set[str]:
         found.add(one)
         left += [one[:i] for i, letter in enumerate(one) if letter == "."]
         if "import_on_use" not in MODULES[one].read_text(encoding="utf-8"):  # else each name leads to its own
-            left += [defined_in(*source_and_name) for source_and_name in IMPORTS[one]]
+            left += [defined_in(*source_and_name) for source_and_name in all_imports()[one]]
     return found
 
 
@@ -205,7 +209,7 @@ SEE_THE_CONFIGURATION = {
 
 
 def test_after_it_is_resolved_nobody_in_a_run_sees_the_configuration():
-    needs = {module: {defined_in(*one) for one in imports} for module, imports in IMPORTS.items()}
+    needs = {module: {defined_in(*one) for one in imports} for module, imports in all_imports().items()}
     found = {m for m in needs if m.startswith("runs.") and any("training.config." in n for n in needs[m])}
     assert found == SEE_THE_CONFIGURATION, "a module less is taken from the list; none is added"
 
@@ -218,7 +222,7 @@ def test_no_folder_holds_more_than_sixteen_entries():
 
 def test_models_know_nothing_of_recipes():
     numbers = {"formats", "quantization", "recipes", "nn"}
-    for module, imports in IMPORTS.items():
+    for module, imports in all_imports().items():
         if module.startswith("models"):
             assert not {source.split(".")[0] for source, _ in imports} & numbers, module
 

@@ -285,12 +285,11 @@ class TestWhatStaysWide:
 
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", STATE_RECIPES)
-def test_nothing_is_kept_after_the_backward_pass(name, request):
+def test_nothing_is_kept_after_the_backward_pass(name):
     """Bytes of live tensors, counted: what a step leaves behind is its parameters' state."""
 
     gc.collect()
     gc.freeze()  # what is there already, which is all that other tests have imported, is not looked at again
-    request.addfinalizer(gc.unfreeze)
 
     def live():
         gc.collect()

@@ -37,14 +37,14 @@ def check_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.compiler.is_compiling():
             sizes: dict[str, int] = {}
             for i, name, letters in places:
-                value = kwargs[name] if name in kwargs else args[i] if i < len(args) else None
+                value = args[i] if i < len(args) else kwargs.get(name)
                 if isinstance(value, torch.Tensor):
-                    shape = tuple(value.shape)
-                    fits = len(shape) == len(letters) and all(
-                        sizes.setdefault(letter, size) == size
-                        for letter, size in zip(letters, shape, strict=True)
+                    shape, fits = value.shape, len(value.shape) == len(letters)
+                    for letter, size in zip(letters, shape, strict=False):
+                        fits = fits and sizes.setdefault(letter, size) == size
+                    assert fits, (
+                        f"{function.__qualname__}: {name} has the shape {tuple(shape)}, where {sizes}"
                     )
-                    assert fits, f"{function.__qualname__}: {name} has the shape {shape}, where {sizes}"
         return function(*args, **kwargs)
 
     return checked

@@ -20,6 +20,8 @@ that relate two stages are in `cast_rules.py`.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from narrowgauge.formats import Format, format
@@ -145,9 +147,10 @@ class Cast:
         return _flat({f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
+    @cache
+    def defaults(cls) -> MappingProxyType[str, Any]:
         """The default of each key; `MISSING` for the element."""
-        return _flat({f.name: f.default for f in fields(cls)})
+        return MappingProxyType(_flat({f.name: f.default for f in fields(cls)}))
 
     @computed_once
     def stages(self) -> tuple[Stage, ...]:
@@ -243,7 +246,7 @@ def _flat(of_fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in of_fields.items():
         if name != "name":
             found |= value.values() if isinstance(value, Stage) else {name: value}
-    return {key: found[key] for key in (*_WRITTEN, *(k for k in found if k not in _WRITTEN))}
+    return {key: found.pop(key) for key in _WRITTEN} | found
 
 
 def _grouped(cls: type[Cast], stages: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def test_the_package_reads_the_numbers_of_training(tmp_path, name):
     assert "lm_head" in described.ignore
 
 
+@pytest.mark.tier("thorough", keep=("fp8", "nvfp4"))  # test_quantized_weights.py reads all of them
 @pytest.mark.parametrize(
     ("name", "within"),
     [("fp8", 1e-4), ("fp8-block", 1e-4), ("mxfp8", 1e-4), ("mxfp4", 1e-2), ("nvfp4", 1e-2)],

@@ -17,6 +17,8 @@ from narrowgauge.errors import UserError
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
+# Of the others test_compressed_tensors.py compares the files with what the layers multiply.
+@pytest.mark.tier("thorough", keep=("nvfp4", "mxfp8", "fp8-row"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_exported_comes_in_with_the_numbers_of_training(tmp_path, name):
     model = after_steps(trained(name), 1)

@@ -83,6 +83,8 @@ def found(trainer, batches):
     return trainer.first_bad
 
 
+# Each layer, and both passes.
+@pytest.mark.tier("thorough", keep=(("blocks.0.down", False), ("blocks.1.qkv", True), ("head", False)))
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("layer", ["blocks.0.down", "blocks.1.qkv", "head"])
 def test_what_comes_to_a_layer(begin, layer, recompute):

@@ -12,6 +12,7 @@ Source: qwix 0.1.8 and qwix @ aa623ac, providers/qt.py, core/{dot_general_qt,qar
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from narrowgauge.quantization import Cast, make_cast
@@ -29,10 +30,11 @@ DTYPES = {
 }
 
 
-def _said(c: Cast) -> list[Cast]:
+@cache
+def _said(c: Cast) -> tuple[Cast, ...]:
     """The casts that qwix has, with the width of this one's block."""
     width = c.block[1] if c.block and c.block[0] == 1 and c.block[1] else 128
-    return [make_cast({"element": e, "block": b}) for e in DTYPES for b in ("tensor", "row", width)]
+    return tuple(make_cast({"element": e, "block": b}) for e in DTYPES for b in ("tensor", "row", width))
 
 
 def refusals(recipe: Recipe) -> list[Refusal]:

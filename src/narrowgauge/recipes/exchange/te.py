@@ -112,7 +112,7 @@ def _wrapped(call: str) -> str:
 
 def _factory(recipe: Recipe) -> str:
     """The quantizer factory of six casts, after its imports."""
-    cases, used = [], set()
+    cases, used = [], {"IdentityQuantizer"}
     for tensor, row, column in TENSORS:
         first, second = quantizers_of(recipe, tensor, row, column)
         made = first.text
@@ -126,15 +126,11 @@ def _factory(recipe: Recipe) -> str:
             )
         used |= {n for n in _MODULES if f"{n}(" in made}
         cases.append(f'    if is_linear and role.tensor_type == "{tensor}":\n        return {made}')
-    used |= {"IdentityQuantizer"}
-    imports = [f"from transformer_engine.pytorch.tensor.{_MODULES[n]} import {n}" for n in sorted(used)]
+    te = "from transformer_engine.pytorch"
+    imports = [f"{te}.constants import DType"] if "DType." in "".join(cases) else []
+    imports += [f"{te}.tensor.{_MODULES[n]} import {n}" for n in sorted(used)]
     return "\n".join(
         [
-            *(
-                ["from transformer_engine.pytorch.constants import DType"]
-                if "DType." in "".join(cases)
-                else []
-            ),
             *imports,
             f"\n\ndef {FACTORY}(role):",
             '    """The quantizer of one tensor of one layer."""',

@@ -7,6 +7,7 @@ not its default.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 from narrowgauge.errors import UserError
@@ -100,7 +101,12 @@ def _six(
     return {place: make_cast(text) for place, text in texts.items()}  # type: ignore[arg-type]
 
 
-def _own_recipes() -> Iterator[OwnRecipe]:
+@cache
+def _own_recipes() -> tuple[OwnRecipe, ...]:
+    return (*_fp8_recipes(), *_nvfp4_recipes())
+
+
+def _fp8_recipes() -> Iterator[OwnRecipe]:
     for word, dy in (("HYBRID", "e5m2"), ("E4M3", "e4m3")):
         yield OwnRecipe(
             text=f"Float8CurrentScaling(fp8_format=Format.{word}, use_power_2_scales=False, "
@@ -128,7 +134,6 @@ def _own_recipes() -> Iterator[OwnRecipe]:
             text=f"MXFP8BlockScaling(fp8_format=Format.{word}, enable_2d_quantization=True)",
             casts=_six("mxfp8", mx_dy, {"cast": "mxfp8", "block": [32, 32]}),
         )
-    yield from _nvfp4_recipes()
 
 
 def _nvfp4_recipes() -> Iterator[OwnRecipe]:
