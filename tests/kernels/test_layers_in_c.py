@@ -81,7 +81,7 @@ def test_threads_change_nothing(monkeypatch):
         three = norm_outcome((16, 64, 128), True, True, 1.0)[0] + heads_outcome(4, 64, 4, 2, 32, False)[0]
     finally:
         torch.set_num_threads(before)
-    # Torch adds the rows of the weight's gradient in an order of its own for each number of threads.
+    # Torch adds the rows of the gradient of the weight in an order that depends on the threads.
     assert all(torch.equal(a, b) for n, (a, b) in enumerate(zip(one, three, strict=True)) if n != 3)
 
 

@@ -47,6 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.amax import send_back
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
@@ -242,6 +243,8 @@ def _rotate(x_BNTH: Tensor, table: Tensor, out_BNTH: Tensor, is_back: bool) -> N
     """Rotate heads, forward or back, into `out_BNTH`."""
     B, N, T, H = x_BNTH.shape
     x_BNTH = in_rows(x_BNTH)
+    if is_shape_only(x_BNTH):
+        return
     cos, sin = in_rows(table).unbind()
     one = _Call(heads=N, tokens=T, half=H // 2, is_back=is_back)
     for name, x in (("x", x_BNTH), ("out", out_BNTH)):

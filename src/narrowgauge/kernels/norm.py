@@ -39,6 +39,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
@@ -229,6 +230,8 @@ def _is_for_c(x: Tensor, delta: Tensor | None, weight_D: Tensor, kind: str, out_
 
 def _pass(name: str, like: Tensor, **tensors: Tensor | None) -> None:
     """Call a pass over the tokens of a tensor."""
+    if is_shape_only(like):
+        return
     pointers = {key: None if x is None else x.data_ptr() for key, x in tensors.items()}
     rows = like.numel() // like.shape[-1]
     found = c_library()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format, round_finite
 from narrowgauge.quantization.passes import build
 
@@ -67,12 +68,24 @@ def fields_of(element: Format) -> dict[str, Any]:
     return dict(_element_fields(element))
 
 
+def stands_for_cpu(split: torch.Tensor) -> bool:
+    """Whether a meta tensor stands for a CPU tensor of a single process.
+
+    Where several processes are simulated, a shard stands for the tensor that they hold together, and torch
+    draws its random bits.
+    """
+    return is_shape_only(split) and not torch.distributed.is_initialized()
+
+
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether a function of the library may compute on these tensors: plain ones on a CPU, eagerly."""
+    """Whether a function of the library may compute on these tensors: plain ones on a CPU, eagerly.
+
+    For meta tensors that stand for these, results are allocated and nothing is called.
+    """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
     kinds = (torch.Tensor, torch.nn.Parameter)
-    is_plain = all(type(x) in kinds and x.device.type == "cpu" for x in tensors)
+    is_plain = all(type(x) in kinds and (x.device.type == "cpu" or stands_for_cpu(x)) for x in tensors)
     return is_plain and tensors[0].numel() > 0 and c_library() is not None
 
 

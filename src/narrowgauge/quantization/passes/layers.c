@@ -1,7 +1,7 @@
 /* Rotary positions and RMSNorm on a CPU, around bf16 matmuls (kernels/heads.py and norm.py call it).
 
 Each line does the operations of torch's plain code in its order, each rounded as there, so that the bits are the
-same. Sums over a row or over tokens stay with torch, which adds in an order of its own: a pass writes what is to be
+same. Sums over a row or over tokens stay with torch, which adds in its order: a pass writes what is to be
 summed, and another reads the sum. */
 
 #include <stdint.h>
