@@ -51,7 +51,7 @@ def test_ddp_of_a_model_that_nobody_prepared(ranks, name):
 
 @pytest.mark.parametrize("name", ["msamp-o2", "msamp-o3"])
 def test_ddp_of_a_resumed_model_that_nobody_prepared_trains_as_one_process(ranks, name):
-    """To the bit, masters included: the ranks see the same samples, and the mean of two equal sums is exact."""
+    """To the bit, masters included: the ranks see the same samples, so that means are exact."""
     assert ranks(2, "jobs_data_parallel.plain_ddp_resumed", recipe=name) == [[], []]
 
 

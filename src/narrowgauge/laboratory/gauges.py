@@ -11,6 +11,10 @@
 
 A step ends when an optimizer of torch's (or ours) updates a parameter of the model; no call is needed. Each
 place is read once a step, in the first micro-batch (`nn.gauges`). Reading changes no value.
+
+Torch calls a hook before and after each step of any optimizer, but only inside the block. The hook before is
+necessary: it reads a gradient that the step may drop, separates the update's write to a weight from writes
+of the loop, and finds the moments of an optimizer that is known only when it steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

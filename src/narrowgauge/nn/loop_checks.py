@@ -1,4 +1,4 @@
-"""What torch's tools would do wrongly, without a word, in a user's training loop.
+"""What torch's tools would silently do wrong in a user's training loop.
 
     DistributedDataParallel      sends weights without their masters: these follow at the first pass
     fully_shard                  shards values without their codes, masters and gradients: refused
@@ -79,8 +79,8 @@ def send_masters(record: ParamState | None) -> None:
     """In the first training pass of a DistributedDataParallel, send process 0's masters to all processes.
 
     When it wraps a model it sends values alone, of the weights that it does not ignore. Process 0 then keeps
-    its masters, because its values stay the same; those of the others are the rounded values until now. A
-    pass for evaluation sends nothing, because perhaps only one process takes it.
+    its masters, because its values stay the same; the other processes have masters of rounded values until
+    now. A pass for evaluation sends nothing, because perhaps only one process takes it.
     """
     ddp = active_ddp()
     if ddp is None or record is None or record.master is None or ddp in _SENT:
