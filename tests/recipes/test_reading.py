@@ -1,6 +1,7 @@
 """Files of other tools as recipes: what is read, what is lost, and what is refused by name."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,6 +151,9 @@ matchers:
 """
 
 
+KEPT = recipe("bf16").in_high_precision(["*.linear_qkv"]).rules[0]
+
+
 def test_a_file_of_megatron_with_narrow_experts(tmp_path):
     """The first matcher wins: wide modules above the narrow ones are kept, those below are the rest."""
     pytest.importorskip("yaml")
@@ -164,8 +168,33 @@ def test_a_file_of_megatron_with_narrow_experts(tmp_path):
     assert [
         "modules that no matcher names" in sentence for sentence in lost(read(open_end, "megatron", tmp_path))
     ] == [True]
-    with pytest.raises(UserError, match=r"cannot be written for megatron: \[\[rule\]\] with other casts"):
-        write_recipe(found, "megatron", BLOCKS)
+
+
+@pytest.mark.parametrize("name", recipe_names("nemo-rl"))
+def test_a_recipe_that_narrows_some_modules_comes_back_from_megatron(name, tmp_path):
+    pytest.importorskip("yaml")
+    ours = recipe(name).with_rules([KEPT])
+    file = write_recipe(ours, "megatron")
+    again = read(file, "megatron", tmp_path)
+    assert (again.name, again.casts, again.rules) == (name, ours.casts, ours.rules)
+    assert not lost(again)
+    assert write_recipe(again, "megatron") == file
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda r: replace(r, modules=("fc1",)), r"\[\[rule\]\] with other casts"),
+        (lambda r: replace(r, until_step=9), r"\[\[rule\]\] until_step"),
+        (lambda r: replace(r, casts=recipe("mxfp4").casts), "where megatron has"),
+        (lambda r: replace(r, casts=recipe("nvfp4-row").casts), "that Megatron has no name for"),
+    ],
+)
+def test_what_no_matcher_of_megatron_says_is_refused(change, why):
+    """A pattern that begins with no * also fits the last part of a name; a factory serves all layers."""
+    ours = recipe("nemo-rl-mxfp8-routed-experts")
+    with pytest.raises(UserError, match=f"cannot be written for megatron.*{why}"):
+        write_recipe(replace(ours, rules=(change(ours.rules[0]),)), "megatron")
 
 
 def test_the_recipes_of_nemo_rl_narrow_the_routed_experts_alone():

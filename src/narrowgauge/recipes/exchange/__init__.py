@@ -105,7 +105,7 @@ def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Rec
     reading = SOURCES[source](file, blocks)
     named = words(read_text(file)) or {
         "name": file.stem,
-        "title": f"{file.name}, read as a file of {source}",
+        "title": f"read from {file.name}, a file of {source}",
         "source": f"{file.name}, by the names of {TARGETS[source].version}",
     }
     return Recipe.from_toml(recipe_toml(reading, named, "bf16"), str(path))

@@ -7,19 +7,21 @@ is the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extension
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.exchange import te
 from narrowgauge.recipes.exchange.layers import kept
 from narrowgauge.recipes.exchange.reading import Keep, Reading, read_text, yaml_documents
 from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products
 from narrowgauge.recipes.exchange.te_recipes import delayed_scaling, named_fields, own_recipe
+from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.rule import Rule
 
 VERSION = "Megatron-LM 0.20.0 (d98e8a6, 2026-08-22)"
 # Megatron does not quantize the output head without --fp8-output-proj.
@@ -36,23 +38,42 @@ _NO_VALUES = ("override_nonquantized_autocast", "override_quantized_autocast", "
 
 def refusals(recipe: Recipe) -> list[Refusal]:
     """The parts of a recipe that Megatron cannot express."""
+    recipe, only = _narrowed(recipe)
     modules, first, last = kept(recipe)
     found = [*outside_products(recipe, "megatron"), *other_rules(recipe, "megatron")]
     products = te.of_products(recipe, "megatron")
     found += products
     for name in modules:
-        if name not in HEADS:
+        if name not in HEADS and not (only and name.startswith("*")):
             why = f"keep.modules = {name!r}, which is not a module of Megatron's models"
             found.append(Refusal("", "keep.modules", why))
-    if not set(HEADS) & set(modules) and not products:
+    if not only and not set(HEADS) & set(modules) and not products:
         why = "the head is quantized, but Megatron does not quantize its output layer"
         found.append(Refusal("", "keep.modules", why))
     own = own_recipe(recipe)
-    if own is not None and "Delayed" in own.text and (first or last):
+    if only and own is None and not products:
+        why = "[[rule]] with casts that Megatron has no name for, and a factory is for all layers"
+        found.append(Refusal("", "rule", why))
+    if own is not None and "Delayed" in own.text and (only or first or last):
         found.append(
             Refusal("", "keep", "keep with a history, but Megatron's delayed scaling applies to all blocks")
         )
     return found
+
+
+def _narrowed(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the casts of its narrow modules for all, and the patterns of these modules.
+
+    A recipe that is wide but for one rule of modules becomes one matcher for each pattern, and one that keeps
+    the rest wide. Megatron compares a pattern with the whole name, a rule also with the last part of a name:
+    they agree on a pattern that begins with *. Any other recipe is returned as it is, without patterns.
+    """
+    first, *rest = recipe.rules or (Rule(casts={}),)
+    is_plain = first.modules and first == Rule(casts=first.casts, modules=first.modules)
+    is_wide = {recipe.casts[place] for place in GEMM_PLACES} == {make_cast(recipe.compute)}
+    if not is_plain or not is_wide or not all(pattern.startswith("*") for pattern in first.modules):
+        return recipe, ()
+    return replace(recipe, casts={**recipe.casts, **first.casts}, rules=tuple(rest)), first.modules
 
 
 def needs_blocks(recipe: Recipe) -> str:
@@ -63,6 +84,7 @@ def needs_blocks(recipe: Recipe) -> str:
 
 def text(recipe: Recipe, blocks: int | None) -> str:
     """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last."""
+    recipe, only = _narrowed(recipe)
     own = own_recipe(recipe)
     if own is not None and "Delayed" in own.text:
         return (
@@ -80,7 +102,12 @@ def text(recipe: Recipe, blocks: int | None) -> str:
     lines += ["      override_nonquantized_autocast: true", "  wide:", f"{kind} {{}}", "matchers:"]
     for number in _wide_blocks(recipe, blocks):
         lines += _matcher(f"block_{number}", "wide", f"*layers.{number}.*")
-    return "\n".join(lines + _matcher("rest", "narrow", _ALL)) + "\n"
+    if only:
+        for config, patterns in (("wide", kept(recipe)[0]), ("narrow", only)):
+            for number, pattern in enumerate(patterns):
+                lines += _matcher(f"{config}_{number}", config, pattern)
+    lines += _matcher("rest", "wide", "*") if only else _matcher("rest", "narrow", _ALL)
+    return "\n".join(lines) + "\n"
 
 
 def _wide_blocks(recipe: Recipe, blocks: int | None) -> list[int]:
@@ -105,6 +132,7 @@ def _matcher(name: str, config: str, pattern: str) -> list[str]:
 
 def notes(recipe: Recipe) -> list[str]:
     """The places where Megatron's values differ from the recipe, and what its user has to do."""
+    recipe, _ = _narrowed(recipe)
     own = own_recipe(recipe)
     found = [
         "Pass it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage; without "
