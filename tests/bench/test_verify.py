@@ -98,7 +98,9 @@ def test_a_check_that_breaks_its_process_stops_no_other():
         "elsewhere": ("not here", "it takes a GPU"),
         "last": ("agrees", "bit for bit"),
     }
-    assert [f.do for f in found if f.outcome == "differs"] == [DO] * 4
+    advice = [f.do for f in found if f.outcome == "differs"]
+    assert advice[:2] == [DO] * 2
+    assert all("nothing was compared" in do for do in advice[2:]), "it may only be busy"
     assert told[1::2] == found
 
 

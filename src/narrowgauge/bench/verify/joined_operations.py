@@ -125,11 +125,12 @@ def loss_with_codes(is_delayed: bool, device: torch.device, shape: Shape) -> Fou
     factor = torch.full((), 1 / len(y_T), dtype=torch.float32, device=device)
     grad = format("e5m2")
     g = gradient_codes(z_TV, y_T, stats_2T, largest, factor, False, grad, scale)
-    return {
+    found: Found = {"the amax that is noted": _seen([scale])} if scale else {}
+    return found | {
         "the losses": loss_T,
         "the gradient": _values(g.codes_TV, grad, g.scale),
         "the gradient along the other axis": _values(g.codes_VT, grad, g.scale),
-    } | ({"the amax that is noted": _seen([scale])} if scale else {})
+    }
 
 
 def loss_then_casts(is_delayed: bool, device: torch.device, shape: Shape) -> Found:
@@ -140,11 +141,12 @@ def loss_then_casts(is_delayed: bool, device: torch.device, shape: Shape) -> Fou
     (gradient,) = torch.autograd.grad(cross_entropy(z_TV.requires_grad_(), y_T), z_TV)
     context = QuantContext(scale=scale.encode, seen=scale.seen) if is_delayed else QuantContext()
     values = quantize(gradient, cast("e5m2"), -1, context)[0].dequantize()
-    return {
+    found: Found = {"the amax that is noted": _seen([scale])} if is_delayed else {}
+    return found | {
         "the losses": loss_T,
         "the gradient": values,
         "the gradient along the other axis": values.T.contiguous(),
-    } | ({"the amax that is noted": _seen([scale])} if is_delayed else {})
+    }
 
 
 def _logits(device: torch.device, shape: Shape) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ true    always, or the run is refused with the reason (`graph_gap`)
 false   never
 auto    where `bench --verify` has found that recorded steps have the digits of usual ones: on this machine
         and device, with these versions of torch, CUDA, cuDNN and Triton, and with these sources of this
-        program, whatever its version says. It notes that in the cache (`files.cache_entry`). Nowhere
+        program, whatever its version. It notes that in the cache (`files.cache_entry`). Nowhere
         else, silently
 """
 
