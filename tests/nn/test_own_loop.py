@@ -215,6 +215,36 @@ def test_peft(name):
     assert_same(numbers_of(adapted.unload()), before)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "bf16-sr", "msamp-o2", "msamp-o3", "eco"])
+@pytest.mark.filterwarnings("ignore")  # of PEFT's
+@pytest.mark.parametrize("is_safe", [False, True], ids=["in place", "safe_merge"])
+def test_peft_merges(name, is_safe):
+    """Into the weight, rounded once, and out of it again; what it updates in place has no place in `eco`."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights=False)
+    m = model(name)
+    before = numbers_of(m)
+    adapted = peft.get_peft_model(m, config)
+    layers = [adapted.base_model.model[i] for i in (0, 2)]
+    expected = [x.base_layer.weight.detach() + x.get_delta_weight("default").detach() for x in layers]
+    if name == "eco" and not is_safe:
+        with pytest.raises(UserError, match=r"add_ cannot update a weight .* first moment of AdamW"):
+            adapted.merge_adapter()
+        return
+    last = {"bf16-sr": 2**-7, "msamp-o3": 2**-4, "eco": 2**-4}.get(name, 2**-10)
+    if not is_safe:
+        adapted.merge_adapter()
+        adapted.unmerge_adapter()
+        for i, x in zip((0, 2), layers, strict=True):
+            largest = max(w.abs().max().item() for w in expected)
+            found = x.base_layer.weight.detach().clone()
+            torch.testing.assert_close(found, before[f"{i}.weight"], rtol=0, atol=2 * last * largest)
+    merged = adapted.merge_and_unload(safe_merge=is_safe)
+    for i, wide in zip((0, 2), expected, strict=True):
+        error = (merged[i].weight.detach().float() - wide).norm() / wide.norm()
+        assert error < last
+
+
 @row("`GradScaler`")
 def test_a_scaled_loss(name):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
