@@ -32,6 +32,6 @@ def test_the_program_of_one_process_trains_and_resumes(tmp_path, monkeypatch):
 def test_each_row_is_a_test():
     assert test_own_loop
     assert test_own_loop_state
-    table = PAGE[PAGE.index("| | GEMMs") :]
+    table = PAGE[PAGE.index("| | GEMMs") :].partition("\n\n")[0]
     rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]
     assert sorted(rows) == sorted(ROWS | OF_TWO_PROCESSES | {RESUME, MIXTURES})

@@ -91,7 +91,7 @@ def test_c_gives_the_bits_of_torch(cast, monkeypatch):
 def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
     x, cast = edges((96, 512), torch.bfloat16), make_cast({"cast": name, "rounding": "stochastic"})
     alone = outcome(x, cast, -1)
-    monkeypatch.setattr(c_call, "_A_THREAD", 1000)
+    monkeypatch.setattr(c_call, "A_THREAD", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

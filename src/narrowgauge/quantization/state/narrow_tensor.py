@@ -397,7 +397,8 @@ def _keeps_master(to: Any, of: torch.Tensor) -> bool:
         return not of.views
     if record.master is None or record.require_weight().shares_scale or to.is_meta or of.is_meta:
         return False
-    return torch.equal(to.values(), of.to(to.device, to.dtype))
+    given = of.values() if isinstance(of, NarrowTensor) else of
+    return torch.equal(to.values(), given.to(to.device, to.dtype))
 
 
 def _through(views: Sequence[View], x: torch.Tensor) -> torch.Tensor:
