@@ -54,7 +54,7 @@ def execute(target, tests, cache):
 
 
 @pytest.mark.tier("thorough")  # the interpreter shows the values; code changes with a kernel or Triton
-@pytest.mark.parametrize("target", TARGETS[:3])  # sm_100 adds bf16 to float32 at once, which `ptx` refuses
+@pytest.mark.parametrize("target", TARGETS)
 def test_compiled_kernels_are_their_references(target, tmp_path):
     execute(target, TESTS, tmp_path)
 

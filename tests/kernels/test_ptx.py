@@ -265,6 +265,23 @@ def test_arithmetic_rounds_an_exact_result_once(name, kind):
         assert np.array_equal(both >> shift, bits_in(found, kind)[::-1])
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("name", ["add", "sub", "fma"])
+def test_mixed_arithmetic_widens_and_rounds_once(name, kind):
+    """`add.f32.bf16 d, a, c` of sm_100: the last operand is float32, those before it are narrow."""
+    count, arity = 2000, EXACT[name].__code__.co_argcount
+    columns = [drawn(kind, count, seed) for seed in range(arity - 1)] + [drawn("f32", count, arity)]
+    with np.errstate(over="ignore"):  # half of the results cancel, up to a last bit of float32
+        near = -columns[0].astype(np.float32) * (columns[1].astype(np.float32) if name == "fma" else 1)
+        near = np.nextafter(near if name != "sub" else -near, np.float32(0))
+    cancels = (np.arange(count) % 2 == 1) & np.isfinite(near)
+    columns[-1] = np.where(cancels, near, columns[-1])
+    exact = [EXACT[name](*(Fraction(float(v)) for v in values)) for values in zip(*columns, strict=True)]
+    bits = [bits_in(c, kind) for c in columns[:-1]] + [bits_in(columns[-1], "f32")]
+    found = values_in(computed(f"{name}.rn.f32.{kind}", *bits), "f32")
+    assert np.array_equal(found.astype(np.float64), [rounded(e, "f32") for e in exact])
+
+
 def test_a_fused_product_rounds_down_and_flushes():
     columns = [drawn("f32", 3000, seed) for seed in range(3)]
     flushed = [np.where(np.abs(c) < 2.0**-126, 0, c) for c in columns]

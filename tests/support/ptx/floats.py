@@ -165,6 +165,18 @@ def _compare() -> dict[str, Any]:
     return table
 
 
+def _mixed() -> dict[str, Elementwise]:
+    """Of sm_100: narrow operands are widened, which is exact; the last one is float32; rounded once."""
+    table: dict[str, Elementwise] = {}
+    for kind, wide in (("bf16", widen), ("f16", lambda x: x.astype(np.float32))):
+        for name, function in (("add", np.add), ("sub", np.subtract)):
+            mixed = lambda x, y, f=function, w=wide: canonical(f(w(x), y))  # noqa: E731
+            table[f"{name}.rn.f32.{kind}"] = Elementwise(mixed, "f32", (kind, "f32"))
+        fused = lambda x, y, z, w=wide: fma(w(x), w(y), z)  # noqa: E731
+        table[f"fma.rn.f32.{kind}"] = Elementwise(fused, "f32", (kind, kind, "f32"))
+    return table
+
+
 def _table() -> dict[str, Elementwise]:
     table: dict[str, Elementwise] = {}
     two = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -177,7 +189,7 @@ def _table() -> dict[str, Elementwise]:
         for kind in ("f16", "f16x2"):
             in_half = lambda x, y, f=function: to_half(f(x.astype(np.float32), y.astype(np.float32)))  # noqa: E731
             table[f"{name}.rn.{kind}"] = same(kind, 2, in_half)
-    table["sub.rn.f32.bf16"] = Elementwise(lambda x, y: canonical(widen(x) - y), "f32", ("bf16", "f32"))
+    table |= _mixed()
     table["div.rn.f32"] = same("f32", 2, lambda x, y: canonical(x / y))
     table["sqrt.rn.f32"] = same("f32", 1, lambda x: canonical(np.sqrt(x)))
     for kind, function in (("f32", fma), ("bf16", _bf16_fma), ("f16", _half_fma)):
