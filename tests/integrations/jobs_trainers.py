@@ -75,6 +75,41 @@ def lightning(recipe, folder):
     return {"losses": whole.losses, "again": first.losses + again.losses, "same": same}
 
 
+def accelerated(recipe, folder, start=0, is_prepared=False, has_adapters=False):
+    """Losses of this process from step `start` on, and whether the replicas are the same; accelerate saves.
+
+    Without a start, the state is saved after three steps. With one, models begin from other weights.
+    """
+    from accelerate import Accelerator
+
+    from integrations.test_lightning import batches, net
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    m = ng.convert(net(seed=10 * start + rank), recipe)
+    if has_adapters:
+        import peft
+
+        m = peft.get_peft_model(m, peft.LoraConfig(target_modules=["0", "2"], r=4))
+    m = ng.prepare_ddp(m) if is_prepared else m
+    trained = [p for p in m.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(m, ng.AdamW(trained, recipe, lr=LR))
+    if start:
+        accelerator.load_state(folder)
+    losses = []
+    for number in range(start, 6):
+        x = batches()[2 * number + rank]
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not start and number == 2:
+            accelerator.save_state(folder)
+    return {"losses": losses, "same": same_everywhere(m)}
+
+
 def fabric(recipe):
     """The same in Fabric."""
     from lightning import Fabric

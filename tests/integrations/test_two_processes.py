@@ -47,6 +47,27 @@ def test_lightning(torchrun, tmp_path, recipe):
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
 @pytest.mark.tier("thorough")
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "plain"])
+@pytest.mark.parametrize(
+    ("recipe", "has_adapters"),
+    [("nvfp4", False), ("msamp-o3", False), ("msamp-o3", True)],
+    ids=["nvfp4", "msamp-o3", "msamp-o3 with PEFT"],
+)
+def test_accelerate(torchrun, tmp_path, recipe, has_adapters, is_prepared):
+    """Processes that start again continue to the same digits, from what `save_state` wrote."""
+    needs("accelerate", *["peft"] * has_adapters)
+    how = {"recipe": recipe, "folder": str(tmp_path / "state"), "has_adapters": has_adapters}
+    whole = torchrun(2, "jobs_trainers.accelerated", is_prepared=is_prepared, **how)
+    again = torchrun(2, "jobs_trainers.accelerated", is_prepared=is_prepared, start=3, **how)
+    assert whole[0]["losses"] != whole[1]["losses"]
+    for each, continued in zip(whole, again, strict=True):
+        assert each["same"]
+        assert continued["same"]
+        assert continued["losses"] == each["losses"][3:]
+
+
+# a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):
     """Random bits follow from a sequence's place in the whole batch."""

@@ -76,11 +76,12 @@ def warn_of_still_step(step: int | None, taken: int) -> None:
 
 @torch.no_grad()
 def send_masters(record: ParamState | None) -> None:
-    """In the first training pass of a DistributedDataParallel, send process 0's masters to all processes.
+    """In the first training pass of a DistributedDataParallel, send process 0's masters to all.
 
     When it wraps a model it sends values alone, of the weights that it does not ignore. Process 0 then keeps
     its masters, because its values stay the same; the other processes have masters of rounded values until
-    now. A pass for evaluation sends nothing, because perhaps only one process takes it.
+    now. A pass for evaluation sends nothing, because perhaps only one process takes it. In the first training
+    pass every process must reach a layer whose weight has a master.
     """
     ddp = active_ddp()
     if ddp is None or record is None or record.master is None or ddp in _SENT:
