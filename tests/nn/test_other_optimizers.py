@@ -185,12 +185,12 @@ def test_8_bit_optimizers_of_bitsandbytes_learn_what_they_learn_in_fp32(name):
 
 
 @pytest.mark.tier("thorough")  # the refusal is quick
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 @pytest.mark.parametrize("name", ["bf16-sr", "msamp-o2"])
-def test_8_bit_optimizers_of_torchao_learn_what_they_learn_in_fp32(name):
-    from torchao.optim import AdamW8bit
-
+def test_optimizers_of_torchao_learn_what_they_learn_in_fp32(name, kind):
+    theirs = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     with torch.compiler.set_stance("force_eager"):
-        assert share(name, lambda p: AdamW8bit(p, lr=3e-3), width=256) > 0.98
+        assert share(name, lambda p: getattr(theirs, kind)(p, lr=3e-3), width=256) > 0.98
 
 
 def test_an_optimizer_that_compiles_its_step_is_refused():
