@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.bench.worker import random_batches
+from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 from support.recorded import Recordings
@@ -58,3 +59,37 @@ def test_replays_have_the_digits_of_launches_one_by_one(recipe, device, monkeypa
     recorder = assert_same(recipe, device, monkeypatch)
     assert len(recorder.recordings) == 2
     assert recorder.releases == 0
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batches": 1},
+        {"recompute": True, "chunked_loss": True, "z_loss": 1e-3},
+        {"model": {"qk_norm": True, "tied_head": True}, "recompute": "selective"},
+    ],
+    ids=["one micro-batch", "recomputed", "tied"],
+)
+def test_replays_under_other_options(options, device, monkeypatch):
+    assert_same("fp8", device, monkeypatch, **options)
+
+
+@pytest.mark.tier("thorough")
+def test_what_is_read_or_validated_runs_launch_by_launch_and_the_next_step_is_recorded_again(
+    device, monkeypatch
+):
+    """Gauges and a validation: graphs are given back, digits stay."""
+    found = []
+    for recorder in (None, Recordings(monkeypatch)):
+        trainer, batches = trainer_of("nvfp4", device, recorder, micro_batches=2)
+        own = []
+        for step in range(6):
+            names = {p: name for name, p in trainer.model.named_parameters()}
+            gauges = make_gauges(trainer.model, trainer.optimizer, names) if step == 3 else None
+            own.append(trainer.train_step(iter(batches), gauges=gauges))
+            if step == 4:
+                own.append(trainer.engine.evaluate(batches[0]).item())
+        found.append(own)
+    assert found[0] == found[1]
+    assert recorder.releases == 2
