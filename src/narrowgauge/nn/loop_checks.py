@@ -74,7 +74,6 @@ def warn_of_still_step(step: int | None, taken: int) -> None:
     )
 
 
-@torch.no_grad()
 def send_masters(record: ParamState | None) -> None:
     """In the first training pass of a DistributedDataParallel, send process 0's masters to all.
 
@@ -83,10 +82,10 @@ def send_masters(record: ParamState | None) -> None:
     now. A pass for evaluation sends nothing, because perhaps only one process takes it. In the first training
     pass every process must reach a layer whose weight has a master.
     """
-    ddp = active_ddp()
-    if ddp is None or record is None or record.master is None or ddp in _SENT:
+    if record is None or record.master is None:
         return
-    if not (ddp.training or torch.is_grad_enabled()):
+    ddp = active_ddp()
+    if ddp is None or ddp in _SENT or not (ddp.training or torch.is_grad_enabled()):
         return
     _SENT[ddp] = None
     for name, p in ddp.module.named_parameters():
@@ -94,7 +93,7 @@ def send_masters(record: ParamState | None) -> None:
         if master is not None and name not in ddp.parameters_to_ignore:
             master.wait()
             for tensor in master.tensors.values():
-                broadcast_bytes(tensor, ddp.process_group, p.device)
+                broadcast_bytes(tensor.detach(), ddp.process_group, p.device)
 
 
 def refuse_fsdp(state: ParamState | None) -> None:

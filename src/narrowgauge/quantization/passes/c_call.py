@@ -85,7 +85,7 @@ def takes(*tensors: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
     kinds = (torch.Tensor, torch.nn.Parameter)
-    is_plain = all(type(x) in kinds and (x.device.type == "cpu" or stands_for_cpu(x)) for x in tensors)
+    is_plain = all(type(x) in kinds and (x.device.type == "cpu" or is_shape_only(x)) for x in tensors)
     return is_plain and tensors[0].numel() > 0 and c_library() is not None
 
 
