@@ -80,9 +80,12 @@ def stands_for_cpu(split: torch.Tensor) -> bool:
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether a function of the library may compute on these tensors: plain ones on a CPU, eagerly.
 
-    For meta tensors that stand for these, results are allocated and nothing is called.
+    For meta tensors that stand for these, results are allocated and nothing is called. Of several processes,
+    plans count torch's operations, so torch runs them.
     """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
+        return False
+    if torch.distributed.is_initialized():
         return False
     kinds = (torch.Tensor, torch.nn.Parameter)
     is_plain = all(type(x) in kinds and (x.device.type == "cpu" or is_shape_only(x)) for x in tensors)
