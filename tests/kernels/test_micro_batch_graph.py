@@ -53,7 +53,7 @@ def assert_same(recipe, device, monkeypatch, count=3, **options):
     return recorder
 
 
-@pytest.mark.tier("thorough", keep=("fp8-delayed",))
+@pytest.mark.tier("thorough")  # gpu_budget/test_graph.py shows the launches
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4"])
 def test_replays_have_the_digits_of_launches_one_by_one(recipe, device, monkeypatch):
     recorder = assert_same(recipe, device, monkeypatch)
