@@ -21,7 +21,9 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -101,7 +103,7 @@ def run(arm: str, folder: str, texts: Texts, options: argparse.Namespace, seed: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = ng.convert(model, arm)
-        make = lambda *a, **k: ng.AdamW(*a, recipe=arm, **k)  # noqa: E731
+        make = partial(ng.AdamW, recipe=arm)
     optimizer = make(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
     own_start = held_out_loss(model, texts)
     train(model, optimizer, texts.batches(2000 + seed, options.steps))
@@ -110,11 +112,11 @@ def run(arm: str, folder: str, texts: Texts, options: argparse.Namespace, seed: 
     return {"start": start, "end": held_out_loss(twin, texts), "own_start": own_start, "own_end": own_end}
 
 
-def table(rows: list[dict[str, object]]) -> None:
+def table(rows: list[dict[str, Any]]) -> None:
     """One line for each arm, over all seeds."""
     found = {(row["seed"], row["arm"]): row for row in rows}
     fell = {
-        key: {own: row[f"{own}start"] - row[f"{own}end"] for own in ("", "own_")}  # type: ignore[operator]
+        key: {own: row[f"{own}start"] - row[f"{own}end"] for own in ("", "own_")}
         for key, row in found.items()
     }
     print("| recipe | n | share of the learning | under its own forward pass |\n|---|---|---|---|")

@@ -62,7 +62,7 @@ class Sealed:
         key: Recipe, parameters and tokens.
         gap: The forecast in percent, with its interval of 90 % for one pair of runs.
         pairs: The gap in percent of each pair of runs that was trained; infinite if the recipe diverged.
-        source: Whose outcome it is.
+        source: Where the outcome comes from: `LADDER`, a citation, or "" as long as there is none.
     """
 
     day: str

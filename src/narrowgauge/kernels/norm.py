@@ -26,9 +26,9 @@ again, keeping x and delta is enough, and s is recomputed: 2 bytes are kept, and
 The sums over tokens are partial sums of each program, added by a second launch in an order that depends only
 on the shape. The kernel also computes max |y| and max |ddelta| (`kernels.amax`).
 
-On a CPU, C computes RMSNorm of an fp32 stream into bf16 (`quantization/passes/layers.c`), bit for bit: the
-same operations, each rounded as there, in two passes, between which torch adds up rows and tokens in its own
-order. Bytes per element, without torch's sums: 20 forward, plain 40; 34 backward, plain 98.
+In a single process on a CPU, C (`quantization/passes/layers.c`) computes RMSNorm of an fp32 stream into bf16:
+the same operations, each rounded as there, in two passes, between which torch adds up rows and tokens in its
+own order. Bytes per element, without torch's sums: 20 forward, plain 40; 34 backward, plain 98.
 
 Legend: M tokens (all axes but the last), D dim.
 """

@@ -166,7 +166,7 @@ def _compare() -> dict[str, Any]:
 
 
 def _mixed() -> dict[str, Elementwise]:
-    """Of sm_100: narrow operands are widened, which is exact; the last one is float32; rounded once."""
+    """Make the mixed operations of sm_100: they widen narrow operands, which is exact, and round once."""
     table: dict[str, Elementwise] = {}
     for kind, wide in (("bf16", widen), ("f16", lambda x: x.astype(np.float32))):
         for name, function in (("add", np.add), ("sub", np.subtract)):

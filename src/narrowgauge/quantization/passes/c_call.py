@@ -68,20 +68,11 @@ def fields_of(element: Format) -> dict[str, Any]:
     return dict(_element_fields(element))
 
 
-def stands_for_cpu(split: torch.Tensor) -> bool:
-    """Whether a meta tensor stands for a CPU tensor of a single process.
-
-    Where several processes are simulated, a shard stands for the tensor that they hold together, and torch
-    draws its random bits.
-    """
-    return is_shape_only(split) and not torch.distributed.is_initialized()
-
-
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether a function of the library may compute on these tensors: plain ones on a CPU, eagerly.
+    """Whether C computes a layer on these tensors: plain ones on a CPU, in eager code of a single process.
 
-    For meta tensors that stand for these, results are allocated and nothing is called. Of several processes,
-    plans count torch's operations, so torch runs them.
+    For meta tensors that stand for these, results are allocated and nothing is called. Plans of several
+    processes count torch's operations, so torch runs them there.
     """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False

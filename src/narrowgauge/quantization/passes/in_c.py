@@ -12,18 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.passes.c_call import (
-    MODES,
-    SIZES,
-    Pass,
-    c_library,
-    fields_of,
-    run,
-    stands_for_cpu,
-)
+from narrowgauge.quantization.passes.c_call import MODES, SIZES, Pass, c_library, fields_of, run
 from narrowgauge.quantization.passes.implementations import passes_gap
 from narrowgauge.quantization.scales import Scales
 
@@ -78,7 +71,7 @@ def takes(
     """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
-    is_here = split.device.type == "cpu" or stands_for_cpu(split)
+    is_here = split.device.type == "cpu" or _stands_for_cpu(split)
     is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and is_here
     if not is_plain or split.dtype not in (torch.float32, torch.bfloat16) or not split.numel():
         return False
@@ -165,6 +158,15 @@ def projections(
     _run(split, "projection_pass", Pass(**fields, **sizes))
     del kept
     return blocks.align(above.view(blocks.grid)), blocks.align(below.view(blocks.grid))
+
+
+def _stands_for_cpu(split: torch.Tensor) -> bool:
+    """Whether a meta tensor stands for a CPU tensor of a single process.
+
+    Where several processes are simulated, a shard stands for the tensor that they hold together, and torch
+    draws its random bits.
+    """
+    return is_shape_only(split) and not torch.distributed.is_initialized()
 
 
 def _run(split: torch.Tensor, name: str, one: Pass) -> None:
