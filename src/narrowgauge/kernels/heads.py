@@ -35,7 +35,7 @@ Bytes per element, in a 2-byte dtype, where at most a third of the heads of qkv 
 The kernel also computes max |dqkv| (`kernels.amax`).
 
 In a single process on a CPU, C (`quantization/passes/layers.c`) rotates bf16 heads with the bits of torch and
-its derivative: the same operations, each rounded as there, in one pass. With a bias torch's operations remain.
+its derivative: the same operations, each rounded as there, in one pass. With a bias, torch computes them.
 
 Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, C values of qkv.
 """
