@@ -1,97 +1,128 @@
-"""Training steps of small models on a CPU: before and after code in C, and against plain torch.
+"""Training steps of small models on a CPU: against plain torch, and against an older checkout.
 
-    OMP_NUM_THREADS=1 python benchmarks/small_models.py [--model ladder-1m] [--batch 16] [--length 128]
-        [--recipes bf16,fp8,mxfp8,mxfp4,nvfp4] [--compiled bf16,mxfp4] [--rounds 9] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/small_models.py [--before TREE] [--model ladder-1m] [--batch 16]
+        [--length 128] [--recipes bf16,fp8,mxfp8,mxfp4,nvfp4] [--compiled bf16,mxfp8] [--rounds 9]
+        [--out FILE]
 
-Every contestant takes an optimizer step each round, in one process and in turn; every other round runs in
-reverse. A ratio belongs to one round: medians with quartiles are printed. Time is processor time of all
-threads, which other work on the machine moves least. `torch` is narrowgauge with torch's attention, heads and
-norms, `in-order` has `kernels.attention.in_order`, `C` also the heads and norms of `layers.c`, which compiled
-steps leave to torch's compiler. Plain torch is the peers of `narrowgauge bench`:
-the same model with `torch.nn.Linear` and fused AdamW, in fp32 or under bf16 autocast. All have memory kept,
-as `train` does, and ours multiplies bf16 in the precision that `train` chooses.
+Every contestant takes an optimizer step each round, in turn; every other round runs in reverse. A ratio
+belongs to one round: medians with quartiles are printed, and the load of the machine. With one thread, time
+is processor time, which other work on the machine moves least; with more it is the clock's, because threads
+that wait for each other use their processors. Plain torch is the peers of `narrowgauge bench`: the same model
+with `torch.nn.Linear` and fused AdamW, in fp32 or under bf16 autocast. All have memory kept, as `train` does,
+and ours multiplies bf16 in the precision that `train` chooses.
+
+`--before TREE` is a checkout of this repository (`git worktree add TREE COMMIT`) whose recipes also compete,
+in a process of their own, with torch's attention, as `train` computed it before `attention/in_order.py`.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from narrowgauge.bench.peers import peer_step
-from narrowgauge.bench.timing import Spread, take_turns
-from narrowgauge.bench.worker import own_step, random_batches
-from narrowgauge.kernels import choose_attention, heads, norm
-from narrowgauge.quantization.passes.c_call import takes
-from narrowgauge.runs.monitor.arithmetic import Arithmetic
-from narrowgauge.runs.monitor.hardware import memory_kept
-from narrowgauge.training import make_config
-
-CPU = torch.device("cpu")
-WAYS = ("torch", "in-order", "C")
+HERE = Path(__file__).parents[1]
+PEERS = "torch fp32,torch bf16,torch fp32 compiled,torch bf16 compiled"
 
 
-def choose(way: str) -> None:
-    """From now on compute in one of the ways."""
-    choose_attention("torch" if way == "torch" else "in-order")
-    heads.takes = norm.takes = takes if way == "C" else lambda *_: False
+def contestants(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """The steps of one tree by name: "bf16", "bf16 compiled", "torch fp32"."""
+    import torch
 
+    from narrowgauge.bench.peers import peer_step
+    from narrowgauge.bench.worker import own_step, random_batches
+    from narrowgauge.training import make_config
 
-def timed(step: Callable[[], object], way: str) -> Callable[[], float]:
-    """A step that returns its seconds; the first two calls have been made."""
+    cpu, steps = torch.device("cpu"), {}
+    sizes = {"batch_size": options.batch, "micro_batch_size": options.batch, "device": "cpu"}
 
-    def run() -> float:
-        choose(way)
-        start = time.process_time()
-        step()
-        return time.process_time() - start
-
-    run(), run()
-    return run
-
-
-def contestants(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
-    steps = {}
-
-    def config(recipe: str, compiled: bool):
-        training = {"batch_size": options.batch, "micro_batch_size": options.batch, "compile": compiled}
+    def config(recipe: str, compiled: bool = False):
         values = {"model": {"name": options.model}, "recipe": {"name": recipe}}
-        return make_config(
-            values | {"training": training | {"device": "cpu"}, "data": {"sequence_length": options.length}}
-        )
+        values |= {"training": sizes | {"compile": compiled}, "data": {"sequence_length": options.length}}
+        return make_config(values)
 
-    for how, names in (("eager", options.recipes), ("compiled", options.compiled)):
+    for names, suffix in ((options.recipes, ""), (options.compiled, " compiled")):
         for recipe in filter(None, names.split(",")):
-            for way in options.ways.split(","):
-                if (how, way) == ("compiled", "C"):
-                    continue
-                made = config(recipe, how == "compiled")
-                choose(way)
-                steps[f"{recipe} {how}, {way}"] = timed(own_step(made, CPU, random_batches(made, CPU)), way)
-                print(f"{recipe} {how}, {way}: ready", flush=True)
-    plain = config("bf16", False)
+            made = config(recipe, bool(suffix))
+            steps[recipe + suffix] = own_step(made, cpu, random_batches(made, cpu))
+    plain = config("bf16")
     for peer in filter(None, options.peers.split(",")):
-        steps[peer] = timed(peer_step(peer, plain, CPU, random_batches(plain, CPU)), "torch")
-        print(f"{peer}: ready", flush=True)
+        steps[peer] = peer_step(peer, plain, cpu, random_batches(plain, cpu))
     return steps
 
 
+def work(options: argparse.Namespace) -> None:
+    """Take the steps that standard input names; each answer is a line of JSON."""
+    import torch
+
+    from narrowgauge.kernels.dispatch import choose_attention, choose_products
+    from narrowgauge.runs.monitor.hardware import memory_kept
+
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    choose_products(options.products)
+    choose_attention(options.attention)
+    with memory_kept(torch.device("cpu")):
+        steps = contestants(options)
+        for step in steps.values():
+            step(), step()
+        print(json.dumps(list(steps)), flush=True)
+        for line in sys.stdin:
+            start = clock()
+            steps[line.strip()]()
+            print(json.dumps(clock() - start), flush=True)
+
+
+class Tree:
+    """A process that computes with the source of a checkout, and the names of its contestants."""
+
+    def __init__(self, tree: Path, options: argparse.Namespace, **changed: str) -> None:
+        given = vars(options) | changed | {"before": None, "out": None, "worker": "yes"}
+        words = [f"--{key}={value}" for key, value in given.items() if value is not None]
+        environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *words],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.names: list[str] = self.answer()
+
+    def answer(self):
+        """What the process says next."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def step(self, name: str) -> float:
+        """The seconds of a contestant's step."""
+        assert self.process.stdin is not None
+        print(name, file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def end(self) -> None:
+        """Let the process end, and wait for it."""
+        self.process.communicate()
+
+
 def report(times: dict[str, list[float]], tokens: int, peers: list[str]) -> dict[str, dict[str, object]]:
-    """One row each: tokens per second of processor time, and the speed over others, round by round."""
+    """One row each: tokens per second, and the speed over others, round by round."""
+    from narrowgauge.bench.timing import Spread
+
     rows = {}
     for name, own in times.items():
-        before = name.rpartition(", ")[0] + ", torch"
-        others = ({"before": before} if before in times else {}) | {peer: peer for peer in peers}
+        others = {"before": f"{name}, before"} | {peer: peer for peer in peers}
         over = {
-            label: Spread.of([b / a for a, b in zip(own, times[other], strict=True)])
+            label: str(Spread.of([b / a for a, b in zip(own, times[other], strict=True)]))
             for label, other in others.items()
-            if other != name
+            if other != name and other in times
         }
-        rows[name] = {"tokens_per_s": tokens / Spread.of(own).median} | {k: str(v) for k, v in over.items()}
+        rows[name] = {"tokens_per_s": tokens / Spread.of(own).median} | over
         listed = "   ".join(f"{label} {spread}" for label, spread in over.items())
-        print(f"{name:28s} {rows[name]['tokens_per_s']:8.0f}   over {listed}")
+        print(f"{name:24s} {rows[name]['tokens_per_s']:8.0f}   over {listed}")
     return rows
 
 
@@ -103,22 +134,40 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--recipes", default="bf16,fp8,mxfp8,mxfp4,nvfp4")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--compiled", default="bf16,mxfp4")
-    parser.add_argument("--peers", default="torch fp32,torch bf16,torch fp32 compiled,torch bf16 compiled")
+    parser.add_argument("--compiled", default="bf16,mxfp8", help="recipes that are also compiled")
+    parser.add_argument("--peers", default=PEERS)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--before", type=Path, help="an older checkout")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    for name in ("worker", "products", "attention"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        return work(options)
+    import torch
+
+    from narrowgauge.bench.timing import take_turns
+    from narrowgauge.runs.monitor.arithmetic import Arithmetic
+
     chosen = Arithmetic.of((), 32, options.length)
-    chosen.choose()
-    facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "products": chosen.products}
-    print(facts)
-    with memory_kept(CPU):
-        steps = contestants(options)
-        times = take_turns(steps, options.rounds)
+    options.products, options.attention = chosen.products, chosen.attention
+    facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    facts |= {"products": chosen.products, "attention": chosen.attention}
+    print(facts, flush=True)
+    trees = {"": Tree(HERE, options)}
+    if options.before:
+        trees[", before"] = Tree(options.before, options, attention="torch", compiled="", peers="")
+    steps = {name + suffix: partial(tree.step, name) for suffix, tree in trees.items() for name in tree.names}
+    loads = [os.getloadavg()[0]]
+    times = take_turns(steps, options.rounds)
+    loads.append(os.getloadavg()[0])
+    for tree in trees.values():
+        tree.end()
+    print(f"load of the machine: {loads[0]:.1f} at the beginning, {loads[1]:.1f} at the end")
     rows = report(times, options.batch * options.length, [p for p in options.peers.split(",") if p])
     if options.out:
-        options.out.write_text(json.dumps(facts | {"rows": rows, "seconds": times}, indent=2) + "\n")
+        found = facts | {"loads": loads, "rows": rows, "seconds": times}
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

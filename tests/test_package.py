@@ -19,6 +19,7 @@ def test_every_data_file_is_in_the_wheel():
     assert data == shipped
     assert {path.suffix for path in data} == {
         ".c",
+        ".h",
         ".csv",
         ".json",
         ".toml",

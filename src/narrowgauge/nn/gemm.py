@@ -159,7 +159,16 @@ def scaled_mm(
 
     Both operands are first widened to `dtype`, by default that of a, which is also that of the result.
     """
-    dtype = dtype or a_MK.dtype
+    return _scaled(a_MK, b_KN, scale, other, dtype or a_MK.dtype)
+
+
+def _scaled(
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    scale: torch.Tensor,
+    other: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     a_MK, b_KN = a_MK.to(dtype), b_KN.to(dtype)
     if not (a_MK.device.type == "cpu" or a_MK.dtype == torch.float32):
         return _scaled_on_gpu(a_MK, b_KN, scale, other)
@@ -246,9 +255,9 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
     if a_MK.is_meta and not is_shape_only(a_MK):
         a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
         return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the operator's kernels, so that they are counted
-    is_plain = type(a_MK) is torch.Tensor and is_gpu(a_MK.device) and not torch.compiler.is_compiling()
-    if is_plain:  # calling the operator takes longer than what it launches
-        return _scaled_on_gpu(a_MK.to(wider), b_KN.to(wider), scale, other)
+    is_plain = type(a_MK) is torch.Tensor and not a_MK.is_meta and not torch.compiler.is_compiling()
+    if is_plain:  # calling the operator takes longer than what it launches, and a tenth of a small matmul
+        return _scaled(a_MK, b_KN, scale, other, wider)
     return scaled_mm(a_MK, b_KN, scale, other, wider)
 
 

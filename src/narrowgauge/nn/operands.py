@@ -22,7 +22,7 @@ from fractions import Fraction
 
 import torch
 
-from narrowgauge.formats import RandomStream, decode, encode, pack, unpack
+from narrowgauge.formats import RandomStream, pack, unpack
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.amax import DelayedScale
 from narrowgauge.kernels.cast import Tiles, emulate_rows
@@ -42,6 +42,7 @@ from narrowgauge.nn.step_state import StepState
 from narrowgauge.nn.weight import GatheredWeight, WeightUse
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, TensorShard, local_channels
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.quantization.passes.codes_in_c import decoded, encoded
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.recipes.kept_channels import CHOOSES
 from narrowgauge.recipes.places import have_same_numbers, reuses
@@ -302,9 +303,9 @@ def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     element, width, dtype = cast.element, values.shape[-1], values.dtype
 
     def restore(packed: torch.Tensor, scale: torch.Tensor | None, _: None) -> Operand:
-        return Operand(decode(unpack(packed, element, width), element, dtype), scale)
+        return Operand(decoded(unpack(packed, element, width), element, dtype), scale)
 
-    return (pack(encode(values, element), element), scale, None), restore
+    return (pack(encoded(values, element), element), scale, None), restore
 
 
 def _keep_quantized(q: QTensor, dtype: torch.dtype, is_operand: bool = False) -> tuple[Tensors, Restore]:

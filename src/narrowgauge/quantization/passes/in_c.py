@@ -69,17 +69,22 @@ def takes(
         dtype: The dtype of the result.
         is_whole: Whether the values of a block are needed together.
     """
-    if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
+    if split.dtype not in (torch.float32, torch.bfloat16) or dtype not in _TYPES:
         return False
-    is_here = split.device.type == "cpu" or _stands_for_cpu(split)
-    is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and is_here
-    if not is_plain or split.dtype not in (torch.float32, torch.bfloat16) or not split.numel():
-        return False
-    if dtype not in _TYPES or (cast is not None and passes_gap(cast)):
+    if cast is not None and passes_gap(cast):
         return False
     is_flat = blocks.size[:-2] == (1,) * (len(blocks.size) - 2) or (_is_one(blocks) and not is_whole)
-    is_followed = split.requires_grad and torch.is_grad_enabled()
-    return is_flat and bool(blocks.size) and not is_followed and c_library() is not None
+    return is_flat and bool(blocks.size) and has_library(split)
+
+
+def has_library(x: torch.Tensor) -> bool:
+    """Whether the C library may read a tensor: plain, on a CPU, not empty, not tracked by autograd."""
+    if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
+        return False
+    is_here = x.device.type == "cpu" or _stands_for_cpu(x)
+    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and is_here and x.numel() > 0
+    is_followed = x.requires_grad and torch.is_grad_enabled()
+    return is_plain and not is_followed and c_library() is not None
 
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -207,9 +212,10 @@ def _sizes(split: torch.Tensor, blocks: Blocks, is_whole: bool = False) -> dict[
     shape = [g * b for g, b in zip(blocks.grid, blocks.size, strict=True)]
     if _is_one(blocks) and not is_whole:
         values = (1, 1, split.numel(), 1, min(split.numel(), _ONE_BLOCK))
+    elif len(shape) == 1 or blocks.size[-2] == 1:  # one long row, so that tiles are full
+        values = (1, 1, prod(shape), 1, blocks.size[-1])
     else:
-        rows, of_rows = (shape[-2], blocks.size[-2]) if len(shape) > 1 else (1, 1)
-        values = (prod(shape[:-2]), rows, shape[-1], of_rows, blocks.size[-1])
+        values = (prod(shape[:-2]), shape[-2], shape[-1], blocks.size[-2], blocks.size[-1])
     return dict(zip(SIZES, values, strict=True))
 
 

@@ -115,8 +115,8 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
         raise UserError(f"a Hadamard transform of size {size}: the size must be a power of two, such as 16")
     matrix = transform(size, signs, x)
     axis %= x.ndim
-    missing = -x.shape[axis] % size
-    x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, missing])
+    if missing := -x.shape[axis] % size:
+        x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, missing])
     groups = x.unflatten(axis, (-1, size))
     if axis == x.ndim - 1:
         return (groups @ matrix).flatten(-2)
