@@ -435,8 +435,8 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = F
     """The micro-batches of one step, whose weights do not change and whose gradients only `backward` sums.
 
     A layer then adds the gradient of its weight to the one that waits, in one pass, and an embedding adds the
-    rows of its ids. On a CPU a weight that
-    modules share is left to autograd, which adds up its gradients in another order.
+    rows of its ids. On a CPU a weight that modules share is left to autograd, which adds up its gradients in
+    another order.
 
     Args:
         model: The model.
