@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.models.operators import Embedding
 from narrowgauge.nn import convert
 from narrowgauge.nn import linear_function as products
 from narrowgauge.nn.linear import accumulating
@@ -42,6 +44,62 @@ def test_sums_of_gradients_are_those_of_autograd_bit_for_bit(recipe, tied):
     model = model_under(recipe, tied_head=tied)
     ours, theirs = summed(model), summed(model, is_one_step=False)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class Tables(TorchDispatchMode):
+    """The numbers of rows of all gradients of embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self.rows.append(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(3, 50), (150,)])
+def test_rows_of_an_embedding_are_added_as_its_whole_gradient_would_be(shape):
+    """Most ids are frequent, so that sums of many rows are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    ids = (400 * torch.rand(shape, generator=generator) ** 8).long()
+    ours, theirs = (Embedding(400, 24) for _ in range(2))
+    assert ids.unique().numel() < ids.numel() / 2
+    before, dy = (torch.randn(*s, 24, generator=generator) for s in ((400,), shape))
+    for layer in (ours, theirs):
+        layer.weight.grad = before.clone()
+    theirs(ids).backward(dy)
+    with accumulating(ours, keeps_codes=False), Tables() as tables:
+        ours(ids).backward(dy)
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)
+    assert tables.rows == [ids.numel()]
+
+
+@pytest.mark.parametrize("lacks", ["a gradient", "a large table", "the dtype", "no hook"])
+def test_the_gradient_of_an_embedding_is_otherwise_left_to_autograd(lacks):
+    layer = Embedding(8 if lacks == "a large table" else 64, 4)
+    if lacks == "the dtype":
+        layer.weight.grad_dtype = None
+        layer.weight.grad = torch.zeros_like(layer.weight, dtype=torch.float64)
+    elif lacks != "a gradient":
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    seen = []
+    if lacks == "no hook":
+        layer.weight.register_hook(lambda g: seen.append(g.shape))
+    with accumulating(layer, keeps_codes=False), Tables() as tables:
+        layer(torch.arange(8)).sum().backward()
+    assert tables.rows == [len(layer.weight)]
+    assert layer.weight.grad.sum() == 32
+    assert len(seen) == (lacks == "no hook")
+
+
+def test_a_frozen_embedding_gets_no_gradient():
+    layer = Embedding(64, 4)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    layer.weight.requires_grad_(False)
+    with accumulating(layer, keeps_codes=False):
+        assert not layer(torch.arange(8)).requires_grad
 
 
 def test_a_gradient_is_added_the_way_its_weight_is_stored():

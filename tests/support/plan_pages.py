@@ -18,7 +18,7 @@ from narrowgauge.units import human_bytes, human_duration
 CARD, GPT3, FRONTIER = (
     f"how-to/{name}.md" for name in ("fp8-on-a-4090", "gpt3-from-wikipedia", "llama3-on-frontier")
 )
-AT_24 = "--memory-limit 24GB --data.sequence_length 1024"
+AT_24 = "--memory-limit 23GiB --data.sequence_length 1024"
 OFFLOAD = "--recipe.offload master,grad,m,v"
 AGAIN = "--training.recompute true"
 
@@ -89,7 +89,7 @@ ROWS = [
     Row(
         CARD,
         "| `llama3-8b` | 1 x 2048 | `msamp-o3` | yes | master, grad, m, v ({host}) | {device} |",
-        f"{EIGHT} --memory-limit 24GB",
+        f"{EIGHT} --memory-limit 23GiB",
     ),
     Row(
         CARD,

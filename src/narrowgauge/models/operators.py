@@ -5,6 +5,9 @@ arrive, so two backward passes over one batch differ in their last bits; and com
 eager ones in their last bits. As operators both compute what eager code does, without a graph break.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,14 +16,23 @@ from narrowgauge.kernels.dispatch import is_traced
 
 
 class Embedding(nn.Embedding):
-    """An embedding table whose gradient matches eager code in compiled graphs."""
+    """An embedding table whose gradient matches eager code in compiled graphs.
+
+    Within `nn.linear.accumulating` its gradient is added to an existing one in the rows of its ids: the whole
+    gradient of a large vocabulary, mostly zeros, is neither written nor added.
+    """
+
+    accumulation: Any = None  # an `nn.weight.Accumulation`, attached for a step
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape [...]: [..., D]."""
         if type(self.weight) is nn.Parameter and is_traced():
             rows: Tensor = _lookup(self.weight, ids)
             return rows
-        return super().forward(ids)
+        rows = super().forward(ids)
+        if self.accumulation is not None and rows.grad_fn is not None and self.accumulation.takes_rows(ids):
+            rows.grad_fn.register_prehook(partial(self.accumulation.add_rows, ids))
+        return rows
 
 
 def cos_sin(angles: Tensor) -> Tensor:

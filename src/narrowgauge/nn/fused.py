@@ -46,13 +46,15 @@ class _SwigluMlp(torch.autograd.Function):
         first, second = both
         compute, is_kept = first.layer.compute, not is_discarding()
         x = first.of(x_MD, "fprop.x", -1, is_kept, first.input_amax)
+        assert isinstance(x, QuantizedOperand)
         w = first.of_weight(w_GD, "fprop.w", -1, both=is_kept)
         v = second.of_weight(v_DF, "fprop.w", -1, both=is_kept)
         gate_up_MG = multiply(x, w, compute, fast=True)
         if is_unread():
-            y_fact, z_MD = once(lambda: _swiglu(gate_up_MG, second)[1]), x_MD.new_empty(len(x_MD), len(v_DF))
+            y_fact = once(lambda: _swiglu(gate_up_MG, second, x.tensor_scale)[1])
+            z_MD = x_MD.new_empty(len(x_MD), len(v_DF))
         else:
-            y, y_fact = _swiglu(gate_up_MG, second)
+            y, y_fact = _swiglu(gate_up_MG, second, x.tensor_scale)
             y_fact = once(lambda: y_fact)
             z_MD = multiply(y, v, compute, fast=True)
         kept = _keep(ctx, x=(x, None), w=(w, w_GD), v=(v, v_DF))
@@ -90,15 +92,17 @@ def _backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return dx_MD, dw_GD, dv_DF, None
 
 
-def _swiglu(gate_up_MG: torch.Tensor, operands: Operands) -> tuple[QuantizedOperand, torch.Tensor]:
+def _swiglu(
+    gate_up_MG: torch.Tensor, operands: Operands, one: torch.Tensor
+) -> tuple[QuantizedOperand, torch.Tensor]:
     """The SwiGLU output as the second layer's operand, plus what backward needs to rebuild it.
 
-    That is its amax, or its scales under delayed scaling.
+    That is its amax, or its scales under delayed scaling. `one` is a tensor scale of 1.
     """
     cast = operands.layer.casts["fprop.x"]
     if cast.amax.history:
         codes, scales = swiglu_codes(gate_up_MG, cast.element, operands.delayed_scale("fprop.x"))
-        return QuantizedOperand(codes, scales[1], torch.ones_like(scales[1]), cast), scales
+        return QuantizedOperand(codes, scales[1], one, cast), scales
     y_MF, amax = swiglu_by_kernel(gate_up_MG)
     y = operands.of(y_MF, "fprop.x", -1, amax=amax)
     assert isinstance(y, QuantizedOperand)
@@ -135,11 +139,11 @@ class _HeadLoss(torch.autograd.Function):
         codes_MV, codes_VM, scale = gradient_codes(
             logits_MV, y_M, stats_2M, largest, grad / ctx.count, ctx.ignores, cast.element, delayed
         )
-        dz = QuantizedOperand(codes_MV, scale, torch.ones_like(scale), cast, codes_VM)
+        x = ctx.restore["x"](*kept[:3]).transposed()
+        dz = QuantizedOperand(codes_MV, scale, x.tensor_scale, cast, codes_VM)
         del logits_MV
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
-        x = ctx.restore["x"](*kept[:3]).transposed()
         with autocast_disabled(grad.device.type):
             dx_MD = multiply(dz, _kept_weight(ctx, "w", kept[3:], operands), compute)
             dw = multiply(dz.transposed(), x, compute)

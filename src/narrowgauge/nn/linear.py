@@ -434,15 +434,16 @@ def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
 def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = False) -> Iterator[None]:
     """The micro-batches of one step, whose weights do not change and whose gradients only `backward` sums.
 
-    A layer then adds the gradient of its weight to the one that waits, in one pass. On a CPU a weight that
-    modules share is left to autograd, which adds up its gradients in another order.
+    A layer then adds the gradient of its weight to the one that waits, in one pass, and an embedding adds the
+    rows of its ids. On a CPU a weight that modules share is left to autograd, which adds up its gradients in
+    another order.
 
     Args:
         model: The model.
         keeps_codes: Whether layers keep the codes of their weights from one micro-batch to the next.
         keeps_both: Whether they keep the operands of small weights along both axes.
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "accumulation")]
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     try:
         for layer in layers:

@@ -170,7 +170,7 @@ class Accumulation:
         kept: The operands that were kept.
     """
 
-    parameter: torch.nn.Parameter | None
+    parameter: torch.Tensor | None
     keeps_codes: bool
     keeps_both: bool = False
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -192,6 +192,37 @@ class Accumulation:
         else:
             waiting.addcmul_(dw, factor)
         return True
+
+    def takes_rows(self, ids: torch.Tensor) -> bool:
+        """Whether `add_rows` pays: a gradient waits, and there are fewer ids than rows."""
+        if self.parameter is None or has_hooks(self.parameter):
+            return False
+        waiting = self.parameter.grad
+        is_plain = type(waiting) is torch.Tensor and waiting.dtype == self.parameter.dtype
+        return is_plain and ids.numel() < len(self.parameter)
+
+    def add_rows(self, ids: torch.Tensor, grads: tuple[torch.Tensor]) -> tuple[None]:
+        """Add the gradient of an embedding to the existing one, in the rows of its ids alone.
+
+        The rows of equal ids are first summed as `embedding` sums them, into the row of the first. Adding the
+        whole gradient, whose other rows are zero, gives the same digits.
+
+        Args:
+            ids: [...], int64.
+            grads: The gradient of the rows that were looked up, [..., D], as a hook before the node gets it.
+
+        Returns:
+            What the node gets instead: nothing, so that autograd adds nothing.
+        """
+        assert self.parameter is not None
+        assert self.parameter.grad is not None
+        ids_T, dy_TD = ids.flatten(), grads[0].flatten(0, -2)
+        count = len(ids_T)
+        first_V = torch.full((len(self.parameter),), count, device=ids.device)
+        first_V.scatter_reduce_(0, ids_T, torch.arange(count, device=ids.device), "amin")
+        sum_TD = aten.embedding_dense_backward(dy_TD, first_V[ids_T], count, -1, False)
+        self.parameter.grad.index_add_(0, ids_T, sum_TD)
+        return (None,)
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """The result of the first call of `make` with this key."""

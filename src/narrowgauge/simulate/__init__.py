@@ -4,6 +4,7 @@ from narrowgauge.simulate.advice import cheaper, fitting
 from narrowgauge.simulate.count import StepCount, StepTotals, Total, count_step
 from narrowgauge.simulate.memory import Memory, MemoryTracker
 from narrowgauge.simulate.memory_estimate import StepEstimate, estimate_memory, estimate_step
+from narrowgauge.simulate.room import Room
 from narrowgauge.simulate.speeds import H200, Speeds
 from narrowgauge.simulate.step import ALONE
 from narrowgauge.simulate.whole import WholeCount, count_whole
@@ -13,6 +14,7 @@ __all__ = [
     "H200",
     "Memory",
     "MemoryTracker",
+    "Room",
     "Speeds",
     "StepCount",
     "StepEstimate",

@@ -93,6 +93,8 @@ def _moved(
         return 2 * shown_bytes(results[0])
     if name == "embedding_dense_backward":
         return 2 * shown_bytes(inputs[0]) + shown_bytes(results[0])
+    if name == "index_add_":  # the rows that are added, and those that they are added to
+        return 3 * shown_bytes(inputs[-1]) + shown_bytes(inputs[1])
     if name in ("index_select", "gather", "index"):
         return 2 * shown_bytes(results[0]) + shown_bytes(inputs[-1])
     return sum(map(shown_bytes, inputs)) + sum(map(shown_bytes, results))

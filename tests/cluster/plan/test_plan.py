@@ -12,7 +12,7 @@ from narrowgauge.cluster.plan.counted import counted_step, speeds_of
 from narrowgauge.cluster.plan.estimate import estimate
 from narrowgauge.cluster.plan.expect import counted_expectation, expectation
 from narrowgauge.cluster.plan.fewest import fewest_devices
-from narrowgauge.cluster.plan.plan import Room, as_json, copy_of_save, cost_of
+from narrowgauge.cluster.plan.plan import as_json, cost_of
 from narrowgauge.cluster.plan.price import parse_price
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
@@ -21,6 +21,7 @@ from narrowgauge.models import flops_per_token
 from narrowgauge.simulate import cheaper, count_step, estimate_memory, estimate_step
 from narrowgauge.simulate.few_blocks import few_blocks
 from narrowgauge.simulate.memory_estimate import _heaviest
+from narrowgauge.simulate.room import Room, copy_of_save
 from narrowgauge.training import make_config
 
 SMALL = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256}
@@ -385,7 +386,7 @@ def test_8b_in_fp8_does_not_fit_on_one_h200():
         }
     )
     h200, alone = load_cluster("h200"), ParallelDims()
-    room = Room(h200.memory_bytes, h200.device, has_host=True, copies_saves=False)
+    room = Room.of(values, h200.memory_bytes, h200.device, has_host=True)
     with imagine(h200.facts):
         memory = estimate_step(values).memory
         options = dict(cheaper(values, True, alone, wider=True))

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from narrowgauge.cluster.plan.plan_text import _interval
-from narrowgauge.simulate import estimate_memory
+from narrowgauge.simulate import ALONE, Room, estimate_memory
 from narrowgauge.training import make_config
 
 SMALL = "--model gpt2-124m --model.layers 2 --data.sequence_length 128 --training.micro_batch_size 4"
@@ -35,11 +35,11 @@ def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
     least = {"micro_batch_size": 1, "batch_size": 4, "recompute": True, "chunked_loss": True}
     narrow = {"name": "msamp-o3", "offload": "master,grad,m,v"}
     data, model = {"sequence_length": 128}, {"name": "gpt2-124m", "layers": 4, "vocab_size": 256}
-    peak = estimate_memory(
-        make_config({"model": model, "data": data, "training": least, "recipe": narrow})
-    ).peak
+    smallest = make_config({"model": model, "data": data, "training": least, "recipe": narrow})
+    memory = estimate_memory(smallest)
+    limit = Room(0, "", has_host=True, copies_saves=False).needed(memory, ALONE)
     words = [*SMALL.split(), "--model.layers", "4", "--model.vocab_size", "256", "--training.batch_size", "4"]
-    words += ["--recipe", "fp8", "--memory-limit", f"{peak}B"]
+    words += ["--recipe", "fp8", "--memory-limit", f"{limit}B"]
     shown = narrowgauge("plan", *words)
     assert "does not fit: " in shown.out, shown.err
     fitting = r"^it fits with these changes, .*:\n  (narrowgauge plan .*)$"
@@ -50,7 +50,7 @@ def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
     again = narrowgauge(*given[1:])
     assert re.search("^fits: ", again.out, re.MULTILINE), again.out
     assert "it fits with these changes" not in again.out
-    assert json.loads(narrowgauge("plan", *words, "--json").out)["fits_with"]["peak"] <= peak
+    assert json.loads(narrowgauge("plan", *words, "--json").out)["fits_with"]["peak"] <= memory.peak
 
 
 @pytest.mark.tier("thorough")

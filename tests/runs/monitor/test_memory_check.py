@@ -8,6 +8,7 @@ from narrowgauge.runs.monitor import hardware
 from narrowgauge.runs.monitor.memory_check import require_memory
 from narrowgauge.simulate import cheaper
 from narrowgauge.simulate.memory_estimate import estimate_memory
+from narrowgauge.simulate.room import FRAGMENTATION
 from narrowgauge.training import make_config
 
 CPU = torch.device("cpu")
@@ -17,16 +18,17 @@ WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for nar
 @pytest.mark.tier("thorough")
 def test_a_limit_is_obeyed_before_anything_is_trained(tiny):
     config = make_config(tiny(WIDE | {"training.micro_batch_size": 2}))
-    peak = estimate_memory(config).peak
+    memory = estimate_memory(config)
+    needed = memory.peak + int(FRAGMENTATION * memory.peak)
     limited = config.model_copy(
-        update={"training": config.training.model_copy(update={"memory_limit": f"{peak - 1}B"})}
+        update={"training": config.training.model_copy(update={"memory_limit": f"{needed - 1}B"})}
     )
     with pytest.raises(UserError, match=r"memory_limit is .*; it fits with .*--training.recompute true"):
         require_memory(limited, CPU)
     roomy = config.model_copy(
-        update={"training": config.training.model_copy(update={"memory_limit": f"{peak}B"})}
+        update={"training": config.training.model_copy(update={"memory_limit": f"{needed}B"})}
     )
-    assert require_memory(roomy, CPU).peak == peak
+    assert require_memory(roomy, CPU).peak == memory.peak
 
 
 @pytest.mark.tier("thorough")

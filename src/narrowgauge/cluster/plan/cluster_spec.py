@@ -4,7 +4,7 @@
     device = "NVIDIA H100 SXM"
     gpu = "sm_90"               # or gfx942, or cpu: the formats with native matmuls (`recipes --device`)
     devices_per_node = 8
-    memory = "80GB"             # per device
+    memory = "79.2GiB"          # per device, as its driver reports it
     memory_bandwidth = 3.35e12  # bytes/s
     inside = 450e9              # bytes/s that a device sends to others of its node while it receives
     between = 50e9              # bytes/s to other nodes, per device

@@ -19,41 +19,11 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import Backend, choose_backend, device_facts
 from narrowgauge.runs import choose_device, lay_out
-from narrowgauge.runs.monitor.hardware import device_name, total_memory
-from narrowgauge.simulate import Memory, StepEstimate, WholeCount, estimate_step, fitting
+from narrowgauge.runs.monitor.memory_check import room_here
+from narrowgauge.simulate import Memory, Room, StepEstimate, WholeCount, estimate_step, fitting
 from narrowgauge.training import Config
 from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
-from narrowgauge.units import parse_bytes, parse_count
-
-
-@dataclass(frozen=True)
-class Room:
-    """The memory available to a step.
-
-    Attributes:
-        limit: bytes per device.
-        source: the device or setting that the limit comes from.
-        has_host: whether the host's memory is separate from the device's.
-        copies_saves: whether saves copy the state into the host's memory.
-    """
-
-    limit: int
-    source: str
-    has_host: bool
-    copies_saves: bool
-
-    def copy(self, memory: Memory, parallel_dims: ParallelDims) -> int:
-        """Bytes of host memory for the copy of the state that an asynchronous save makes."""
-        return copy_of_save(memory, parallel_dims) if self.copies_saves else 0
-
-    def needed(self, memory: Memory, parallel_dims: ParallelDims) -> int:
-        """Bytes of the limit that a step needs, including host memory unless that is separate."""
-        host = sum(memory.host.values()) + self.copy(memory, parallel_dims)
-        return memory.peak + (0 if self.has_host else host)
-
-    def fits(self, memory: Memory, parallel_dims: ParallelDims) -> bool:
-        """Whether a step of one process of this mesh fits."""
-        return self.needed(memory, parallel_dims) <= self.limit
+from narrowgauge.units import parse_count
 
 
 @dataclass(frozen=True)
@@ -89,6 +59,11 @@ class Plan:
     def copy(self) -> int:
         """Bytes of host memory for the copy of the state that an asynchronous save makes."""
         return self.room.copy(self.step.memory, self.parallel_dims)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of it that no tensor takes: fragmentation, and the driver's context."""
+        return self.room.reserved(self.step.memory)
 
     @property
     def needed(self) -> int:
@@ -149,17 +124,10 @@ def expected_time(
 
 def room_of(config: Config, cluster: Cluster | None) -> Room:
     """The memory that a step of a configuration may take."""
-    limit, copies_saves = config.training.memory_limit, config.checkpoint.asynchronous
-    if cluster is not None:
-        size, source = cluster.memory_bytes, cluster.device or cluster.title
-        has_host = cluster.device != "CPU"
-    else:
-        device = choose_device(config.training.device)
-        size, source = total_memory(device), device_name(device)
-        has_host = device.type != "cpu" or bool(limit)  # a limit represents a GPU of another machine
-    if limit:
-        size, source = parse_bytes(limit), f"training.memory_limit {limit}"
-    return Room(size, source, has_host, copies_saves)
+    if cluster is None:
+        return room_here(config, choose_device(config.training.device))
+    source = cluster.device or cluster.title
+    return Room.of(config, cluster.memory_bytes, source, has_host=cluster.device != "CPU")
 
 
 def _device_here(config: Config) -> Device | None:
@@ -184,14 +152,6 @@ def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
         f"--training.batch_size {batch_size}, which was chosen: the default of {t.batch_size} does not fit "
         f"{devices} devices, and train would refuse it"
     )
-
-
-def copy_of_save(memory: Memory, parallel_dims: ParallelDims) -> int:
-    """Bytes that a process copies for an asynchronous save; replicas share the state among them."""
-    kept = sum(memory.device[name] for name in ("weights", "master", "m", "v"))
-    kept += sum(size for name, size in memory.host.items() if name != "gradients")
-    copies = 1 if parallel_dims.is_sharded else parallel_dims.shard * parallel_dims.context
-    return kept // (parallel_dims.replicate * copies)
 
 
 def tokens_of(text: str) -> int:
@@ -235,7 +195,8 @@ _STEP = (
 
 def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str, Any]:
     """The plan as JSON-ready values."""
-    memory = plan.step.memory.as_json() | {"limit": plan.room.limit, "fits": plan.fits, "copy": plan.copy}
+    room = {name: getattr(plan, name) for name in ("reserved", "needed", "fits", "copy")}
+    memory = plan.step.memory.as_json() | {"limit": plan.room.limit} | room
     table: dict[str, Any] = {
         "memory": memory,
         "parameters": plan.step.memory.parameters,

@@ -73,8 +73,18 @@ def _print_memory(plan: Plan, console: Console) -> None:
     console.print(table)
     fits = "fits" if plan.fits else "does not fit"
     _say(
-        console, f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.room.limit)} ({plan.room.source})"
+        console,
+        f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.room.limit)} ({plan.room.source})"
+        f"{_reserved(plan)}",
     )
+
+
+def _reserved(plan: Plan) -> str:
+    """The part of the needed memory that no tensor takes, and what it is for."""
+    if not plan.reserved:
+        return ""
+    context = " and the driver's context" if plan.room.context else ""
+    return f", of which {human_bytes(plan.reserved)} for fragmentation{context}"
 
 
 def _active(plan: Plan) -> str:
@@ -112,7 +122,7 @@ def _print_options(plan: Plan, words: Sequence[str], console: Console) -> None:
     for option, other in sorted(others, key=lambda item: item[1].peak):
         if other.peak > 0.99 * memory.peak:  # it would not be noticed
             continue
-        note = "" if other.peak <= plan.room.limit else ", which does not fit either"
+        note = "" if plan.room.fits(other, plan.parallel_dims) else ", which does not fit either"
         _say(console, f"with {option}: {human_bytes(other.peak)}{note}")
 
 

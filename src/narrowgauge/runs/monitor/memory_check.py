@@ -1,6 +1,7 @@
 """Checks before the first step that a run fits in memory, and suggests changes that make it fit."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -10,9 +11,15 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import device_facts
 from narrowgauge.runs.monitor import hardware
-from narrowgauge.simulate import ALONE, Memory, cheaper, estimate_memory, fitting
+from narrowgauge.simulate import ALONE, Memory, Room, cheaper, estimate_memory, fitting
 from narrowgauge.training.config.config import Config
-from narrowgauge.units import human_bytes, parse_bytes
+from narrowgauge.units import human_bytes
+
+
+def room_here(config: Config, device: torch.device) -> Room:
+    """The memory of a device of this machine that a step may take; a limit represents a GPU of another."""
+    has_host = device.type != "cpu" or bool(config.training.memory_limit)
+    return Room.of(config, hardware.total_memory(device), hardware.device_name(device), has_host)
 
 
 def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
@@ -34,16 +41,17 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
 
 def _require_fit(config: Config, device: torch.device, parallel_dims: ParallelDims, available: int) -> Memory:
     memory, parameters = estimate_memory(config, parallel_dims), count_parameters(config.spec.model)
+    room, limit = room_here(config, device), config.training.memory_limit
     on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
-    if memory.state + on_host > available:
-        advice = _advice(config, available, device.type != "cpu", parallel_dims)
+    if memory.state + on_host + room.context > available:
+        whole = replace(room, limit=available, has_host=device.type != "cpu")
+        advice = _advice(config, whole, parallel_dims)
         raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
-    limit = parse_bytes(config.training.memory_limit)
-    if limit and memory.peak > limit:
+    if limit and not room.fits(memory, parallel_dims):
         raise UserError(
-            f"a step is expected to take {human_bytes(memory.peak)}, and training.memory_limit is "
-            f"{config.training.memory_limit} ({human_bytes(limit)}); "
-            f"{_advice(config, limit, True, parallel_dims)}"
+            f"a step is expected to take {human_bytes(room.needed(memory, parallel_dims))} with "
+            f"fragmentation, and training.memory_limit is {limit} ({human_bytes(room.limit)}); "
+            f"{_advice(config, room, parallel_dims)}"
         )
     return memory
 
@@ -62,16 +70,19 @@ def _too_large(config: Config, parameters: int, state: float, device: torch.devi
     )
 
 
-def _advice(config: Config, limit: int, has_host: bool, parallel_dims: ParallelDims) -> str:
+def _advice(config: Config, room: Room, parallel_dims: ParallelDims) -> str:
+    def needed(memory: Memory) -> str:
+        return human_bytes(room.needed(memory, parallel_dims))
+
     options = [
-        f"{option} ({human_bytes(m.peak)})"
-        for option, m in cheaper(config, has_host, parallel_dims)
-        if m.peak <= limit
+        f"{option} ({needed(m)})"
+        for option, m in cheaper(config, room.has_host, parallel_dims)
+        if room.fits(m, parallel_dims)
     ]
     if options:
         return "it fits with " + ", or ".join(options)
-    if found := fitting(config, lambda memory: memory.peak <= limit, has_host, parallel_dims):
-        return f"it fits with {found[0]} ({human_bytes(found[1].peak)})"
+    if found := fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims):
+        return f"it fits with {found[0]} ({needed(found[1])})"
     return "no setting and no recipe of narrower state makes it fit: choose a smaller --model"
 
 
@@ -84,10 +95,14 @@ def out_of_memory_message(
         f"lower training.micro_batch_size = {config.training.micro_batch_size}, set --training.recompute true"
     )
     if plan is not None:
-        what += (
-            f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), excluding the "
-            "program itself and the data"
-        )
+        what += f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()})"
+        room = room_here(config, device)
+        if reserved := room.reserved(plan):
+            what += (
+                f", and {human_bytes(reserved)} for fragmentation and the driver's context, of "
+                f"{human_bytes(room.limit)}"
+            )
+        what += ", excluding the program itself and the data"
         if options := _cheaper_options(config, device, plan, parallel_dims):
             advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
     return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
