@@ -78,10 +78,16 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
+@cache  # not while tests are collected: each worker collects all
+def tree_of(path: Path) -> ast.Module:
+    """A file's source, parsed."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(path: Path) -> list[tuple[str, str]]:
     """(module below `narrowgauge`, name) of each import."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -92,7 +98,7 @@ def imports_of(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-@cache  # not while tests are collected: each worker collects all
+@cache
 def all_imports() -> dict[str, list[tuple[str, str]]]:
     """The imports of each module."""
     return {module: imports_of(path) for module, path in MODULES.items()}
@@ -292,10 +298,9 @@ def names_we_define(tree: ast.Module) -> set[str]:
 
 
 def test_private_names_of_torch_stand_in_one_file():
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-    ours = set().union(*map(names_we_define, trees.values()))
-    for path, tree in trees.items():
-        found = private_names_of_torch(tree, ours)
+    ours = set().union(*(names_we_define(tree_of(path)) for path in FILES))
+    for path in FILES:
+        found = private_names_of_torch(tree_of(path), ours)
         assert bool(found) == (path.name == "torch_compat.py"), f"{path}: {found} belong in torch_compat.py"
 
 
@@ -325,7 +330,7 @@ def test_files_and_functions_stay_within_the_limits_that_contributing_states():
     for path in FILES:
         source = path.read_text(encoding="utf-8")
         assert len(source.splitlines()) <= FILE_LINES, path
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < FUNCTION_LINES, f"{path}: {node.name}"
 

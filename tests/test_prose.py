@@ -55,6 +55,7 @@ def test_a_page_is_free_of_the_patterns(page):
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.tier("thorough")  # `make check` runs it
 @pytest.mark.parametrize("room", CLEAN_ROOMS)
 def test_a_clean_room_is_free_of_the_patterns(room):
     path = ROOT / "src/narrowgauge" / room
@@ -71,6 +72,7 @@ def test_a_clean_room_is_free_of_the_patterns(room):
 TESTS = sorted({path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*.py")})
 
 
+@pytest.mark.tier("thorough")  # `make check` runs it
 @pytest.mark.parametrize("part", TESTS)
 def test_docstrings_and_comments_of_tests_are_free_of_the_patterns(part):
     path = ROOT / "tests" / part

@@ -50,6 +50,7 @@ def test_every_verb_is_shown():
     }
 
 
+@pytest.mark.tier("thorough")  # below, commands run in forked processes
 def test_the_first_line_runs_in_a_process_of_its_own(tmp_path):
     """What `make train` starts, as Python starts it; on a text that is small as well."""
     words = ["train", "--steps", "1", *SMALL.split()]

@@ -58,6 +58,7 @@ def test_the_command_imports_no_verb_and_no_torch(tmp_path):
         assert "torch" not in modules, words
 
 
+@pytest.mark.tier("thorough", keep=("recipes mxfp4", "runs"))
 @pytest.mark.parametrize(
     ("line", "verb"),
     [

@@ -154,6 +154,7 @@ def test_one_process_of_a_job_says_it(command):
         assert bool(command("absent", "train", **place)[2]) == (rank == "0")
 
 
+@pytest.mark.tier("thorough", keep=("absent", "crash"))
 @pytest.mark.parametrize(
     ("folder", "why", "fix"),
     [

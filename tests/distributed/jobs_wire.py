@@ -14,7 +14,7 @@ VOCABULARY, TOKENS = 64, 32
 
 
 def a_step(recipe, layout, places=None, micro_batches=1):
-    """What the third step of a run sends, and the sizes of what it holds: (bytes, elements, others)."""
+    """What a later step of a run sends, and the sizes of what it holds: (bytes, elements, others)."""
     layout = ParallelDims(**layout)
     model = {"name": "gpt2-debug", "dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "ffn_dim": 128}
     config = make_config(
@@ -28,7 +28,7 @@ def a_step(recipe, layout, places=None, micro_batches=1):
     trainer = Trainer.begin(config.plan, CPU, Mesh(layout, CPU))
     ids = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     batches = [Batch(ids[:, :-1], ids[:, 1:], TOKENS)] * micro_batches
-    for _ in range(2):  # DDP lays its buckets again after the first
+    for _ in range(2 if layout.replicate > 1 else 1):  # DDP lays its buckets again after the first
         trainer.train_step(iter(batches))
     with CommCounter() as traffic:
         trainer.train_step(iter(batches))

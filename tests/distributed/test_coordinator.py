@@ -83,6 +83,7 @@ def test_runs_of_one_launcher_are_separate_by_name_also_by_the_old_variable(port
     assert not other.check(["key"])
 
 
+@pytest.mark.tier("thorough", keep=("0",))
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_traceback_of_the_rank_that_failed_is_the_one_to_read(rank, run, number):
     both = [rank(r, f"raise={number}@10") for r in (0, 1)]

@@ -24,6 +24,7 @@ def test_collectives_see_values_and_leave_the_same_bits_everywhere(ranks, name):
     assert ranks(2, "jobs_data_parallel.collectives_of_weights", recipe=name) == [[True] * 5] * 2
 
 
+@pytest.mark.tier("thorough", keep=("fp8-delayed", "msamp-o3"))
 @pytest.mark.parametrize("name", ["fp8-delayed", "coat", *NARROW])
 def test_replicas_stay_equal_whatever_a_loop_does(ranks, name):
     assert ranks(2, "jobs_data_parallel.ddp_with_eyes", recipe=name) == [True, True]
@@ -43,12 +44,14 @@ def test_ranks_draw_bits_of_their_own_in_a_loop_that_says_no_step(ranks, wrapper
         assert all(found.values()), "a loop that says which samples a pass has decides the bits"
 
 
+@pytest.mark.tier("thorough", keep=("nvfp4", "msamp-o3"))
 @pytest.mark.parametrize("name", EVERY)
 def test_ddp_of_a_model_that_nobody_prepared(ranks, name):
     """The replicas are the same, masters included, though the ranks start from different weights."""
     assert ranks(2, "jobs_data_parallel.plain_ddp", recipe=name) == [True, True]
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o3",))
 @pytest.mark.parametrize("name", ["msamp-o2", "msamp-o3"])
 def test_ddp_of_a_resumed_model_that_nobody_prepared_trains_as_one_process(ranks, name):
     """To the bit, masters included: the ranks see the same samples, so that means are exact."""
@@ -82,6 +85,7 @@ def test_fsdp_trains_as_one_process(ranks, name, torchs_clip):
         assert found["apart"] < 0.05
 
 
+@pytest.mark.tier("thorough", keep=("coat", "msamp-o3"))
 @pytest.mark.parametrize("name", EVERY)
 def test_fsdp_of_torchs_own(ranks, name):
     for found in ranks(2, "jobs_data_parallel.sharded", recipe=name, by="torch"):
@@ -93,6 +97,7 @@ def test_fsdp_of_torchs_own(ranks, name):
             assert found["apart"] < 0.05
 
 
+@pytest.mark.tier("thorough", keep=("fp8-delayed", "msamp-o3"))
 @pytest.mark.parametrize("name", ["fp8-delayed", "coat", "msamp-o3"])
 def test_fsdp_is_resumed_bit_for_bit(ranks, name):
     assert ranks(2, "jobs_data_parallel.resumed", recipe=name) == [True, True]
@@ -115,6 +120,7 @@ def test_torchs_checkpoint_is_refused_scales_of_several_rows(ranks):
         assert "cannot divide scales of blocks of several rows among processes" in found
 
 
+@pytest.mark.tier("thorough", keep=("nvfp4", "msamp-o3"))
 @pytest.mark.parametrize("name", EVERY)
 def test_fsdp_from_the_meta_device(ranks, name):
     for found in ranks(2, "jobs_data_parallel.from_meta", recipe=name):

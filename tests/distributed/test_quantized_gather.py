@@ -30,7 +30,7 @@ def bytes_of_a_gather(world, width, size):
     return (world - 1) * (size * sum(weights) + 4 * others)
 
 
-@pytest.mark.tier("thorough", keep=3)
+@pytest.mark.tier("thorough", keep=("fp8", "msamp-o3"))
 @pytest.mark.parametrize("recipe", SIZES)
 def test_two_ranks_compute_as_one(ranks, recipe):
     for found in ranks(2, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE):
@@ -60,22 +60,26 @@ def test_the_record_of_a_weight_is_its_shards(ranks, recipe, kept):
         assert found == {"layers": 4, "kept": kept, "gathered": 0}
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o3",))
 @pytest.mark.parametrize("recipe", ["fp8", "msamp-o3"])
 def test_copies_of_shards(ranks, recipe):
     ranks(4, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, copies=2)
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o2",))
 @pytest.mark.parametrize("recipe", ["fp8", "msamp-o2"])
 def test_weights_stored_the_other_way_round(ranks, recipe):
     ranks(2, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, transposed=True)
 
 
+@pytest.mark.tier("thorough", keep=("fp8",))
 @pytest.mark.parametrize("recipe", ["fp8", "msamp-o1"])
 def test_whole_weights_kept_from_forward_to_backward(ranks, recipe):
     (found, _) = ranks(2, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, reshard=False)
     assert [calls["gather"] for calls in found["calls"]] == [2, 2]
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(
     ("recipe", "places"),
     [
@@ -96,6 +100,7 @@ def test_scales_are_agreed_on_once_for_all_layers(ranks):
     assert "amax" not in found["calls"][1]
 
 
+@pytest.mark.tier("thorough", keep=("fp8", "msamp-o2"))
 @pytest.mark.parametrize(
     ("recipe", "numbers"), [("fp8", "uint8"), ("bf16", "bfloat16"), ("msamp-o2", "float16")]
 )
@@ -108,6 +113,7 @@ def test_a_weight_is_given_back_after_its_forward_pass(ranks, recipe, numbers):
         assert found["shown"].startswith("GatheredWeight((24, 16)")
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o2",))
 @pytest.mark.parametrize("recipe", ["bf16-sr", "msamp-o2"])
 def test_gradients_at_rest_are_the_same_on_copies_of_a_shard(ranks, recipe):
     ranks(4, "jobs_gather.accumulated", recipe=recipe, copies=2)
@@ -118,6 +124,7 @@ def test_what_is_not_finite_arrives_as_that(ranks, value):
     assert ranks(2, "jobs_gather.poisoned", recipe="fp8", value=value) == [0, 0]
 
 
+@pytest.mark.tier("thorough", keep=("msamp-o3",))
 @pytest.mark.parametrize("recipe", ["fp8", "msamp-o3"])
 def test_no_tokens(ranks, recipe):
     assert ranks(2, "jobs_gather.without_tokens", recipe=recipe) == [[0, D]] * 2

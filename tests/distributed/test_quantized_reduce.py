@@ -41,6 +41,7 @@ def test_fp16_overflows_to_infinity_and_codes_saturate():
     assert decode(ring_sum(parts, 0, format_named("e4m3"))[0], format_named("e4m3")) == -448
 
 
+@pytest.mark.tier("thorough", keep=(3,))
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_scattered_bucket(ranks, world):
     casts = ["e4m3", "fp32", "e5m2", "bf16", POWERS, "fp16"]
@@ -52,12 +53,14 @@ def test_a_scattered_bucket(ranks, world):
         assert found["calls"] == {"amax": 1, "reduce": 2}
 
 
+@pytest.mark.tier("thorough", keep=("e4m3",))
 @pytest.mark.parametrize("cast", ["e4m3", "e5m2", "e4m3fnuz"])
 @pytest.mark.parametrize("poison", ["inf", "nan"])
 def test_what_is_not_finite_anywhere_is_nan_everywhere(ranks, cast, poison):
     ranks(2, "jobs_reduce.scattered", casts=[cast], poison=poison)
 
 
+@pytest.mark.tier("thorough", keep=(1, 3))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_list_reduced_everywhere(ranks, world):
     ranks(world, "jobs_reduce.reduced_everywhere", casts=["e4m3", "bf16", "fp32"])
@@ -80,6 +83,7 @@ def test_the_factor_learns_how_many_ranks_there_are(ranks):
     assert [share > 0 for _, share, _ in three[0]] == [True, True, False, False]
 
 
+@pytest.mark.tier("thorough", keep=(3,))
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("reduce", "odd"), [("e4m3", True), (LEARNING, True), ("bf16", False)])
 def test_fsdp(ranks, world, reduce, odd):
@@ -96,6 +100,7 @@ def test_ddp(ranks, reduce):
     ranks(2, "jobs_reduce.replicated", reduce=reduce)
 
 
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(
     ("grad", "reduce"), [(LEARNING, LEARNING), ("bf16", "bf16"), ("bf16", "e4m3"), ("fp32", "e4m3")]
 )

@@ -7,6 +7,7 @@ import time
 import pytest
 
 
+@pytest.mark.tier("thorough", keep=("SIGTERM", "SIGUSR1"))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(rank, run, number):
     both = [rank(r) for r in (0, 1)]
@@ -41,6 +42,7 @@ def test_a_signal_before_all_have_come_stops_those_that_are_here(rank, run):
     assert "SIGUSR1 before a step was done" in ended[1].err
 
 
+@pytest.mark.tier("thorough", keep=("1",))
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_that_is_asked_before_it_meets_the_others_ends_them_all(rank, run, first):
     asked = rank(first, "wait=0.5")

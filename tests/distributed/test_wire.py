@@ -14,7 +14,7 @@ def others(elements):
     return elements["all"] - elements["matrices"]
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
     ("recipe", "each"), [("fp8", 1), ("bf16", 2), ("fp32", 4), ("msamp-o2", 2), ("msamp-o3", 1)]
 )
@@ -26,6 +26,7 @@ def test_gathers_of_weights(ranks, recipe, each):
         assert found["sent"]["gather"] == (each * elements["matrices"] + 4 * others(elements)) // 2
 
 
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(("recipe", "each"), [("fp8", 1), ("fp32", 4)])
 def test_gathers_of_weights_that_are_cut_again(ranks, recipe, each):
     """... and forward and backward of each micro-batch where they do not."""
@@ -56,7 +57,7 @@ def test_sums_of_gradients_that_are_cut(ranks, recipe, each, layout, times):
         assert found["sent"]["reduce"] == times * (each * elements["matrices"] + 4 * others(elements)) // 2
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")  # the next test counts how often they travel
 @pytest.mark.parametrize("layout", [{"replicate": 2}, ZERO_3, {"tensor": 2}], ids=str)
 def test_scales_are_a_small_part(ranks, layout):
     for recipe in ("fp8", "msamp-o2"):
@@ -73,16 +74,17 @@ def test_scales_are_agreed_on_together(ranks):
             assert found["calls"]["amax"] == calls
 
 
-def test_activations_between_processes_that_share_a_sequence(ranks):
+@pytest.mark.tier("thorough", keep=("bf16",))
+@pytest.mark.parametrize(("recipe", "size"), [("fp32", 4), ("bf16", 2)])
+def test_activations_between_processes_that_share_a_sequence(ranks, recipe, size):
     """In the formats of matmuls; the stream twice in a block under `tensor`, heads under `context`."""
     stream = 32 * 64  # tokens x dim
-    for recipe, size in (("fp32", 4), ("bf16", 2)):
-        (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"tensor": 2})
-        # two layers, in each two gathers and two sums, forward and back; half of each is sent
-        assert found["sent"]["activations"] == 2 * (2 + 2) * 2 * size * stream // 2
-        (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"context": 2})
-        # q, k, v and the result, forward and back, of which half is here and half of that goes
-        assert found["sent"]["activations"] == 2 * 4 * 2 * size * stream // 2 // 2
+    (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"tensor": 2})
+    # two layers, in each two gathers and two sums, forward and back; half of each is sent
+    assert found["sent"]["activations"] == 2 * (2 + 2) * 2 * size * stream // 2
+    (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"context": 2})
+    # q, k, v and the result, forward and back, of which half is here and half of that goes
+    assert found["sent"]["activations"] == 2 * 4 * 2 * size * stream // 2 // 2
 
 
 def test_stages_send_the_stream_once_forward_and_once_back(ranks):

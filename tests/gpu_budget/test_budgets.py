@@ -23,6 +23,7 @@ def big(recipe, **options):
     return whole(BIG, recipe, 16, 1024, 28, options=tuple(options.items()))
 
 
+@pytest.mark.tier("thorough", keep=("fp8",))
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
 def test_every_layer_costs_the_same_so_that_few_stand_for_all(recipe):
     two, three, five = (counted(BIG, recipe, 16, 1024, layers) for layers in (2, 3, 5))

@@ -28,6 +28,7 @@ def bits(state):
     return {n: t.clone().view(views[t.element_size()]) for n, t in (state.tensors | factors).items()}
 
 
+@pytest.mark.tier("thorough", keep=(torch.bfloat16, ("dtype1", "msamp")))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_is_its_reference(way, dtype, device):

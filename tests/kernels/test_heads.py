@@ -8,6 +8,9 @@ from narrowgauge.kernels.heads import reference, split_heads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(3, 1, 6), (4, 2, 64), (2, 2, 2)]
+POSITIONS = ["none", "rows", "documents"]
+# Each position with each dtype and each size.
+PAIRS = [(POSITIONS[i], *SIZES[(i + j) % 3], f"dtype{j}") for i in range(3) for j in range(3)]
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -28,9 +31,10 @@ def given(device, N, K, H, dtype, positions, T=37):
     return qkv_BTC, bias_C, None if table is None else table.to(device)
 
 
+@pytest.mark.tier("thorough", keep=PAIRS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "K", "H"), SIZES)
-@pytest.mark.parametrize("positions", ["none", "rows", "documents"])
+@pytest.mark.parametrize("positions", POSITIONS)
 def test_they_are_torchs_bit_for_bit(device, dtype, N, K, H, positions):
     qkv_BTC, bias_C, table = given(device, N, K, H, dtype, positions)
     for bias in (bias_C, None):
@@ -40,7 +44,7 @@ def test_they_are_torchs_bit_for_bit(device, dtype, N, K, H, positions):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("positions", ["none", "rows", "documents"])
+@pytest.mark.parametrize("positions", POSITIONS)
 def test_gradients_are_turned_back_and_rounded_once(device, dtype, positions):
     """The gradient of the bias: the sum of what was rounded, with its largest magnitude attached to that."""
     N, K, H = 4, 2, 10

@@ -152,6 +152,7 @@ def test_the_lines_of_more_combinations_plan_and_lay_out(cluster, model, given, 
         assert (answer.cost or 0) <= given.get("money", float("inf")) * 1.001
 
 
+@pytest.mark.tier("thorough")  # test_scripts.py shows the scripts
 def test_a_line_for_several_nodes_writes_a_script(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = {"model": "ladder-1m", "tokens": "1M", "batch_size": 4, "recipes": ["bf16"]}
@@ -167,6 +168,7 @@ def test_a_line_for_several_nodes_writes_a_script(tmp_path, monkeypatch, capsys)
         ng.advise(cluster=card(tmp_path), devices=3, **given)
 
 
+@pytest.mark.tier("thorough")
 def test_nothing_would_make_the_reference_need_more_tokens(tmp_path):
     found = advised(
         model="debug", cluster=card(tmp_path), tokens="10M", recipes=["bf16", "nvfp4"], batch_size=2

@@ -53,6 +53,7 @@ def test_each_name_is_a_valid_configuration_wherever_a_file_is_read(tmp_path, mo
     assert load_values(Path("gpt3-13b")) == {"training": {"steps": 7}}, "a file of the reader comes first"
 
 
+@pytest.mark.tier("thorough")  # a step of 8B parameters is counted
 def test_a_plan_of_a_named_model_is_of_its_published_training():
     plan = ng.plan(model="llama3-8b", recipe="bf16", cluster="h100", devices=8)
     config = plan.plan.config

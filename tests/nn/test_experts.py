@@ -58,6 +58,7 @@ def test_the_router_stays_wide_unless_a_rule_selects_it():
     assert ruled.blocks[0].experts.router.spec.casts["fprop.x"].name == "e4m3"
 
 
+@pytest.mark.tier("thorough", keep=("bf16", "fp8-delayed", "mxfp8", "nvfp4", "msamp-o3", "coat"))
 @pytest.mark.parametrize("name", ng.recipe_names())
 def test_an_expert_without_tokens_is_left_alone_under_every_recipe(name):
     recipe = ng.recipe(name)

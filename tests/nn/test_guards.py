@@ -160,6 +160,7 @@ def test_views_without_strides_of_their_own(name):
         assert same((y, leaf.grad, layer.weight.grad), expected)
 
 
+@pytest.mark.tier("thorough", keep=(torch.bfloat16, "fp8-dtype1", "nvfp4-dtype2"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @every_recipe
 def test_a_converted_model_changes_its_dtype_as_a_plain_one_does(name, dtype):
@@ -210,6 +211,7 @@ def test_a_state_dict_goes_to_an_unconverted_model_and_back(name):
         assert torch.equal(back(x), trained(x))
 
 
+@pytest.mark.tier("thorough", keep=(False, "nvfp4-True"))
 @pytest.mark.parametrize("reentrant", [True, False])
 @every_recipe
 def test_a_recomputed_pass_is_no_step_of_its_own(name, reentrant):

@@ -22,6 +22,13 @@ SEED, STEP, INDEX = 7, 3, 5
 # (batch, tokens), K, N: neither tokens nor features fill their blocks in the first two.
 SHAPES = {"ragged": ((5, 7), 45, 50), "ragged matrix": ((37,), 70, 19), "even": ((2, 32), 64, 96)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Each shape, and each dtype with and without a bias.
+PAIRS = [
+    ("ragged", "in-fp32", "bias"),
+    ("ragged matrix", "in-bf16", "no-bias"),
+    ("even", "in-bf16", "bias"),
+    ("ragged", "in-fp32", "no-bias"),
+]
 
 
 def numbers(tensor: torch.Tensor, cast: Cast, axis: int, place: str) -> torch.Tensor:
@@ -106,6 +113,7 @@ def flat(t):
     return t.reshape(-1, t.shape[-1])
 
 
+@pytest.mark.tier("thorough", keep=[(name, *rest) for name in PLAIN for rest in PAIRS])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in-fp32", "in-bf16"])
 @pytest.mark.parametrize("shape", SHAPES)

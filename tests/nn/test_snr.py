@@ -96,6 +96,11 @@ def decibels(got, exact):
     return (20 * torch.log10(exact.norm() / (exact - got.double()).norm())).item()
 
 
+# Each shape, two of them with a bias.
+PAIRS = [("bias", "2-D"), ("no-bias", "3-D"), ("bias", "4-D")]
+
+
+@pytest.mark.tier("thorough", keep=[(name, *rest) for name in PLAIN for rest in PAIRS])
 @pytest.mark.parametrize("shape", [(128,), (4, 32), (2, 2, 32)], ids=["2-D", "3-D", "4-D"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("name", PLAIN)
@@ -124,6 +129,7 @@ def test_signal_to_noise(name, bias, shape):
         assert decibels(db[0], dy64.flatten(0, -2).sum(0)) > 120
 
 
+@pytest.mark.tier("thorough", keep=(True,))
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_recomputation_changes_nothing(name, bias):

@@ -22,6 +22,7 @@ def moved(optimizer, p):
     return (1 - wide).mean().item()
 
 
+@pytest.mark.tier("thorough", keep=("(96, 96)", "shape0-dtype0-bf16-sr"))
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(4096,), (96, 96)])

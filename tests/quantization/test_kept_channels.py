@@ -24,6 +24,10 @@ TABLES = {
 }
 
 
+# Each table along one axis.
+ALONG = list(zip(TABLES, (-1, 0, -1, 0, -1), strict=True))
+
+
 def with_outliers(kind="normal", size=SMALL, channels=(3, 17)):
     """A tensor whose values in some channels are much larger."""
     x = inputs(size)[kind].clone()
@@ -31,6 +35,7 @@ def with_outliers(kind="normal", size=SMALL, channels=(3, 17)):
     return x
 
 
+@pytest.mark.tier("thorough", keep=ALONG)
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_the_oracle_bit_for_bit(name, axis):

@@ -5,8 +5,9 @@ s} answers its exit code (negative: the signal), or null where it runs still. A 
 `script`, as a user starts it: its own arguments, directory, standard streams, signals and exit code. With
 `forks`, so are the processes that it starts in turn (`support.forked`).
 
-One thing is left out: at the end of a process Python takes every module apart. That copies the pages which
-the child shares with this process, and takes ten times what a refused command takes.
+Left out is what Python does at the end of a process for what is imported here: it takes every module apart,
+and torch every operator that it registered. That copies the pages which the child shares with this process,
+and takes ten times what a refused command takes.
 """
 
 import gc
@@ -16,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -68,6 +70,8 @@ def main() -> None:
     for verb in VERBS.values():
         verb.load()
     gc.freeze()  # a child does not look through, at its end, what it never touched
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     for line in sys.stdin:
         job = json.loads(line)
         if "wait" in job:

@@ -26,7 +26,7 @@ NAMES = ("qkv", "attention_out", "gate_up", "down")
 STEP_KEYS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "mfu", "memory_bytes"]
 
 
-def test_every_step_is_recorded(train, look):
+def test_every_step_is_recorded_and_the_tokenizer_is_kept(train, look):
     path = train()
     run_ = look(path)
     assert run_.column("step") == [1, 2, 3, 4, 5, 6]
@@ -40,6 +40,7 @@ def test_every_step_is_recorded(train, look):
     before = next(line for line in run_.lines if line.get("step") == 0 and "val_loss" in line)
     assert before["val_loss"] == pytest.approx(5.55, abs=0.1), "about log 257 before the first step"
     assert run_.steps[-1]["val_loss"] < before["val_loss"]
+    assert load_tokenizer(path / "tokenizer.json").encode("coal") == list(b"coal")
 
 
 def test_events_say_how_it_ran(train, look):
@@ -86,11 +87,6 @@ def test_a_sample_keeps_the_blank_after_its_prompt(train, look, tmp_path, monkey
     assert done["sample"] == " train"
     assert main(["sample", str(path), "--prompt", "steam", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == "steam train\n"
-
-
-def test_the_tokenizer_is_kept(train):
-    path = train()
-    assert load_tokenizer(path / "tokenizer.json").encode("coal") == list(b"coal")
 
 
 @pytest.mark.tier("thorough")
@@ -141,7 +137,7 @@ def test_what_is_shown_and_kept_moves_nothing(train, look):
         assert plain.column(key) == chatty.column(key)
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

@@ -40,11 +40,9 @@ def test_what_cannot_be_repeated_is_left_out(cache, monkeypatch):
     assert not list(cache.rglob("*.json")), "and is tried again by the next run"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", '{"flops": null, "source": ""}', '{"flops": -1.0, "source": "x"}', "[]"]
-)
-def test_a_damaged_entry_is_measured_again(cache, text):
+def test_a_damaged_entry_is_measured_again(cache):
     yardstick(CPU, torch.float32)
     (entry,) = cache.rglob("*.json")
-    entry.write_text(text)
-    assert yardstick(CPU, torch.float32).flops > 0
+    for text in ("", "{", '{"flops": null, "source": ""}', '{"flops": -1.0, "source": "x"}', "[]"):
+        entry.write_text(text)
+        assert yardstick(CPU, torch.float32).flops > 0, text

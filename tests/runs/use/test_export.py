@@ -24,6 +24,21 @@ IDS = torch.arange(30)[None] % 257
 GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
 
 
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """Runs that are only read, each trained once: `trained({"section.key": value})`."""
+    paths = {}
+
+    def path_of(changes):
+        key = json.dumps(changes, sort_keys=True)
+        if key not in paths:
+            paths[key] = tmp_path_factory.mktemp("trained") / "run"
+            run(tiny(changes), paths[key], Console(file=io.StringIO(), width=500))
+        return paths[key]
+
+    return path_of
+
+
 def plain_logits(path):
     """Of the weights a run has, in float32 arithmetic."""
     there = open_run(path, "cpu")
@@ -38,8 +53,8 @@ def plain_logits(path):
 
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
-    path = train(changes={"recipe.name": name, "training.steps": 2})
+def test_a_run_under_any_recipe_opens_in_transformers(trained, tmp_path, name):
+    path = trained({"recipe.name": name, "training.steps": 2})
     export_run(path, "hf", tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
@@ -47,9 +62,9 @@ def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
 
 
 @pytest.mark.parametrize("to", ["hf", "llmc", "megatron"])
-def test_what_goes_out_comes_in(train, tmp_path, to, text, look):
+def test_what_goes_out_comes_in(trained, tmp_path, to, text, look):
     changes = {"recipe.name": "msamp-o3", "training.steps": 2, "model.initial_std": 0.02}
-    path = train(changes=changes | (GPT2 if to == "llmc" else {}))
+    path = trained(changes | (GPT2 if to == "llmc" else {}))
     export_run(path, to, tmp_path / "out")
     where = tmp_path / "out" / "model.bin" if to == "llmc" else tmp_path / "out"
     back = import_model(where, tmp_path / "back", source=text)
@@ -80,8 +95,8 @@ def test_a_gguf_file_comes_in_and_goes_out_as_the_same_file(train, tmp_path, tex
 
 @pytest.mark.tier("thorough", keep=("msamp-o3",))
 @pytest.mark.parametrize("recipe", ["fp32", "msamp-o3", "nvfp4"])
-def test_a_run_starts_from_imported_weights(train, tiny, tmp_path, text, recipe, look):
-    base = train("base", {"recipe.name": "fp32"})
+def test_a_run_starts_from_imported_weights(trained, tiny, tmp_path, text, recipe, look):
+    base = trained({"recipe.name": "fp32"})
     export_run(base, "hf", tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "imported", source=text)
     changes = {"recipe.name": recipe, "model": {}, "validation.batches": 2}
@@ -143,8 +158,8 @@ def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path,
     assert AutoModelForCausalLM.from_pretrained(out.with_name("tuned as hf")).generation_config.top_p == 0.8
 
 
-def test_a_start_from_another_model_or_tokenizer_is_refused(train, tiny, tmp_path):
-    base = train("base", {"recipe.name": "fp32"})
+def test_a_start_from_another_model_or_tokenizer_is_refused(trained, tiny, tmp_path):
+    base = trained({"recipe.name": "fp32"})
     for changes, words in [
         ({"model.weights": str(tmp_path / "nowhere")}, "is not a run directory"),
         ({"model.weights": str(base), "data.tokenizer": "bpe-257"}, "is not the tokenizer"),
@@ -168,10 +183,10 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("to", EXPORT_FORMATS)
-def test_an_export_that_does_not_hold_the_weights_is_not_published(train, tmp_path, to, monkeypatch):
+def test_an_export_that_does_not_hold_the_weights_is_not_published(trained, tmp_path, to, monkeypatch):
     """One number of a layer differs, as a faulty writer would leave it."""
     name = "mxfp8" if to == "modelopt" else "fp8"
-    path = train(changes={"recipe.name": name, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    path = trained({"recipe.name": name, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
     write = getattr(export, WRITERS[to])
 
     def faulty(folder, of, weights, *settings):
@@ -210,9 +225,9 @@ def test_export_refuses_two_elements_and_kept_channels_for_compressed_tensors(tr
 
 @pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("to", EXPORT_FORMATS)
-def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatch):
+def test_nothing_half_written_has_the_final_name(trained, tmp_path, to, monkeypatch):
     recipe = "nvfp4" if to == "modelopt" else "fp8"
-    path = train(changes={"recipe.name": recipe, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    path = trained({"recipe.name": recipe, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
 
     def stop(name):
         if name.startswith("exchange:"):
@@ -224,8 +239,8 @@ def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatc
     assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
 
 
-def test_nothing_is_overwritten(train, tmp_path):
-    path = train(changes={"training.steps": 1})
+def test_nothing_is_overwritten(trained, tmp_path):
+    path = trained({"training.steps": 1})
     (tmp_path / "out").mkdir()
     export_run(path, "hf", tmp_path / "out")  # an empty folder is as good as none
     config = tmp_path / "out" / "config.json"
@@ -239,8 +254,8 @@ def test_nothing_is_overwritten(train, tmp_path):
     assert (config.read_bytes(), config.stat().st_mtime_ns) == before
 
 
-def test_other_numbers_and_names_are_refused(train, tmp_path):
-    path = train(changes={"training.steps": 1})
+def test_other_numbers_and_names_are_refused(trained, tmp_path):
+    path = trained({"training.steps": 1})
     with pytest.raises(UserError, match="the nearest is 'megatron'"):
         export_run(path, "megatrn", tmp_path / "out")
     with pytest.raises(UserError, match="unknown dtype 'fp8'"):
@@ -250,8 +265,8 @@ def test_other_numbers_and_names_are_refused(train, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_a_tokenizer(train, tmp_path):
-    path = train(changes={"training.steps": 1} | GPT2)
+def test_a_model_without_a_tokenizer(trained, tmp_path):
+    path = trained({"training.steps": 1} | GPT2)
     export_run(path, "llmc", tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()
     back = import_model(tmp_path / "out" / "model.bin", tmp_path / "back")
@@ -263,8 +278,8 @@ def test_a_model_without_a_tokenizer(train, tmp_path):
     assert open_run(again, "cpu").tokenizer.is_bytes
 
 
-def test_a_tokenizer_of_more_ids_is_refused(train, tmp_path):
-    path = train(changes={"training.steps": 1, "model.vocab_size": 257})
+def test_a_tokenizer_of_more_ids_is_refused(trained, tmp_path):
+    path = trained({"training.steps": 1})
     export_run(path, "hf", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eos_token_id"] == 256
@@ -273,8 +288,8 @@ def test_a_tokenizer_of_more_ids_is_refused(train, tmp_path):
         import_model(tmp_path / "out", tmp_path / "back", tmp_path / "tokenizer.json")
 
 
-def test_validation_of_an_import_is_that_of_the_run(train, tmp_path, text):
-    path = train(changes={"recipe.name": "fp32"})
+def test_validation_of_an_import_is_that_of_the_run(trained, tmp_path, text):
+    path = trained({"recipe.name": "fp32"})
     export_run(path, "hf", tmp_path / "out")
     val = prepare(text, "bytes").val
     runs = [open_run(p, "cpu") for p in (path, tmp_path / "out")]

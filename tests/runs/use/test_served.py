@@ -172,6 +172,7 @@ def test_vllm_serves_plain_weights_and_leaves_no_process(train):
     assert not any(command.startswith(b"VLLM::") for command in commands)
 
 
+@pytest.mark.tier("thorough")  # a server imports all that it has
 def test_the_words_of_a_server_stay_out_of_the_output_and_name_the_error(tmp_path, capfd):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     words = r"transformers did not serve the model: .*Error: .*; try another"
