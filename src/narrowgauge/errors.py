@@ -52,7 +52,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     "unknown recipe 'mxpf4'; the nearest is 'mxfp4' (known: mxfp4, bf16)"
     """
     names = list(known)
-    near = nearest(name, names)
+    near = nearest(str(name), names)  # from Python, anything may come as a name
     hint = f"; the nearest is {near!r}" if near else ""
     listed = f" (known: {', '.join(names)})" if len(names) <= 40 else ""
     return UserError(f"unknown {kind} {name!r}{hint}{listed}")
@@ -61,6 +61,17 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
 def words_of(error: Exception) -> str:
     """The operating system's name for an error, and nothing else: the rest may quote the request."""
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip(" .")
+
+
+def ending_with(name: str, known: Iterable[str]) -> str:
+    """The one known name that ends with `name`; `name` itself where it is known, or none or several do.
+
+    >>> ending_with("4090", ["rtx4090", "a100", "h100"]), ending_with("100", ["rtx4090", "a100", "h100"])
+    ('rtx4090', '100')
+    """
+    names = list(known)
+    found = [name] if name in names else [one for one in names if name and one.endswith(name.lower())]
+    return found[0] if len(found) == 1 else name
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

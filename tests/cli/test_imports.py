@@ -97,3 +97,22 @@ def test_completion_imports_the_options_of_all_verbs_and_no_other_action(tmp_pat
 @pytest.mark.tier("thorough")
 def test_a_verb_that_computes_imports_no_other_verb(tmp_path):
     assert verbs_in(modules_of(tmp_path, "eval", "nothing")) == {"models"}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("advise --model gpt2-124m --cluster 40900", "unknown cluster '40900'; the nearest is 'rtx4090'"),
+        ("advise --model gtp2-124m --cluster rtx4090", "unknown model 'gtp2-124m'"),
+        ("plan --cluster h1000", "unknown cluster 'h1000'; the nearest is 'h100'"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_torch_is_imported(tmp_path, line, sentence):
+    words = line.split()
+    assert "torch" not in modules_of(tmp_path, *words)
+    ended = subprocess.run(
+        [sys.executable, "-m", "narrowgauge", *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert ended.returncode == 2
+    assert sentence in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

@@ -144,6 +144,18 @@ def test_a_plan_and_a_forecast_are_results(tmp_path):
         ng.plan("gpt2-124m", tokens="10B")
 
 
+@pytest.mark.parametrize("call", [ng.predict, ng.compare])
+def test_what_is_no_recipe_is_refused_in_a_sentence(call):
+    with pytest.raises(UserError, match=r"recipes = 3: a recipe is a name, .* as in \['bf16', 'mxfp8'\]"):
+        call(3)
+
+
+@pytest.mark.parametrize("call", [ng.format, ng.recipe, ng.advise])
+def test_what_is_no_name_is_an_unknown_name(call):
+    with pytest.raises(UserError, match=r"unknown (format|recipe|model) '?3"):
+        call(3)
+
+
 def test_a_table_is_plain_text_in_a_notebook(monkeypatch):
     """There, rich takes any stream for a notebook's cell, and prints escape codes into it."""
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)

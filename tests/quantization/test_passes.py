@@ -1,6 +1,7 @@
 """The passes in C give the bits of torch's operations: every shipped cast, both axes, numbers at edges."""
 
 import os
+import shlex
 import stat
 import subprocess
 
@@ -226,3 +227,16 @@ def test_a_part_of_a_tensor_without_numbers_is_not_read(name):
     for x in (part, part[1], part[0, 5:]):
         values, _ = emulate(x, make_cast(name), -1, torch.bfloat16)
         assert (values.is_meta, values.shape) == (True, x.shape)
+
+
+@needs_c
+@pytest.mark.parametrize(("seconds", "lines"), [(0.05, 1), (600.0, 0)])
+def test_a_long_compilation_is_announced(tmp_path, monkeypatch, capsys, seconds, lines):
+    slow = tmp_path / "slow-cc"
+    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {shlex.join(build.compiler())} "$@"\n')
+    slow.chmod(0o700)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(build, "_QUIET_SECONDS", seconds)
+    assert build.built(tmp_path) is not None
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"narrowgauge: {slow} compiles the CPU kernels, once on this machine ..."] * lines

@@ -263,3 +263,9 @@ def test_a_device_elsewhere_has_a_cuda_that_torch_is_built_for():
         device = named_device(capability)
         (build,) = (build for build in BUILDS if build.cuda == device.library)
         assert build.capability[0] <= device.capability <= build.capability[1]
+
+
+def test_the_ending_of_a_name_stands_for_the_one_product_that_has_it():
+    assert named_device("4090") == named_device("rtx4090")
+    with pytest.raises(UserError, match="unknown device '100'"):
+        named_device("100")

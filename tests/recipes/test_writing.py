@@ -5,12 +5,14 @@ import re
 import runpy
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 import narrowgauge as ng
+from narrowgauge.cli.main import main
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import Linear
@@ -246,3 +248,21 @@ def test_keys_that_do_not_exist_yet_are_refused(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_no_operand_is_refused_too(text, key, target):
     assert key in [r.key for r in refusals(parsed(text), target)]
+
+
+@pytest.mark.parametrize("line", ["mine.toml --to te", "theirs.py --from te --to torchao", "fp8 --to te"])
+def test_the_line_in_the_header_writes_the_same_file(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(recipe("fp8").text)
+    Path("theirs.py").write_text(write_recipe(recipe("fp8"), "te"))
+    main(["recipes", *line.split()])
+    first = capsys.readouterr().out
+    (said,) = re.findall(r"^# Written by: narrowgauge (.*)$", first, re.MULTILINE)
+    main(said.split())
+    assert capsys.readouterr().out == first
+
+
+def test_a_recipe_that_no_line_names_has_no_line_in_its_file():
+    mine = replace(recipe("fp8"), name="mine")
+    assert "Written by" in write_recipe(recipe("fp8"), "te")
+    assert "Written by" not in write_recipe(mine, "te")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
-from narrowgauge import cluster, data  # each name is imported when it is used
+from narrowgauge import cluster, data, models  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
-from narrowgauge.cli.parsing.options import add_config_options, positive_integer
+from narrowgauge.cli.parsing.options import add_config_options, checked, positive_integer
 from narrowgauge.recipes.exchange import SOURCES, TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, RECORDED, SERVERS, TASKS
 
@@ -87,7 +87,7 @@ def _compare(p: KeyParser) -> None:
 
 
 def _plan(p: KeyParser) -> None:
-    p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster.cluster_names())}, or a .toml file")
+    _on_cluster(p, f"{', '.join(cluster.cluster_names())}, or a .toml file")
     p.add_argument("--devices", metavar="N", default="1", help="number of devices (1)")
     p.add_argument("--tokens", metavar="N", help="training tokens, as in 300B (default: from the steps)")
     p.add_argument("--price", metavar="P", help="price of a device-hour, such as 2.50USD (the cluster's)")
@@ -97,6 +97,17 @@ def _plan(p: KeyParser) -> None:
         help="forecast the recipe's loss gap and compare it with the time saved",
     )
     p.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _named_model(name: str) -> str:
+    """The name of a model, which exists."""
+    models.model_config(name)
+    return name
+
+
+def _on_cluster(p: KeyParser, text: str) -> None:
+    """Add the option that names a cluster, checked before the verb imports what it computes with."""
+    p.add_argument("--cluster", metavar="SPEC", type=checked(cluster.cluster_name), help=text)
 
 
 def _bench(p: KeyParser) -> None:
@@ -282,7 +293,7 @@ def _search(p: KeyParser) -> None:
     )
     text = "largest share of the GEMM time in the widest format, on --cluster"
     budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
-    p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
+    _on_cluster(p, "with --gemm-time: a shipped cluster or a .toml file")
     text = "nats that twice the steps would remove from the loss (the run's)"
     p.add_argument("--loss-per-doubling", type=float, metavar="NATS", help=text)
     text = f"layers that stay in the widest format, '' for none ({HEAD})"
@@ -307,9 +318,9 @@ def _subject(p: KeyParser, batches: int) -> None:
 
 
 def _advise(p: KeyParser) -> None:
-    p.add_argument("--model", required=True, metavar="NAME", help="a named model (narrowgauge models)")
-    names = ", ".join(cluster.cluster_names())
-    p.add_argument("--cluster", metavar="SPEC", help=f"{names}, or a .toml file (this machine)")
+    text = "a named model (narrowgauge models)"
+    p.add_argument("--model", required=True, type=checked(_named_model), metavar="NAME", help=text)
+    _on_cluster(p, f"{', '.join(cluster.cluster_names())}, or a .toml file (this machine)")
     p.add_argument("--devices", type=positive_integer, default=1, metavar="N", help="number of devices (1)")
     p.add_argument("--tokens", metavar="D", help="training tokens, as in 10B (as published)")
     p.add_argument("--hours", type=float, metavar="H", help="limit on the hours of the training")

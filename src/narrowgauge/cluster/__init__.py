@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from narrowgauge.cluster.launch.slurm import slurm_script as slurm_script
     from narrowgauge.cluster.launch.torchrun import torchrun_script as torchrun_script
     from narrowgauge.cluster.plan.cluster_spec import Cluster as Cluster
+    from narrowgauge.cluster.plan.cluster_spec import cluster_name as cluster_name
     from narrowgauge.cluster.plan.cluster_spec import cluster_names as cluster_names
     from narrowgauge.cluster.plan.cluster_spec import load_cluster as load_cluster
     from narrowgauge.cluster.plan.plan import Plan as Plan

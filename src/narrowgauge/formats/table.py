@@ -80,8 +80,8 @@ def format(name: str) -> Format:
         UserError: There is no format of that name; the message suggests the nearest.
     """
     if name not in _FORMATS:
-        if name.lower() in _FAMILIES:
-            raise UserError(f"unknown format {name!r}; it is a family: {_FAMILIES[name.lower()]}")
+        if str(name).lower() in _FAMILIES:
+            raise UserError(f"unknown format {name!r}; it is a family: {_FAMILIES[str(name).lower()]}")
         if own := {dtype: n for n, dtype in _TORCH_DTYPES.items()}.get(name):
             raise UserError(f"unknown format {name!r}; the nearest is {own!r}")
         raise unknown("format", name, _FORMATS)

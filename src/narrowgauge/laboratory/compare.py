@@ -20,7 +20,7 @@ from narrowgauge.experiment.run import print_plan, run_experiment, with_equal_th
 from narrowgauge.laboratory.chart import curves
 from narrowgauge.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
 from narrowgauge.laboratory.watch import watched_by_another
-from narrowgauge.recipes import RecipeLike
+from narrowgauge.recipes import RecipeLike, several
 from narrowgauge.report import Run, Verdict, print_comparison, read_runs, verdicts
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.loop.check_data import check_vocabulary
@@ -102,7 +102,7 @@ class Comparison(Result):
 
 
 def compare(
-    recipes: Sequence[RecipeLike] = (),
+    recipes: RecipeLike | Sequence[RecipeLike] = (),
     seeds: int | Sequence[int] | None = None,
     out: str | Path | None = None,
     *,
@@ -147,7 +147,7 @@ def compare(
     kind = "ladder" if rungs or jobs else "compare"
     path = Path(out or Path("runs") / f"{kind}-{model}")
     named = []
-    for one in recipes:
+    for one in several(recipes):
         name = short_name(one)
         named.append(Variant(name, {RECIPE: recipe_name(one, path / f"{name}.recipe.toml")}))
     others = [Variant(name, keys) for name, keys in (variants or {}).items()]

@@ -13,7 +13,7 @@ from narrowgauge.analysis import probe as probe_subject
 from narrowgauge.analysis.probe import USEFUL
 from narrowgauge.laboratory.chart import bars
 from narrowgauge.laboratory.subject import Progress, Text, TextKeys, facts, heading, keep
-from narrowgauge.recipes import RecipeLike, recipe
+from narrowgauge.recipes import RecipeLike, recipe, several
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.run_directory import PROBE
 from narrowgauge.t_interval import Interval
@@ -87,7 +87,7 @@ class Probes(Result):
 
 def probe(
     run: str | Path,
-    recipes: Sequence[RecipeLike] = (),
+    recipes: RecipeLike | Sequence[RecipeLike] = (),
     draws: int = 8,
     *,
     show: Progress | None = None,
@@ -108,7 +108,7 @@ def probe(
     Raises:
         UserError: There is no such run, text or recipe, or too little text for two batches.
     """
-    path, named = Path(run), [recipe(one) for one in recipes]
+    path, named = Path(run), [recipe(one) for one in several(recipes)]
     probed = Text(**text).open(path)
     probes = probe_subject(probed.subject, named or [probed.recipe], draws, show)
     found = probe_json(probes, **facts(probed), draws=draws)

@@ -152,7 +152,7 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     """
     size = {} if name == CUSTOM else SIZES.get(ALIASES.get(name, name))
     if size is None:
-        if name.endswith(".toml"):
+        if str(name).endswith(".toml"):
             raise UserError(
                 f"unknown model {name!r}; a custom model is the [model] section of a configuration file, "
                 f"passed without --model: narrowgauge train {name}"

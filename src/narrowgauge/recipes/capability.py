@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from narrowgauge.devices import Device, imagined
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, ending_with
 from narrowgauge.files import shipped_text
 
 if TYPE_CHECKING:
@@ -53,15 +53,15 @@ def device_facts(device: torch.device) -> Device:
 
 
 def named_device(name: str) -> Device:
-    """The facts of a device that need not be present: `sm_89`, `gfx942`, a product such as `rtx4090`, or
-    `cpu`.
+    """The facts of a device that need not be present: `sm_89`, `gfx942`, a product such as `rtx4090` (also
+    its ending, `4090`, if no other product has it), or `cpu`.
 
     Raises:
         UserError: There is no such device; the message suggests the nearest names.
     """
     devices = _devices()
     short = _MAKERS.sub("", name.lower())
-    for known in (name.lower(), short):
+    for known in (name.lower(), short, ending_with(short, devices)):
         if known in devices:
             return devices[known]
     near = [

@@ -1,6 +1,6 @@
 """Recipes by name: shipped ones, and those that users write."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,11 @@ def parse_recipe(text: str, where: str) -> Recipe:
     return Recipe.from_toml(text, where)
 
 
+def is_shipped(one: Recipe) -> bool:
+    """Whether a recipe is the shipped one of its name, in every place."""
+    return one.name in _FILES and one.casts == _shipped(one.name).casts
+
+
 @cache
 def _shipped(name: str) -> Recipe:
     return parse_recipe(shipped_text("recipes/shipped", _FILES[name]), f"{name}.toml")
@@ -101,6 +106,22 @@ def _shipped(name: str) -> Recipe:
 
 #: What stands wherever a recipe goes: a name, the path of a file, the keys of one, or a recipe.
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
+
+
+def several(given: RecipeLike | Sequence[RecipeLike]) -> list[RecipeLike]:
+    """One recipe or several, as a list.
+
+    Raises:
+        UserError: It is neither.
+    """
+    if isinstance(given, str | Path | Mapping | Recipe):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise UserError(
+            f"recipes = {given!r}: a recipe is a name, a .toml file, a dictionary or a Recipe, and several "
+            "stand in a list, as in ['bf16', 'mxfp8']"
+        )
+    return list(given)
 
 
 def recipe(name: RecipeLike) -> Recipe:

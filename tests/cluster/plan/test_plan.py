@@ -394,3 +394,9 @@ def test_8b_in_fp8_does_not_fit_on_one_h200():
     assert not room.fits(memory, alone)
     assert room.fits(options["--recipe msamp-o3"], alone)
     assert room.fits(options["--recipe.offload master,grad,m,v"], alone)
+
+
+def test_the_ending_of_a_name_stands_for_the_one_cluster_that_has_it():
+    assert load_cluster("4090") == load_cluster("rtx4090")
+    with pytest.raises(UserError, match="unknown cluster '100'"):  # a100, h100 and v100
+        load_cluster("100")

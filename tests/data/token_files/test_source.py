@@ -56,7 +56,7 @@ def test_the_held_out_part_is_found_by_name():
     assert names("a/x_train_000001.bin") == (train[:1], [])
     assert names("a/x_val_000000.bin") == (["a/x_val_000000.bin"], [])
     write("b/train.bin", "b/val.bin", "c/train-000.bin", "c/eval.bin", "d/validation.bin", "d/valiant.bin")
-    assert names("b/train.bin") == names("b") == (["b/train.bin"], ["b/val.bin"])
+    assert names("b/train.bin") == names("b/val.bin") == names("b") == (["b/train.bin"], ["b/val.bin"])
     assert names("c") == (["c/train-000.bin"], ["c/eval.bin"])
     assert names("d") == (["d/valiant.bin"], ["d/validation.bin"])
     write("e/w_train_000001.bin", "e/w_val_000001.bin")

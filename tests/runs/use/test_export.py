@@ -3,13 +3,15 @@
 import copy
 import io
 import json
+import re
 
 import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
+from narrowgauge.cli.main import main
+from narrowgauge.data import bytes_tokenizer, export_tokens, open_data, prepare, train_bpe
 from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
@@ -19,6 +21,7 @@ from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.use import export
 from narrowgauge.runs.use.convert import convert_run
 from narrowgauge.runs.use.export import export_run, import_model
+from narrowgauge.runs.use.trained_model import run_data
 
 IDS = torch.arange(30)[None] % 257
 GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
@@ -276,6 +279,18 @@ def test_a_model_without_a_tokenizer(trained, tmp_path):
     assert open_run(back, "cpu", tmp_path / "tokenizer.json").prompt_ids("ab") == [97, 98]
     again = import_model(tmp_path / "out" / "model.bin", tmp_path / "more", tmp_path / "tokenizer.json")
     assert open_run(again, "cpu").tokenizer.is_bytes
+
+
+def test_token_files_need_no_tokenizer(trained, text, tmp_path, capsys):
+    path = trained({"training.steps": 1} | GPT2)
+    export_run(path, "llmc", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    export_tokens(open_data(str(text), "bytes"), "llmc", tmp_path / "tokens")
+    run = ["eval", str(tmp_path / "out" / "model.bin"), "--batches", "2", "--sequence-length", "32"]
+    main([*run, "--data", str(tmp_path / "tokens")])
+    assert re.search(r"validation loss \d\.\d+ nats per token$", capsys.readouterr().out.strip())
+    with pytest.raises(UserError, match="text needs one"):
+        run_data(open_run(tmp_path / "out" / "model.bin", "cpu"), str(text))
 
 
 def test_a_tokenizer_of_more_ids_is_refused(trained, tmp_path):

@@ -196,3 +196,7 @@ def test_an_empty_or_missing_file_is_refused(there, tmp_path):
     for name, words in [("empty", "no example"), ("missing", "cannot be read")]:
         with pytest.raises(UserError, match=words):
             evaluate(there, tmp_path / name)
+
+
+def test_token_ids_have_no_bytes():
+    assert not token_bytes(ids_tokenizer(20, 19)).any()

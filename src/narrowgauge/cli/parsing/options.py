@@ -1,14 +1,17 @@
 """Options shared by verbs: a configuration file and its keys."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from narrowgauge import training
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import GROUPS
 from narrowgauge.training.config.synonyms import other_names, plain
+
+T = TypeVar("T")
 
 # Short options for the most common keys.
 SHORT = {
@@ -49,6 +52,18 @@ def add_config_options(p: KeyParser) -> None:
             nargs="?" if is_switch else None,
             const="true" if is_switch else None,
         )
+
+
+def checked(read: Callable[[str], T]) -> Callable[[str], T]:
+    """A function of the text of an option whose `UserError` becomes the error of that option."""
+
+    def value_of(text: str) -> T:
+        try:
+            return read(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value_of
 
 
 def positive_integer(text: str) -> int:

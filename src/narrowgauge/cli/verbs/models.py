@@ -1,6 +1,7 @@
 """`sample`, `eval`, `export`, `import`: uses of a trained model."""
 
 import argparse
+from math import isfinite
 from pathlib import Path
 
 from rich.console import Console
@@ -89,7 +90,8 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
     windows = (size, length, None, separate_documents, sequences)
     loss = validation_loss(engine, trained.go_to_sample, val, *windows)
     bits = bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, separate_documents)
-    text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
+    per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
+    text = f"validation loss {loss:.4f} nats per token{per_byte}"
     _print(f"{options.run}: step {trained.step}, {text}")
 
 

@@ -75,7 +75,8 @@ def _print_beside(chosen: Recipe | None, options: argparse.Namespace) -> None:
     if options.diff is not None:
         _print_differences(Console(), chosen, _recipe(options.diff))
     else:
-        print(write_recipe(chosen, options.to, options.blocks), end="")
+        given = [options.name, *([] if options.source is None else ["--from", options.source])]
+        print(write_recipe(chosen, options.to, options.blocks, given), end="")
 
 
 def _print_differences(console: Console, a: Recipe, b: Recipe) -> None:

@@ -38,7 +38,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from narrowgauge.cluster.plan.price import Price, parse_price
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, ending_with, unknown
 from narrowgauge.files import shipped_names, shipped_text
 from narrowgauge.recipes import Device, named_device
 from narrowgauge.toml_text import parse_toml
@@ -157,8 +157,21 @@ def cluster_names() -> list[str]:
     return shipped_names(_SHIPPED)
 
 
+def cluster_name(name: str) -> str:
+    """The whole name of a shipped cluster, as rtx4090 for 4090; the path of a `.toml` file as it is.
+
+    Raises:
+        UserError: the name is unknown.
+    """
+    names = cluster_names()
+    whole = name if name.endswith(".toml") else ending_with(name, names)
+    if whole not in names and not whole.endswith(".toml"):
+        raise unknown("cluster", name, [*names, "FILE.toml"])
+    return whole
+
+
 def load_cluster(name: str) -> Cluster:
-    """Load a shipped cluster by name, or another by the path of its `.toml` file.
+    """Load a shipped cluster by name (`cluster_name`), or another by the path of its `.toml` file.
 
     Raises:
         UserError: the name is unknown, or the file does not have the form above.
@@ -171,9 +184,8 @@ def load_cluster(name: str) -> Cluster:
             raise UserError(
                 f"cluster file {name} cannot be read: {error}; those that ship: {shipped}"
             ) from None
-    if name not in cluster_names():
-        raise unknown("cluster", name, [*cluster_names(), "FILE.toml"])
-    return parse_cluster(shipped_text(_SHIPPED, name), f"{name}.toml")
+    whole = cluster_name(name)
+    return parse_cluster(shipped_text(_SHIPPED, whole), f"{whole}.toml")
 
 
 def parse_cluster(text: str, file: str) -> Cluster:

@@ -9,7 +9,8 @@ names, one after the other.
 
 1. in a directory or a glob: the files with `val`, `valid`, `validation` or `eval` as a word of their name
    (`fineweb_val_000000.bin`); those with `test` are not used;
-2. for a file or a glob with the word `train` in its name: the files of the same name with `val` instead;
+2. for a file or a glob with the word `train` in its name: the files of the same name with `val` instead; a
+   file with the word `val` names the same pair, if the other file exists;
 3. the last tenth of the tokens, at most 10 million, starting at the next document if one begins nearby.
 
 **The tokenizer** is the named one, or that of the files' folder. Otherwise ids are their own text (`ids-N`),
@@ -76,8 +77,9 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
         path = _data_of(path)
         if not path.is_file() or not _is_tokens(path):
             return None
-        other = Path(_held_out_name(str(path)))
-        return [path], [other] if other != path and other.is_file() and _is_tokens(other) else []
+        train, val = Path(_with_word(str(path), "val", "train")), Path(_held_out_name(str(path)))
+        is_pair = train != val and all(one.is_file() and _is_tokens(one) for one in (train, val))
+        return ([train], [val]) if is_pair else ([path], [])
     except OSError as error:
         raise UserError(
             f"cannot look into {source!r}: {error.strerror}; give a source that can be read"
@@ -175,8 +177,13 @@ def _by_name(source: str, files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 def _held_out_name(source: str) -> str:
     """The source with the word `train` in its last part replaced by `val`."""
+    return _with_word(source, "train", "val")
+
+
+def _with_word(source: str, word: str, other: str) -> str:
+    """The source with a word of its last part replaced by another."""
     head, slash, name = source.rpartition("/")
-    return head + slash + re.sub(r"(?<![A-Za-z])train(?![A-Za-z])", "val", name, count=1)
+    return head + slash + re.sub(rf"(?<![A-Za-z]){word}(?![A-Za-z])", other, name, count=1)
 
 
 def _tokenizer(

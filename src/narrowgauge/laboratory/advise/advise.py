@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from narrowgauge.cluster import Cluster, Price, cluster_names, load_cluster, parse_price
+from narrowgauge.cluster import Cluster, Price, cluster_name, cluster_names, load_cluster, parse_price
 from narrowgauge.cluster.launch.site import site_names
 from narrowgauge.cluster.plan.plan import make_plan
 from narrowgauge.distributed import ParallelDims
@@ -339,7 +339,8 @@ def _machine(name: str | None) -> tuple[Cluster, str]:
         UserError: No file describes this machine.
     """
     if name is not None:
-        return load_cluster(str(name)), str(name)
+        whole = cluster_name(str(name))
+        return load_cluster(whole), whole
     device = choose_device("auto")
     if device.type == "cpu":
         return load_cluster("cpu"), "cpu"

@@ -19,12 +19,14 @@ import platform
 import shlex
 import shutil
 import stat
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
+from threading import Timer
 
 from narrowgauge.files import cache_directory, make_directory, open_regular
 from narrowgauge.operating_system import is_private, user_id
@@ -35,6 +37,7 @@ _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "
 #: Uses the first that the compiler knows; by default GCC leaves half of AVX-512's width unused.
 _FOR_THIS_CPU = ("-march=native -mprefer-vector-width=512", "-march=native", "-mcpu=native", "")
 _SECONDS = 60
+_QUIET_SECONDS = 1.0  # a compilation that takes longer is announced
 
 
 def compiler() -> list[str]:
@@ -79,11 +82,24 @@ def built(directory: Path) -> Path | None:
     for name, text in sources().items():
         (directory / name).write_text(text, encoding="utf-8")
         files += [str(directory / name)] * name.endswith(".c")
-    for own in _FOR_THIS_CPU:
-        flags = [*_FLAGS, *own.split()]
-        if output_of([*command, *flags, *files, "-o", str(library), "-lm"], _SECONDS).code == 0:
-            return library
+    with _announced(f"narrowgauge: {command[0]} compiles the CPU kernels, once on this machine ..."):
+        for own in _FOR_THIS_CPU:
+            flags = [*_FLAGS, *own.split()]
+            if output_of([*command, *flags, *files, "-o", str(library), "-lm"], _SECONDS).code == 0:
+                return library
     return None
+
+
+@contextmanager
+def _announced(line: str) -> Iterator[None]:
+    """Print a line to stderr if the block takes longer than `_QUIET_SECONDS`."""
+    timer = Timer(_QUIET_SECONDS, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def opened(path: Path) -> ctypes.CDLL | None:

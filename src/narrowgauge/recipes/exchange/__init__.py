@@ -5,7 +5,8 @@ A tool is a module with these functions: `refusals` (the parts of a recipe that 
 directions use one table of the tool's names. `VERSION` is the version that the table describes.
 """
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from narrowgauge.recipes.exchange.reading import Reader, read_text
 from narrowgauge.recipes.exchange.refusal import Refusal, Refused, refused
 from narrowgauge.recipes.exchange.toml import recipe_toml
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.registry import is_shipped
 
 __all__ = ["SOURCES", "TARGETS", "Refusal", "Refused", "read_recipe", "refusals", "write_recipe"]
 
@@ -58,13 +60,15 @@ def refusals(recipe: Recipe, target: str) -> list[Refusal]:
     return list(dict.fromkeys(TARGETS[target].refusals(recipe)))
 
 
-def write_recipe(recipe: Recipe, target: str, blocks: int | None = None) -> str:
+def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: Sequence[str] = ()) -> str:
     """The file of a recipe for a target, with a header that names the recipe and the version.
 
     Args:
         recipe: The recipe.
         target: A name of `TARGETS`.
         blocks: The number of blocks of the model; Megatron's file needs it if some of the last stay wide.
+        given: The words that name the recipe on the command line, such as `mine.json --from te`, for the
+            header; () for a shipped recipe.
 
     Raises:
         Refused: The target cannot express all of the recipe; the sentence names each key.
@@ -80,8 +84,11 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None) -> str:
         )
     body = megatron.text(recipe, blocks) if target == "megatron" else TARGETS[target].text(recipe)
     target_notes = TARGETS[target].notes(recipe)
-    arguments = f" --blocks {blocks}" if key else ""
-    return header(recipe, target, TARGETS[target].version, arguments, target_notes) + "\n\n" + body
+    of_blocks = [] if blocks is None else ["--blocks", str(blocks)]
+    if not given and is_shipped(recipe):
+        given = [recipe.name]
+    line = ["narrowgauge", "recipes", *given, "--to", target, *of_blocks] if given else []
+    return header(recipe, TARGETS[target].version, shlex.join(line), target_notes) + "\n\n" + body
 
 
 def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Recipe:

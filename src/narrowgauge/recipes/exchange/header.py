@@ -8,22 +8,22 @@ import narrowgauge
 from narrowgauge.recipes.recipe import Recipe
 
 _FIRST = re.compile(r"Recipe (?P<name>\S+) of narrowgauge \S+, for ")
+_LINE = "Written by: "
 _SOURCE = "Source of the recipe: "
 
 
-def header(recipe: Recipe, target: str, version: str, arguments: str, notes: Sequence[str]) -> str:
+def header(recipe: Recipe, version: str, line: str, notes: Sequence[str]) -> str:
     """The comment of a written file.
 
     Args:
         recipe: The recipe.
-        target: The name of the tool.
         version: The tool and its version.
-        arguments: What stands after the target on the command line.
+        line: The command line that writes the file; "" if no line does.
         notes: What the user of the file has to know.
     """
     lines = [
         f"Recipe {recipe.name} of narrowgauge {narrowgauge.__version__}, for {version}.",
-        f"Written by: narrowgauge recipes {recipe.name} --to {target}{arguments}",
+        *([f"{_LINE}{line}"] if line else []),
         f"{recipe.title[:1].upper()}{recipe.title[1:]}.",
         f"{_SOURCE}{recipe.source}.",
         *notes,
@@ -39,10 +39,11 @@ def words(text: str) -> dict[str, str]:
         return {}
     said = [line.removeprefix("#").strip() for line in lines]
     first = _FIRST.match(said[0])
-    if not first or len(said) < 4 or not said[3].startswith(_SOURCE):
+    title, source = [*(text for text in said[1:] if not text.startswith(_LINE)), "", ""][:2]
+    if not first or not source.startswith(_SOURCE):
         return {}
-    source = said[3].removeprefix(_SOURCE).removesuffix(".")
-    return {"name": first["name"], "title": said[2].removesuffix("."), "source": source}
+    source = source.removeprefix(_SOURCE).removesuffix(".")
+    return {"name": first["name"], "title": title.removesuffix("."), "source": source}
 
 
 def _lines(text: str, width: int = 108) -> list[str]:

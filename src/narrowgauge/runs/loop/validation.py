@@ -75,7 +75,7 @@ def bits_per_byte(
 
 
 def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
-    """UTF-8 bytes of each token id, (vocab_size,) int64; 0 for special tokens.
+    """UTF-8 bytes of each token id, (vocab_size,) int64; 0 for special tokens, and for ids without text.
 
     In a byte-level vocabulary each character of an entry is one byte. In others an entry is text, with U+2581
     for a space and `<0xNN>` for a single byte.
@@ -85,7 +85,7 @@ def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
     is_byte_level = "ByteLevel" in json.dumps(settings["decoder"])
     lengths = torch.zeros(tokenizer.vocab_size, dtype=torch.int64)
     for entry, i in tokenizer.library.get_vocab(with_added_tokens=True).items():
-        if i in special or i == tokenizer.end_of_document:
+        if i in special or i == tokenizer.end_of_document or (entry == str(i) and not is_byte_level):
             continue
         if is_byte_level:
             lengths[i] = len(entry)

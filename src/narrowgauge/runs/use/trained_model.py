@@ -10,8 +10,9 @@ import torch
 
 from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
 from narrowgauge.checkpoint.interop.name_map import ExternalModel
-from narrowgauge.data import AUTO, Dataset, Tokenizer, load_tokenizer, open_data
+from narrowgauge.data import AUTO, Dataset, Tokenizer, load_tokenizer, open_data, split_sources
 from narrowgauge.data.cache import Progress
+from narrowgauge.data.token_files.source import token_files
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
@@ -159,11 +160,16 @@ def imported_config(external: ExternalModel, source: str = "stdlib") -> Config:
 
 
 def run_data(trained: TrainedRun, source: str | None, progress: Progress | None = None) -> Dataset:
-    """The run's own text, or another source encoded with the run's tokenizer."""
+    """The run's own data, or another source: text encoded with the run's tokenizer, or token files."""
     data = trained.config.data
     is_made = data.tokenizer in (AUTO, "bytes") or data.tokenizer.startswith(("bpe-", "ids-"))
     use_run_tokenizer = source is not None or not (is_made or Path(data.tokenizer).exists())
-    if use_run_tokenizer and trained.tokenizer_file is None:
-        assert trained.tokenizer  # raises
-    name = str(trained.tokenizer_file) if use_run_tokenizer else data.tokenizer
-    return open_data(source or data.source, name, data.weights if source is None else (), progress)
+    text, weights = source or data.source, data.weights if source is None else ()
+    if not use_run_tokenizer:
+        name = data.tokenizer
+    elif trained.tokenizer_file is None and all(map(token_files, split_sources(text, weights))):
+        name = f"ids-{trained.config.model.vocab_size}"  # tokens need no tokenizer, only ids of the model
+    else:
+        assert trained.tokenizer  # raises where there is none
+        name = str(trained.tokenizer_file)
+    return open_data(text, name, weights, progress)
