@@ -53,6 +53,7 @@ def test_a_local_amax_leaves_its_tensor_as_it_is():
     assert one.item() == -5
 
 
+@pytest.mark.tier("thorough", keep=(1, 3))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_amaxes_over_ranks_are_those_of_all_their_tensors(ranks, world):
     for found in ranks(world, "jobs_collectives.amaxes"):

@@ -18,7 +18,7 @@ def test_ddp_of_a_prepared_model_trains_as_the_package(ranks, name):
         assert found == {"differ": [], "same": True}
 
 
-@pytest.mark.tier("thorough", keep=("msamp-o3",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["bf16-sr", "msamp-o2", "msamp-o3", "eco"])
 def test_collectives_see_values_and_leave_the_same_bits_everywhere(ranks, name):
     assert ranks(2, "jobs_data_parallel.collectives_of_weights", recipe=name) == [[True] * 5] * 2

@@ -177,7 +177,7 @@ LAST_BIT_OF_A_MEAN = pytest.mark.xfail(
 )
 
 
-@pytest.mark.tier("thorough", keep=("cp 2",))
+@pytest.mark.tier("thorough")  # the keys of casts, below, quantize whole tensors
 @pytest.mark.parametrize("layout", [pytest.param("tp 2", marks=LAST_BIT_OF_A_MEAN), "cp 2"])
 def test_means_are_of_all_tokens(parity, layout):
     check(*parity(layout, "bf16", MEANS))
@@ -220,7 +220,7 @@ OF_BLOCKS = {
 }
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "cp 2", "pp 2"])
 def test_attention_and_the_stream_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "fp8-attention", OF_BLOCKS))
@@ -265,7 +265,7 @@ def test_dropout_z_loss_and_the_norm_of_heads(parity, layout):
 EXPERTS = {"model.experts": 4, "model.ffn_dim": 32}
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")  # test_experts_on_different_processes is quick
 @pytest.mark.parametrize(
     ("recipe", "layout", "changes"),
     [
@@ -343,7 +343,7 @@ UNEVEN = {
 }
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")  # test_quantized_gather.py has three ranks
 @pytest.mark.parametrize("processes", [3, 4])
 def test_rows_that_cannot_be_shared_out_evenly(parity, processes):
     """Of 9 rows 3 processes have as many; of 4 the last has none, nor of what belongs to them."""
@@ -401,7 +401,7 @@ def narrow_sums(alone, everyone):
     return found
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")  # test_quantized_reduce.py compares each sum
 @pytest.mark.parametrize("layout", ["fsdp 2", "ddp 2"])
 def test_sums_in_narrow_numbers_are_near(parity, layout):
     narrow_sums(*parity(layout, "msamp-o3"))

@@ -48,6 +48,7 @@ def test_three_ranks_with_rows_that_do_not_divide(ranks, recipe):
         assert found["sent"][0]["gather"] == 4 * bytes_of_a_gather(3, 13, size)
 
 
+@pytest.mark.tier("thorough")  # three ranks above
 def test_more_ranks_than_rows_fill_up(ranks):
     """13 rows over 4 ranks: the last has one; 2 rows over 3: the last has none."""
     ranks(4, "jobs_gather.like_the_whole", recipe="fp8", width=13)

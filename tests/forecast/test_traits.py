@@ -49,7 +49,7 @@ def test_traits_of_each_gemm():
     assert found.hadamard == {"fprop": 0, "dgrad": 0, "wgrad": 16}
     assert found.rounding["dgrad.dy"] == "stochastic"
     assert found.rounding["fprop.x"] == "nearest"
-    assert (found.block["fprop.x"], found.block["fprop.w"], found.forward_bits) == (16, 256, 4)
+    assert (found.block["fprop.x"], found.block["fprop.w"], found.bits["fprop.x"]) == (16, 256, 4)
     assert traits(recipe("nvfp4"), tail_share=0).narrow_share == 1
     assert traits(recipe("quartet2")).rounding["wgrad.x"] == "corrected"
     assert traits(recipe("quartet2")).reuses_forward

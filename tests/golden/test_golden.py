@@ -3,13 +3,7 @@
 import pytest
 
 from golden import cells, outputs
-from golden.runs import read_kept, worker
-
-
-@pytest.fixture(scope="module")
-def pinned(tmp_path_factory):
-    with worker(tmp_path_factory.mktemp("golden")) as process:
-        yield process
+from golden.runs import read_kept
 
 
 @pytest.fixture(scope="module")

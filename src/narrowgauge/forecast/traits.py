@@ -62,11 +62,6 @@ class Traits:
         forward, backward = self.narrow["fprop"] > 0, self.narrow["dgrad"] + self.narrow["wgrad"] > 0
         return {(0, 0): "none", (1, 0): "forward", (0, 1): "backward", (1, 1): "both"}[forward, backward]
 
-    @property
-    def forward_bits(self) -> int:
-        """The bits of the narrower operand of the forward GEMM."""
-        return min(self.bits["fprop.x"], self.bits["fprop.w"])
-
 
 @lru_cache(maxsize=4)
 def _outline(blocks: int) -> Outline:

@@ -92,8 +92,10 @@ def test_sigkill_at_random_moments(tmp_path, in_process):
     seed = random.randrange(2**32)
     print("seed", seed)
     delays = random.Random(seed)
-    step = 0
-    for _ in range(12):
+    step = kills = 0
+    while kills < 12 or step <= 3:  # on a busy machine few saves end before they are killed
+        kills += 1
+        assert kills < 200, "hardly a save ended"
         ended = in_process(
             "save for ever", tmp_path, step=step, elements=300_000, kill_after_s=delays.uniform(0.01, 0.12)
         )
@@ -105,7 +107,6 @@ def test_sigkill_at_random_moments(tmp_path, in_process):
             assert newest >= step
             step = newest
             assert_whole(tmp_path, step)
-    assert step > 3
 
 
 def test_a_kill_while_a_damaged_step_is_replaced(tmp_path, in_process):
