@@ -78,7 +78,7 @@ def test_what_is_given_stays_and_few_steps_shorten_the_warm_up():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_ready_configuration_takes_a_corpus_with_its_own_tokenizer(name, tmp_path):
-    (tmp_path / "text.txt").write_text("a narrow gauge\n" * 400)
+    (tmp_path / "text.txt").write_text("a narrow gauge\n" * 4000)
     corpus = prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / "corpus")
     config = make_config(config_values(read_line(["train", name, "--data", str(tmp_path / "corpus")])))
     assert open_data(config.data.source, config.data.tokenizer).tokenizer.digest == corpus.tokenizer.digest
