@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
-# Else each worker compiles all modules and tests again, and so does each process that they start.
+# With this variable set, each worker and each process that it starts would compile all modules and tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-thorough pages faults check format bench tables evidence ladder2 forecasts docs wheel conformance versions lock

@@ -8,6 +8,7 @@ import pytest
 import narrowgauge as ng
 from narrowgauge.cli.line import read_line
 from narrowgauge.cli.parsing.options import config_values
+from narrowgauge.data import open_data, prepare
 from narrowgauge.errors import UserError
 from narrowgauge.files import shipped_names
 from narrowgauge.models import count_parameters
@@ -74,3 +75,11 @@ def test_what_is_given_stays_and_few_steps_shorten_the_warm_up():
     assert (config.data.sequence_length, config.schedule.warmup_steps) == (1024, 50)
     assert note.startswith("what the line leaves out is as published: github.com/karpathy/llm.c")
     assert with_published({"model": {"name": "debug"}}) == ({"model": {"name": "debug"}}, "")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_ready_configuration_takes_a_corpus_with_its_own_tokenizer(name, tmp_path):
+    (tmp_path / "text.txt").write_text("a narrow gauge\n" * 4000)
+    corpus = prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / "corpus")
+    config = make_config(config_values(read_line(["train", name, "--data", str(tmp_path / "corpus")])))
+    assert open_data(config.data.source, config.data.tokenizer).tokenizer.digest == corpus.tokenizer.digest

@@ -4,6 +4,7 @@ import os
 import shlex
 import stat
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -230,13 +231,16 @@ def test_a_part_of_a_tensor_without_numbers_is_not_read(name):
 
 
 @needs_c
-@pytest.mark.parametrize(("seconds", "lines"), [(0.05, 1), (600.0, 0)])
-def test_a_long_compilation_is_announced(tmp_path, monkeypatch, capsys, seconds, lines):
+@pytest.mark.parametrize(
+    ("seconds", "terminal", "lines"), [(0.05, True, 1), (600.0, True, 0), (0.05, False, 0)]
+)
+def test_a_long_compilation_is_announced(tmp_path, monkeypatch, capsys, seconds, terminal, lines):
     slow = tmp_path / "slow-cc"
     slow.write_text(f'#!/bin/sh\nsleep 1\nexec {shlex.join(build.compiler())} "$@"\n')
     slow.chmod(0o700)
     monkeypatch.setenv("CC", str(slow))
     monkeypatch.setattr(build, "_QUIET_SECONDS", seconds)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert build.built(tmp_path) is not None
     said = capsys.readouterr().err.splitlines()
     assert said == [f"narrowgauge: {slow} compiles the CPU kernels, once on this machine ..."] * lines

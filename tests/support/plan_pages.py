@@ -146,7 +146,7 @@ ROWS = [
     ),
     Row(
         FRONTIER,
-        "| together | {device} | about 22 GiB | about 8 GiB |",
+        "| together | {device} | 26.9 GiB | 16.6 GiB |",
         "--model llama3-8b --data.sequence_length 8192 --recipe bf16 --training.micro_batch_size 1 "
         f"{AGAIN} --memory-limit 64GB",
     ),

@@ -77,9 +77,9 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
         path = _data_of(path)
         if not path.is_file() or not _is_tokens(path):
             return None
-        train, val = Path(_with_word(str(path), "val", "train")), Path(_held_out_name(str(path)))
-        is_pair = train != val and all(one.is_file() and _is_tokens(one) for one in (train, val))
-        return ([train], [val]) if is_pair else ([path], [])
+        pair = [Path(_with_word(str(path), *words)) for words in (("val", "train"), ("train", "val"))]
+        is_pair = pair[0] != pair[1] and all(one.is_file() and _is_tokens(one) for one in pair)
+        return (pair[:1], pair[1:]) if is_pair else ([path], [])
     except OSError as error:
         raise UserError(
             f"cannot look into {source!r}: {error.strerror}; give a source that can be read"

@@ -92,10 +92,11 @@ def built(directory: Path) -> Path | None:
 
 @contextmanager
 def _announced(line: str) -> Iterator[None]:
-    """Print a line to stderr if the block takes longer than `_QUIET_SECONDS`."""
+    """Print a line on the terminal if the block takes longer than `_QUIET_SECONDS`; nothing in a log."""
     timer = Timer(_QUIET_SECONDS, lambda: print(line, file=sys.stderr, flush=True))
     timer.daemon = True
-    timer.start()
+    if sys.stderr.isatty():
+        timer.start()
     try:
         yield
     finally:

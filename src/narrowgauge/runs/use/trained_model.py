@@ -168,7 +168,7 @@ def run_data(trained: TrainedRun, source: str | None, progress: Progress | None 
     if not use_run_tokenizer:
         name = data.tokenizer
     elif trained.tokenizer_file is None and all(map(token_files, split_sources(text, weights))):
-        name = f"ids-{trained.config.model.vocab_size}"  # tokens need no tokenizer, only ids of the model
+        name = f"ids-{trained.model.config.vocab_size}"  # tokens need no tokenizer, only ids of the model
     else:
         assert trained.tokenizer  # raises where there is none
         name = str(trained.tokenizer_file)
