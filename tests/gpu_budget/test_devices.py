@@ -22,7 +22,7 @@ def test_nvfp4_is_faster_than_bf16_on_a_b200():
     """Casts write codes and scales as the hardware reads them; packed by torch, it took 1.9 times as long."""
     nvfp4, bf16 = (count(BIG, recipe, "b200") for recipe in ("nvfp4", "bf16"))
     assert nvfp4.seconds / bf16.seconds <= 0.741 * SLACK
-    assert nvfp4.launches <= 2116
+    assert nvfp4.launches <= 2120
     assert nvfp4.waits == 0
 
 
@@ -47,10 +47,10 @@ def test_seconds_over_those_of_a_wide_recipe(gpu, size, recipe, wide, ratio):
 @pytest.mark.parametrize(
     ("gpu", "size", "recipe", "launches", "gigabytes"),
     [
-        ("rtx5090", SMALL, "nvfp4", 1832, 52.22),
-        ("rtx5090", SMALL, "mxfp8", 1240, 53.04),
-        ("mi355x", BIG, "fp8", 1300, 312.6),
-        ("mi355x", BIG, "mxfp8", 1664, 436.2),
+        ("rtx5090", SMALL, "nvfp4", 1836, 50.11),
+        ("rtx5090", SMALL, "mxfp8", 1244, 50.93),
+        ("mi355x", BIG, "fp8", 1304, 309.3),
+        ("mi355x", BIG, "mxfp8", 1668, 432.9),
     ],
 )
 def test_launches_and_bytes(gpu, size, recipe, launches, gigabytes):
