@@ -44,7 +44,6 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """What is there now stays to the end: no later collection looks through it."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

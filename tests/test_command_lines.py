@@ -45,7 +45,7 @@ PAGES["the notebook"] = "".join(
 # What a reader brings along, and what a checkout would hold if the reader did what the page proposes.
 OF_THE_READER = re.compile(r"my\.toml|\./mxfp8-e3m4\.toml|smollm2-135m|e3m4")
 STARTERS = ("narrowgauge", "torchrun", "python", "pip", "make", "pytest", "tensorboard")
-OTHERS = {"cd", "curl", "docker", "done", "for", "mkdir", "pipx", "uv", ".venv/bin/pre-commit"}
+OTHERS = {"cd", "curl", "docker", "done", "for", "git", "mkdir", "pipx", "uv", ".venv/bin/pre-commit"}
 
 
 def lines_of(text: str) -> list[list[str]]:

@@ -104,6 +104,7 @@ def test_sensitivity_measures_each_place_in_nats(run):
     assert "mean of 2 forks" in answer["forks"]
 
 
+@pytest.mark.tier("thorough")
 def test_search_adds_up_what_forks_measured(run, tmp_path):
     out, words = tmp_path / "found.toml", {"batches": 1, "batch_size": 2, "keep": ()}
     found = ng.search(run, ["mxfp4", "bf16"], 0.5, out, fork_steps=1, fork_seeds=2, **words)

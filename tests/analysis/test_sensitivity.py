@@ -56,6 +56,7 @@ def test_every_layer_has_every_place(costs):
     assert {c.unit for c in exact} == {"share"}
 
 
+@pytest.mark.tier("thorough")
 def test_the_estimate_ranks_as_the_measurement_does(costs):
     assert sensitivity_json(*costs)["rank_correlation"] > 0.9
 

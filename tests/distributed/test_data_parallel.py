@@ -103,7 +103,7 @@ def test_fsdp_is_resumed_bit_for_bit(ranks, name):
     assert ranks(2, "jobs_data_parallel.resumed", recipe=name) == [True, True]
 
 
-@pytest.mark.tier("thorough", keep=("msamp-o3",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4", "coat", *NARROW, "eco"])
 def test_torchs_checkpoint_resumes_fsdp_bit_for_bit_on_two_processes_and_on_one(ranks, name, tmp_path):
     ranks(2, "jobs_data_parallel.saved_by_torch", recipe=name, folder=str(tmp_path))

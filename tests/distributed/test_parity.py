@@ -183,7 +183,7 @@ def test_means_are_of_all_tokens(parity, layout):
     check(*parity(layout, "bf16", MEANS))
 
 
-@pytest.mark.tier("thorough", keep=("tp 2",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "cp 2"])
 def test_keys_of_casts_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "bf16", KEYS))
@@ -200,7 +200,7 @@ KEPT = {
 }
 
 
-@pytest.mark.tier("thorough", keep=("tp 2",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", ["fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2"])
 def test_kept_channels_are_those_of_the_global_tensor(parity, layout):
     alone, everyone = parity(layout, "bf16", KEPT)
@@ -245,7 +245,7 @@ def test_a_tied_head_learned_positions_and_documents_kept_apart(parity, layout):
     check(*parity(layout, "fp8-row", GPT_2 | DOCUMENTS | changes))
 
 
-@pytest.mark.tier("thorough", keep=("zero 2",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", ["zero 1", "zero 2"])
 def test_stages_of_zero_and_heads_that_share_keys(parity, layout):
     check(*parity(layout, "fp4", {"model.kv_heads": 2}))
@@ -357,7 +357,7 @@ def test_muon_makes_the_whole_momentum_orthogonal(parity, layout):
     check(*parity(layout, "mxfp8", {"optimizer.name": "muon", "training.batch_size": 2}))
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", ["tp 2", "tp 2 x fsdp 2"])
 def test_narrow_weights_that_every_process_of_a_tensor_group_has(parity, layout):
     """The head: its gradient is stored with it, and is summed over processes that see different tokens."""

@@ -22,6 +22,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(rank, run, n
     assert ended[0].err == f"rank: signal {number.value} after step {step}\n"
 
 
+@pytest.mark.tier("thorough")
 def test_a_second_signal_stops_all_at_once(rank, run):
     both = [rank(r) for r in (0, 1)]
     run.until(run.is_under_way)
@@ -89,6 +90,7 @@ def test_when_one_process_is_killed_torchrun_ends_the_others(torchrun, run):
     assert "stopped sending heartbeats" in run.text("status")
 
 
+@pytest.mark.tier("thorough")
 def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run):
     ended = torchrun("raise=1@5").wait(30)
     assert ended.code == 1
@@ -162,6 +164,7 @@ def test_a_rank_in_a_place_without_return_is_ended_when_another_fails(rank):
     assert "the trouble of step 5" in ended[0].err
 
 
+@pytest.mark.tier("thorough")
 def test_what_all_ranks_find_wrong_at_the_start_is_printed_once_under_torchrun(torchrun):
     """The second one is sent SIGTERM by torchrun while it looks why the first has ended."""
     ended = torchrun("raise=all@1", "error=user", "early=1").wait(30)

@@ -23,7 +23,7 @@ def big(recipe, **options):
     return whole(BIG, recipe, 16, 1024, 28, options=tuple(options.items()))
 
 
-@pytest.mark.tier("thorough", keep=("fp8",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
 def test_every_layer_costs_the_same_so_that_few_stand_for_all(recipe):
     two, three, five = (counted(BIG, recipe, 16, 1024, layers) for layers in (2, 3, 5))
@@ -58,6 +58,7 @@ STREAM = {"recipe.stream": "bf16"}
 BOTH = STREAM | {"recipe.keep": "none"}  # the stream in bf16, the head in FP8
 
 
+@pytest.mark.tier("thorough")
 def test_a_stream_in_bf16_pays():
     """The norms sum it. It took 5 % longer than one in fp32 when a separate module did."""
     fp8, bf16 = (big(recipe, **STREAM) for recipe in ("fp8", "bf16"))
@@ -67,6 +68,7 @@ def test_a_stream_in_bf16_pays():
     assert fp8.peak_bytes < big("fp8").peak_bytes
 
 
+@pytest.mark.tier("thorough")
 def test_a_head_in_fp8_and_a_stream_in_bf16():
     """The head's three matmuls take 18 ms instead of 33, and its loss writes the codes that two of them
     read; 1.4 times as fast as bf16 at 0.5B."""
@@ -83,6 +85,7 @@ def test_a_head_in_fp8_and_a_stream_in_bf16():
     ceiling(narrow / wide, today=1 / 1.3, goal=1 / 1.3)
 
 
+@pytest.mark.tier("thorough")
 def test_memory_of_fp8_at_1_5b_with_options_that_change_no_number():
     """At most 50 GiB for 3 % of the time, at most 36 GiB for 12 %: GiB, and seconds over those without."""
     chunked, selective = (big("fp8", chunked_loss=True, **o) for o in ({}, {"recompute": "selective"}))
@@ -102,7 +105,7 @@ def test_fp8_is_worth_it_at_0_5b():
     ceiling(fp8 / bf16, today=1 / 1.2, goal=1 / 1.2)
 
 
-@pytest.mark.tier("thorough", keep=("mxfp8-1.25",))  # each takes ten seconds
+@pytest.mark.tier("thorough")  # each takes ten seconds
 @pytest.mark.parametrize(
     ("recipe", "today"),
     [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.25), ("quartet", 1.25), ("fp4", 1.5455)],
@@ -129,6 +132,7 @@ def test_the_host_runs_ahead(model, recipe, layers):
     assert count.launches * LAUNCH_S + count.functions * FUNCTION_S < 0.5 * count.seconds
 
 
+@pytest.mark.tier("thorough")
 def test_recomputation_at_8b():
     """At the ceilings, in ms."""
     count = whole(EIGHT, "fp8", 2, 8192, 32, options=(("recompute", True),))

@@ -207,6 +207,7 @@ def test_what_is_missing_is_refused(tmp_path):
     assert "money needs the price" in ng.advise("debug", cluster, money=5).refused
 
 
+@pytest.mark.tier("thorough")
 def test_hours_give_tokens_and_too_few_hours_are_refused(tmp_path):
     settings = {"model": "debug", "cluster": card(tmp_path), "recipes": ["bf16"], "batch_size": 2}
     found = advised(hours=2, **settings)

@@ -113,6 +113,7 @@ def test_a_comparison_in_processes_has_the_same_digits_as_here(tiny, tmp_path):
     assert losses[:2] == losses[2:]
 
 
+@pytest.mark.tier("thorough")
 def test_probes_sensitivities_and_searches_answer(run, tmp_path):
     probes = ng.probe(run, ["bf16", {"fprop": "mxfp4"}], draws=2, batches=2)
     assert [row["recipe"] for row in probes.rows()] == ["bf16", "own"]
@@ -133,6 +134,7 @@ def test_probes_sensitivities_and_searches_answer(run, tmp_path):
         ng.search(run, ["mxfp4", "bf16"], out=tmp_path / "f.toml")
 
 
+@pytest.mark.tier("thorough")
 def test_a_plan_and_a_forecast_are_results(tmp_path):
     plan = ng.plan("debug", {"fprop": "e4m3"}, "rtx4090", 10**10, price="0.5USD")
     assert plan.fits

@@ -110,6 +110,7 @@ def test_what_autograd_follows_is_left_to_torch():
     assert x.grad is not None
 
 
+@pytest.mark.tier("thorough")
 @needs_c
 def test_a_library_that_rounds_otherwise_is_not_used(tmp_path, monkeypatch):
     """Such as one made with flags that let the compiler change numbers."""
@@ -198,6 +199,7 @@ def test_a_folder_that_others_could_write_is_not_used(planted, what, monkeypatch
     assert sorted(folder.parent.rglob("*")) == before
 
 
+@pytest.mark.tier("thorough")
 @needs_c
 def test_a_cached_library_is_loaded_again(planted):
     """Else the tests above would show nothing; and under a umask that lets a group write."""
@@ -231,6 +233,7 @@ def test_a_part_of_a_tensor_without_numbers_is_not_read(name):
 
 
 @needs_c
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
     ("seconds", "terminal", "lines"), [(0.05, True, 1), (600.0, True, 0), (0.05, False, 0)]
 )

@@ -43,7 +43,8 @@ def _moves(
     if isinstance(keep, int):
         counts[test, *mark.args] += keep > 0
         return counts[test, *mark.args] > keep or not keep
-    found = {name: name in _names(item) for name in map(_name, keep)}
+    names = _names(item)
+    found = {name: name in names for name in map(_name, keep)}
     for name, is_found in found.items():
         key = f"{test}: {name}"
         unknown[key] = unknown.get(key, True) and not is_found

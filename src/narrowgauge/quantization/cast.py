@@ -144,6 +144,10 @@ class Cast:
 
     def values(self) -> dict[str, Any]:
         """The value of each key that a recipe's table can have, in the order in which casts are written."""
+        return dict(self._values)
+
+    @computed_once
+    def _values(self) -> dict[str, Any]:
         return _flat({f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod

@@ -75,6 +75,7 @@ def test_every_item_once_and_in_order(here):
     assert {item["status"] for item in here.values()} <= {"OK", "WARN", "MISS"}
 
 
+@pytest.mark.tier("thorough")
 def test_software(here):
     assert platform.python_version().startswith(here["python"]["found"])
     assert here["torch"]["found"].startswith(version("torch"))

@@ -237,6 +237,7 @@ def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
     assert lay_out(own, 4, directory.path).config.training.micro_batch_size == 2, "by its own file, too"
 
 
+@pytest.mark.tier("thorough")
 def test_the_command_says_it_once(narrowgauge, line, tmp_path):
     """Before the processes meet, and before the text is looked for."""
     words = line({"recipe.name": "mxfp8", "parallel.context": 2, "model.kv_heads": 2, "data.source": "gone"})
