@@ -190,7 +190,7 @@ def test_the_line_of_each_situation_plans_without_complaint(name, plans):
 def test_a_llama_on_one_4090_is_refused_with_what_it_takes():
     found = ng.advise("llama3-8b", "rtx4090", recipes=["bf16", "fp8"])
     assert found.answers == []
-    assert "llama3-8b does not fit on 1 x NVIDIA RTX 4090 (24GB): the least is" in found.refused
+    assert "llama3-8b does not fit on 1 x NVIDIA RTX 4090 (23.6GiB): the least is" in found.refused
     assert "it fits on" in found.refused
 
 

@@ -69,12 +69,12 @@ def takes(
         dtype: The dtype of the result.
         is_whole: Whether the values of a block are needed together.
     """
-    if split.dtype not in (torch.float32, torch.bfloat16) or dtype not in _TYPES:
+    if not has_library(split) or split.dtype not in (torch.float32, torch.bfloat16) or dtype not in _TYPES:
         return False
     if cast is not None and passes_gap(cast):
         return False
     is_flat = blocks.size[:-2] == (1,) * (len(blocks.size) - 2) or (_is_one(blocks) and not is_whole)
-    return is_flat and bool(blocks.size) and has_library(split)
+    return is_flat and bool(blocks.size)
 
 
 def has_library(x: torch.Tensor) -> bool:
