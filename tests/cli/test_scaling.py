@@ -31,7 +31,7 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
         low, high = row["step_ms_quartiles"]
         assert row["steps"] >= 5
         assert 0 < row["step_ms_best"] <= low <= row["step_ms"] <= high
-        assert row["on_core_ms"] > 0  # of the slowest process; the quartiles are of a step of all
+        assert 0 < row["on_core_ms"] <= high
         assert row["threads"] == 1
         assert 0 <= row["communication"] < 1
         if row["processes"] == 2:

@@ -7,8 +7,7 @@ from narrowgauge.formats import decode, encode, format
 from narrowgauge.quantization import make_cast
 from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.passes import build, c_call
-from narrowgauge.quantization.passes.codes_in_c import decoded, encoded
-from narrowgauge.quantization.passes.scales_in_c import largest_in_c, scales_in_c
+from narrowgauge.quantization.passes.in_c import block_scales, decoded, encoded, largest_finite
 
 pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 CASTS = [
@@ -37,7 +36,7 @@ def bits(t):
 @pytest.mark.parametrize("table", CASTS, ids=str)
 def test_scales_have_the_bits_of_torch(table, over, monkeypatch):
     cast, amax, largest = make_cast(table), amaxes(), torch.tensor(over)
-    found = scales_in_c(amax, cast, largest)
+    found = block_scales(amax, cast, largest)
     assert found is not None
     monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
     expected = scales_from(amax, cast, over=largest)
@@ -49,24 +48,24 @@ def test_scales_have_the_bits_of_torch(table, over, monkeypatch):
 
 def test_threads_share_scales_and_change_nothing(monkeypatch):
     cast, amax, over = make_cast("nvfp4"), amaxes(), torch.tensor(3.0)
-    alone = scales_in_c(amax, cast, over)
-    monkeypatch.setattr("narrowgauge.quantization.passes.scales_in_c.A_THREAD", 100)
+    alone = block_scales(amax, cast, over)
+    monkeypatch.setattr("narrowgauge.quantization.passes.in_c.A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    together = scales_in_c(amax, cast, over)
+    together = block_scales(amax, cast, over)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(alone[:4], together[:4], strict=True))
 
 
 def test_the_largest_finite_amax():
-    assert largest_in_c(amaxes()).item() == torch.finfo(torch.float32).max
-    assert largest_in_c(torch.tensor([torch.nan, 0.25, torch.inf])).item() == 0.25
-    assert largest_in_c(torch.tensor([torch.nan])).item() == 0
+    assert largest_finite(amaxes()).item() == torch.finfo(torch.float32).max
+    assert largest_finite(torch.tensor([torch.nan, 0.25, torch.inf])).item() == 0.25
+    assert largest_finite(torch.tensor([torch.nan])).item() == 0
 
 
 @pytest.mark.parametrize(
     "table", [{"cast": "nvfp4", "scale_rounding": "stochastic"}, {"cast": "nvfp4", "tensor_scale": "row"}]
 )
 def test_what_c_does_not_compute_is_left_to_torch(table):
-    assert scales_in_c(amaxes(), make_cast(table), torch.tensor(1.0)) is None
+    assert block_scales(amaxes(), make_cast(table), torch.tensor(1.0)) is None
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m1", "int8"])

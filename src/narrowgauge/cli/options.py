@@ -87,7 +87,7 @@ def _compare(p: KeyParser) -> None:
 
 
 def _plan(p: KeyParser) -> None:
-    _on_cluster(p, f"{', '.join(cluster.cluster_names())}, or a .toml file")
+    _cluster_option(p, f"{', '.join(cluster.cluster_names())}, or a .toml file")
     p.add_argument("--devices", metavar="N", default="1", help="number of devices (1)")
     p.add_argument("--tokens", metavar="N", help="training tokens, as in 300B (default: from the steps)")
     p.add_argument("--price", metavar="P", help="price of a device-hour, such as 2.50USD (the cluster's)")
@@ -105,7 +105,7 @@ def _named_model(name: str) -> str:
     return name
 
 
-def _on_cluster(p: KeyParser, text: str) -> None:
+def _cluster_option(p: KeyParser, text: str) -> None:
     """Add the option that names a cluster, checked before the verb imports what it computes with."""
     p.add_argument("--cluster", metavar="SPEC", type=checked(cluster.cluster_name), help=text)
 
@@ -293,7 +293,7 @@ def _search(p: KeyParser) -> None:
     )
     text = "largest share of the GEMM time in the widest format, on --cluster"
     budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
-    _on_cluster(p, "with --gemm-time: a shipped cluster or a .toml file")
+    _cluster_option(p, "with --gemm-time: a shipped cluster or a .toml file")
     text = "nats that twice the steps would remove from the loss (the run's)"
     p.add_argument("--loss-per-doubling", type=float, metavar="NATS", help=text)
     text = f"layers that stay in the widest format, '' for none ({HEAD})"
@@ -320,7 +320,7 @@ def _subject(p: KeyParser, batches: int) -> None:
 def _advise(p: KeyParser) -> None:
     text = "a named model (narrowgauge models)"
     p.add_argument("--model", required=True, type=checked(_named_model), metavar="NAME", help=text)
-    _on_cluster(p, f"{', '.join(cluster.cluster_names())}, or a .toml file (this machine)")
+    _cluster_option(p, f"{', '.join(cluster.cluster_names())}, or a .toml file (this machine)")
     p.add_argument("--devices", type=positive_integer, default=1, metavar="N", help="number of devices (1)")
     p.add_argument("--tokens", metavar="D", help="training tokens, as in 10B (as published)")
     p.add_argument("--hours", type=float, metavar="H", help="limit on the hours of the training")

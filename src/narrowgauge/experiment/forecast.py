@@ -15,7 +15,7 @@ from narrowgauge.forecast import (
     scheme_names,
 )
 from narrowgauge.models import count_block_weights, model_config
-from narrowgauge.recipes import Recipe, RecipeLike, load_recipe, recipe_names, several
+from narrowgauge.recipes import Recipe, RecipeLike, load_recipe, recipe_list, recipe_names
 from narrowgauge.recipes import recipe as named_recipe
 from narrowgauge.report import read_runs
 from narrowgauge.report.verdict.expected import own_points
@@ -52,7 +52,7 @@ def predict(
         UserError: A recipe, model or file is not what it should be, two recipes share a name, or a number
             is not above 0.
     """
-    if not (named := several(recipe)):
+    if not (named := recipe_list(recipe)):
         raise UserError("predict needs a recipe, such as nvfp4")
     recipes: dict[str, Recipe] = {}
     for one in named:

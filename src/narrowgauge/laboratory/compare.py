@@ -20,7 +20,7 @@ from narrowgauge.experiment.run import print_plan, run_experiment, with_equal_th
 from narrowgauge.laboratory.chart import curves
 from narrowgauge.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
 from narrowgauge.laboratory.watch import watched_by_another
-from narrowgauge.recipes import RecipeLike, several
+from narrowgauge.recipes import RecipeLike, recipe_list
 from narrowgauge.report import Run, Verdict, print_comparison, read_runs, verdicts
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.loop.check_data import check_vocabulary
@@ -147,7 +147,7 @@ def compare(
     kind = "ladder" if rungs or jobs else "compare"
     path = Path(out or Path("runs") / f"{kind}-{model}")
     named = []
-    for one in several(recipes):
+    for one in recipe_list(recipes):
         name = short_name(one)
         named.append(Variant(name, {RECIPE: recipe_name(one, path / f"{name}.recipe.toml")}))
     others = [Variant(name, keys) for name, keys in (variants or {}).items()]

@@ -13,7 +13,7 @@ from narrowgauge.analysis import probe as probe_subject
 from narrowgauge.analysis.probe import USEFUL
 from narrowgauge.laboratory.chart import bars
 from narrowgauge.laboratory.subject import Progress, Text, TextKeys, facts, heading, keep
-from narrowgauge.recipes import RecipeLike, recipe, several
+from narrowgauge.recipes import RecipeLike, recipe, recipe_list
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.run_directory import PROBE
 from narrowgauge.t_interval import Interval
@@ -108,7 +108,7 @@ def probe(
     Raises:
         UserError: There is no such run, text or recipe, or too little text for two batches.
     """
-    path, named = Path(run), [recipe(one) for one in several(recipes)]
+    path, named = Path(run), [recipe(one) for one in recipe_list(recipes)]
     probed = Text(**text).open(path)
     probes = probe_subject(probed.subject, named or [probed.recipe], draws, show)
     found = probe_json(probes, **facts(probed), draws=draws)

@@ -434,9 +434,8 @@ def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
 def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = False) -> Iterator[None]:
     """The micro-batches of one step, whose weights do not change and whose gradients only `backward` sums.
 
-    A layer then adds the gradient of its weight to the one that waits, in one pass, and an embedding adds the
-    rows of its ids. On a CPU a weight that modules share is left to autograd, which adds up its gradients in
-    another order.
+    A layer then adds its weight's gradient to the existing one in one pass, and an embedding adds the rows of
+    its ids. On a CPU autograd adds up the gradients of a weight that modules share, in another order.
 
     Args:
         model: The model.

@@ -42,8 +42,8 @@ from narrowgauge.nn.step_state import StepState
 from narrowgauge.nn.weight import GatheredWeight, WeightUse
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, TensorShard, local_channels
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.quantization.passes.codes_in_c import decoded, encoded
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
+from narrowgauge.quantization.passes.in_c import decoded, encoded
 from narrowgauge.recipes.kept_channels import CHOOSES
 from narrowgauge.recipes.places import have_same_numbers, reuses
 

@@ -16,9 +16,9 @@ from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks, blocks_of, chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
+from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.passes.errors import block_errors, in_order, projection_sums
 from narrowgauge.quantization.passes.rounding import block_amax
-from narrowgauge.quantization.passes.scales_in_c import largest_in_c, scales_in_c
 from narrowgauge.quantization.scales import Scales
 
 
@@ -29,9 +29,9 @@ def scales_of(
     amax = context.global_amax(block_amax(split, blocks), cast, axis)
     over = None
     if cast.scales.outer != "none":
-        largest = None if cast.scales.by_row else largest_in_c(amax)
-        finite = torch.where(amax < torch.inf, amax, 0.0) if largest is None else largest
         by_row = cast.scales.by_row
+        largest = None if by_row else in_c.largest_finite(amax)
+        finite = torch.where(amax < torch.inf, amax, 0.0) if largest is None else largest
         over = context.row_amax(finite, blocks, axis, cast) if by_row else context.tensor_amax(finite)
     random = context.random_over_grid(blocks, cast, axis) if cast.scales.rounding == "stochastic" else None
     if not cast.scales.correction:
@@ -113,7 +113,7 @@ def scales_from(
         candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
     """
     is_plain = given is None and random is None and not candidate
-    if is_plain and (found := scales_in_c(amax, cast, over)) is not None:
+    if is_plain and (found := in_c.block_scales(amax, cast, over)) is not None:
         return found
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)

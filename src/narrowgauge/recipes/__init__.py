@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.registry import load_recipe as load_recipe
     from narrowgauge.recipes.registry import parse_recipe as parse_recipe
     from narrowgauge.recipes.registry import recipe as recipe
+    from narrowgauge.recipes.registry import recipe_list as recipe_list
     from narrowgauge.recipes.registry import recipe_names as recipe_names
-    from narrowgauge.recipes.registry import several as several
     from narrowgauge.recipes.resolve import HEAD as HEAD
     from narrowgauge.recipes.resolve import ModelPlan as ModelPlan
     from narrowgauge.recipes.resolve import Names as Names

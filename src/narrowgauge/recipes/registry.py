@@ -108,7 +108,7 @@ def _shipped(name: str) -> Recipe:
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
 
-def several(given: RecipeLike | Sequence[RecipeLike]) -> list[RecipeLike]:
+def recipe_list(given: RecipeLike | Sequence[RecipeLike]) -> list[RecipeLike]:
     """One recipe or several, as a list.
 
     Raises:

@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def reserved(self) -> int:
-        """Bytes of it that no tensor takes: fragmentation, and the driver's context."""
+        """Bytes of the limited memory that no tensor takes: fragmentation, and the driver's context."""
         return self.room.reserved(self.step.memory)
 
     @property

@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,11 +136,11 @@ class Idle(NamedTuple):
 
 def idle() -> Idle:
     """Idle time of this thread; counts starvation as sleep where /proc is missing."""
-    try:
-        on_core, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    except OSError:
-        return Idle(time.perf_counter() - time.thread_time(), 0.0)
-    return Idle(time.perf_counter() - (int(on_core) + int(ready)) / 1e9, int(ready) / 1e9)
+    ready = 0.0
+    with suppress(OSError):
+        # Its first number, the time on a core, lags behind `thread_time` by up to a tick of the scheduler.
+        ready = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return Idle(time.perf_counter() - time.thread_time() - ready, ready)
 
 
 def _share_on_gpu(trainer: Trainer, batches: Iterator[Batch]) -> float:

@@ -73,7 +73,7 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
             if not files:
                 return None
             train, val = _by_name(source, files)
-            return train, val or [p for p in _matches(_held_out_name(source)) if p not in train]
+            return train, val or [p for p in _matches(_with_word(source, "train", "val")) if p not in train]
         path = _data_of(path)
         if not path.is_file() or not _is_tokens(path):
             return None
@@ -173,11 +173,6 @@ def _by_name(source: str, files: list[Path]) -> tuple[list[Path], list[Path]]:
             "name one of them to train on it"
         )
     return train, val
-
-
-def _held_out_name(source: str) -> str:
-    """The source with the word `train` in its last part replaced by `val`."""
-    return _with_word(source, "train", "val")
 
 
 def _with_word(source: str, word: str, other: str) -> str:

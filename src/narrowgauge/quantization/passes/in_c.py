@@ -1,28 +1,44 @@
-"""The passes of `passes.c`: which tensors they support, and how they are called.
+"""The passes in C: which tensors they support, and how they are called.
 
-They process bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or form a single
-block. Torch operations compute everything else (`takes`): GPU tensors, compiled graphs, tensors that autograd
-tracks. For meta tensors, used to estimate memory, results are allocated and no pass is called.
+The passes of `passes.c` take bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or
+form a single block. Torch operations compute everything else (`takes`): GPU tensors, compiled graphs, tensors
+that autograd tracks. For meta tensors, used to estimate memory, results are allocated and no pass is called.
+
+The passes of `scales.c` replace many operations on small tensors: scales of blocks from their amaxes, and
+codes of bf16 values. Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so
+codes are read from tables that `formats.encode` and `decode` fill.
 """
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.formats import Randomness, RandomStream
+from narrowgauge.formats import Format, Randomness, RandomStream, decode, encode, format
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.passes.c_call import MODES, SIZES, Pass, c_library, fields_of, run
+from narrowgauge.quantization.passes.c_call import (
+    A_THREAD,
+    MODES,
+    SIZES,
+    Pass,
+    c_library,
+    fields_of,
+    run,
+    share,
+)
 from narrowgauge.quantization.passes.implementations import passes_gap
 from narrowgauge.quantization.scales import Scales
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 RESULTS = ("values", "stored", "codes")  # the element; the element times its block's scale; its code
 _CHOICES = ("mae", "mse", "max")
+_RULES = ("floor", "ceil", "even", "rceil", "fp32", "nvfp4")  # of scales, in the order of `scales.c`
 TILE = 1024  # elements that a thread holds at a time
 _ONE_BLOCK = 2**16  # elements per piece of a block that spans the full tensor
 
@@ -163,6 +179,114 @@ def projections(
     _run(split, "projection_pass", Pass(**fields, **sizes))
     del kept
     return blocks.align(above.view(blocks.grid)), blocks.align(below.view(blocks.grid))
+
+
+def block_scales(amax: torch.Tensor, cast: Cast, over: torch.Tensor | None) -> Scales | None:
+    """The scales of blocks rounded to nearest, one candidate each; None if C does not compute them.
+
+    Args:
+        amax: float32, one entry per block.
+        cast: The cast.
+        over: The amax of the tensor, 0-dim, for scales under a tensor scale.
+    """
+    by, fmt = cast.scales, cast.scales.format
+    rule = by.rule if fmt == "e8m0" else "nvfp4" if by.are_nvfp4 and not by.by_row else fmt
+    is_nearest = by.rounding == "nearest-even" or rule != "nvfp4"
+    if rule not in _RULES or not is_nearest or not has_library(amax):
+        return None
+    amax, above = amax.contiguous(), None
+    encode_scale, block = torch.empty_like(amax), torch.empty_like(amax)
+    finite = torch.empty_like(amax, dtype=torch.bool)
+    one = _Scales(amax.data_ptr(), encode_scale.data_ptr(), block.data_ptr(), finite.data_ptr())
+    one.rule, one.emax, one.keeps_power = _RULES.index(rule), cast.element.emax, by.power_of_two
+    one.half, one.factor = 1 << (22 - cast.element.fraction_bits), cast.aim
+    if rule == "rceil":
+        one.factor = 1 / cast.aim
+    elif rule == "nvfp4":
+        assert over is not None
+        above = torch.empty_like(over)
+        one.format = Pass(**fields_of(format(fmt)))
+        one.over, one.above, one.factor = over.data_ptr(), above.data_ptr(), 1 / cast.aim
+        one.largest = cast.target * cast.element.max * by.headroom
+        one.instead = {"zero": 0.0, "one": 1.0}.get(by.zero_rule, format(fmt).smallest_subnormal)
+        one.zeros = by.zero_rule == "one"
+    _share(amax, "scale_pass", one)
+    return Scales(encode_scale, block, above, finite)
+
+
+def largest_finite(amax: torch.Tensor) -> torch.Tensor | None:
+    """The largest finite amax, 0-dim float32; None if C does not compute it."""
+    if not has_library(amax):
+        return None
+    amax, largest = amax.contiguous(), torch.empty((), dtype=torch.float32, device=amax.device)
+    _share(amax, "largest_pass", _Scales(amax.data_ptr(), largest.data_ptr()), threads=1)
+    return largest
+
+
+def encoded(values: torch.Tensor, element: Format) -> torch.Tensor:
+    """`formats.encode` of values on the grid of a format of at most 8 bits: uint8."""
+    if values.dtype != torch.bfloat16 or not has_library(values):
+        return encode(values, element)
+    return _looked_up("encode_pass", values, _codes, element, torch.uint8)
+
+
+def decoded(codes: torch.Tensor, element: Format, dtype: torch.dtype) -> torch.Tensor:
+    """`formats.decode` of uint8 codes."""
+    if dtype != torch.bfloat16 or not has_library(codes):
+        return decode(codes, element, dtype)
+    return _looked_up("decode_pass", codes, _values, element, dtype)
+
+
+class _Scales(ctypes.Structure):
+    """The struct `Scales` of `scales.c`, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("amax", "encode", "block", "finite", "over", "above")),
+        ("format", Pass),
+        *((name, ctypes.c_int32) for name in ("rule", "emax", "half", "keeps_power", "zeros")),
+        *((name, ctypes.c_float) for name in ("factor", "largest", "instead")),
+    ]
+
+
+class _Lookup(ctypes.Structure):
+    """The struct `Lookup` of `scales.c`, field by field."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("x", "table", "out")]
+
+
+@cache
+def _codes(element: Format) -> torch.Tensor:
+    """The code of each bf16 value, by its bits; only values of the format are ever looked up."""
+    every = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    return encode(every, element)
+
+
+@cache
+def _values(element: Format) -> torch.Tensor:
+    """The bf16 value of each code."""
+    return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), element, torch.bfloat16)
+
+
+def _looked_up(
+    name: str,
+    x: torch.Tensor,
+    table: Callable[[Format], torch.Tensor],
+    element: Format,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if not x.is_meta:
+        _share(x, name, _Lookup(x.data_ptr(), table(element).data_ptr(), out.data_ptr()))
+    return out
+
+
+def _share(x: torch.Tensor, name: str, one: ctypes.Structure, threads: int | None = None) -> None:
+    """Call a pass over all elements of a tensor, unless it is on the meta device."""
+    library = c_library()
+    assert library is not None
+    if not x.is_meta:
+        share(getattr(library, name), one, x.numel(), threads or x.numel() // A_THREAD)
 
 
 def _stands_for_cpu(split: torch.Tensor) -> bool:

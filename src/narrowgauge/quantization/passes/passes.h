@@ -1,4 +1,4 @@
-/* The record of a pass over a tensor, and the rounding of one number; shared by the C of this folder. */
+/* The record of a pass over a tensor, and the rounding of one value; shared by the C of this folder. */
 
 #include <math.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-/* The scales of blocks from their amaxes, and codes by table, on a CPU (block_scales.py and codes.py call them).
+/* The scales of blocks from their amaxes, and codes by table, on a CPU (in_c.py calls them).
 
 The arithmetic is that of quantization/scales.py, operation for operation. */
 
@@ -7,7 +7,7 @@ The arithmetic is that of quantization/scales.py, operation for operation. */
 enum { FLOOR, CEIL, EVEN, RCEIL, FP32, NVFP4 };
 
 typedef struct {
-  const float *amax; /* no number is negative */
+  const float *amax; /* no value is negative */
   float *encode, *block;
   uint8_t *finite;
   const float *over; /* the tensor's, for NVFP4 */
@@ -91,7 +91,7 @@ int scale_pass(const Scales *p, int64_t begin, int64_t end) {
   return 0;
 }
 
-/* Units: blocks. The largest finite amax, into `encode`; finite bits are ordered as their numbers are. */
+/* Units: blocks. The largest finite amax, into `encode`; the bits of finite values are ordered as the values are. */
 int largest_pass(const Scales *p, int64_t begin, int64_t end) {
   const int32_t *amaxes = (const int32_t *)p->amax;
   int32_t most = 0;
@@ -108,7 +108,7 @@ typedef struct {
   void *out;
 } Lookup;
 
-/* Units: elements. The code of each bf16 number. */
+/* Units: elements. The code of each bf16 value. */
 int encode_pass(const Lookup *p, int64_t begin, int64_t end) {
   const uint16_t *RESTRICT x = p->x;
   const uint8_t *RESTRICT table = p->table;
@@ -117,7 +117,7 @@ int encode_pass(const Lookup *p, int64_t begin, int64_t end) {
   return 0;
 }
 
-/* Units: elements. The bf16 number of each code. */
+/* Units: elements. The bf16 value of each code. */
 int decode_pass(const Lookup *p, int64_t begin, int64_t end) {
   const uint8_t *RESTRICT x = p->x;
   const uint16_t *RESTRICT table = p->table;
