@@ -64,6 +64,12 @@ def test_disabled_torch_function_leaves_results_plain():
     assert x.seen == [torch.ops.aten.add.Tensor]
 
 
+def test_modes_that_observe_operations_are_noticed():
+    assert not compat.is_observed()
+    with compat.TorchDispatchMode():
+        assert compat.is_observed()
+
+
 def test_operations_tell_whether_they_write():
     assert compat.is_in_place(torch.ops.aten.add_.Tensor)
     assert compat.is_in_place(torch.ops.aten.copy_.default)
