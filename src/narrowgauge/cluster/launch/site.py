@@ -14,8 +14,8 @@
     options = ["--constraint=ib"]       # further #SBATCH lines
     srun = ["--cpu-bind=cores"]         # further options of srun
 
-    [[slurm.limit]]                     # a partition takes jobs of at most so many nodes for so many hours;
-                                        # of its tables, the first that takes a job's nodes counts
+    [[slurm.limit]]                     # the most nodes of a job, and its most hours; of a partition's
+                                        # tables, the first with enough nodes for a job counts
     partition = "gpu"
     nodes = 16
     hours = 48
@@ -56,7 +56,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a partition takes: jobs of at most so many nodes for at most so many hours."""
+    """The most nodes and hours of a job in a partition."""
 
     partition: str
     nodes: int

@@ -54,8 +54,8 @@ def slurm_script(job: Job, site: Site) -> str:
 def queued(job: Job, site: Site) -> Job:
     """The job with the partition and the time limit that the site's limits give it.
 
-    Without a time it gets the longest of a partition that takes so many nodes; with one, the first partition
-    that takes it for so long. A partition without limits takes everything.
+    Without a time it gets the longest of a partition that takes its nodes; with one, the first partition
+    that takes it. A partition without limits takes everything.
 
     Raises:
         UserError: The limits allow no such job.

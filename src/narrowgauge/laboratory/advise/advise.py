@@ -75,9 +75,7 @@ def advise(
     """
     machine, name = _machine(cluster)
     found = published(model)
-    defaults, notes = _defaults(model, found, sequence_length, batch_size)
-    if data is None:
-        notes.append("data: without --data the lines train on the source code of Python's standard library")
+    defaults, notes = _defaults(model, found, sequence_length, batch_size, data)
     sized = model_config(name=model)
     budget = _tokens(tokens)
     if budget is None and hours is None and money is None:
@@ -358,7 +356,11 @@ def _machine(name: str | None) -> tuple[Cluster, str]:
 
 
 def _defaults(
-    model: str, found: Published | None, sequence_length: int | None, batch_size: int | None
+    model: str,
+    found: Published | None,
+    sequence_length: int | None,
+    batch_size: int | None,
+    data: str | Path | None,
 ) -> tuple[Values, list[str]]:
     """The values that all settings share, and where they come from."""
     sized = model_config(name=model)
@@ -369,6 +371,8 @@ def _defaults(
     else:
         notes = [f"defaults: {found.source}" + (f"; {found.note}" if found.note else "")]
         length, batch = found.sequence_length, found.batch_size
+    if data is None:
+        notes.append("data: without --data the lines train on the source code of Python's standard library")
     values: Values = {
         "model": {"name": model},
         "data": {"sequence_length": sequence_length or length},
