@@ -1,18 +1,12 @@
 """nanoGPT and nanochat as they are cloned: converted, and trained by their own code.
 
-Their text is not in this project. Each test runs where a variable names a checkout:
-
-    git clone https://github.com/karpathy/nanoGPT; git clone https://github.com/karpathy/nanochat
-    export NARROWGAUGE_NANOGPT=nanoGPT NARROWGAUGE_NANOCHAT=nanochat
-    python -m pytest tests/integrations/test_as_cloned.py
+Each test runs where a variable names a checkout (`support/cloned.py`).
 """
 
-import os
 import pickle
 import runpy
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,30 +14,15 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.nn import Stepped
+from support.cloned import cloned
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64}
 
 
-@pytest.fixture
-def checkout(monkeypatch):
-    """The path of a checkout, whose modules can be imported; they are forgotten afterwards."""
-
-    def find(variable, modules):
-        if not (folder := os.environ.get(variable)):
-            pytest.skip(f"{variable} names no checkout")
-        path = Path(folder).resolve()
-        monkeypatch.syspath_prepend(str(path))
-        for name in [name for name in sys.modules if name.split(".")[0] in modules]:
-            monkeypatch.delitem(sys.modules, name)
-        return path
-
-    return find
-
-
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp4"])
 @pytest.mark.filterwarnings("ignore")  # of their code: files that are not closed, old names of torch
-def test_train_py_of_nanogpt_trains_a_converted_model(recipe, checkout, tmp_path, monkeypatch, capsys):
-    path = checkout("NARROWGAUGE_NANOGPT", {"model"})
+def test_train_py_of_nanogpt_trains_a_converted_model(recipe, tmp_path, monkeypatch, capsys):
+    path = cloned("nanoGPT", monkeypatch)
     for part in ("train", "val"):
         (np.arange(4096) % 97).astype(np.uint16).tofile(tmp_path / f"{part}.bin")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 128}))  # as its scripts prepare data
@@ -82,8 +61,8 @@ def test_train_py_of_nanogpt_trains_a_converted_model(recipe, checkout, tmp_path
 
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
 @pytest.mark.filterwarnings("ignore:each of .* layers such as")  # their layers cast their weights
-def test_the_model_and_optimizer_of_nanochat_train_under_a_recipe(recipe, checkout, monkeypatch):
-    checkout("NARROWGAUGE_NANOCHAT", {"nanochat"})
+def test_the_model_and_optimizer_of_nanochat_train_under_a_recipe(recipe, monkeypatch):
+    cloned("nanochat", monkeypatch)
     gpt = import_module("nanochat.gpt")
     torch.manual_seed(0)
     model = gpt.GPT(gpt.GPTConfig(sequence_len=32, vocab_size=128, n_kv_head=2, **TINY))

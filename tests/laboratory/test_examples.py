@@ -1,18 +1,28 @@
 """The examples of docs/examples.md run as they stand, and are short."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from support.cloned import MODULES, cloned
+
 PAGE = (Path(__file__).parents[2] / "docs" / "examples.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^## ([^\n]*)\n.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL))
 TRAIN = ("A comparison in a notebook", "A gate in CI", "A probe of a trained model, and a forecast")
+CLONED = {f"{program} as it is": program for program in MODULES}
+PROMISED = {
+    *("A custom format", "A custom recipe", "A custom cast", "A custom gauge", "A custom optimizer"),
+    *("A vision transformer", "A mixture of experts of transformers", "A comparison in a notebook"),
+    *("A plan over clusters", "A gate in CI", *CLONED),
+}
 SLOW = (*TRAIN, "A vision transformer", "A mixture of experts of transformers", "A plan over clusters")
 
 
-def test_there_are_twelve_of_at_most_twenty_lines():
-    assert len(EXAMPLES) == PAGE.count("```python") == 12
+def test_there_are_thirteen_of_at_most_twenty_lines():
+    assert len(EXAMPLES) == PAGE.count("```python") == 13
+    assert set(EXAMPLES) == {*PROMISED, "A probe of a trained model, and a forecast"}
     assert {name: text.count("\n") for name, text in EXAMPLES.items() if text.count("\n") > 20} == {}
 
 
@@ -23,7 +33,7 @@ def run(name, source, folder, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in SLOW])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in (*SLOW, *CLONED)])
 def test_an_example_runs(name, source, tmp_path, monkeypatch, capsys):
     run(name, source, tmp_path, monkeypatch, capsys)
 
@@ -36,3 +46,12 @@ def test_a_longer_example_runs(name, source, tmp_path, monkeypatch, capsys):
     run(name, source, tmp_path, monkeypatch, capsys)
     if name in TRAIN:
         assert list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.filterwarnings("ignore:each of .* layers such as")  # nanochat's layers cast their weights
+@pytest.mark.parametrize("name", CLONED)
+def test_a_program_trains_as_it_was_cloned(name, source, tmp_path, monkeypatch, capsys):
+    cloned(CLONED[name], monkeypatch)
+    losses = json.loads(run(name, source, tmp_path, monkeypatch, capsys).splitlines()[-1])
+    assert losses[-1] < losses[0] - 0.5, losses

@@ -62,6 +62,7 @@ def figures(words: list[str]) -> dict[str, str]:
             f"{column}_time": human_duration(86_400 * cost["days"]),
             f"{column}_price": f"{cost['price']:,.2f} {plan['run'].get('currency', '')}",
             f"{column}_hours": f"{cost['device-hours']:,.0f}",
+            f"{column}_node_hours": f"{cost['device-hours'] / 8:,.0f}",
         }
     if "step" in plan:
         found["casts_step"] = f"{_figure(plan['step']['casts'])} s"
@@ -79,6 +80,8 @@ def fitting(model: str, micro: int, recipe: str, more: str = "") -> Row:
 EIGHT = f"--model llama3-8b --recipe msamp-o3 --training.micro_batch_size 1 {AGAIN} {OFFLOAD}"
 EIGHT += " --data.sequence_length 2048"
 TOKENS = "--cluster rtx4090 --data.sequence_length 1024 --training.batch_size 512"
+GUIDE = "--model llama3-8b --data.sequence_length 8192 --recipe bf16 --cluster frontier --tokens 1T "
+GUIDE += "--training.batch_size 2048 --training.micro_batch_size 1 --training.chunked_loss true"
 ROWS = [
     fitting("gpt2-124m", 8, "fp8"),
     fitting("gpt3-345m", 8, "fp8"),
@@ -138,17 +141,22 @@ ROWS = [
         )
         for recipe in ("bf16", "msamp-o2")
     ),
-    Row(
-        FRONTIER,
-        "| weights, gradients, m, v (fp32) | {state} | 15.0 GiB | 0.2 GiB |",
-        "--model llama3-8b --data.sequence_length 8192 --recipe bf16 --training.micro_batch_size 1 "
-        f"{AGAIN} --memory-limit 64GB",
+    *(
+        Row(
+            FRONTIER,
+            f"| {devices} | {'yes' if more else 'no'} | {{state}} | {{device}} |",
+            f"{GUIDE} --devices {devices} {more}",
+        )
+        for devices, more in ((8, AGAIN), (8, ""), (512, AGAIN), (512, ""))
     ),
-    Row(
-        FRONTIER,
-        "| together | {device} | 26.9 GiB | 16.6 GiB |",
-        "--model llama3-8b --data.sequence_length 8192 --recipe bf16 --training.micro_batch_size 1 "
-        f"{AGAIN} --memory-limit 64GB",
+    *(
+        Row(
+            FRONTIER,
+            f"| {'yes' if more else 'no'} | {{best_step}} | {{expect_step}} | {{expect_time}} | "
+            "{expect_hours} | {expect_node_hours} |",
+            f"{GUIDE} --devices 512 {more}",
+        )
+        for more in (AGAIN, "")
     ),
 ]
 

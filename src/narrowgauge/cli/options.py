@@ -364,7 +364,9 @@ def _launch(p: KeyParser) -> None:
     p.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (1)")
     p.add_argument("--gpus-per-node", type=int, metavar="G", help="processes per node (the site's, or 1)")
     p.add_argument("--site", metavar="NAME", help=f"{', '.join(cluster.site_names())} or a .toml file")
-    p.add_argument("--time", default="", metavar="HH:MM:SS", help="Slurm: time limit, or D-HH:MM:SS")
+    p.add_argument(
+        "--time", default="", metavar="HH:MM:SS", help="Slurm: time limit, or D-HH:MM:SS (the site's)"
+    )
     p.add_argument("--account", default="", metavar="A", help="Slurm: account (the site's)")
     p.add_argument("--partition", default="", metavar="P", help="Slurm: partition (the site's)")
     p.add_argument("--out", type=Path, metavar="SCRIPT", help="the script")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from narrowgauge.cluster.launch.site import Site as Site
     from narrowgauge.cluster.launch.site import load_site as load_site
     from narrowgauge.cluster.launch.site import site_names as site_names
+    from narrowgauge.cluster.launch.slurm import queued as queued
     from narrowgauge.cluster.launch.slurm import slurm_script as slurm_script
     from narrowgauge.cluster.launch.torchrun import torchrun_script as torchrun_script
     from narrowgauge.cluster.plan.cluster_spec import Cluster as Cluster

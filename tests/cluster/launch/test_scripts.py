@@ -263,11 +263,31 @@ def test_what_sbatch_reads(write):
     options = {line.removeprefix("#SBATCH ") for line in head if line.startswith("#SBATCH ")}
     assert {
         *("--nodes=64", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=7"),
-        *("--time=1-00:00:00", "--account=abc1", "--partition=batch"),
+        *("--time=1-00:00:00", "--account=abc1", "--partition=extended"),
         *("--requeue", "--open-mode=append", "--signal=B:USR1@300"),
     } <= options
     assert "export NCCL_SOCKET_IFNAME=hsn0" in text
     assert "export SLURM_GPUS_PER_TASK=1" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "partition", "time"),
+    [
+        ("--nodes 64", "extended", "24:00:00"),
+        ("--nodes 128", "batch", "06:00:00"),
+        ("--nodes 2 --time 00:15:00", "batch", "00:15:00"),
+        ("--nodes 2 --time 02:00:01", "extended", "02:00:01"),
+        ("--nodes 64 --partition batch", "batch", "02:00:00"),
+        ("--nodes 64 --partition reserved --time 2-00:00:00", "reserved", "2-00:00:00"),
+    ],
+)
+def test_a_job_gets_a_partition_that_takes_it(words, partition, time, write, capsys):
+    """Frontier's bins of July 2026: a small job has two hours in `batch`, and 24 in `extended`."""
+    train = ("train", "--training.batch_size", "1024", "--recipe", "bf16")
+    text = write("--slurm", "--site", "frontier", *words.split(), train=train).read_text()
+    assert {f"#SBATCH --partition={partition}", f"#SBATCH --time={time}"} <= set(text.splitlines())
+    printed = capsys.readouterr().out
+    assert f"jobs of at most {time} in partition {partition}, charged to your default account" in printed
 
 
 @pytest.mark.parametrize(("recipe", "is_told"), [("fp8", True), ("bf16", False)])
@@ -304,6 +324,14 @@ def test_a_short_limit_has_a_short_warning_and_a_cpu_run_asks_for_no_gpus(write)
         ("--slurm --account a;b --out s.sh -- train", "--account is 'a;b'"),
         ("--slurm --partition x\ny --out s.sh -- train", "--partition is"),
         ("--slurm --site fronteer --out s.sh -- train", "'frontier'"),
+        (
+            "--slurm --site frontier --nodes 128 --time 12:00:00 --out s.sh -- train --batch-size 1024",
+            "each partition takes 128 nodes for at most 6 hours",
+        ),
+        (
+            "--slurm --site frontier --nodes 65 --partition extended --out s.sh -- train --batch-size 520",
+            "--nodes is 65, but extended takes at most 64",
+        ),
         ("--slurm --nodes 0 --out s.sh -- train", "--nodes is 0"),
         ("--torchrun --time 01:00:00 --out s.sh -- train", "--time is Slurm's"),
         (

@@ -3,7 +3,7 @@
 import pytest
 
 from narrowgauge.cluster import load_site, site_names
-from narrowgauge.cluster.launch.site import parse_site
+from narrowgauge.cluster.launch.site import Limit, parse_site
 from narrowgauge.errors import UserError
 
 
@@ -41,6 +41,7 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
     file.write_text(lines.replace("\n    ", "\n"))
     site = load_site(str(file))
     assert (site.account, site.cpus_per_task, site.signal_seconds) == ("abc123", 16, 300)
+    assert site.limit == (Limit("gpu", 16, 48),)
     assert site.setup == ("module load cuda",)
     (variable,) = site.environment
     assert (variable.name, variable.value) == ("NCCL_SOCKET_IFNAME", "ib0")
@@ -62,6 +63,11 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
         ("devices_per_node = 8\nslurm = 1", ("slurm is 1", "must be a section")),
         ("devices_per_node = 8\n[slurm]\ngpu_per_task = 1", ("gpu_per_task is 1", "true or false")),
         ("devices_per_node = 8\n[slurm]\nsrun = '--x'", ("slurm.srun", "a list")),
+        ("devices_per_node = 8\n[[slurm.limit]]\nnodes = 1", ("slurm.limit", "partition, nodes and hours")),
+        (
+            "devices_per_node = 8\n[[slurm.limit]]\npartition = 'a'\nnodes = 0\nhours = 1",
+            ("slurm.limit", "at least 1"),
+        ),
         ("devices_per_node = 8\n[slurm]\noptions = ['x']", ("'x'", "--name=value")),
         ("devices_per_node = 8\n[slurm]\noptions = ['--a b']", ("slurm.options", "may hold")),
         ("devices_per_node = 8\n[slurm]\naccount = 'a\"b'", ("slurm.account", "may hold")),

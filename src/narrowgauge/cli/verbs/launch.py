@@ -12,6 +12,7 @@ from narrowgauge.cluster import (
     Site,
     emulation_note,
     load_site,
+    queued,
     slurm_script,
     torchrun_script,
 )
@@ -26,6 +27,7 @@ def run(options: argparse.Namespace) -> None:
     site = load_site(options.site) if options.site else Site()
     _check_slurm(options)
     job, layout = _job(options, words, site)
+    job = queued(job, site) if options.slurm else job
     _write(options.out, slurm_script(job, site) if options.slurm else torchrun_script(job, site))
     if options.slurm:
         how = f"start it by: sbatch {options.out}"
@@ -35,6 +37,8 @@ def run(options: argparse.Namespace) -> None:
         how = f"on each node: MASTER_ADDR=HOST NODE_RANK=0..{job.nodes - 1} bash {options.out}"
     print(f"{options.out}: {how}")
     print(_grid(job, layout))
+    if options.slurm:
+        print(_queue(job, site))
     for text in (layout.choice, emulation_note(layout.config.spec.recipe, site)):
         if text:
             print(text)
@@ -49,6 +53,14 @@ def _grid(job: Job, layout: Layout) -> str:
         f"processes: {job.nodes} x {job.per_node}{axes}; sequences of each in a step: {share}, "
         f"{t.micro_batch_size} at once"
     )
+
+
+def _queue(job: Job, site: Site) -> str:
+    """A line about how long Slurm lets a job run, where, and who pays."""
+    limit = f"jobs of at most {job.time}" if job.time else "jobs of the default time limit (--time)"
+    where = f" in partition {job.partition or site.partition}" if job.partition or site.partition else ""
+    paid = job.account or site.account
+    return f"{limit}{where}, charged to {paid or 'your default account, if you have one (--account)'}"
 
 
 def _check_slurm(options: argparse.Namespace) -> None:

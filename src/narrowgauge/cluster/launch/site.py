@@ -14,6 +14,12 @@
     options = ["--constraint=ib"]       # further #SBATCH lines
     srun = ["--cpu-bind=cores"]         # further options of srun
 
+    [[slurm.limit]]                     # the most nodes of a job, and its most hours; of a partition's
+                                        # tables, the first with enough nodes for a job counts
+    partition = "gpu"
+    nodes = 16
+    hours = 48
+
     [environment.NCCL_SOCKET_IFNAME]
     value = "ib0"
     why = "the interface of the fast network"
@@ -49,6 +55,15 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """The most nodes and hours of a job in a partition."""
+
+    partition: str
+    nodes: int
+    hours: int
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """The settings of a cluster that a launch script uses."""
 
@@ -63,6 +78,7 @@ class Site:
     signal_seconds: int = 300
     options: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
+    limit: tuple[Limit, ...] = ()
     environment: tuple[Variable, ...] = ()
     setup: tuple[str, ...] = ()
 
@@ -166,6 +182,13 @@ def _table(value: Any) -> dict[str, Any]:
     return value
 
 
+def _limits(value: Any) -> tuple[Limit, ...]:
+    checks: _Checks = {"partition": _text, "nodes": _count, "hours": _count}
+    if not isinstance(value, list) or any(not isinstance(row, dict) or {*row} != {*checks} for row in value):
+        raise ValueError("tables of partition, nodes and hours")
+    return tuple(Limit(**{key: check(row[key]) for key, check in checks.items()}) for row in value)
+
+
 _Checks = Mapping[str, Callable[[Any], Any]]
 _ROOT: _Checks = {
     "title": _text,
@@ -184,6 +207,7 @@ _SLURM: _Checks = {
     "signal_seconds": _count,
     "options": _lines,
     "srun": _lines,
+    "limit": _limits,
 }
 
 

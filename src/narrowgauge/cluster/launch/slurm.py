@@ -11,6 +11,7 @@ Sequences": what srun forwards; `--cpus-per-task`: not inherited from sbatch sin
 """
 
 import shlex
+from dataclasses import replace
 
 from narrowgauge.cluster.launch.job_script import (
     GRACE_SECONDS,
@@ -21,7 +22,8 @@ from narrowgauge.cluster.launch.job_script import (
     supervised,
     title,
 )
-from narrowgauge.cluster.launch.site import Site, slurm_word
+from narrowgauge.cluster.launch.site import Limit, Site, slurm_word
+from narrowgauge.errors import UserError
 
 
 def slurm_script(job: Job, site: Site) -> str:
@@ -46,6 +48,38 @@ def slurm_script(job: Job, site: Site) -> str:
             "fi",
             'exit "$status"',
         ],
+    )
+
+
+def queued(job: Job, site: Site) -> Job:
+    """The job with the partition and the time limit that the site's limits give it.
+
+    Without a time it gets the longest of a partition that takes its nodes; with one, the first partition
+    that takes it. A partition without limits takes everything.
+
+    Raises:
+        UserError: The limits allow no such job.
+    """
+    limits = [one for one in site.limit if job.partition in ("", one.partition)]
+    if not limits:
+        return job
+    where = job.partition or "each partition"
+    fitting: dict[str, Limit] = {}
+    for one in limits:
+        if job.nodes <= one.nodes:
+            fitting.setdefault(one.partition, one)
+    if not fitting:
+        most = max(one.nodes for one in limits)
+        raise UserError(f"--nodes is {job.nodes}, but {where} takes at most {most}; ask for fewer")
+    longest = max(fitting.values(), key=lambda one: one.hours)
+    if not job.time:
+        return replace(job, partition=longest.partition, time=f"{longest.hours:02}:00:00")
+    for one in fitting.values():
+        if seconds_of(job.time) <= one.hours * 3600:
+            return replace(job, partition=one.partition)
+    raise UserError(
+        f"--time is {job.time}, but {where} takes {job.nodes} nodes for at most {longest.hours} hours; ask "
+        "for less: the job requeues itself, and the run continues"
     )
 
 

@@ -182,6 +182,9 @@ def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, co
     costs = [cost_of(plan, budget, price, share) for share in shares]
     table.add_row(f"{budget:,} tokens", *(human_duration(86_400 * cost["days"]) for cost in costs))
     table.add_row("device-hours", *(_figure(cost["device-hours"]) for cost in costs))
+    if devices > (per_node := plan.cluster.devices_per_node if plan.cluster else devices):
+        nodes = (_figure(cost["device-hours"] / per_node) for cost in costs)
+        table.add_row(f"node-hours, of {per_node} devices", *nodes)
     if price is not None:
         table.add_row("cost", *(str(price.times(cost["device-hours"])) for cost in costs))
     console.print(table)

@@ -75,7 +75,7 @@ def advise(
     """
     machine, name = _machine(cluster)
     found = published(model)
-    defaults, notes = _defaults(model, found, sequence_length, batch_size)
+    defaults, notes = _defaults(model, found, sequence_length, batch_size, data)
     sized = model_config(name=model)
     budget = _tokens(tokens)
     if budget is None and hours is None and money is None:
@@ -236,10 +236,9 @@ def _changes(
             ends = _ends(other.forecast)
             found.append(f"{other.recipe} wins if it needs less than {least:+.0f} % tokens ({ends})")
     point = known[0][1]
-    if point.setting.recompute or point.setting.offload or point.setting.micro_batch_size == 1:
-        found.append(
-            f"a device with more than {machine.memory} allows faster settings than {point.setting.words}"
-        )
+    chosen, sizes = point.setting, fitting_sizes(point.config.training.batch_size, known[0][2])
+    if chosen.recompute or chosen.offload or chosen.micro_batch_size == 1 < max(sizes):
+        found.append(f"a device with more than {machine.memory} allows faster settings than {chosen.words}")
     if first.days > 365:
         month = human_count(first.tokens * 30 / first.days)
         found.append(f"it takes {first.days / 365:,.0f} years; 30 days train on {month} tokens")
@@ -276,6 +275,7 @@ def _answer(
         plan_line=plan,
         recipe=name,
         layout=dims.text,
+        devices=dims.size,
         setting=point.setting.words,
         memory_gib=point.needed / 2**30,
         tokens=float(steps * per_step),
@@ -356,7 +356,11 @@ def _machine(name: str | None) -> tuple[Cluster, str]:
 
 
 def _defaults(
-    model: str, found: Published | None, sequence_length: int | None, batch_size: int | None
+    model: str,
+    found: Published | None,
+    sequence_length: int | None,
+    batch_size: int | None,
+    data: str | Path | None,
 ) -> tuple[Values, list[str]]:
     """The values that all settings share, and where they come from."""
     sized = model_config(name=model)
@@ -367,6 +371,8 @@ def _defaults(
     else:
         notes = [f"defaults: {found.source}" + (f"; {found.note}" if found.note else "")]
         length, batch = found.sequence_length, found.batch_size
+    if data is None:
+        notes.append("data: without --data the lines train on the source code of Python's standard library")
     values: Values = {
         "model": {"name": model},
         "data": {"sequence_length": sequence_length or length},

@@ -19,6 +19,7 @@ class Answer:
         plan_line: The command that plans it.
         recipe: The name of the recipe.
         layout: The parallel layout; "" for one device.
+        devices: Devices in all.
         setting: The settings in words.
         memory_gib: GiB that a step needs of a device.
         tokens: Tokens that the line trains on.
@@ -33,6 +34,7 @@ class Answer:
     plan_line: str
     recipe: str
     layout: str
+    devices: int
     setting: str
     memory_gib: float
     tokens: float
@@ -46,6 +48,11 @@ class Answer:
     def hours(self) -> float:
         """Hours of all its tokens, as expected."""
         return 24 * self.days
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all its tokens, times the devices."""
+        return self.hours * self.devices
 
     @property
     def extra_tokens(self) -> float | None:
@@ -74,6 +81,7 @@ class Answer:
             "memory_gib": self.memory_gib,
             "tokens": self.tokens,
             "days": self.days,
+            "device_hours": self.device_hours,
             "cost": self.cost,
             "currency": self.currency,
             "gap_percent": None if gap is None else gap.as_json(),
@@ -159,7 +167,7 @@ def _cells(number: int, a: Answer) -> tuple[str, ...]:
         f"{a.memory_gib:.1f}",
         human_count(a.tokens),
         human_duration(86_400 * a.days),
-        "" if a.cost is None else f"{a.cost:,.2f} {a.currency}".strip(),
+        f"{a.device_hours:,.0f} device-hours" if a.cost is None else f"{a.cost:,.2f} {a.currency}".strip(),
         *_evidence(a),
     )
 
