@@ -8,6 +8,7 @@ CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments note known d
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_observed
-from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # TorchDispatchMode: the documented way to observe every operation ("Extending PyTorch"), in a private module.
 # is_observed: whether such a mode is active; there is no public name.
@@ -71,7 +72,6 @@ __all__ = [
     "scaled_mm",
     "storage_key",
     "tensors_in",
-    "tree_iter",
     "tree_leaves",
     "tree_map_only",
     "version_of",
@@ -210,6 +210,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@cache
 def is_in_place(func: Any) -> bool:
     """Whether an operation, as `__torch_dispatch__` receives it, writes to its first argument."""
     return func._schema.is_mutable
@@ -415,6 +416,7 @@ def autograd_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+@cache
 def is_view_operation(func: Any) -> bool:
     """Whether an operation, as `__torch_dispatch__` receives it, only creates a view."""
     aliases = [result.alias_info for result in func._schema.returns]
@@ -443,6 +445,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return written
 
 
+@cache
 def operation_name(func: Any) -> str:
     """The name of an operation, as `__torch_dispatch__` receives it, without namespace and overload."""
     return str(func._schema.name).partition("::")[2]

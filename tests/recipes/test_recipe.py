@@ -212,7 +212,7 @@ def test_overriding_every_narrow_place_makes_a_recipe_wide():
 
 MISTAKES = {
     "name = ": r"recipe mine\.toml is not valid TOML: Invalid value",
-    'compte = "bf16"': r"unknown key of recipe mine\.toml 'compte'; the nearest is 'compute' \(known: name, ",
+    'compte = "bf16"': r"recipe mine\.toml: unknown key 'compte'; the nearest is 'compute' \(known: name, ",
     'compute = "fp8"': r"recipe mine\.toml: compute = 'fp8', but it must be one of bf16, fp16, fp32",
     "name = 3": r"recipe mine\.toml: name = 3, but it must be text in quotes",
     "title = 3": r"recipe mine\.toml: title = 3, but it must be text",
@@ -220,7 +220,7 @@ MISTAKES = {
     "fprop = 3": r"recipe mine\.toml: fprop = 3, but it must be a table; write \[fprop\]",
     'fprop = "e4m4"': r"recipe place 'fprop\.x': unknown cast 'e4m4'; the nearest is 'e4m3'",
     "rule = 3": r"recipe mine\.toml: rule must be a list of tables; write \[\[rule\]\] above each",
-    "[[rule]]\nform = 3": r"unknown \[\[rule\]\] key of recipe mine\.toml 'form'; the nearest is 'from'",
+    "[[rule]]\nform = 3": r"recipe mine\.toml: unknown \[\[rule\]\] key 'form'; the nearest is 'from'",
     "[[rule]]\nfrom = 3": r"from = 3, but the schedule's only clock is \"decay\"; write that, or from_step",
     '[[rule]]\nuntil = "warmup"': r"until = 'warmup', but the schedule's only clock is \"decay\"",
     "[[rule]]\nuntil_step = -1": r"until_step = -1, but it must be a number of steps",
@@ -238,7 +238,7 @@ MISTAKES = {
     'fprop.x = {cast = "mxfp4", random_bits = 0}': r"random_bits = 0, but it must lie in 1 to 24",
     'fprop.x = {cast = "fp4-row", outliers = 0.2}': r"outliers = 0\.2, but it must be 0 or a quantile",
     'fprop.w = {cast = "mxfp4", estimator_k = 5}': r"estimator_k = 5, but it needs fp32 scales",
-    "[keep]\nmodule = []": r"unknown \[keep\] key of recipe mine\.toml 'module'; the nearest is 'modules'",
+    "[keep]\nmodule = []": r"recipe mine\.toml: unknown \[keep\] key 'module'; the nearest is 'modules'",
     '[keep]\nmodules = "head"': r"recipe mine\.toml: modules = 'head', but it must be a list of names",
     "[keep]\nmodules = [1]": r"recipe mine\.toml: modules = \[1\], but it must be a list of names",
     "[keep]\nlast_blocks = 1.5": r"recipe mine\.toml: last_blocks = 1\.5, but it must be a share from 0 to 1",
@@ -264,6 +264,7 @@ MISTAKES = {
 def test_a_mistake_in_a_file_is_told_in_a_sentence(text):
     with pytest.raises(UserError, match=MISTAKES[text]) as caught:
         parse_recipe(text, "mine.toml")
+    assert str(caught.value).startswith("recipe mine.toml")  # whatever the mistake, the file is named
     assert "\n" not in str(caught.value)
 
 
@@ -277,6 +278,10 @@ def test_an_override_may_not_part_a_pair_of_transforms():
 def test_unknown_names():
     with pytest.raises(UserError, match="unknown recipe 'mxpf4'; the nearest is 'mxfp4'"):
         recipe("mxpf4")
+    with pytest.raises(
+        UserError, match="unknown recipe 'msamp'; what MS-AMP's scripts call so is 'msamp-o2'"
+    ):
+        recipe("msamp")
     with pytest.raises(UserError, match=r"unknown recipe place 'fprop\.z'") as caught:
         recipe("fp8").with_places({"fprop.z": "bf16"})
     assert all(place in str(caught.value) for place in PLACES)

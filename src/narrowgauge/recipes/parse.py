@@ -71,34 +71,34 @@ def fields_of(table: Mapping[str, Any], where: str, name: str) -> tuple[dict[str
 
     Args:
         table: The table of a recipe's file.
-        where: The name of the file, for errors.
+        where: The name of the file, for a command line that an error suggests.
         name: The recipe's name if the table has none.
 
     Raises:
-        UserError: A key or cast is unknown, or a value has the wrong type.
+        UserError: A key or cast is unknown, or a value has the wrong type; the caller names the file.
     """
     if not table:
-        raise UserError(f"recipe {where} is empty; 'narrowgauge recipes fp8' prints one to start from")
+        raise UserError("it is empty; 'narrowgauge recipes fp8' prints one to start from")
     _check_root(table, where)
-    for of_format, facts in _table(table.get("format", {}), "format", where).items():
-        register_format(format_from_facts(of_format, _table(facts, f"format.{of_format}", where)))
+    for of_format, facts in _table(table.get("format", {}), "format").items():
+        register_format(format_from_facts(of_format, _table(facts, f"format.{of_format}")))
     compute = table.get("compute", "bf16")
     if compute not in COMPUTE:
-        raise UserError(f"recipe {where}: compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
+        raise UserError(f"compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
     wide = dict.fromkeys(GEMM_PLACES, make_cast(compute))
     fields = {
-        "name": _text(table, "name", name, where),
-        "title": _text(table, "title", "", where),
-        "source": _text(table, "source", "", where),
+        "name": _text(table, "name", name),
+        "title": _text(table, "title", ""),
+        "source": _text(table, "source", ""),
         "compute": compute,
-        "casts": wide | _casts(table, where),
-        "attention": _attention(table, where),
-        "rules": (*_rules(table, where), *_kept(table, wide, where)),
+        "casts": wide | _casts(table),
+        "attention": _attention(table),
+        "rules": (*_rules(table), *_kept(table, wide)),
     }
     return fields, {p: table[p] for p in _SET_OVER if p in table}
 
 
-def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
+def _casts(table: Mapping[str, Any]) -> dict[str, Cast]:
     """The casts under fprop, dgrad and wgrad of a table."""
     casts: dict[str, Cast] = {}
     for gemm in GEMMS:
@@ -106,89 +106,85 @@ def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
         if isinstance(value, str) or is_cast_table(value):
             casts |= casts_from(gemm, value)
         else:
-            for operand, cast in _table(value, gemm, where).items():
+            for operand, cast in _table(value, gemm).items():
                 casts |= casts_from(f"{gemm}.{operand}", cast)
     return casts
 
 
-def _attention(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
+def _attention(table: Mapping[str, Any]) -> dict[str, Cast]:
     """The casts under attention of a table."""
     value, casts = table.get(ATTENTION, {}), dict[str, Cast]()
     if isinstance(value, str) or is_cast_table(value):
         return attention_casts(ATTENTION, cast_in(ATTENTION, value))
-    for operand, cast in _table(value, ATTENTION, where).items():
+    for operand, cast in _table(value, ATTENTION).items():
         place = f"{ATTENTION}.{operand}"
         casts |= attention_casts(place, cast_in(place, cast))
     return casts
 
 
-def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast], where: str) -> list[Rule]:
+def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast]) -> list[Rule]:
     """The rule that [keep] stands for, if it selects any layers."""
-    keep = _table(table.get("keep", {}), "keep", where)
-    _check_keys(keep, _LAYER_KEYS, f"[keep] key of recipe {where}")
-    layers = _layers(keep, where)
+    keep = _table(table.get("keep", {}), "keep")
+    _check_keys(keep, _LAYER_KEYS, "[keep] key")
+    layers = _layers(keep)
     return [Rule(casts=wide, attention=ALL_WIDE, keeps_state=True, **layers)] if any(layers.values()) else []
 
 
-def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
+def _rules(table: Mapping[str, Any]) -> list[Rule]:
     tables = table.get("rule", [])
     if not isinstance(tables, list):
-        raise UserError(f"recipe {where}: rule must be a list of tables; write [[rule]] above each")
+        raise UserError("rule must be a list of tables; write [[rule]] above each")
     rules = []
     for rule in tables:
-        _check_keys(_table(rule, "rule", where), _RULE_KEYS, f"[[rule]] key of recipe {where}")
+        _check_keys(_table(rule, "rule"), _RULE_KEYS, "[[rule]] key")
         state = recipe_fields({p: rule[p] for p in STATE_PLACES if p in rule}, {}, {}, {})["state"]
-        selection = {**_clock(rule, where), **_layers(rule, where)}
-        casts, attention = _casts(rule, where), _attention(rule, where)
+        selection = {**_clock(rule), **_layers(rule)}
+        casts, attention = _casts(rule), _attention(rule)
         rules.append(Rule(casts=casts, attention=attention, state=state, **selection))
     return rules
 
 
-def _clock(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _clock(table: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a rule that determine when it holds."""
     fields: dict[str, Any] = {}
     for word in ("from", "until"):
         step = table.get(f"{word}_step", 0)
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UserError(f"recipe {where}: {word}_step = {step!r}, but it must be a number of steps")
+            raise UserError(f"{word}_step = {step!r}, but it must be a number of steps")
         if table.get(word, "decay") != "decay":
             raise UserError(
-                f'recipe {where}: {word} = {table[word]!r}, but the schedule\'s only clock is "decay"; write '
+                f'{word} = {table[word]!r}, but the schedule\'s only clock is "decay"; write '
                 f"that, or {word}_step or {word}_share"
             )
-        share = _share(table.get(f"{word}_share", 0.0), f"{word}_share", where)
+        share = _share(table.get(f"{word}_share", 0.0), f"{word}_share")
         fields |= {f"{word}_step": step, f"{word}_share": share, f"{word}_decay": word in table}
     for key in ("step", "share", "decay"):
         first, last = fields[f"from_{key}"], fields[f"until_{key}"]
         if last and first >= last:
             words = f"until = 'decay' and from = {table.get('from')!r}"
             words = words if key == "decay" else f"until_{key} = {last!r} and from_{key} = {first!r}"
-            raise UserError(f"recipe {where}: {words}, but then the rule never holds; let it end later")
+            raise UserError(f"{words}, but then the rule never holds; let it end later")
     return fields
 
 
-def _layers(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _layers(table: Mapping[str, Any]) -> dict[str, Any]:
     names = table.get("modules", [])
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise UserError(
-            f'recipe {where}: modules = {names!r}, but it must be a list of names such as ["head"]'
-        )
+        raise UserError(f'modules = {names!r}, but it must be a list of names such as ["head"]')
     blocks = {}
     for key in ("first_blocks", "last_blocks"):
         value = table.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int):
-            value = _share(value, key, where)
+            value = _share(value, key)
         if value < 0:
-            raise UserError(
-                f"recipe {where}: {key} = {value!r}, but it must be a share or a number of blocks"
-            )
+            raise UserError(f"{key} = {value!r}, but it must be a share or a number of blocks")
         blocks[key] = value
     return {"modules": tuple(names), **blocks}
 
 
-def _share(value: Any, key: str, where: str) -> float:
+def _share(value: Any, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise UserError(f"recipe {where}: {key} = {value!r}, but it must be a share from 0 to 1")
+        raise UserError(f"{key} = {value!r}, but it must be a share from 0 to 1")
     return float(value)
 
 
@@ -197,15 +193,15 @@ def _check_root(table: Mapping[str, Any], where: str) -> None:
     for key, value in table.items():
         if key not in RECIPE_KEYS and key in cast_keys():
             raise UserError(
-                f"unknown key of recipe {where} {key!r}: it is a key of a cast; write it in a place, as in "
+                f"unknown key {key!r}: it is a key of a cast; write it in a place, as in "
                 f"fprop.x = {CAST_TABLE}"
             )
         if key not in RECIPE_KEYS and isinstance(value, Mapping):
             raise UserError(
-                f"unknown key of recipe {where} {key!r} (known: {', '.join(RECIPE_KEYS)}); if the file is a "
+                f"unknown key {key!r} (known: {', '.join(RECIPE_KEYS)}); if the file is a "
                 f"configuration, which has sections, name it without --recipe: narrowgauge train {where}"
             )
-    _check_keys(table, RECIPE_KEYS, f"key of recipe {where}")
+    _check_keys(table, RECIPE_KEYS, "key")
 
 
 def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], thing: str) -> None:
@@ -214,16 +210,14 @@ def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], thing: str) ->
             raise unknown(thing, key, known)
 
 
-def _table(value: Any, key: str, where: str) -> Mapping[str, Any]:
+def _table(value: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise UserError(
-            f"recipe {where}: {key} = {value!r}, but it must be a table; write [{key}] above its keys"
-        )
+        raise UserError(f"{key} = {value!r}, but it must be a table; write [{key}] above its keys")
     return value
 
 
-def _text(table: Mapping[str, Any], key: str, default: str, where: str) -> str:
+def _text(table: Mapping[str, Any], key: str, default: str) -> str:
     value = table.get(key, default)
     if not isinstance(value, str):
-        raise UserError(f"recipe {where}: {key} = {value!r}, but it must be text in quotes")
+        raise UserError(f"{key} = {value!r}, but it must be text in quotes")
     return value

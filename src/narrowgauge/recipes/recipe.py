@@ -112,8 +112,12 @@ class Recipe:
         Raises:
             UserError: The TOML is broken, a key or cast is unknown, or a value has the wrong type.
         """
-        fields, over = fields_of(parse_toml(text, f"recipe {where}"), where, Path(where).stem)
-        return cls(**fields, text=text).with_places(over)
+        table = parse_toml(text, f"recipe {where}")
+        try:
+            fields, over = fields_of(table, where, Path(where).stem)
+            return cls(**fields, text=text).with_places(over)
+        except UserError as error:
+            raise UserError(f"recipe {where}: {error}") from None
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], name: str = "own") -> "Recipe":

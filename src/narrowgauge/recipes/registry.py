@@ -75,6 +75,8 @@ _OF_TOOLS: Mapping[str, tuple[str, ...]] = {
     ),
     "nemo-rl": ("nvfp4-routed-experts", "mxfp8-routed-experts"),
 }
+#: The modes of MS-AMP's GPT-3 scripts that have another name here.
+_MODES = {"te": "fp8", "msamp": "msamp-o2"}
 _FILES = {name: name for name in _SHIPPED} | {
     f"{tool}-{name}": f"{tool}/{name}" for tool, names in _OF_TOOLS.items() for name in names
 }
@@ -152,6 +154,8 @@ def _unknown(name: str) -> UserError:
         return UserError(
             f"{name!r} where one recipe goes; 'narrowgauge compare --recipes {name}' trains under each"
         )
+    if name in _MODES:
+        return UserError(f"unknown recipe {name!r}; what MS-AMP's scripts call so is {_MODES[name]!r} here")
     if name in cast_names():
         return UserError(
             f"unknown recipe {name!r}; it is a cast, which goes into a place of a recipe, as in "

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.torch_compat import is_view_operation, operation_name, tree_iter
+from narrowgauge.torch_compat import is_view_operation, operation_name
 
 #: Operations that launch nothing: they allocate memory, or view it differently.
 _FREE = frozenset(
@@ -123,4 +123,8 @@ def shown_bytes(x: torch.Tensor) -> int:
 
 
 def _on_gpu(tree: Any) -> list[torch.Tensor]:
-    return [t for t in tree_iter(tree) if isinstance(t, torch.Tensor) and t.is_meta]
+    """The meta tensors among an operation's results or arguments, which lists and dictionaries may hold."""
+    if isinstance(tree, torch.Tensor):
+        return [tree] if tree.is_meta else []
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [t for branch in branches for t in _on_gpu(branch)]

@@ -14,6 +14,7 @@ done on NVIDIA GPUs, with the versions of Triton in `_KNOWN`; elsewhere Triton d
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,7 +173,7 @@ class Launch:
 
     def _record(self, args: tuple[Any, ...]) -> None:
         """Report the work of a launch (`devices.tell`)."""
-        names = list(inspect.signature(self.kernel.fn).parameters)
+        names = _parameters(self.kernel.fn)
         named = {n: t for n, t in zip(names, args, strict=False) if isinstance(t, torch.Tensor)}
         for name, t in named.items():
             assert t.is_meta, f"kernel {names}: {name} is on {t.device}, which a GPU cannot read"
@@ -189,6 +190,12 @@ class Launch:
                 numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(self.options.items()),
             )
         )
+
+
+@cache
+def _parameters(kernel: Callable[..., Any]) -> list[str]:
+    """The names of a kernel's parameters."""
+    return list(inspect.signature(kernel).parameters)
 
 
 def _is_direct(kernel: Any) -> bool:
