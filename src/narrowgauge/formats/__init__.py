@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from narrowgauge.formats.counter_rng import stream_key as stream_key
     from narrowgauge.formats.format import Format as Format
     from narrowgauge.formats.format import Specials as Specials
-    from narrowgauge.formats.rounding import require_tensor as require_tensor
     from narrowgauge.formats.rounding import round_finite as round_finite
     from narrowgauge.formats.rounding import round_finite_ as round_finite_
     from narrowgauge.formats.rounding import round_to as round_to

@@ -26,7 +26,7 @@ The slow reference, `oracle.round_scalar`, passes the same tests.
 
 import torch
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import unknown
 from narrowgauge.formats import table
 from narrowgauge.formats.counter_rng import Randomness, RandomStream, uniform_for
 from narrowgauge.formats.format import Format
@@ -57,9 +57,8 @@ def round_to(
         in formats that have one and becomes NaN in the others.
 
     Raises:
-        UserError: Unknown format or rounding, or x is not a tensor.
+        UserError: Unknown format or rounding.
     """
-    require_tensor(x)
     fmt = format if isinstance(format, Format) else table.format(format)
     # In fp64 where fp32's exponent range does not hold the grid and its inverse quanta.
     needs_fp64 = x.dtype == torch.float64 or fmt.exponent_bits == 8
@@ -70,18 +69,6 @@ def round_to(
     if not fmt.signed:  # values without a code become NaN: negative ones, and zero in E8M0
         y = torch.where(x_work >= 0 if fmt.zero else x_work > 0, y, float("nan"))
     return y.to(x.dtype)
-
-
-def require_tensor(x: torch.Tensor) -> None:
-    """Check the argument of a public function.
-
-    Raises:
-        UserError: It is not a tensor.
-    """
-    if not isinstance(x, torch.Tensor):
-        raise UserError(
-            f"x is of type {type(x).__name__}, but it must be a tensor; torch.tensor(x) makes one"
-        )
 
 
 def round_finite(

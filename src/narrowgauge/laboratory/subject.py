@@ -68,7 +68,7 @@ def run_path(run: str | Path) -> Path:
     """The path of a run or a model.
 
     Raises:
-        UserError: It is no path.
+        UserError: It is neither text nor a Path.
     """
     if not isinstance(run, str | Path):
         raise UserError(f"run = {run!r}: it is the path of a run directory or a model, as in 'runs/mine'")

@@ -12,16 +12,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import (
-    Format,
-    Randomness,
-    decode,
-    encode,
-    format,
-    pack,
-    require_tensor,
-    torch_dtype,
-)
+from narrowgauge.formats import Format, Randomness, decode, encode, format, pack, torch_dtype
 from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
@@ -138,10 +129,8 @@ def quantize(
         The codes and scales; `dequantize` and `packed` are its methods.
 
     Raises:
-        UserError: Unknown cast, rule or rounding; a cast without scales; a shape that the blocks do not fit;
-            x is not a tensor.
+        UserError: Unknown cast, rule or rounding; a cast without scales; a shape that the blocks do not fit.
     """
-    require_tensor(x)
     c = make_cast(cast)
     if scale_rule or rounding:
         c = c.having(scale_rule=scale_rule or c.scales.rule, rounding=rounding or c.rounding.mode)
