@@ -18,7 +18,9 @@ def scaling(line, tmp_path):
 
 
 def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
-    ended = narrowgauge(*scaling("--procs", "1,2", "--seconds", "0.2", "--parallel.replicate", "2"))
+    ended = narrowgauge(
+        *scaling("--procs", "1,2", "--seconds", "0.2", "--rounds", "2", "--parallel.replicate", "2")
+    )
     assert ended.code == 0, ended.err
     assert ended.err == ""
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
@@ -28,14 +30,16 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
     assert tokens == {("strong", 1): 64, ("weak", 1): 64, ("strong", 2): 64, ("weak", 2): 128}
     parameters = found["parameters"]
     for row in rows.values():
-        low, high = row["step_ms_quartiles"]
-        assert row["steps"] >= 5
-        assert 0 < row["step_ms_best"] <= low <= row["step_ms"] <= high
-        assert 0 < row["on_core_ms"] <= high
+        assert row["steps"] >= 4
+        assert 0 < row["step_ms_best"] <= min(row["round_ms"]) <= row["step_ms"] <= max(row["round_ms"])
+        assert len(row["round_ms"]) == 2
+        assert row["on_core_ms"] > 0
         assert row["threads"] == 1
         assert 0 <= row["communication"] < 1
         if row["processes"] == 2:
             assert row["sent_bytes"]["reduce"] == 4 * parameters, "an all-reduce sends the gradients once"
+            low, high = row["speed_up_interval"]
+            assert low < row["speed_up"] < high
             assert row["speed_up"] == row["tokens_per_s"] / rows[row["mode"], 1]["tokens_per_s"]
         else:
             assert row["communication"] == 0
@@ -44,6 +48,11 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
     assert reduced["bytes"] == 4 * parameters
     assert reduced["bus_bandwidth"] == pytest.approx(reduced["bytes"] / reduced["ms"] * 1000)
     said = " ".join(ended.out.split())
+    assert (
+        "round 1 of 2: 1 process, threads of each: 1 round 1 of 2: 2 processes, threads of each: 1, left "
+        in said
+    )
+    assert "round 2 of 2: 2 processes, threads of each: 1, left " in said
     for sentence in (found["verdict"], found["compared"], *found["warnings"]):
         assert sentence in said
     for row in rows.values():

@@ -130,7 +130,7 @@ def test_a_comparison_of_three_arms_is_followed_from_its_folder(tiny, tmp_path):
     seen = watched([out])("").html()
     assert "3 runs compared" in seen
     assert "3 runs: 3 done." in seen
-    assert "one seed has no interval and proves no gap" in seen
+    assert "One seed proves no gap; --seeds 3 detects a gap of" in seen
     assert "without spikes in the warm-up: " in seen, "the plan that compare printed"
     assert "interim" not in seen
     write_page([out], tmp_path / "page.html")

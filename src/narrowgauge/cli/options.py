@@ -128,6 +128,7 @@ def _bench(p: KeyParser) -> None:
 def _scaling(p: KeyParser) -> None:
     p.add_argument("--procs", metavar="1,2,4", default="", help="numbers of processes, ascending")
     p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="seconds per number and mode (5)")
+    p.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that share the seconds (3)")
     p.add_argument("--json", action="store_true", help="print JSON (scaling.json) instead of a table")
     p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # for its own processes
 

@@ -36,6 +36,7 @@ from narrowgauge.report.verdict.rule import (
 
 _MOST = 200
 _POWER = 0.8
+_FEW = 3  # seeds that a comparison with one is advised to use
 _FINE = 0.1  # percent; the margin of docs/ladder2.md
 
 
@@ -128,13 +129,12 @@ def power_text(
         deviation, source = widest.spread.deviation, "measured here"
     plan = Plan(seeds, deviation, arms, known)
     needed = [seeds_for_equality(plan, margin) or f"more than {_MOST}" for margin in (_FINE, MARGIN)]
+    at_once = "" if arms == 1 else f", for all {arms} variants at once"
+    who = f"{seeds} seeds detect"
     if seeds < 2:
-        seen = "one seed has no interval and proves no gap"
-    else:
-        seen = f"{seeds} seeds see a gap of {smallest_gap(plan):.2g} % in 8 of 10 cases"
-        seen = seen if arms == 1 else f"of {arms} variants at once, {seen}"
+        plan, who = replace(plan, seeds=_FEW), f"One seed proves no gap; --seeds {_FEW} detects"
     return (
-        f"{ratio:.2g} tokens per parameter: {seen}, if gaps of seeds deviate by {deviation:.2g} % "
-        f"({source}); to call two recipes equal within {_FINE} % takes {needed[0]}, within {MARGIN} % "
-        f"{needed[1]} seeds"
+        f"{ratio:.2g} tokens per parameter. {who} a gap of {smallest_gap(plan):.2g} % in 8 of 10 cases"
+        f"{at_once}. To prove two recipes equal takes {needed[1]} seeds within {MARGIN} %, {needed[0]} "
+        f"within {_FINE} %. Assumed: gaps deviate by {deviation:.2g} % between seeds ({source})."
     )

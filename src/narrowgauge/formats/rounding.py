@@ -59,7 +59,7 @@ def round_to(
     Raises:
         UserError: Unknown format or rounding.
     """
-    fmt = table.format(format) if isinstance(format, str) else format
+    fmt = format if isinstance(format, Format) else table.format(format)
     # In fp64 where fp32's exponent range does not hold the grid and its inverse quanta.
     needs_fp64 = x.dtype == torch.float64 or fmt.exponent_bits == 8
     x_work = x.to(torch.float64 if needs_fp64 else torch.float32)

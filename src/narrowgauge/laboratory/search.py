@@ -41,7 +41,16 @@ from narrowgauge.experiment.grid import RECIPE, Variant
 from narrowgauge.experiment.run import train_runs
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.laboratory.chart import bars
-from narrowgauge.laboratory.subject import FEW, Progress, Text, TextKeys, heading, operand_cast, progress
+from narrowgauge.laboratory.subject import (
+    FEW,
+    Progress,
+    Text,
+    TextKeys,
+    heading,
+    operand_cast,
+    progress,
+    run_path,
+)
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, matches
 from narrowgauge.report import Run, print_comparison, read_run, read_runs, summary, write_report
@@ -206,9 +215,7 @@ def search(
     Raises:
         UserError: The budget is out of reach, a name is unknown, or scipy is missing.
     """
-    if not formats:
-        raise UserError("--formats is empty, but a search needs casts to choose from, as in mxfp4,bf16")
-    casts, path, file = {name: operand_cast(name) for name in formats}, Path(run), Path(out)
+    casts, path, file = _casts(formats), run_path(run), Path(out)
     require_solver()
     forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
     limit = Limit(budget, effective_bits, gemm_time, cluster).budget(casts)
@@ -355,6 +362,15 @@ def _pace(path: Path, given: float | None) -> float:
             "against loss; give the nats that twice the steps would remove, as in --loss-per-doubling 0.1"
         )
     return found
+
+
+def _casts(formats: Sequence[str]) -> dict[str, Cast]:
+    """The casts to choose from, by name."""
+    if isinstance(formats, str) or not isinstance(formats, Sequence):
+        raise UserError(f"formats = {formats!r}: they are casts in a list, as in ['mxfp4', 'bf16']")
+    if not formats:
+        raise UserError("--formats is empty, but a search needs casts to choose from, as in mxfp4,bf16")
+    return {name: operand_cast(name) for name in formats}
 
 
 def _kept(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:

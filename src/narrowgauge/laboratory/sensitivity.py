@@ -24,7 +24,17 @@ from narrowgauge.analysis import (
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Format
 from narrowgauge.laboratory.chart import heat
-from narrowgauge.laboratory.subject import FEW, Progress, Text, TextKeys, facts, heading, keep, operand_cast
+from narrowgauge.laboratory.subject import (
+    FEW,
+    Progress,
+    Text,
+    TextKeys,
+    facts,
+    heading,
+    keep,
+    operand_cast,
+    run_path,
+)
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES
 from narrowgauge.report.verdict.rule import judge
@@ -118,7 +128,7 @@ def sensitivity(
     if exact and fork_steps is not None:
         raise UserError("exact and fork_steps are two ways to measure the same places; choose one")
     forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
-    cast, path = operand_cast(to), Path(run)
+    cast, path = operand_cast(to), run_path(run)
     probed = Text(**(FEW | text)).open(path)
     metric = step_metric(probed.trained)
     forward = forward_costs(probed.subject, cast, show)

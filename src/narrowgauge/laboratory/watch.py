@@ -153,7 +153,7 @@ def _extra(subject: Subject, runs: Sequence[Run]) -> tuple[Sequence[str], str]:
     gaps = {one.arm: dict(one.gaps) for one in results if one.rung == last.rung} or _gaps(runs)
     arms, seeds = len(planned.family), len(planned.seeds)
     sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, calm)
-    return [f"{sight[0].upper()}{sight[1:]}."], _rungs(subject, rows, results)
+    return [sight], _rungs(subject, rows, results)
 
 
 def _gaps(runs: Sequence[Run]) -> dict[str, dict[int, float]]:

@@ -160,6 +160,10 @@ def make_cast(value: str | Table | Format | Cast) -> Cast:
         known_format(value)
         scaled = {"scale": "fp32", "scale_rule": None} if value.bits <= 8 else {}
         return _named(Cast.from_keys(_described({"element": value, **scaled}), element=value, **scaled))
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"cast = {value!r}: a cast is a name such as 'mxfp4', a table of keys, a Format or a Cast"
+        )
     _check_keys(value)
     changes = dict(value)
     name = changes.pop("cast", "(none named)" if "element" not in changes else None)

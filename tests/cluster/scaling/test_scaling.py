@@ -1,18 +1,21 @@
 """The arithmetic of scaling on times whose truth is known, the clock, and the grids that are measured."""
 
+import math
+import statistics
 import time
 from dataclasses import replace
 
 import pytest
 
 from narrowgauge.cluster.scaling.local_launch import refuse_several
-from narrowgauge.cluster.scaling.scaling import _against, _dims, _plans
+from narrowgauge.cluster.scaling.scaling import _dims, _plans
 from narrowgauge.cluster.scaling.statistics import (
     Row,
+    against,
     bandwidth,
     break_even,
     compared,
-    of_ranks,
+    of_rounds,
     verdict,
     warnings,
 )
@@ -20,10 +23,10 @@ from narrowgauge.cluster.scaling.worker import alone, idle
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
 
-ONE = Row("strong", 1, 2, 8, 8, 1000, 9, 100.0, (99.0, 101.0), 98.0, 99.0, 0.0, 0.0, {}, {})
+ONE = Row("strong", 1, 2, 8, 8, 1000, 9, 100.0, (99.0, 100.0, 101.0), 98.0, 99.0, 0.0, 0.0, {}, {})
 
 
-def row(mode, processes, tokens, step_ms, communication=0.0, threads=1, starved=0.0):
+def row(mode, processes, tokens, step_ms, communication=0.0, threads=1, starved=0.0, rounds=(99, 100, 101)):
     return replace(
         ONE,
         mode=mode,
@@ -31,6 +34,7 @@ def row(mode, processes, tokens, step_ms, communication=0.0, threads=1, starved=
         threads=threads,
         tokens_a_step=tokens,
         step_ms=step_ms,
+        round_ms=tuple(step_ms * one / 100 for one in rounds),
         communication=communication,
         starved=starved,
     )
@@ -40,7 +44,12 @@ def rows(strong_ms, weak_ms, communication=0.2):
     """One process and four of 1000 tokens in all, and for each."""
     every = [ONE, replace(ONE, mode="weak")]
     every += [row("strong", 4, 1000, strong_ms, communication), row("weak", 4, 4000, weak_ms, 0.02)]
-    return [_against(r, next(f for f in every if f.mode == r.mode), every) for r in every]
+    return compared_rows(every)
+
+
+def compared_rows(every):
+    weak = {r.processes: r for r in every if r.mode == "weak"}
+    return [against(r, next(f for f in every if f.mode == r.mode), weak) for r in every]
 
 
 def test_speed_up_and_efficiency():
@@ -73,13 +82,18 @@ def test_the_slowest_process_tells_the_time_and_all_tell_the_waiting():
     none = {"sent": {}, "calls": {}}
     fast = none | {"seconds": [1.0, 1.1, 0.9, 5.0], "waiting": [0.3, 0.3, 0.3], "starved": [0.0]}
     slow = none | {"seconds": [2.0, 2.1, 1.9, 2.0], "waiting": [0.1, 0.1, 0.9], "starved": [0.2]}
-    found = of_ranks([fast | {"on_core": [0.7]}, slow | {"on_core": [1.4]}], 2)
-    assert found["step_ms"] == 2000
+    first = [fast | {"on_core": [0.7]}, slow | {"on_core": [1.4]}]
+    found = of_rounds([first], 2)
+    assert found["step_ms"] == pytest.approx(2000)
+    assert found["round_ms"] == (2000,)
     assert found["step_ms_best"] == 1900
     assert found["on_core_ms"] == 1400
     assert found["communication"] == pytest.approx(0.2)
     assert found["starved"] == pytest.approx(0.1)
-    assert of_ranks([fast | {"on_core": [0.7]}], 1)["communication"] == 0, "alone nobody communicates"
+    assert of_rounds([first[:1]], 1)["communication"] == 0, "alone nobody communicates"
+    twice = of_rounds([first, [first[0], first[1] | {"seconds": [8.0]}]], 2)
+    assert (twice["round_ms"], twice["steps"]) == ((2000, 8000), 5)
+    assert twice["step_ms"] == pytest.approx(4000), "the geometric mean of the rounds"
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -87,11 +101,46 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert (found["algorithm_bandwidth"], found["bus_bandwidth"]) == (2e9, 3e9)
 
 
-def test_the_verdict_is_one_sentence():
-    assert verdict(rows(50.0, 125.0), same_cores=False) == (
-        "4 processes are 2x one on the same batch, 3.2x with as much for each; "
-        "20% of the step is communication; larger micro-batches would help"
+def two(rounds, one=(100, 100, 100), starved=0.0):
+    """One process and two on the same 1000 tokens and on as many for each, whose rounds take these times."""
+    every = [replace(ONE, round_ms=one), replace(ONE, mode="weak", round_ms=one)]
+    step_ms = math.prod(rounds) ** (1 / len(rounds))
+    for mode, tokens in (("strong", 1000), ("weak", 2000)):
+        more = row(mode, 2, tokens, step_ms, starved=starved)
+        every.append(replace(more, round_ms=rounds))
+    return compared_rows(every)
+
+
+def test_the_interval_of_a_speed_up_is_students_over_the_rounds():
+    *_, strong, weak = two((50.0, 60.0, 55.0))
+    logs = [math.log(100 / ms) for ms in (50, 60, 55)]
+    half = 4.3027 * statistics.stdev(logs) / math.sqrt(3)
+    assert strong.speed_up == pytest.approx(math.exp(statistics.mean(logs)))
+    ends = [math.exp(statistics.mean(logs) + sign * half) for sign in (-1, 1)]
+    assert strong.speed_up_interval == pytest.approx(ends, rel=1e-4)
+    assert weak.speed_up_interval == pytest.approx([2 * end for end in ends], rel=1e-4)
+    *_, drifting, _ = two((50.0, 100.0, 60.0), one=(100.0, 200.0, 120.0))
+    assert drifting.speed_up_interval == pytest.approx((2, 2)), "drift of all numbers is no doubt"
+    *_, once, _ = two((50.0,), one=(100.0,))
+    assert (once.speed_up, once.speed_up_interval) == (pytest.approx(2), None)
+
+
+def test_the_verdict_says_what_is_proven():
+    assert verdict(two((50.0, 60.0, 55.0)), same_cores=False) == (
+        "2 processes are 1.82x as fast as one on the same batch (95 % interval 1.45 .. 2.29): faster, "
+        "because the interval is above 1. With a batch for each they do 3.65x the work (95 % interval "
+        "2.91 .. 4.57). "
+        "0 % of a step is communication; more processes may be worth a try."
     )
+    assert "slower, because the interval is below 1" in verdict(two((150.0, 151.0, 152.0)), False)
+    assert "no proof, because the interval includes 1; take more --rounds" in verdict(
+        two((80, 99, 120)), False
+    )
+    assert "no proof, because one round has no interval" in verdict(two((50.0,), one=(100.0,)), False)
+    busy = verdict(two((50.0, 51.0, 52.0), starved=0.3), same_cores=False)
+    assert "no proof, because other programs used the cores" in busy
+    assert busy.endswith("measure again when the cores are free.")
+    assert "larger micro-batches would help" in verdict(rows(50.0, 125.0), same_cores=False)
     assert "share the cores that fewer had" in verdict(rows(90.0, 400.0, 0.05), same_cores=True)
     assert "name more with --procs" in verdict([ONE, replace(ONE, mode="weak")], same_cores=True)
 

@@ -78,18 +78,26 @@ def test_a_plan_with_more_arms_asks_for_more_seeds():
     assert seeds_for_equality(Plan(5, 0.4)) == 24
     assert seeds_for_equality(Plan(5, 0.4, arms=7)) == 37
     one, seven = (power_text(5, arms, 3_276_800, 851_968, {}) for arms in (1, 7))
-    assert "5 seeds see a gap of" in one
-    assert "of 7 variants at once, 5 seeds see a gap of" in seven
-    assert int(seven.split()[-2]) > int(one.split()[-2])
+    assert one.startswith("3.8 tokens per parameter. 5 seeds detect a gap of 0.85 % in 8 of 10 cases. To")
+    assert "in 8 of 10 cases, for all 7 variants at once. To prove two recipes equal takes" in seven
+
+    def equal(text):
+        return int(text.partition(" seeds within 0.25 %")[0].split()[-1])
+
+    assert equal(seven) > equal(one)
+
+
+def test_one_seed_is_told_what_to_do():
+    text = power_text(1, 1, 25 * 327_680, 327_680, {}, is_calm=True)
+    assert "One seed proves no gap; --seeds 3 detects a gap of " in text
+    assert "To prove two recipes equal takes 4 seeds within 0.25 %, 15 within 0.1 %. Assumed: " in text
 
 
 def test_a_plan_whose_warm_up_is_calm_sees_smaller_gaps():
     calm, wild = (power_text(5, 7, 204_800, 327_680, {}, is_calm) for is_calm in (True, False))
-    assert "of 7 variants at once, 5 seeds see a gap of" in calm
-    assert (
-        "if gaps of seeds deviate by 0.12 % (without spikes in the warm-up: 0.079 .. 0.27 %, 3 seeds)" in calm
-    )
-    assert "deviate by 0.9 % (known of such lengths)" in wild
+    assert "5 seeds detect a gap of" in calm
+    assert "deviate by 0.12 % between seeds (without spikes in the warm-up: 0.079 .. 0.27 %, 3 seeds)" in calm
+    assert "deviate by 0.9 % between seeds (known of such lengths)" in wild
 
 
 def test_seeds_and_arms_are_pooled_and_a_control_counts_for_the_noise_alone():

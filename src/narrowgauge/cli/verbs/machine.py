@@ -50,6 +50,8 @@ def run_scaling(options: argparse.Namespace) -> None:
     """Measure and print; a process started by `scaling` measures its steps."""
     if not 0 < options.seconds < math.inf:
         raise UserError(f"--seconds {options.seconds:g}: it must be a number above 0, as in --seconds 5")
+    if options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds}: it must be at least 1; an interval takes 2, better 3")
     if options.rank_of is not None:
         measure(options.rank_of, options.seconds)
         return
@@ -57,7 +59,7 @@ def run_scaling(options: argparse.Namespace) -> None:
     out = options.out or Path("runs") / f"scaling-{config.model.name}"
     console = Console()
     progress = Console(stderr=True, quiet=True) if options.json else console
-    result = scaling(config, sizes, options.seconds, out, progress)
+    result = scaling(config, sizes, options.seconds, options.rounds, out, progress)
     if options.json:
         print(result.as_json(), end="")
         return

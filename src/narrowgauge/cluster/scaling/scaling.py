@@ -1,6 +1,7 @@
 """Measures scaling: the same training on 1..N processes of this machine, for some seconds each.
 
-For each number of processes, `local_launch` starts real processes. Each takes timed steps of ordinary
+In each round, `local_launch` starts real processes for each number in turn, so that all numbers share what
+the machine does meanwhile. Each process takes timed steps of ordinary
 training (`worker`), once with the configuration's batch as the total (strong scaling) and once with that
 batch per process (weak scaling). `statistics` computes the figures.
 
@@ -10,6 +11,8 @@ The mesh is that of [parallel], except for its size: `replicate` grows if it exc
 import json
 import os
 import re
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,11 +25,12 @@ from rich.console import Console
 from narrowgauge.cluster.scaling.local_launch import refuse_several, run_world
 from narrowgauge.cluster.scaling.statistics import (
     Row,
+    against,
     bandwidth,
-    break_even,
     compared,
     have_same_cores,
-    of_ranks,
+    of_rounds,
+    processes,
     verdict,
     warnings,
 )
@@ -44,6 +48,7 @@ from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
 from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.training import Config, to_toml
 from narrowgauge.training.config.micro_batch import largest_size
+from narrowgauge.units import human_duration
 
 FILE = "scaling.json"
 
@@ -71,15 +76,18 @@ class Scaling:
         return json.dumps(self.facts | rest, indent=2) + "\n"
 
 
-def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, console: Console) -> Scaling:
+def scaling(
+    config: Config, sizes: Sequence[int], seconds: float, rounds: int, out: Path, console: Console
+) -> Scaling:
     """Measure a configuration on each number of processes, and write OUT/scaling.json.
 
     Args:
         config: a configuration of `train`; its `batch_size` is the total (strong) or per process (weak).
         sizes: numbers of processes, ascending.
-        seconds: measured time for each number and mode, without start and warm-up.
+        seconds: measured time for each number and mode, without start and warm-up; shared by the rounds.
+        rounds: how often every number is measured, in turn with the others.
         out: the directory of the result, created if needed.
-        console: receives a progress line for each number of processes.
+        console: receives a progress line for each number of processes and round.
 
     Raises:
         UserError: a size is invalid or does not fit the configuration, or `out` cannot be written.
@@ -96,10 +104,11 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
         raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
     console.print("preparing the data", highlight=False)
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
-    rows, reduced = _rows(plans, seconds, out, console)
+    rows, reduced = _rows(plans, seconds, rounds, out, console)
     cores, on_cpu = usable_cores(), device.type == "cpu"
     result = Scaling(
-        _facts(config, sizes, device) | {"cores": cores, "seconds": seconds, "warmup_steps": WARMUP_STEPS},
+        _facts(config, sizes, device)
+        | {"cores": cores, "seconds": seconds, "rounds": rounds, "warmup_steps": WARMUP_STEPS},
         rows,
         reduced,
         compared(rows, cores, on_cpu),
@@ -111,21 +120,32 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
 
 
 def _rows(
-    plans: dict[int, dict[str, Config]], seconds: float, out: Path, console: Console
+    plans: dict[int, dict[str, Config]], seconds: float, rounds: int, out: Path, console: Console
 ) -> tuple[list[Row], list[dict[str, float]]]:
     """Measure every number of processes in both modes, and the bandwidths of its all-reduce."""
+    found: dict[int, list[dict[str, Any]]] = {size: [] for size in plans}
+    turns = [(number, size) for number in range(1, rounds + 1) for size in plans]
+    began = time.monotonic()
+    for done, (number, size) in enumerate(turns):
+        left = (time.monotonic() - began) / done * (len(turns) - done) if done else 0.0
+        console.print(
+            f"round {number} of {rounds}: {processes(size)}, threads of each: {_threads(size)}"
+            + (f", left {human_duration(left)}" if done else ""),
+            highlight=False,
+        )
+        found[size].append(_measured(plans[size], size, _threads(size), seconds / rounds, out))
     rows: list[Row] = []
-    reduced: list[dict[str, float]] = []
     for size, modes in plans.items():
-        threads = _threads(size)
-        console.print(f"measuring {size} process(es) with {threads} thread(s) each", highlight=False)
-        result = _measured(modes, size, threads, seconds, out)
         for mode in ("strong", "weak"):
             name = mode if mode in modes else "strong"  # with one process both modes are the same
-            rows.append(_row(mode, size, threads, modes[name], result[name]))
-        if size > 1:
-            reduced.append(bandwidth(result["all_reduce"], size))
-    return [_against(row, next(r for r in rows if r.mode == row.mode), rows) for row in rows], reduced
+            rows.append(_row(mode, size, _threads(size), modes[name], [one[name] for one in found[size]]))
+    weak = {row.processes: row for row in rows if row.mode == "weak"}
+    reduced = []
+    for size in (size for size in plans if size > 1):
+        rounds_of = [one["all_reduce"] for one in found[size]]
+        median = statistics.median(one["seconds"] for one in rounds_of)
+        reduced.append(bandwidth(rounds_of[0] | {"seconds": median}, size))
+    return [against(row, next(r for r in rows if r.mode == row.mode), weak) for row in rows], reduced
 
 
 def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
@@ -222,7 +242,9 @@ def _measured(modes: dict[str, Config], size: int, threads: int, seconds: float,
         return json.loads((Path(directory) / "result.json").read_text())
 
 
-def _row(mode: str, size: int, threads: int, config: Config, ranks: Sequence[dict[str, Any]]) -> Row:
+def _row(
+    mode: str, size: int, threads: int, config: Config, rounds: Sequence[Sequence[dict[str, Any]]]
+) -> Row:
     t = config.training
     return Row(
         mode=mode,
@@ -231,19 +253,5 @@ def _row(mode: str, size: int, threads: int, config: Config, ranks: Sequence[dic
         batch_size=t.batch_size,
         micro_batch_size=t.micro_batch_size,
         tokens_a_step=t.batch_size * config.data.sequence_length,
-        **of_ranks(ranks, size),
-    )
-
-
-def _against(row: Row, fewest: Row, rows: Sequence[Row]) -> Row:
-    """The row with its comparison to the fewest processes; the break-even comes from the weak rows."""
-    if row is fewest:
-        return row
-    weak = {r.processes: r for r in rows if r.mode == "weak"}
-    speed_up = row.tokens_per_s / fewest.tokens_per_s
-    return replace(
-        row,
-        speed_up=speed_up,
-        efficiency=speed_up * fewest.processes / row.processes,
-        break_even_tokens=break_even(weak[fewest.processes], weak[row.processes]),
+        **of_rounds(rounds, size),
     )

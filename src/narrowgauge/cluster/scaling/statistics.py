@@ -2,7 +2,9 @@
 
 strong          the same total tokens a step: does the same work finish sooner?
 weak            the same tokens a step for each process: does more work finish in the same time?
-speed-up S      tokens/s, relative to the fewest processes measured
+step            the geometric mean over the rounds of the median step of the slowest process
+speed-up S      tokens/s, relative to the fewest processes measured; its interval is Student's, over the
+                logarithms of the speed-ups of the rounds, so that drift of the machine counts
 efficiency      S / (N / N of the fewest)
 communication   the share of a step in which a process waits for others (`worker`), averaged over processes
 break-even      tokens per process and step at which N processes become faster than the fewest. An estimate
@@ -11,11 +13,16 @@ break-even      tokens per process and step at which N processes become faster t
 bandwidth       algorithm: bytes / time; bus: that times 2 (N - 1) / N, the traffic of a ring on each link
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
+
+from narrowgauge.t_interval import interval
+
+_BUSY = 0.2  # the share of a step without a core beyond which times say nothing
 
 
 @dataclass(frozen=True)
@@ -29,8 +36,8 @@ class Row:
     micro_batch_size: int
     tokens_a_step: int
     steps: int  # number of measured steps
-    step_ms: float  # the median
-    step_ms_quartiles: tuple[float, float]
+    step_ms: float  # the geometric mean of `round_ms`
+    round_ms: tuple[float, ...]  # the median of each round
     step_ms_best: float  # the step least disturbed by other programs
     on_core_ms: float  # time of a step on a core, for the training thread; other programs hardly affect it
     communication: float
@@ -38,6 +45,7 @@ class Row:
     sent_bytes: Mapping[str, int]  # per step by the first process, by purpose
     collectives: Mapping[str, int]
     speed_up: float = 1.0
+    speed_up_interval: tuple[float, float] | None = None  # 95 %; None: one round, or nothing to compare with
     efficiency: float = 1.0
     break_even_tokens: float | None = None  # None: never, or nothing to compare with
 
@@ -57,25 +65,42 @@ class Row:
         return asdict(self) | more
 
 
-def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
-    """The measured fields of a row, from each rank's timings."""
-    slowest = max(ranks, key=lambda rank: statistics.median(rank["seconds"]))
-    seconds = slowest["seconds"]
-    low, middle, high = statistics.quantiles(seconds, n=4)
+def of_rounds(rounds: Sequence[Sequence[Mapping[str, Any]]], processes: int) -> dict[str, Any]:
+    """The measured fields of a row, from each rank's timings in each round."""
+    slowest = [max(ranks, key=lambda rank: statistics.median(rank["seconds"])) for ranks in rounds]
+    medians = [1000 * statistics.median(one["seconds"]) for one in slowest]
     waiting, starved = (
-        statistics.mean(statistics.median(rank[key]) for rank in ranks) for key in ("waiting", "starved")
+        statistics.mean(statistics.median(rank[key]) for ranks in rounds for rank in ranks)
+        for key in ("waiting", "starved")
     )
     return {
-        "steps": len(seconds),
-        "step_ms": 1000 * middle,
-        "step_ms_quartiles": (1000 * low, 1000 * high),
-        "step_ms_best": 1000 * min(seconds),
-        "on_core_ms": 1000 * statistics.median(slowest["on_core"]),
+        "steps": sum(len(one["seconds"]) for one in slowest),
+        "step_ms": statistics.geometric_mean(medians),
+        "round_ms": tuple(medians),
+        "step_ms_best": 1000 * min(min(one["seconds"]) for one in slowest),
+        "on_core_ms": 1000 * statistics.median(x for one in slowest for x in one["on_core"]),
         "communication": min(max(waiting, 0.0), 1.0) if processes > 1 else 0.0,
         "starved": starved,
-        "sent_bytes": ranks[0]["sent"],
-        "collectives": ranks[0]["calls"],
+        "sent_bytes": rounds[0][0]["sent"],
+        "collectives": rounds[0][0]["calls"],
     }
+
+
+def against(row: Row, fewest: Row, weak: Mapping[int, Row]) -> Row:
+    """The row with its comparison to the fewest processes; the break-even comes from the weak rows."""
+    if row is fewest:
+        return row
+    more_tokens = row.tokens_a_step / fewest.tokens_a_step
+    of_rounds = [more_tokens * few / ms for few, ms in zip(fewest.round_ms, row.round_ms, strict=True)]
+    found = interval([math.log(one) for one in of_rounds])
+    speed_up = row.tokens_per_s / fewest.tokens_per_s
+    return replace(
+        row,
+        speed_up=speed_up,
+        speed_up_interval=(math.exp(found.low), math.exp(found.high)) if len(of_rounds) > 1 else None,
+        efficiency=speed_up * fewest.processes / row.processes,
+        break_even_tokens=break_even(weak[fewest.processes], weak[row.processes]),
+    )
 
 
 def break_even(fewest: Row, row: Row) -> float | None:
@@ -147,23 +172,44 @@ def have_same_cores(rows: Sequence[Row], cores: int) -> bool:
 
 
 def verdict(rows: Sequence[Row], same_cores: bool) -> str:
-    """A sentence that compares the most processes with the fewest."""
+    """What the most processes gain over the fewest, what proves it, and what to do."""
     strong = [row for row in rows if row.mode == "strong"]
     fewest, most = strong[0], strong[-1]
     if most is fewest:
-        return f"only {_count(most.processes)} measured; name more with --procs to compare"
+        return f"only {processes(most.processes)} measured; name more with --procs to compare"
     weak = next(row for row in rows if row.mode == "weak" and row.processes == most.processes)
     one = "one" if fewest.processes == 1 else str(fewest.processes)
     return (
-        f"{_count(most.processes)} are {most.speed_up:.2g}x {one} on the same batch, {weak.speed_up:.2g}x "
-        f"with as much for each; {most.communication:.0%} of the step is communication; "
-        f"{_advice(most, weak, same_cores)}"
+        f"{processes(most.processes)} are {most.speed_up:.2f}x as fast as {one} on the same batch"
+        f"{_between(most)}: {_proof(most)}. With a batch for each they do {weak.speed_up:.2f}x the work"
+        f"{_between(weak)}. {100 * most.communication:.0f} % of a step is communication; "
+        f"{_advice(most, weak, same_cores)}."
     )
 
 
+def _between(row: Row) -> str:
+    """The interval of a speed-up, in brackets."""
+    if row.speed_up_interval is None:
+        return ""
+    low, high = row.speed_up_interval
+    return f" (95 % interval {low:.2f} .. {high:.2f})"
+
+
+def _proof(row: Row) -> str:
+    """What the interval of a speed-up proves."""
+    if row.starved > _BUSY:
+        return "no proof, because other programs used the cores"
+    if row.speed_up_interval is None:
+        return "no proof, because one round has no interval"
+    low, high = row.speed_up_interval
+    if low <= 1 <= high:
+        return "no proof, because the interval includes 1; take more --rounds"
+    return "faster, because the interval is above 1" if low > 1 else "slower, because the interval is below 1"
+
+
 def _advice(strong: Row, weak: Row, same_cores: bool) -> str:
-    if strong.starved > 0.2:
-        return "the cores had other work in between: measure again when they are free"
+    if strong.starved > _BUSY:
+        return "measure again when the cores are free"
     if strong.communication > 0.1 and weak.communication < 0.8 * strong.communication:
         return "larger micro-batches would help"
     if strong.communication > 0.1:
@@ -175,5 +221,6 @@ def _advice(strong: Row, weak: Row, same_cores: bool) -> str:
     return "the pieces of the work are small: larger micro-batches would help"
 
 
-def _count(processes: int) -> str:
-    return f"{processes} process" + ("es" if processes != 1 else "")
+def processes(number: int) -> str:
+    """A number of processes, in words."""
+    return f"{number} process" + ("es" if number != 1 else "")

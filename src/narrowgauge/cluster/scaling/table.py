@@ -15,7 +15,7 @@ _COLUMNS = (
     "procs",
     "batch",
     "step, ms",
-    "quartiles",
+    "rounds",
     "tokens/s",
     "speed-up",
     "efficiency",
@@ -51,7 +51,7 @@ def print_scaling(result: Scaling, console: Console) -> None:
 
 
 def _cells(row: Row, star: str) -> list[str]:
-    low, high = row.step_ms_quartiles
+    low, high = min(row.round_ms), max(row.round_ms)
     batch = f"{row.batch_size // row.micro_batch_size} x {row.micro_batch_size}"
     return [
         str(row.processes),
