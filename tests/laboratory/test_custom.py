@@ -180,6 +180,10 @@ def test_what_would_ignore_a_function_refuses_it():
     ("wrong", "message"),
     [
         (lambda: ng.quantize(X, 3), r"cast = 3: a cast is a name such as 'mxfp4', a table"),
+        (
+            lambda: ng.quantize(3, "mxfp4"),
+            r"^x is of type int: it must be a tensor; torch.tensor\(x\) makes one$",
+        ),
         (lambda: ng.quantize(X, ["mxfp4"]), r"cast = \['mxfp4'\]: a cast is a name"),
         (lambda: ng.round_to(X, 3), "unknown format 3"),
         (lambda: ng.probe(3), "run = 3: it is the path of a run directory or a model"),

@@ -129,8 +129,11 @@ def quantize(
         The codes and scales; `dequantize` and `packed` are its methods.
 
     Raises:
-        UserError: Unknown cast, rule or rounding; a cast without scales; a shape that the blocks do not fit.
+        UserError: Not a tensor; unknown cast, rule or rounding; a cast without scales; a shape that the
+            blocks do not fit.
     """
+    if not isinstance(x, torch.Tensor):
+        raise UserError(f"x is of type {type(x).__name__}: it must be a tensor; torch.tensor(x) makes one")
     c = make_cast(cast)
     if scale_rule or rounding:
         c = c.having(scale_rule=scale_rule or c.scales.rule, rounding=rounding or c.rounding.mode)
