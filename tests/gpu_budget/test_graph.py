@@ -19,7 +19,7 @@ from narrowgauge.devices import imagine
 from narrowgauge.distributed.parallel.micro_batch_graph import graph_gap
 from narrowgauge.recipes import named_device, recipe_names
 from narrowgauge.simulate.recorder import Recorder
-from narrowgauge.torch_compat import operation_name, storage_key, tree_iter
+from narrowgauge.torch_compat import operation_name, storage_key, tree_leaves
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 
@@ -50,7 +50,7 @@ class Journal(Recorder):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented:  # a tensor without memory, whose codes come next
             return out
-        values = list(tree_iter((args, kwargs or {}, out)))
+        values = tree_leaves((args, kwargs or {}, out))
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         self.note(operation_name(func), tensors, [v for v in values if not isinstance(v, torch.Tensor)])
         return out
