@@ -189,12 +189,16 @@ def test_recipes_that_graphs_hold_are_listed():
         assert bool(graph_gap(model_of(name), True, False)) == (name in NOT_HELD), name
 
 
+MADE_ONCE = "quantization/stages/hadamard.py:_constant"  # a process's first step, which is not recorded
+
+
 @pytest.mark.tier("thorough", keep=("fp8-delayed", "nvfp4"))
 @pytest.mark.parametrize("recipe", HELD)
 def test_what_is_recorded_is_the_same_in_each_further_micro_batch(recipe):
     """Kernels, numbers, the memory of every tensor, random keys among them; and the host never waits."""
     journal = recorded_regions(recipe)
-    assert not any(times for (phase, _), times in journal.waits.items() if phase)
+    waits = {(phase, place) for (phase, place), times in journal.waits.items() if phase and times}
+    assert waits <= {("micro-batch 0", MADE_ONCE)}
     one, two = (journal.asked[f"micro-batch {n}"] for n in (1, 2))
     assert len(one) > 100
     for a, b in zip(one, two, strict=True):
