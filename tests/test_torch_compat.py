@@ -65,9 +65,9 @@ def test_disabled_torch_function_leaves_results_plain():
 
 
 def test_modes_that_observe_operations_are_noticed():
-    assert not compat.is_observed()
+    assert not compat.is_in_torch_dispatch_mode()
     with compat.TorchDispatchMode():
-        assert compat.is_observed()
+        assert compat.is_in_torch_dispatch_mode()
 
 
 def test_operations_tell_whether_they_write():

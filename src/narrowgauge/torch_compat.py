@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_observed
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # TorchDispatchMode: the documented way to observe every operation ("Extending PyTorch"), in a private module.
-# is_observed: whether such a mode is active; there is no public name.
+# is_in_torch_dispatch_mode: shows whether such a mode is active; no public function does.
 # tree_*: traverse an operation's arguments, which are nested lists and dicts; there is no public name.
 # ScalingType, SwizzleType, scaled_mm: public but recent: kernels are still added and their conditions change.
 __all__ = [
@@ -58,7 +57,7 @@ __all__ = [
     "is_collective",
     "is_in_backward",
     "is_in_place",
-    "is_observed",
+    "is_in_torch_dispatch_mode",
     "is_view_operation",
     "local_tensor",
     "norm_each",

@@ -44,7 +44,7 @@ from narrowgauge.kernels.cast import Tiles, quantize_in_tiles
 from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
 from narrowgauge.quantization import Cast, QTensor, QuantContext
-from narrowgauge.torch_compat import ScalingType, SwizzleType, is_observed
+from narrowgauge.torch_compat import ScalingType, SwizzleType, is_in_torch_dispatch_mode
 from narrowgauge.torch_compat import scaled_mm as torch_scaled_mm
 
 _VECTOR = 16  # bytes of the widest load
@@ -256,7 +256,7 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
         a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
         return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the operator's kernels, so that they are counted
     is_plain = type(a_MK) is torch.Tensor and not a_MK.is_meta and not torch.compiler.is_compiling()
-    if is_plain and not is_observed():  # the operator's call takes a tenth of a small matmul
+    if is_plain and not is_in_torch_dispatch_mode():  # the operator's call takes a tenth of a small matmul
         return _scaled(a_MK, b_KN, scale, other, wider)
     return scaled_mm(a_MK, b_KN, scale, other, wider)
 

@@ -124,6 +124,7 @@ def shown_bytes(x: torch.Tensor) -> int:
 
 def _on_gpu(tree: Any) -> list[torch.Tensor]:
     """The meta tensors among an operation's results or arguments, which lists and dictionaries may hold."""
+    # a plan calls this for thousands of operations, and torch's pytree would flatten each
     if isinstance(tree, torch.Tensor):
         return [tree] if tree.is_meta else []
     branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()

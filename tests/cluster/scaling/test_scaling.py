@@ -90,7 +90,7 @@ def test_the_slowest_process_tells_the_time_and_all_tell_the_waiting():
     assert found["on_core_ms"] == 1400
     assert found["communication"] == pytest.approx(0.2)
     assert found["starved"] == pytest.approx(0.1)
-    assert of_rounds([first[:1]], 1)["communication"] == 0, "alone nobody communicates"
+    assert of_rounds([first[:1]], 1)["communication"] == 0, "a single process sends nothing"
     twice = of_rounds([first, [first[0], first[1] | {"seconds": [8.0]}]], 2)
     assert (twice["round_ms"], twice["steps"]) == ((2000, 8000), 5)
     assert twice["step_ms"] == pytest.approx(4000), "the geometric mean of the rounds"
@@ -120,7 +120,7 @@ def test_the_interval_of_a_speed_up_is_students_over_the_rounds():
     assert strong.speed_up_interval == pytest.approx(ends, rel=1e-4)
     assert weak.speed_up_interval == pytest.approx([2 * end for end in ends], rel=1e-4)
     *_, drifting, _ = two((50.0, 100.0, 60.0), one=(100.0, 200.0, 120.0))
-    assert drifting.speed_up_interval == pytest.approx((2, 2)), "drift of all numbers is no doubt"
+    assert drifting.speed_up_interval == pytest.approx((2, 2)), "drift common to both sizes cancels"
     *_, once, _ = two((50.0,), one=(100.0,))
     assert (once.speed_up, once.speed_up_interval) == (pytest.approx(2), None)
 
