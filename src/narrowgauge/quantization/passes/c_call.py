@@ -18,6 +18,7 @@ import torch
 from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format, round_finite
 from narrowgauge.quantization.passes import build
+from narrowgauge.torch_compat import extension_file
 
 MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")  # in the order of `passes.c`
 A_THREAD = 2**15  # elements per thread, as in torch's operations
@@ -123,7 +124,7 @@ class _Team(ctypes.Structure):
 @cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP that torch is linked with; None if it has another entry point than GCC's."""
-    found = ctypes.CDLL(torch._C.__file__)  # a symbol is also looked up in what it is linked with
+    found = ctypes.CDLL(extension_file())  # symbols are also looked up in what it is linked with
     if not hasattr(found, "GOMP_parallel"):  # LLVM's and Intel's OpenMP have it as well
         return None
     found.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
