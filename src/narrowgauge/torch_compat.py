@@ -444,6 +444,11 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return written
 
 
+def extension_file() -> str:
+    """The path of torch's extension module, which is linked with its libraries."""
+    return str(torch._C.__file__)
+
+
 @cache
 def operation_name(func: Any) -> str:
     """The name of an operation, as `__torch_dispatch__` receives it, without namespace and overload."""

@@ -70,7 +70,7 @@ def test_other_vector_widths_give_the_same_bits(flags, tmp_path, monkeypatch):
 @needs_c
 def test_threads_and_batches_change_nothing(monkeypatch):
     whole = outcome((4, 4, 2, 37, 32))
-    monkeypatch.setattr(way, "_A_THREAD", 1000)
+    monkeypatch.setattr(way, "A_THREAD", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -103,6 +103,30 @@ def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(alone, together, strict=True))
 
 
+SHARED = """
+import os, torch
+from narrowgauge.quantization import emulate, make_cast
+from narrowgauge.quantization.passes.c_call import c_library
+
+threads = lambda: len(os.listdir("/proc/self/task"))
+c_library()
+torch.set_num_threads(3)
+x = torch.randn(1024, 1024)
+x + 1  # torch starts its threads
+before = threads()
+emulate(x, make_cast("mxfp8"), -1, torch.bfloat16)
+print(threads() - before)
+"""
+
+
+@needs_c
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_pass_starts_no_threads_beside_torchs():
+    """They would wait for the cores on which torch's spin."""
+    ran = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout.split(), ran.returncode) == (["0"], 0), ran.stderr
+
+
 @needs_c
 def test_what_autograd_follows_is_left_to_torch():
     x = torch.randn(32, 32, requires_grad=True)

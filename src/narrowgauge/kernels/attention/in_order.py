@@ -31,11 +31,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.dispatch import is_traced
-from narrowgauge.quantization.passes.c_call import c_library, share
+from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share
 
 LANES = 16  # of a sum over a row, and the unit of head_dim
 _LOWEST = -87.0  # below it e^x counts as zero
-_A_THREAD = 2**18  # scores per thread
 _INPUTS, _OUTPUTS = ("q", "k", "v", "out", "grad"), ("y", "dq", "dk", "dv")
 
 
@@ -155,7 +154,7 @@ def _call(name: str, tensors: dict[str, Tensor], stats_BNT2: Tensor) -> None:
         setattr(one, f"{name_of}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
     found = c_library()
     assert found is not None
-    if not share(getattr(found, name), one, B * kv_heads, B * N * T * T // _A_THREAD):
+    if not share(getattr(found, name), one, B * kv_heads, B * N * T * T // A_THREAD):
         raise MemoryError(f"{name} could not allocate memory for the keys and values of a head")
 
 

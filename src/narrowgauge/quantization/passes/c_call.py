@@ -1,6 +1,7 @@
 """Calls a pass of `passes.c`: its record, the threads that share it, and the library that contains it.
 
-Threads share the units of a pass. A waiting thread sleeps, so a busy machine loses nothing.
+Threads share the units of a pass (`team.c`). They are those of torch's OpenMP: after an operation of torch
+they spin for some milliseconds, and threads of our own would wait for the cores on which they do.
 """
 
 import ctypes
@@ -17,9 +18,10 @@ import torch
 from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format, round_finite
 from narrowgauge.quantization.passes import build
+from narrowgauge.torch_compat import extension_file
 
 MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")  # in the order of `passes.c`
-A_THREAD = 2**17  # elements per thread
+A_THREAD = 2**15  # elements per thread, as in torch's operations
 
 _POINTERS = ("x", "encode", "block", "above", "uniform", "out", "sums")
 SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
@@ -83,9 +85,6 @@ def takes(*tensors: torch.Tensor) -> bool:
     return is_plain and tensors[0].numel() > 0 and c_library() is not None
 
 
-_pool: dict[int, ThreadPoolExecutor] = {}  # per process: threads do not survive a fork
-
-
 def run(name: str, one: Pass) -> None:
     """Call a pass; several threads share a large one."""
     found = c_library()
@@ -101,21 +100,36 @@ def share(function: Any, argument: ctypes.Structure, units: int, most: int) -> b
     Returns:
         Whether it could allocate its memory.
     """
-    threads = min(torch.get_num_threads(), most, units)
-    if threads <= 1:
+    parts, openmp = min(torch.get_num_threads(), most, units), _openmp()
+    if parts <= 1 or openmp is None:
         return not function(ctypes.byref(argument), 0, units)
-    bounds = [units * n // threads for n in range(threads + 1)]
-    parts = [(bounds[n], bounds[n + 1]) for n in range(threads)]
-    others = [_threads().submit(function, ctypes.byref(argument), *part) for part in parts[1:]]
-    return not any([function(ctypes.byref(argument), *parts[0]), *(other.result() for other in others)])
+    found = c_library()
+    assert found is not None
+    team = _Team(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(argument), units, parts)
+    # Of the default size, like torch's: OpenMP of GCC ends threads that a smaller team does not need.
+    openmp.GOMP_parallel(found.join_team, ctypes.byref(team), 0, 0)
+    return not team.failed
 
 
-def _threads() -> ThreadPoolExecutor:
-    process = os.getpid()
-    if process not in _pool:
-        _pool.clear()
-        _pool[process] = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="narrowgauge-pass")
-    return _pool[process]
+class _Team(ctypes.Structure):
+    """The struct `Team` of `team.c`, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("function", "one")),
+        *((name, ctypes.c_int64) for name in ("units", "parts", "taken")),
+        ("failed", ctypes.c_int32),
+    ]
+
+
+@cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP that torch is linked with; None if it has another entry point than GCC's."""
+    found = ctypes.CDLL(extension_file())  # symbols are also looked up in what it is linked with
+    if not hasattr(found, "GOMP_parallel"):  # LLVM's and Intel's OpenMP have it as well
+        return None
+    found.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    found.GOMP_parallel.restype = None
+    return found
 
 
 @cache
@@ -130,8 +144,11 @@ def c_library() -> ctypes.CDLL | None:
                 return _declared(found)
         made = build.built(Path(directory))
         found = None if made is None else build.opened(made)
-        if made is None or found is None or not _threads().submit(_is_right, _declared(found)).result():
+        if made is None or found is None:
             return None
+        with ThreadPoolExecutor(1) as other:
+            if not other.submit(_is_right, _declared(found)).result():
+                return None
         build.keep(made.read_bytes())
         return found
     return None
