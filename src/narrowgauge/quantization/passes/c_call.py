@@ -1,7 +1,7 @@
 """Calls a pass of `passes.c`: its record, the threads that share it, and the library that contains it.
 
-Threads share the units of a pass (`team.c`). They are those of torch's OpenMP: after an operation of torch
-they spin for some milliseconds, and threads of our own would wait for the cores on which they do.
+The threads of torch's OpenMP share the units of a pass (`team.c`). After an operation of torch they spin for
+some milliseconds, so threads of another pool would wait for their cores.
 """
 
 import ctypes
