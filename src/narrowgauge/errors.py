@@ -45,8 +45,8 @@ class ProcessFailed(Exception):
         self.code = code
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for an unknown name, with the nearest known one.
+def unknown(kind: str, name: str, known: Iterable[str], *listed: str) -> UserError:
+    """The error for an unknown name, with the nearest known one; `listed` are further words for the list.
 
     >>> str(unknown("recipe", "mxpf4", ["mxfp4", "bf16"]))
     "unknown recipe 'mxpf4'; the nearest is 'mxfp4' (known: mxfp4, bf16)"
@@ -54,8 +54,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     names = list(known)
     near = nearest(str(name), names)  # from Python, anything may come as a name
     hint = f"; the nearest is {near!r}" if near else ""
-    listed = f" (known: {', '.join(names)})" if len(names) <= 40 else ""
-    return UserError(f"unknown {kind} {name!r}{hint}{listed}")
+    known_names = f" (known: {', '.join([*names, *listed])})" if len(names) <= 40 else ""
+    return UserError(f"unknown {kind} {name!r}{hint}{known_names}")
 
 
 def words_of(error: Exception) -> str:

@@ -27,7 +27,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EACCES, EEXIST, ELOOP, ENOENT, ENOTDIR, ENOTEMPTY, EPERM, EROFS
 from importlib import resources
@@ -35,7 +35,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.operating_system import O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK
 
 CRASH_AT = "NARROWGAUGE_CRASH_AT"
@@ -276,3 +276,39 @@ def shipped_names(folder: str) -> list[str]:
 def shipped_text(folder: str, name: str) -> str:
     """The text of NAME.toml in a folder of this package, such as `recipes/shipped`."""
     return resources.files("narrowgauge").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
+
+
+def unknown_name(kind: str, name: str, shipped: Iterable[str]) -> UserError:
+    """The error for a name that neither ships nor ends in `.toml`; it suggests a file where one is near."""
+    names = list(shipped)
+    if (Path(name).suffix or nearest(name, names) is None) and (near := _nearest_file(name)):
+        return UserError(f"unknown {kind} {name!r}; write {near}, which is there")
+    return unknown(kind, name, names, "FILE.toml")
+
+
+def named_text(kind: str, name: str, shipped: Iterable[str] = ()) -> str:
+    """The text of a `.toml` file.
+
+    Args:
+        kind: What the file describes, for the error.
+        name: The path.
+        shipped: The names that would be right in its place, for the error.
+
+    Raises:
+        UserError: The file does not exist, or cannot be read.
+    """
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near, names = _nearest_file(name), ", ".join(shipped)
+        hint = f"; the nearest is {near}" if near else ""
+        ship = f"; those that ship: {names}" if names else ""
+        raise UserError(f"{kind} file {name} does not exist{hint}{ship}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{kind} file {name} cannot be read: {error}") from None
+
+
+def _nearest_file(name: str) -> str | None:
+    """The `.toml` file in the directory of a path whose name is nearest."""
+    files = {path.stem: str(path) for path in sorted(Path(name).parent.glob("*.toml"))}
+    return files.get(nearest(Path(name).stem, files) or "")

@@ -210,7 +210,8 @@ def test_other_shells_have_scripts(narrowgauge, refused):
 
 
 def test_models_lists_sizes_with_their_parameters(narrowgauge):
-    listed = narrowgauge("models")
+    listed = narrowgauge("models", COLUMNS="80")
+    assert "…" not in listed.out, "no heading is cut"
     for name in model_names():
         assert re.search(rf"^ {re.escape(name)} +[\d.]+ [MB] ", listed.out, re.MULTILINE), name
     one = narrowgauge("models", "debug").out

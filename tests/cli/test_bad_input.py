@@ -53,7 +53,28 @@ LINES = {
         ["--allow-change", "unknown key 'step'", "'training.steps'"],
     ),
     "option": (["train", "--stepz", "3"], ["unknown option '--stepz'", "'--steps'"]),
-    "option of another verb": (["eval", "{run}", "--prompt", "x"], ["unknown option '--prompt'"]),
+    "option of another verb": (
+        ["eval", "{run}", "--prompt", "x"],
+        ["'--prompt'; sample has it, eval has not"],
+    ),
+    "option of three verbs": (
+        ["train", "--cluster", "h100"],
+        ["unknown option '--cluster'; advise, plan and search have it, train has not"],
+    ),
+    "key of another verb": (["eval", "{run}", "--lr", "1"], ["'--lr'; plan, train, compare", "eval has not"]),
+    "another program's name of an option": (["eval", "{run}", "--seq-len", "0"], ["--sequence-length 0"]),
+    "export: a program": (
+        ["export", "{run}", "--to", "vllm", "--out", "{dir}/new"],
+        ["unknown format 'vllm'", "compressed-tensors, modelopt or hf"],
+    ),
+    "export: a program of one format": (
+        ["export", "{run}", "--to", "llama.cpp", "--out", "{dir}/new"],
+        ["unknown format 'llama.cpp'", "--to takes what it reads: gguf"],
+    ),
+    "export: a target of recipes": (
+        ["export", "{run}", "--to", "torchao", "--out", "{dir}/new"],
+        ["unknown format 'torchao'", "recipes NAME --to torchao", "gguf)"],
+    ),
     "key": (["train", "--optimizer.learning_rate", "1"], ["unknown option '--optimizer.learning_rate'"]),
     "place": (["train", "--recipe.fprop.q", "bf16"], ["'--recipe.fprop.q'", "'--recipe.fprop.x'"]),
     "option without a value": (["train", "--steps"], ["--steps", "expected one argument"]),
@@ -86,7 +107,9 @@ LINES = {
         ["watch", "{dir}", "--once", "{dir}/p.html"],
         ["{dir} has no runs", "a run directory"],
     ),
-    "recipes: file": (["recipes", "{dir}/none.toml"], ["{dir}/none.toml", "cannot be read"]),
+    "recipes: file": (["recipes", "{dir}/none.toml"], ["{dir}/none.toml", "does not exist"]),
+    "recipes: the ending": (["recipes", "{dir}/good.tml"], ["write {dir}/good.toml, which is there"]),
+    "recipes: a near file": (["recipes", "{dir}/gooood.toml"], ["the nearest is {dir}/good.toml"]),
     "formats: name": (["formats", "e4m4"], ["unknown format 'e4m4'", "'e4m3'"]),
     "no file": (["train", "{dir}/goood.toml"], ["{dir}/goood.toml", "good.toml"]),
     "a directory as the file": (["train", "{dir}"], ["{dir}", "is a directory", "name a .toml file"]),
@@ -133,7 +156,7 @@ FILES = {
 KEYS = {
     "model": ({"model.name": "gpt2-124"}, ["unknown model 'gpt2-124'", "'gpt2-124m'"]),
     "recipe": ({"recipe.name": "mxpf4"}, ["unknown recipe 'mxpf4'", "'mxfp4'"]),
-    "recipe file": ({"recipe.name": "{dir}/none.toml"}, ["{dir}/none.toml", "cannot be read"]),
+    "recipe file": ({"recipe.name": "{dir}/none.toml"}, ["{dir}/none.toml", "does not exist"]),
     "recipe value": ({"recipe.name": "{dir}/recipe.toml"}, ["fprop.x", "hadamard = 'many'"]),
     "recipe file: empty": ({"recipe.name": "{dir}/empty.toml"}, ["{dir}/empty.toml", "is empty"]),
     "recipe file: a key of a cast": (

@@ -5,6 +5,8 @@ import os
 import pty
 import re
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -72,6 +74,28 @@ def test_a_terminal_is_clean_after_a_failure(on_terminal, line, tmp_path, refuse
     refused(ended, code=1)
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
     assert "training " not in "".join(screen(written))
+
+
+@pytest.mark.tier("thorough")
+def test_a_plan_shows_its_parts_on_a_terminal():
+    ours, theirs = pty.openpty()
+    written = b""
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"}
+    words = [sys.executable, "-m", "narrowgauge", "plan", "--model", "debug", "--cluster", "h100"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # the process closed it
+            while piece := os.read(ours, 4096):
+                written += piece
+        assert process.stdout is not None
+        out = process.stdout.read()
+    os.close(ours)
+    assert process.returncode == 0
+    shown = [b"starting", b"the memory of a step", b"the time of a step"]
+    assert [text for text in shown if text in written] == shown
+    assert written.rindex(b"\x1b[?25h") > written.rindex(b"\x1b[?25l"), "the cursor is shown again"
+    assert b"fits: " in out
+    assert b"\x1b" not in out
 
 
 @pytest.mark.tier("thorough")

@@ -11,7 +11,7 @@ from importlib import import_module
 from narrowgauge.cli.ending import to_the_end
 from narrowgauge.cli.installed import NotInstalled, missing, require_torch, too_old
 from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser, described
-from narrowgauge.cli.parsing.verbs import VERBS
+from narrowgauge.cli.parsing.verbs import VERBS, Action, Verb
 from narrowgauge.cluster.doctor.facts import LIMITS
 from narrowgauge.cluster.doctor.software import folder_of
 from narrowgauge.operating_system import require_posix
@@ -65,15 +65,23 @@ def _verb(words: list[str]) -> int | None:
         if {"-h", "--help"} & set(words):
             print(f"usage: narrowgauge {words[0]} ...\n\n{described(words[0])}")
         raise missing(names)
+    from rich.console import Console
+
     from narrowgauge.cli.line import read_line
 
     options = read_line(words)
+    with Console(stderr=True).status("starting ..."):  # on a terminal; torch takes seconds to import
+        action = _loaded(verb)
+    return action(options)
+
+
+def _loaded(verb: Verb) -> Action:
+    """The function of a verb, imported."""
     if verb.has_torch:
         require_torch()
     try:
-        action = verb.load()
+        return verb.load()
     except (ImportError, AttributeError):  # caused by a name that this torch does not have
         if sentence := too_old():
             raise NotInstalled(sentence) from None
         raise
-    return action(options)

@@ -11,6 +11,8 @@ from pathlib import Path
 from narrowgauge import cluster, data, models  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, checked, positive_integer
+from narrowgauge.cli.parsing.parser import command_parser
+from narrowgauge.cli.parsing.verbs import grouped
 from narrowgauge.recipes.exchange import SOURCES, TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, RECORDED, SERVERS, TASKS
 
@@ -465,5 +467,22 @@ def add_options(verb: str, p: KeyParser) -> None:
     """Add the options of a verb to its parser."""
     OPTIONS[verb](p)
     p.mark_required()
+    p.verbs_with = verbs_with
     if verb in WITH_KEYS:
         add_config_options(p)
+
+
+def verbs_with(option: str) -> list[str]:
+    """The verbs that have an option of this name, else those with a key that it may mean; as in the help."""
+    verbs = parsers().items()
+    return [verb for verb, parser in verbs if parser.has(option)] or [
+        verb for verb, parser in verbs if parser.has_key(option)
+    ]
+
+
+def parsers() -> Mapping[str, KeyParser]:
+    """The parsers of all verbs with their options, by name, in the order of the help."""
+    _, verbs = command_parser(KeyParser)
+    for name, parser in verbs.items():
+        add_options(name, parser)
+    return {name: verbs[name] for names in grouped().values() for name in names}

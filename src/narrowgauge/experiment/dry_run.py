@@ -98,7 +98,7 @@ def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -
         runs = sum(len(chain.runs) for chain in chains)
         done = sum(state_of(out / run.name) != "open" for chain in chains for run in chain.runs)
         lines.append(
-            f"{arm:24} {runs:4} runs, {done} done, {human_count(left):>7} tokens left, "
+            f"{arm:24} {runs:4} run{'s'[: runs != 1]}, {done} done, {human_count(left):>7} tokens left, "
             f"{speeds[arm]:8,.0f} tokens/s, {human_duration(took):>11}"
         )
     total = sum(tokens_left(chain, out) for chain in experiment.chains)

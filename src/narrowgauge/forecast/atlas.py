@@ -243,6 +243,6 @@ def _recipes(points: Iterable[Point], path: Path) -> dict[str, Recipe]:
         elif name in recipe_names() or name in scheme_names():
             found[name] = scheme(name).recipe
         else:
-            known = [*recipe_names(), *scheme_names(), "FILE.toml"]
-            raise UserError(f"atlas {path}: {unknown('recipe', name, known)}")
+            known = [*recipe_names(), *scheme_names()]
+            raise UserError(f"atlas {path}: {unknown('recipe', name, known, 'FILE.toml')}")
     return found

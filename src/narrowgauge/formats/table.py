@@ -174,7 +174,10 @@ def format_from_facts(name: str, facts: Mapping[str, Any]) -> Format:
             raise UserError(f"[format.{name}] {key} = {value!r}, but it must be {_FACTS[key].__name__}")
     for key in ("exponent_bits", "mantissa_bits", "bias"):
         if key not in facts:
-            raise UserError(f"[format.{name}] has no {key}; write exponent_bits, mantissa_bits and bias")
+            raise UserError(
+                f"[format.{name}] has no {key}; write exponent_bits, mantissa_bits and bias (IEEE 754's is "
+                "2^(exponent_bits - 1) - 1)"
+            )
     specials = facts.get("specials", "none")
     if specials not in _SPECIALS:
         raise unknown(f"specials of [format.{name}]", specials, _SPECIALS)

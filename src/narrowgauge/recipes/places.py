@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.formats import Format, is_in_torch
-from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.quantization import Cast, cast_names, make_cast
 from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, STATE_KEYS
 from narrowgauge.recipes.attention_places import (
     ATTENTION,
@@ -181,7 +181,18 @@ def cast_in(place: str, value: Any) -> Cast:
             return cast_in(place, value["of"])
         return make_cast(value)
     except UserError as error:
-        raise UserError(f"recipe place {place!r}: {error}") from None
+        why, near = str(error), None
+        if isinstance(value, str):
+            near = nearest(value, (*_words_of(place), *cast_names()))
+        if near in _words_of(place):
+            why = f"unknown value {value!r}; the nearest is {near!r}"
+        raise UserError(f"recipe place {place!r}: {why}") from None
+
+
+def _words_of(place: str) -> tuple[str, ...]:
+    """The words that a place takes besides casts."""
+    own = {"saved": SAVED, "master": ("none",)}
+    return own.get(place, (SEEN_BEFORE[place],) if place in SEEN_BEFORE else ())
 
 
 def have_same_numbers(casts: Mapping[str, Cast], a: str, b: str) -> bool:

@@ -94,12 +94,12 @@ class Recipe:
         require_channels(self.casts, inputs, where)
         for number, rule in enumerate(self.rules, start=1):
             casts = {**self.casts, **rule.casts}
-            require_products(casts, f"{where}, rule {number}")
-            require_reuse(casts, self.saved, f"{where}, rule {number}")
-            require_channels(casts, inputs, f"{where}, rule {number}")
-            require_saved(self.saved, casts["fprop.x"], f"{where}, rule {number}")
-            require_attention({**self.attention, **rule.attention}, f"{where}, rule {number}")
-            require_state({**self.state, **rule.state}, f"{where}, rule {number}")
+            require_products(casts, f"{where}: rule {number}")
+            require_reuse(casts, self.saved, f"{where}: rule {number}")
+            require_channels(casts, inputs, f"{where}: rule {number}")
+            require_saved(self.saved, casts["fprop.x"], f"{where}: rule {number}")
+            require_attention({**self.attention, **rule.attention}, f"{where}: rule {number}")
+            require_state({**self.state, **rule.state}, f"{where}: rule {number}")
         require_saved(self.saved, self.casts["fprop.x"], where)
         require_state(self.state, where)
         require_gather(self.gather, self.weight_operands, self.state["weight"], where)
@@ -117,7 +117,8 @@ class Recipe:
             fields, over = fields_of(table, where, Path(where).stem)
             return cls(**fields, text=text).with_places(over)
         except UserError as error:
-            raise UserError(f"recipe {where}: {error}") from None
+            said = str(error).removeprefix(f"recipe {table.get('name', Path(where).stem)!r}: ")
+            raise UserError(f"recipe {where}: {said}") from None
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], name: str = "own") -> "Recipe":

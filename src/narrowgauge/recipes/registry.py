@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError, nearest, unknown
-from narrowgauge.files import shipped_text
+from narrowgauge.errors import UserError
+from narrowgauge.files import named_text, shipped_text, unknown_name
 from narrowgauge.quantization import cast_names
 from narrowgauge.recipes.recipe import Recipe
 
@@ -161,12 +161,10 @@ def _unknown(name: str) -> UserError:
             f"unknown recipe {name!r}; it is a cast, which goes into a place of a recipe, as in "
             f"--recipe.fprop.x {name}"
         )
-    if Path(f"{name}.toml").is_file():
-        return UserError(f"unknown recipe {name!r}; write {name}.toml, which is there")
     if name and Path(name).is_dir():
         return UserError(f"recipe {name!r} is a directory; name a .toml file, or one that ships")
-    error = unknown("recipe", name, [*_FILES, "FILE.toml"])
-    return error if nearest(name, _FILES) else UserError(f"{error}; 'narrowgauge recipes' lists all")
+    error = unknown_name("recipe", name, _FILES)
+    return error if "; " in str(error) else UserError(f"{error}; 'narrowgauge recipes' lists all")
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -175,8 +173,4 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises:
         UserError: The file cannot be read or is not a recipe.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe file {path} cannot be read: {error}") from None
-    return parse_recipe(text, str(path))
+    return parse_recipe(named_text("recipe", str(path)), str(path))

@@ -4,6 +4,14 @@
 PROFILED = 3
 #: The formats of `export --to`.
 EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt", "gguf")
+#: Names of programs in place of the formats that they read.
+READERS = {
+    **dict.fromkeys(("transformers", "huggingface", "safetensors", "lm-eval"), ("hf",)),
+    **dict.fromkeys(("vllm", "sglang"), ("compressed-tensors", "modelopt", "hf")),
+    **dict.fromkeys(("tensorrt-llm", "trtllm"), ("modelopt", "hf")),
+    **dict.fromkeys(("llama.cpp", "llama-cpp", "ollama"), ("gguf",)),
+    **dict.fromkeys(("llm.c", "nanogpt"), ("llmc",)),
+}
 #: The value of `export --calibrate` for scales that the recipe remembers.
 RECORDED = "recorded"
 #: The servers of `served --with`, and the formats of `export` that each reads; the first is the default.

@@ -90,5 +90,5 @@ def test_a_mistake_is_named_with_the_nearest_key(text, words):
 def test_a_site_that_is_not_there():
     with pytest.raises(UserError, match="the nearest is 'frontier'"):
         load_site("fronteer")
-    with pytest.raises(UserError, match=r"nowhere\.toml cannot be read.*azure-ndv5, frontier"):
+    with pytest.raises(UserError, match=r"nowhere\.toml does not exist.*azure-ndv5, frontier"):
         load_site("nowhere.toml")

@@ -26,3 +26,14 @@ def test_quick_steps_print_by_their_number():
         seconds[0] += 0.1
         display.step({"step": step, "loss": 2.0, "tokens_per_s": 1000.0})
     assert [line.split()[1] for line in said.getvalue().splitlines()] == ["5/12", "10/12", "12/12"]
+
+
+def test_a_slow_step_is_not_the_speed():
+    """Gauges read the last step, which takes four times as long: the line gives the median since the last."""
+    said = io.StringIO()
+    display = Display(Console(file=said, width=200), steps=10, every=5)
+    for step in range(1, 11):
+        display.step(
+            {"step": step, "loss": 2.0, "tokens_per_s": {5: 250.0, 10: 500.0}.get(step, 2000.0 + step)}
+        )
+    assert [line.split()[4] for line in said.getvalue().splitlines()] == ["2,002", "2,007"]

@@ -7,14 +7,14 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from narrowgauge import training  # each name is imported on first use, and this one needs pydantic
 from narrowgauge.cli.parsing.parser import Parser
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.training.config.synonyms import key_of, other_names, plain, unknown_key
+from narrowgauge.training.config.synonyms import endings_of, key_of, other_names, plain, unknown_key
 
 ALL = "all"
 COLUMN = 34  # where the second column begins
@@ -169,12 +169,14 @@ class KeyParser(Parser):
 
     Attributes:
         names: The keys that options may mean by another name (`synonyms`); empty for a verb without keys.
+        verbs_with: Finds the verbs that have an option.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, add_help=False)
         self._negative_number_matcher = _NEGATIVE
         self.names: tuple[str, ...] = ()
+        self.verbs_with: Callable[[str], Sequence[str]] = lambda option: ()
         self.help_option = HelpAction(("-h", "--help"), "help", help="show this and exit")
         self._add_action(self.help_option)
 
@@ -193,8 +195,8 @@ class KeyParser(Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words, with each option under its canonical name."""
-        words = [self._named(word) for word in args] if self.names else args
-        return super().parse_known_args(self._whole_lists(words or ()), namespace)
+        words = [self._named(word) for word in args or ()]
+        return super().parse_known_args(self._whole_lists(words), namespace)
 
     def _whole_lists(self, words: Sequence[str]) -> list[str]:
         """The words, with a list that the shell split after its commas joined again: `bf16, fp8`."""
@@ -220,10 +222,19 @@ class KeyParser(Parser):
         options = self._option_string_actions
         if not name.startswith("--") or " " in name or name == "--" or name in options:
             return word
-        own = f"--{plain(name[2:])}"
-        if own not in options:
-            own = f"--{key_of(name[2:], self.names) or name[2:]}"
-        return f"{own}{equals}{value}"
+        own = [f"--{plain(name[2:])}", *(f"--{ending}" for ending in endings_of(name[2:]))]
+        named = next((n for n in own if n in options), None)
+        if named is None and self.names:
+            named = f"--{key_of(name[2:], self.names) or name[2:]}"
+        return f"{named or name}{equals}{value}"
+
+    def has(self, option: str) -> bool:
+        """Whether the verb has an option of this name."""
+        return option in self._option_string_actions
+
+    def has_key(self, option: str) -> bool:
+        """Whether the verb has a key that this name may mean."""
+        return plain(option[2:]) in other_names(self.names)
 
     def format_help(self) -> str:
         """The help on one screen."""
@@ -231,7 +242,7 @@ class KeyParser(Parser):
         return super().format_help() + (sections_text() if self.names else "") + examples_text(verb)
 
     def unknown_argument(self, argument: str) -> UserError:
-        """The error for an argument that no option takes; it suggests the nearest option."""
+        """The error for an argument that no option takes: the verbs that have it, or the nearest option."""
         if argument.endswith(("}", ",")) or argument.startswith("{"):
             return UserError(
                 f"{argument!r} is part of a table that the shell has split at its spaces; put the table in "
@@ -242,5 +253,9 @@ class KeyParser(Parser):
             return super().unknown_argument(argument)
         if "." in name and self.names:
             return unknown_key(name.lstrip("-"), self.names, "--")
+        if verbs := self.verbs_with(name):
+            *first, last = verbs
+            have = f"{', '.join(first)} and {last} have" if first else f"{last} has"
+            return UserError(f"unknown option {name!r}; {have} it, {self.prog.split()[-1]} has not")
         others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # not --dy
         return self.unknown_option(name, [*self._option_string_actions, *others])

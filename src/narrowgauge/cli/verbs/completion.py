@@ -8,11 +8,9 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
-from narrowgauge.cli.options import add_options
+from narrowgauge.cli.options import parsers
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import SHORT
-from narrowgauge.cli.parsing.parser import command_parser
-from narrowgauge.cli.parsing.verbs import VERBS
 from narrowgauge.errors import unknown
 from narrowgauge.models import model_names
 from narrowgauge.quantization import cast_names, state_cast_names
@@ -49,17 +47,9 @@ def run(options: argparse.Namespace) -> None:
     """Print the script."""
     if options.shell not in ("bash", "zsh", "fish"):
         raise unknown("shell", options.shell, ("bash", "zsh", "fish"))
-    verbs = _parsers()
+    verbs = parsers()
     text = "\n".join(_fish(verbs)) + "\n" if options.shell == "fish" else _bash(verbs)
     print(_ZSH + text if options.shell == "zsh" else text, end="")
-
-
-def _parsers() -> Mapping[str, KeyParser]:
-    """The parsers of all verbs, by name."""
-    _, verbs = command_parser(KeyParser)
-    for name in VERBS:
-        add_options(name, verbs[name])
-    return verbs
 
 
 def _bash(verbs: Mapping[str, KeyParser]) -> str:

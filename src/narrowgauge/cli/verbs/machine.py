@@ -20,16 +20,18 @@ def run_plan(options: argparse.Namespace) -> None:
     """Print the plan of a configuration."""
     values = config_values(options)
     values, note = (values, "") if options.config else with_published(values)
-    found = plan_config(
-        make_config(values),
-        load_cluster(options.cluster) if options.cluster else None,
-        tokens_of(options.tokens) if options.tokens else 0,
-        int(_number("--devices", options.devices, int)),
-        options.price,
-        options.gap,
-        options.command_line,
-        note,
-    )
+    with Console(stderr=True).status("") as status:
+        found = plan_config(
+            make_config(values),
+            load_cluster(options.cluster) if options.cluster else None,
+            tokens_of(options.tokens) if options.tokens else 0,
+            int(_number("--devices", options.devices, int)),
+            options.price,
+            options.gap,
+            options.command_line,
+            note,
+            status.update,
+        )
     if options.json:
         print(json.dumps(found.as_json(), indent=2))
     else:

@@ -173,11 +173,13 @@ def run_models(options: argparse.Namespace) -> None:
         return
     table = Table(box=None, header_style="bold")
     table.add_column("model", no_wrap=True)
-    for column in ("parameters", "layers", "dim", "heads", "kv", "ffn", "vocab", "longest"):
+    table.add_column("size", justify="right", no_wrap=True)
+    for column in ("layers", "dim", "heads", "kv", "ffn", "vocab", "longest"):
         table.add_column(column, justify="right")
     for name in model_names():
         m = model_config(name)
         sizes = (m.layers, m.dim, m.heads, m.kv_heads, m.ffn_dim, m.vocab_size, m.max_sequence_length)
         table.add_row(name, human_count(count_parameters(m)), *(f"{size:,}" for size in sizes))
     Console().print(table)
-    print("kv: key-value heads; longest: tokens of a sequence; 'narrowgauge models NAME': one as TOML")
+    print("size: parameters; kv: key-value heads; longest: tokens of a sequence")
+    print("'narrowgauge models NAME' prints one as TOML")

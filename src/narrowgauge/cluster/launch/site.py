@@ -34,11 +34,10 @@ cluster slow.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.files import shipped_names, shipped_text
+from narrowgauge.files import named_text, shipped_names, shipped_text, unknown_name
 from narrowgauge.toml_text import parse_toml
 
 _SHIPPED = "cluster/launch/sites"
@@ -96,14 +95,9 @@ def load_site(name: str) -> Site:
     """
     if not name.endswith(".toml"):
         if name not in site_names():
-            raise unknown("site", name, [*site_names(), "FILE.toml"])
+            raise unknown_name("site", name, site_names())
         return parse_site(shipped_text(_SHIPPED, name), f"{name}.toml")
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        shipped = ", ".join(site_names())
-        raise UserError(f"site file {name} cannot be read: {error}; those that ship: {shipped}") from None
-    return parse_site(text, name)
+    return parse_site(named_text("site", name, site_names()), name)
 
 
 def slurm_word(key: str, text: str) -> str:

@@ -32,14 +32,13 @@ Without `gpu`, low-precision recipes are priced as emulated.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from narrowgauge.cluster.plan.price import Price, parse_price
 from narrowgauge.errors import UserError, ending_with, unknown
-from narrowgauge.files import shipped_names, shipped_text
+from narrowgauge.files import named_text, shipped_names, shipped_text, unknown_name
 from narrowgauge.recipes import Device, named_device
 from narrowgauge.toml_text import parse_toml
 from narrowgauge.units import parse_bytes
@@ -166,7 +165,7 @@ def cluster_name(name: str) -> str:
     names = cluster_names()
     whole = name if name.endswith(".toml") else ending_with(name, names)
     if whole not in names and not whole.endswith(".toml"):
-        raise unknown("cluster", name, [*names, "FILE.toml"])
+        raise unknown_name("cluster", name, names)
     return whole
 
 
@@ -177,13 +176,7 @@ def load_cluster(name: str) -> Cluster:
         UserError: the name is unknown, or the file does not have the form above.
     """
     if name.endswith(".toml"):
-        try:
-            return parse_cluster(Path(name).read_text(encoding="utf-8"), name)
-        except (OSError, UnicodeDecodeError) as error:
-            shipped = ", ".join(cluster_names())
-            raise UserError(
-                f"cluster file {name} cannot be read: {error}; those that ship: {shipped}"
-            ) from None
+        return parse_cluster(named_text("cluster", name, cluster_names()), name)
     whole = cluster_name(name)
     return parse_cluster(shipped_text(_SHIPPED, whole), f"{whole}.toml")
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ class Display:
         self.console, self.steps, self.every, self.clock = console, steps, every, clock
         self.started = self.last_step_line = clock()
         self.first_step: int | None = None
+        self._speeds: list[float] = []  # of the steps since the last line
         self._live = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -70,12 +72,16 @@ class Display:
             self._live.update(self._tasks[name], visible=False)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Show one finished step; `line` is its record in the metrics."""
+        """Show one finished step; `line` is its record in the metrics.
+
+        The speed is the median since the last line: a step that gauges read, or that waited, is slower.
+        """
         step = line["step"]
         if self.first_step is None:
             self.first_step, self.started = step, self.clock()
             self.last_step_line = self.started
-        facts = f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s"
+        self._speeds.append(line["tokens_per_s"])
+        facts = f"loss {line['loss']:.4f}  {median(self._speeds):,.0f} tokens/s"
         if "val_loss" in line:
             facts += f"  val loss {line['val_loss']:.4f}"
         if self.console.is_terminal:
@@ -84,8 +90,10 @@ class Display:
             so_far = f"{step}/{self.steps}  {facts}"
             self._live.update(self._tasks["steps"], completed=step, facts=so_far)
             if "val_loss" in line:
+                self._speeds.clear()
                 self.log(f"step {step:>6}/{self.steps}  {facts}")
         elif self._is_due(step) or "val_loss" in line:
+            self._speeds.clear()
             self.last_step_line = self.clock()
             self.log(f"step {step:>6}/{self.steps}  {facts}  left {self._left(step)}")
 

@@ -34,7 +34,8 @@ from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import staged_directory
 from narrowgauge.nn import DTYPES
-from narrowgauge.runs.choices import EXPORT_FORMATS
+from narrowgauge.recipes.exchange import TARGETS
+from narrowgauge.runs.choices import EXPORT_FORMATS, READERS
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.calibration import activation_scales
 from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open_run
@@ -81,6 +82,15 @@ def export_run(
 
 def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str | None) -> None:
     """Refuse arguments of `export_run` that no model makes right."""
+    if to.lower() in READERS:
+        *others, last = READERS[to.lower()]
+        formats = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"unknown format {to!r}; {to} is a program, and --to takes what it reads: {formats}")
+    if to in TARGETS:
+        raise UserError(
+            f"unknown format {to!r}; 'narrowgauge recipes NAME --to {to}' writes a recipe for it, and export "
+            f"writes weights ({', '.join(EXPORT_FORMATS)})"
+        )
     if to not in EXPORT_FORMATS:
         raise unknown("format", to, EXPORT_FORMATS)
     if dtype is not None and dtype not in DTYPES:

@@ -119,6 +119,16 @@ def other_names(keys: Iterable[str]) -> dict[str, list[str]]:
     return synonyms | endings | whole
 
 
+def endings_of(name: str) -> list[str]:
+    """The last parts, with hyphens, of the keys that a synonym stands for: options of verbs without keys.
+
+    >>> endings_of("seq-len")
+    ['sequence-length']
+    """
+    keys = (key for key, names in SYNONYMS.items() if plain(name) in names.split())
+    return [plain(key.rpartition(".")[2]) for key in keys]
+
+
 def key_of(name: str, keys: Iterable[str]) -> str | None:
     """The key for a name without its `--`; None if it is unknown here.
 
