@@ -10,7 +10,7 @@ from importlib import import_module
 
 from narrowgauge.cli.ending import to_the_end
 from narrowgauge.cli.installed import NotInstalled, missing, require_torch, too_old
-from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser, described
+from narrowgauge.cli.parsing.parser import Parser, add_doctor_options, check_verb, command_parser, described
 from narrowgauge.cli.parsing.verbs import VERBS, Action, Verb
 from narrowgauge.cluster.doctor.facts import LIMITS
 from narrowgauge.cluster.doctor.software import folder_of
@@ -42,7 +42,7 @@ def _doctor(words: list[str]) -> int | None:
             raise missing(["rich"]) from None
         raise
     parser, verbs = command_parser(Parser)
-    doctor.add_options(verbs["doctor"])
+    add_doctor_options(verbs["doctor"])
     options, rest = parser.parse_known_args(words)
     if rest:
         raise options.parser.unknown_argument(rest[0])

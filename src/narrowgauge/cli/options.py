@@ -5,13 +5,12 @@ This imports no torch, so help and usage errors appear at once.
 
 import argparse
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 
 from narrowgauge import cluster, data, models  # each name is imported when it is used
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, checked, positive_integer
-from narrowgauge.cli.parsing.parser import command_parser
+from narrowgauge.cli.parsing.parser import add_doctor_options, command_parser
 from narrowgauge.cli.parsing.verbs import grouped
 from narrowgauge.recipes.exchange import SOURCES, TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, RECORDED, SERVERS, TASKS
@@ -421,11 +420,6 @@ def _runs(p: KeyParser) -> None:
     p.add_argument("--json", action="store_true", help="print a JSON list; a missing loss is null")
 
 
-def _doctor(p: KeyParser) -> None:
-    """Add the options of the verb that also works where packages are missing."""
-    import_module("narrowgauge.cli.verbs.doctor").add_options(p)
-
-
 def _completion(p: KeyParser) -> None:
     p.add_argument("shell", metavar="bash|zsh|fish", help="the shell")
 
@@ -435,7 +429,7 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "compare": _compare,
     "plan": _plan,
     "bench": _bench,
-    "doctor": _doctor,
+    "doctor": add_doctor_options,
     "scaling": _scaling,
     "convert": _convert,
     "prepare": _prepare,

@@ -156,3 +156,10 @@ def check_verb(words: list[str]) -> None:
         f"unknown option {first!r}; a verb comes first, as in narrowgauge train {first}; see "
         "'narrowgauge --help'"
     )
+
+
+def add_doctor_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of the verb that also works where packages are missing."""
+    p.add_argument("--json", action="store_true", help="print a JSON list of {item, status, found, fix}")
+    p.add_argument("--data", metavar="SOURCE", help="also check this data (as for train --data)")
+    p.add_argument("--tokenizer", metavar="T", help="also check this tokenizer: bytes, bpe-N or a file")

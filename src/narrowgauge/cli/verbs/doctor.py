@@ -7,13 +7,6 @@ from rich.console import Console
 from narrowgauge.cluster.doctor.doctor import as_json, examine, print_items
 
 
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    p.add_argument("--json", action="store_true", help="print a JSON list of {item, status, found, fix}")
-    p.add_argument("--data", metavar="SOURCE", help="also check this data (as for train --data)")
-    p.add_argument("--tokenizer", metavar="T", help="also check this tokenizer: bytes, bpe-N or a file")
-
-
 def run(options: argparse.Namespace) -> int:
     """Examine the machine and print the verdicts; returns 1 if something is missing, else 0."""
     verdicts = examine(options.data, options.tokenizer)

@@ -86,7 +86,7 @@ def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str 
         *others, last = READERS[to.lower()]
         formats = f"{', '.join(others)} or {last}" if others else last
         raise UserError(f"unknown format {to!r}; {to} is a program, and --to takes what it reads: {formats}")
-    if to in TARGETS:
+    if to in TARGETS and to not in EXPORT_FORMATS:
         raise UserError(
             f"unknown format {to!r}; 'narrowgauge recipes NAME --to {to}' writes a recipe for it, and export "
             f"writes weights ({', '.join(EXPORT_FORMATS)})"
