@@ -212,7 +212,7 @@ class Space:
         return best
 
     def bound(self, index: Index) -> float:
-        """Seconds that a setting takes at least: those of its work and of a pipeline's waiting."""
+        """The least seconds of a setting: its work and the pipeline's waiting."""
         setting = self.setting(index)
         return self._seconds(setting, setting.put(self.values), self._nothing)
 
