@@ -2,6 +2,8 @@
 
 import json
 import shlex
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -10,9 +12,10 @@ from narrowgauge.cli.line import read_line
 from narrowgauge.cli.main import main
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import load_cluster, tokens_of
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.advise.advise import RECIPES, _unfit
-from narrowgauge.laboratory.advise.space import Space, layouts
+from narrowgauge.laboratory.advise.space import Space
 from narrowgauge.models import model_names
 from narrowgauge.models.published import published
 from narrowgauge.runs import lay_out
@@ -41,14 +44,14 @@ def card(folder, memory="24GB"):
     return str(path)
 
 
-def space(cluster, name="bf16"):
+def space(cluster, name="bf16", dims=None, batch=2):
     values = {
         "model": {"name": "debug"},
         "data": {"sequence_length": 256},
-        "training": {"batch_size": 2, "device": "cpu"},
+        "training": {"batch_size": batch, "device": "cpu"},
         "recipe": {"name": name},
     }
-    return Space(values, layouts(1, 2, 4, 4)[0], load_cluster(cluster))
+    return Space(values, dims or ParallelDims(), load_cluster(cluster))
 
 
 @pytest.mark.tier("thorough")
@@ -61,10 +64,48 @@ def test_no_setting_of_the_space_is_faster_than_the_best(memory, name, tmp_path)
     assert best.seconds == min(times)
 
 
+@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(pipeline=2, shard=2), ParallelDims(shard=2, tensor=2)], ids=lambda dims: dims.text
+)
+def test_no_setting_of_several_devices_is_faster_than_the_best(dims, tmp_path):
+    """Every setting is planned and timed once, and searched under limits that many or few of them fit."""
+    every = space(card(tmp_path), dims=dims, batch=8)
+    points = {index: every.timed(index) for index in product(*(range(len(axis)) for axis in every.axes))}
+    needs = sorted(point.needed for point in points.values())
+    for limit in (needs[0] - 1, needs[0], needs[len(needs) // 8], needs[len(needs) // 2], needs[-1]):
+        searched = Planned(every, points, limit)
+        fits = [point.seconds for point in points.values() if point.needed <= limit]
+        best = searched.best()
+        assert (None if best is None else best.seconds) == min(fits, default=None), limit
+        assert all(searched.bound(i) <= point.seconds * (1 + 1e-12) for i, point in points.items())
+
+
+class Planned(Space):
+    """A space whose settings another has planned, with a limit of memory."""
+
+    def __init__(self, other, points, limit):
+        super().__init__(other.values, other.dims, other.cluster, other.counts)
+        self.points, self.limit = points, limit
+
+    def at(self, index):
+        point = self.points[index]
+        untimed = replace(point, seconds=0.0, fits=point.needed <= self.limit)
+        return self.planned.setdefault(index, untimed)
+
+
+@pytest.mark.tier("thorough")
+def test_a_pipeline_takes_the_micro_batches_that_wait_least(tmp_path):
+    """Smaller micro-batches are more of them, so a pipeline may be faster with less memory."""
+    best = space(card(tmp_path), dims=ParallelDims(pipeline=2, shard=2), batch=64).best()
+    assert best is not None
+    assert best.setting.micro_batch_size < 16, "two micro-batches wait for a third of the time"
+
+
 def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
     searched = space(card(tmp_path, "10MB"))
     assert searched.best() is None
-    assert len(searched.planned) == 4, "the fastest and the smallest setting of each kind of loss"
+    assert len(searched.planned) == 6, "of each loss the fastest, the smallest, and that of one micro-batch"
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@
     offload            none, of all state
 
 Each step along the axes of micro-batch, recomputation and offload lowers the memory and the speed. A chunked
-loss may be faster or slower, so both are searched. For each, the fastest settings that fit are among those
-whose every neighbor one step back does not fit: the search begins at the fastest corner, walks from settings
+loss may be faster or slower, and so may more micro-batches of a pipeline, which wait less. Each kind of loss,
+and in a pipeline each micro-batch, is searched by itself: the fastest settings that fit are among those whose
+every neighbor one step back does not fit. So the search begins at the fastest corner, walks from settings
 that do not fit to their neighbors, and computes times only at the border. `every_point` is the slow way.
 """
 
@@ -21,7 +22,8 @@ from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.plan import expected_time, room_of
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.simulate import StepEstimate, WholeCount, estimate_step
+from narrowgauge.simulate import Memory, StepEstimate, WholeCount, estimate_step
+from narrowgauge.simulate.memory import STATE
 from narrowgauge.training import Config, make_config
 from narrowgauge.training.config.micro_batch import fitting_sizes
 
@@ -132,12 +134,16 @@ class Space:
         has_host = self.cluster.facts.is_gpu
         return sizes, RECOMPUTE, (False, True), OFFLOAD if has_host else OFFLOAD[:1]
 
+    def setting(self, index: Index) -> Setting:
+        """The setting at some indices."""
+        a, b, c, d = index
+        sizes, recompute, chunked, offload = self.axes
+        return Setting(sizes[a], recompute[b], chunked[c], offload[d])
+
     def at(self, index: Index) -> Point:
         """The point at some indices, planned for memory."""
         if index not in self.planned:
-            a, b, c, d = index
-            sizes, recompute, chunked, offload = self.axes
-            setting = Setting(sizes[a], recompute[b], chunked[c], offload[d])
+            setting = self.setting(index)
             config = setting.put(self.values)
             room = room_of(config, self.cluster)
             with imagine(self.cluster.facts):
@@ -150,32 +156,35 @@ class Space:
         """The point at some indices, with the expected seconds of its step."""
         point = self.at(index)
         if not point.seconds:
-            known = self.counts.get(point.setting)
-            time, expected = expected_time(point.config, self.dims, self.cluster, point.step, known)
-            self.counts[point.setting] = time.count
-            seconds = time.seconds / (1.0 if expected is None else expected.share)
+            seconds = self._seconds(point.setting, point.config, point.step)
             point = self.planned[index] = replace(point, seconds=seconds)
         return point
 
-    def corners(self) -> list[Index]:
-        """The indices of the settings that need the least memory, with and without a chunked loss."""
+    def corners(self) -> list[tuple[Index, Index]]:
+        """(the fastest setting, the one that needs the least memory) of all that are searched together."""
         a, b, _, d = (len(axis) - 1 for axis in self.axes)
-        return [(a, b, chunked, d) for chunked in range(len(self.axes[2]))]
+        ranges = [(0, a)] if self.dims.pipeline == 1 else [(n, n) for n in range(a + 1)]
+        return [
+            ((first, 0, chunked, 0), (last, b, chunked, d))
+            for chunked in range(len(self.axes[2]))
+            for first, last in ranges
+        ]
 
     def least(self) -> Point:
         """The point that needs the least memory."""
-        return min(map(self.at, self.corners()), key=lambda point: point.needed)
+        smallest = [index for _, corner in self.corners() for index in self._smallest(corner)]
+        return min(map(self.at, smallest), key=lambda point: point.needed)
 
-    def border(self) -> list[Index]:
-        """The settings that fit and whose faster neighbors do not."""
-        return [index for corner in self.corners() for index in self._border(corner)]
+    def _smallest(self, corner: Index) -> list[Index]:
+        """A corner and, since it adds no gradients and may need less, a single micro-batch."""
+        is_single = self.axes[0][0] * self.dims.data == int(self.values["training"]["batch_size"])
+        return [corner, (0, *corner[1:])] if is_single and self.dims.pipeline == 1 else [corner]
 
-    def _border(self, corner: Index) -> list[Index]:
-        """The border of the settings up to a corner, with its kind of loss."""
-        first: Index = (0, 0, corner[2], 0)
+    def border(self, first: Index, corner: Index) -> list[Index]:
+        """The settings from the fastest to a corner that fit and whose faster neighbors do not."""
         if self.at(first).fits:
             return [first]
-        if not self.at(corner).fits:
+        if not any(self.at(index).fits for index in self._smallest(corner)):
             return []
         waiting = [first]
         seen, found = set(waiting), list[Index]()
@@ -194,8 +203,30 @@ class Space:
 
     def best(self) -> Point | None:
         """The fastest point that fits; None if none does."""
-        points = [self.timed(index) for index in self.border()]
-        return min(points, key=lambda point: point.seconds, default=None)
+        best: Point | None = None
+        for first, corner in self.corners():
+            if best is not None and self.dims.pipeline > 1 and self.bound(first) >= best.seconds:
+                continue
+            for point in map(self.timed, self.border(first, corner)):
+                best = point if best is None or point.seconds < best.seconds else best
+        return best
+
+    def bound(self, index: Index) -> float:
+        """The least seconds of a setting: its work and the pipeline's waiting."""
+        setting = self.setting(index)
+        return self._seconds(setting, setting.put(self.values), self._nothing)
+
+    def _seconds(self, setting: Setting, config: Config, step: StepEstimate) -> float:
+        """The expected seconds of a step with some memory and traffic."""
+        time, expected = expected_time(config, self.dims, self.cluster, step, self.counts.get(setting))
+        self.counts[setting] = time.count
+        return time.seconds / (1.0 if expected is None else expected.share)
+
+    @cached_property
+    def _nothing(self) -> StepEstimate:
+        """A step that keeps and sends nothing."""
+        parameters = next(iter(self.planned.values())).step.memory.parameters
+        return StepEstimate(Memory(dict.fromkeys(STATE, 0), {}, parameters), {})
 
     def every_point(self) -> Iterator[Point]:
         """All points that fit, with their times: the slow way to `best`."""
