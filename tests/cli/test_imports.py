@@ -88,9 +88,9 @@ def test_tables_import_neither_the_configuration_nor_numpy(tmp_path):
     assert not {"numpy", "pydantic", "narrowgauge.training.config.schema"} & modules
 
 
-def test_completion_imports_the_options_of_all_verbs_and_no_other_action(tmp_path):
+def test_completion_imports_no_other_verb(tmp_path):
     modules = modules_of(tmp_path, "completion", "bash")
-    assert verbs_in(modules) == {"completion", "doctor"}
+    assert verbs_in(modules) == {"completion"}
     assert "torch" not in modules
 
 
