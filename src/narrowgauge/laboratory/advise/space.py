@@ -22,6 +22,7 @@ from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.plan import expected_time, room_of
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
+from narrowgauge.models import count_parameters
 from narrowgauge.simulate import Memory, StepEstimate, WholeCount, estimate_step
 from narrowgauge.simulate.memory import STATE
 from narrowgauge.training import Config, make_config
@@ -204,8 +205,11 @@ class Space:
     def best(self) -> Point | None:
         """The fastest point that fits; None if none does."""
         best: Point | None = None
-        for first, corner in self.corners():
-            if best is not None and self.dims.pipeline > 1 and self.bound(first) >= best.seconds:
+        ranges, is_pipeline = self.corners(), self.dims.pipeline > 1
+        if is_pipeline:  # the likeliest first, so that it rules out others
+            ranges = sorted(ranges, key=lambda ends: self.bound(ends[0]))
+        for first, corner in ranges:
+            if best is not None and is_pipeline and self.bound(first) >= best.seconds:
                 continue
             for point in map(self.timed, self.border(first, corner)):
                 best = point if best is None or point.seconds < best.seconds else best
@@ -225,7 +229,7 @@ class Space:
     @cached_property
     def _nothing(self) -> StepEstimate:
         """A step that keeps and sends nothing."""
-        parameters = next(iter(self.planned.values())).step.memory.parameters
+        parameters = count_parameters(self.setting((0, 0, 0, 0)).put(self.values).spec.model)
         return StepEstimate(Memory(dict.fromkeys(STATE, 0), {}, parameters), {})
 
     def every_point(self) -> Iterator[Point]:
