@@ -55,13 +55,16 @@ LINES = {
     "option": (["train", "--stepz", "3"], ["unknown option '--stepz'", "'--steps'"]),
     "option of another verb": (
         ["eval", "{run}", "--prompt", "x"],
-        ["'--prompt'; sample has it, eval has not"],
+        ["'--prompt'; sample has it, eval does not"],
     ),
     "option of three verbs": (
         ["train", "--cluster", "h100"],
-        ["unknown option '--cluster'; advise, plan and search have it, train has not"],
+        ["unknown option '--cluster'; advise, plan and search have it, train does not"],
     ),
-    "key of another verb": (["eval", "{run}", "--lr", "1"], ["'--lr'; plan, train, compare", "eval has not"]),
+    "key of another verb": (
+        ["eval", "{run}", "--lr", "1"],
+        ["'--lr'; plan, train, compare", "eval does not"],
+    ),
     "another program's name of an option": (["eval", "{run}", "--seq-len", "0"], ["--sequence-length 0"]),
     "export: a program": (
         ["export", "{run}", "--to", "vllm", "--out", "{dir}/new"],

@@ -148,9 +148,9 @@ def plan_config(
     gap: bool = False,
     words: Sequence[str] = ("plan",),
     note: str = "",
-    say: Callable[[str], object] = lambda text: None,
+    show: Callable[[str], object] = lambda text: None,
 ) -> Planned:
-    """Plan a configuration; `note` states where its values come from, `say` gets what is being done.
+    """Plan a configuration; `note` states where its values come from, `show` takes words before each part.
 
     Raises:
         UserError: A budget, a price or a gap without a cluster.
@@ -158,6 +158,6 @@ def plan_config(
     if cluster is None and (tokens or price or gap):
         raise UserError("--tokens, --price and --gap need to know the machine; name one with --cluster")
     asked = None if price is None else parse_price("--price", price)
-    found = make_plan(config, devices, cluster, say)
+    found = make_plan(config, devices, cluster, show)
     decision = pays(found, devices, cluster, tokens) if cluster is not None and gap else None
     return Planned(found, tokens, asked, decision, words, note)

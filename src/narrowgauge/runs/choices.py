@@ -4,14 +4,6 @@
 PROFILED = 3
 #: The formats of `export --to`.
 EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt", "gguf")
-#: Names of programs in place of the formats that they read.
-READERS = {
-    **dict.fromkeys(("transformers", "huggingface", "safetensors", "lm-eval"), ("hf",)),
-    **dict.fromkeys(("vllm", "sglang"), ("compressed-tensors", "modelopt", "hf")),
-    **dict.fromkeys(("tensorrt-llm", "trtllm"), ("modelopt", "hf")),
-    **dict.fromkeys(("llama.cpp", "llama-cpp", "ollama"), ("gguf",)),
-    **dict.fromkeys(("llm.c", "nanogpt"), ("llmc",)),
-}
 #: The value of `export --calibrate` for scales that the recipe remembers.
 RECORDED = "recorded"
 #: The servers of `served --with`, and the formats of `export` that each reads; the first is the default.
@@ -20,6 +12,14 @@ SERVERS = {
     "transformers": ("hf", "compressed-tensors"),
     "compressed-tensors": ("compressed-tensors",),
     "vllm": ("compressed-tensors", "modelopt", "hf"),
+}
+#: Programs, and the formats of `export` that each reads: the answer to `export --to PROGRAM`.
+READERS = SERVERS | {
+    "sglang": SERVERS["vllm"],
+    **dict.fromkeys(("tensorrt-llm", "trtllm"), ("modelopt", "hf")),
+    **dict.fromkeys(("huggingface", "safetensors", "lm-eval"), ("hf",)),
+    **dict.fromkeys(("llama-cpp", "ollama"), SERVERS["llama.cpp"]),
+    **dict.fromkeys(("llm.c", "nanogpt"), ("llmc",)),
 }
 #: The tasks of `eval --task`.
 TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")

@@ -256,6 +256,6 @@ class KeyParser(Parser):
         if verbs := self.verbs_with(name):
             *first, last = verbs
             have = f"{', '.join(first)} and {last} have" if first else f"{last} has"
-            return UserError(f"unknown option {name!r}; {have} it, {self.prog.split()[-1]} has not")
+            return UserError(f"unknown option {name!r}; {have} it, {self.prog.split()[-1]} does not")
         others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # not --dy
         return self.unknown_option(name, [*self._option_string_actions, *others])

@@ -81,7 +81,7 @@ def make_plan(
     config: Config,
     devices: int = 1,
     cluster: Cluster | None = None,
-    say: Callable[[str], object] = lambda text: None,
+    show: Callable[[str], object] = lambda text: None,
 ) -> Plan:
     """Plan a configuration for a number of devices of a cluster, or of this machine.
 
@@ -89,7 +89,7 @@ def make_plan(
         config: The configuration.
         devices: The number of devices.
         cluster: The cluster; None for this machine.
-        say: Called with a few words before each part, which takes seconds.
+        show: Called with a few words before each part, which takes seconds.
 
     Raises:
         UserError: `[parallel]` does not fit the number of devices, or the configuration requires a native
@@ -101,21 +101,21 @@ def make_plan(
     chosen = tuple(filter(None, (batch_choice, layout.choice)))
     room, gpu = room_of(config, cluster), cluster.facts if cluster else _device_here(config)
     with imagine(gpu):
-        say(f"the memory of a step of {config.model.name} ...")
+        show(f"the memory of a step of {config.model.name} ...")
         step = estimate_step(config, parallel_dims)
         if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
             fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
         else:
-            say("the smallest number of devices that fits ...")
+            show("the smallest number of devices that fits ...")
             fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
         change = None
         if not room.fits(step.memory, parallel_dims):
-            say(f"it does not fit into {human_bytes(room.limit)}; the smallest change that fits ...")
+            show(f"it does not fit into {human_bytes(room.limit)}; the smallest change that fits ...")
             change = fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims)
     if cluster is None:
         backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend) if gpu else None
         return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen, fitting=change)
-    say("the time of a step ...")
+    show("the time of a step ...")
     time, expected = expected_time(config, parallel_dims, cluster, step)
     return Plan(
         *(config, parallel_dims, step, room, fewest, time.backend, gpu),

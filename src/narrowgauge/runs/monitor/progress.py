@@ -1,6 +1,7 @@
 """Progress display of a run: a live line on a terminal, plain lines elsewhere."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
 from types import TracebackType
@@ -24,7 +25,7 @@ class Display:
         self.console, self.steps, self.every, self.clock = console, steps, every, clock
         self.started = self.last_step_line = clock()
         self.first_step: int | None = None
-        self._speeds: list[float] = []  # of the steps since the last line
+        self._speeds = deque[float](maxlen=100)  # of steps since the last line
         self._live = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

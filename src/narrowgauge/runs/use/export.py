@@ -82,11 +82,11 @@ def export_run(
 
 def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str | None) -> None:
     """Refuse arguments of `export_run` that no model makes right."""
-    if to.lower() in READERS:
+    if to not in EXPORT_FORMATS and to.lower() in READERS:
         *others, last = READERS[to.lower()]
         formats = f"{', '.join(others)} or {last}" if others else last
         raise UserError(f"unknown format {to!r}; {to} is a program, and --to takes what it reads: {formats}")
-    if to in TARGETS and to not in EXPORT_FORMATS:
+    if to not in EXPORT_FORMATS and to in TARGETS:
         raise UserError(
             f"unknown format {to!r}; 'narrowgauge recipes NAME --to {to}' writes a recipe for it, and export "
             f"writes weights ({', '.join(EXPORT_FORMATS)})"
