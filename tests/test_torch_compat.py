@@ -70,6 +70,22 @@ def test_modes_that_observe_operations_are_noticed():
         assert compat.is_in_torch_dispatch_mode()
 
 
+def test_an_operation_in_an_unobserved_context_reaches_no_mode():
+    seen = []
+
+    class Observing(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Observing():
+        with compat.unobserved():
+            torch.ones(2)
+        assert not seen
+        torch.ones(2)
+    assert len(seen) == 1
+
+
 def test_operations_tell_whether_they_write():
     assert compat.is_in_place(torch.ops.aten.add_.Tensor)
     assert compat.is_in_place(torch.ops.aten.copy_.default)

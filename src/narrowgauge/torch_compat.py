@@ -7,7 +7,7 @@ CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments note known d
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
@@ -19,7 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_in_torch_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # TorchDispatchMode: the documented way to observe every operation ("Extending PyTorch"), in a private module.
@@ -73,6 +77,7 @@ __all__ = [
     "tensors_in",
     "tree_leaves",
     "tree_map_only",
+    "unobserved",
     "version_of",
     "wait_for",
     "without_hooks",
@@ -199,6 +204,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     `data_ptr()` is not enough: it is 0 for all storages without memory, and memory is reused.
     """
     return storage._cdata
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """A context whose operations no dispatch mode observes; torch has no public name for it."""
+    return _disable_current_modes()
 
 
 def is_in_backward() -> bool:

@@ -5,6 +5,7 @@ import pytest
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import recipe_names
 from narrowgauge.simulate import estimate_step
+from narrowgauge.simulate.step import simulate_step
 from narrowgauge.training import make_config
 from support.covering import covering, properties_of
 
@@ -38,3 +39,32 @@ def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
     assert step.memory.device["weights"] > 0
     assert step.memory.peak > step.memory.state
     assert sum(step.sent.values()) > 0
+
+
+@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.parametrize("recipe", ["bf16", "msamp-o2"])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(pipeline=2, shard=2),
+        ParallelDims(pipeline=2, tensor=2),
+        ParallelDims(pipeline=4, shard=2),
+        ParallelDims(pipeline=2, shard=2, chunks=2),
+    ],
+    ids=lambda dims: f"{dims.text} chunks {dims.chunks}",
+)
+def test_few_micro_batches_tell_what_all_of_a_pipeline_send_and_keep(recipe, dims):
+    config = make_config(
+        {
+            "model": MODEL | {"layers": 4},
+            "data": {"sequence_length": 256},
+            "training": {"batch_size": 24 * dims.data, "micro_batch_size": 2},
+            "recipe": {"name": recipe},
+        }
+    )
+    estimated = estimate_step(config, dims)
+    ranks = (0, dims.size - dims.size // dims.pipeline)
+    whole = [simulate_step(config, 12, dims, rank) for rank in ranks]
+    heaviest = max(whole, key=lambda step: step.memory.peak)
+    assert estimated.memory == heaviest.memory
+    assert estimated.sent == heaviest.sent[-1] - heaviest.sent[0]

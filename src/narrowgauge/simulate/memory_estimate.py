@@ -9,7 +9,7 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import count_parameters
 from narrowgauge.simulate.few_blocks import few_blocks, has_equal_blocks, with_layers
 from narrowgauge.simulate.memory import Memory
-from narrowgauge.simulate.step import ALONE, Sent, simulate_step
+from narrowgauge.simulate.step import ALONE, Sent, SimulatedStep, simulate_step
 from narrowgauge.training.config.config import Config
 
 
@@ -86,22 +86,41 @@ def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEs
 
 
 def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimate:
-    """A step of one rank, with no more micro-batches than the extrapolation to all of them needs."""
+    """A step of one rank, from no more micro-batches than the extrapolation to all of them needs."""
     count = config.training.batch_size // (parallel_dims.data * config.training.micro_batch_size)
-    simulated = min(count, 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 2)
+    fewer, simulated = _simulated(parallel_dims)
+    simulated = min(count, simulated)
     step = simulate_step(config, simulated, parallel_dims, rank)
     assert step.memory is not None
-    total = step.sent[-1] - step.sent[0]
-    after_first = step.sent[-1] - step.sent[2] if simulated > 1 else Counter()
-    for key, size in _sent_per_micro_batch(total, after_first, parallel_dims).items():
-        total[key] += (count - simulated) * size
+    total = _sent(step)
+    if count > simulated:
+        if parallel_dims.pipeline > 1:
+            more = total - _sent(simulate_step(config, fewer, parallel_dims, rank))
+        else:
+            more = _repeated(step.sent[-1] - step.sent[2], parallel_dims)
+        for key, size in more.items():
+            total[key] += (count - simulated) * size // (simulated - fewer)
     return StepEstimate(step.memory, total)
 
 
-def _sent_per_micro_batch(total: Sent, after_first: Sent, parallel_dims: ParallelDims) -> Sent:
-    """Bytes of one more micro-batch: what the second one adds, or in a pipeline an equal share."""
-    reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1 and parallel_dims.pipeline == 1
+def _simulated(parallel_dims: ParallelDims) -> tuple[int, int]:
+    """Two numbers of micro-batches; what the larger one sends more, the others of a step send in proportion.
+
+    The larger one reaches the peak of memory. In 1F1B it is one more than the stages: the first stage keeps
+    one micro-batch for each, and computes the last of them beside all gradients. An interleaved schedule runs
+    multiples of its stages.
+    """
+    stages = parallel_dims.pipeline
+    return (stages, 2 * stages) if parallel_dims.chunks > 1 else (1, stages + 1)
+
+
+def _sent(step: SimulatedStep) -> Sent:
+    """The bytes that a step has sent."""
+    return step.sent[-1] - step.sent[0]
+
+
+def _repeated(after_first: Sent, parallel_dims: ParallelDims) -> Sent:
+    """What each micro-batch sends, of all that follows the first."""
+    reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1
     repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
-    is_pipeline = parallel_dims.pipeline > 1
-    sizes, count = (total, 2 * parallel_dims.pipeline) if is_pipeline else (after_first, 1)
-    return Counter({key: size // count for key, size in sizes.items() if key[0] in repeated})
+    return Counter({key: size for key, size in after_first.items() if key[0] in repeated})

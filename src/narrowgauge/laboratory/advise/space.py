@@ -22,8 +22,7 @@ from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.plan import expected_time, room_of
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.simulate import Memory, StepEstimate, WholeCount, estimate_step
-from narrowgauge.simulate.memory import STATE
+from narrowgauge.simulate import StepEstimate, WholeCount, estimate_step
 from narrowgauge.training import Config, make_config
 from narrowgauge.training.config.micro_batch import fitting_sizes
 
@@ -204,29 +203,26 @@ class Space:
     def best(self) -> Point | None:
         """The fastest point that fits; None if none does."""
         best: Point | None = None
-        for first, corner in self.corners():
+        ranges = self.corners()
+        if self.dims.pipeline > 1:  # the likeliest first, so that it rules out others
+            ranges = sorted(ranges, key=lambda ends: self.bound(ends[0]))
+        for first, corner in ranges:
             if best is not None and self.dims.pipeline > 1 and self.bound(first) >= best.seconds:
-                continue
+                break
             for point in map(self.timed, self.border(first, corner)):
                 best = point if best is None or point.seconds < best.seconds else best
         return best
 
     def bound(self, index: Index) -> float:
-        """The least seconds of a setting: its work and the pipeline's waiting."""
+        """The least seconds of a setting: no step sends less than that of the fewest micro-batches."""
         setting = self.setting(index)
-        return self._seconds(setting, setting.put(self.values), self._nothing)
+        return self._seconds(setting, setting.put(self.values), self.at((0, 0, 0, 0)).step)
 
     def _seconds(self, setting: Setting, config: Config, step: StepEstimate) -> float:
         """The expected seconds of a step with some memory and traffic."""
         time, expected = expected_time(config, self.dims, self.cluster, step, self.counts.get(setting))
         self.counts[setting] = time.count
         return time.seconds / (1.0 if expected is None else expected.share)
-
-    @cached_property
-    def _nothing(self) -> StepEstimate:
-        """A step that keeps and sends nothing."""
-        parameters = next(iter(self.planned.values())).step.memory.parameters
-        return StepEstimate(Memory(dict.fromkeys(STATE, 0), {}, parameters), {})
 
     def every_point(self) -> Iterator[Point]:
         """All points that fit, with their times: the slow way to `best`."""

@@ -34,6 +34,7 @@ from narrowgauge.quantization.passes.c_call import (
 )
 from narrowgauge.quantization.passes.implementations import passes_gap
 from narrowgauge.quantization.scales import Scales
+from narrowgauge.torch_compat import unobserved
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 RESULTS = ("values", "stored", "codes")  # the element; the element times its block's scale; its code
@@ -256,15 +257,20 @@ class _Lookup(ctypes.Structure):
 
 @cache
 def _codes(element: Format) -> torch.Tensor:
-    """The code of each bf16 value, by its bits; only values of the format are ever looked up."""
-    every = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    return encode(every, element)
+    """The code of each bf16 value, by its bits; only values of the format are ever looked up.
+
+    Tables outlive the step that makes them, and no account of a step's memory contains them.
+    """
+    with unobserved():
+        every = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+        return encode(every, element)
 
 
 @cache
 def _values(element: Format) -> torch.Tensor:
     """The bf16 value of each code."""
-    return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), element, torch.bfloat16)
+    with unobserved():
+        return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), element, torch.bfloat16)
 
 
 def _looked_up(
