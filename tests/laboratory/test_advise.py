@@ -15,6 +15,7 @@ from narrowgauge.cluster import load_cluster, tokens_of
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.advise.advise import RECIPES, _unfit
+from narrowgauge.laboratory.advise.result import Advice
 from narrowgauge.laboratory.advise.space import Space
 from narrowgauge.models import model_names
 from narrowgauge.models.published import published
@@ -207,6 +208,20 @@ def test_a_line_for_several_nodes_writes_a_script(tmp_path, monkeypatch, capsys)
         UserError, match="devices = 3: a node of this cluster has 2, and a run takes whole nodes"
     ):
         ng.advise(cluster=card(tmp_path), devices=3, **given)
+
+
+def test_a_reason_that_holds_for_many_is_printed_once():
+    lost = {"fp16": "slow", "o2 shard 64": "unknown", "o2 shard 8 x tensor 8": "unknown", "fp8": "slow"}
+    text = Advice([], "none", lost=lost).table()
+    assert text.splitlines()[2:] == ["  fp16; fp8: slow", "  o2 shard 64, shard 8 x tensor 8: unknown"]
+
+
+@pytest.mark.tier("thorough")
+def test_each_recipe_has_one_way_to_win(tmp_path):
+    given = {"model": "debug", "tokens": "10M", "recipes": ["bf16", "fp8"], "batch_size": 8, "devices": 2}
+    found = advised(cluster=card(tmp_path), **given)
+    assert len({answer.layout for answer in found.answers}) > 1
+    assert len([text for text in found.changes if "wins" in text]) <= 1
 
 
 @pytest.mark.tier("thorough")

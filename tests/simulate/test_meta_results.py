@@ -36,6 +36,14 @@ I = torch.empty(4, 6, dtype=torch.int32, device=META)  # noqa: E741
         lambda: X.expand(3, 4, 6) * 1,
         lambda: X.detach(),
         lambda: X.view(24),
+        lambda: X.clone().mul_(2).add_(X),
+        lambda: X.clone()[1:].fill_(0),
+        lambda: X.clone().copy_(I),
+        lambda: X.clone().t_(),
+        lambda: X.clone().unsqueeze_(0),
+        lambda: X.clone().resize_(2, 3),
+        lambda: torch.empty(4, 6, device=META).set_(torch.empty(4, 6, device=META)),
+        lambda: I.clone().bitwise_and_(3),
     ],
 )
 def test_a_remembered_result_has_the_layout_that_torch_gives(function):
@@ -67,3 +75,26 @@ def test_what_shares_memory_is_not_remembered():
             assert torch.add(X, X, out=out) is out
         assert recorder.live.alive == 48
     assert {y.untyped_storage()._cdata for y in seen} == {X.untyped_storage()._cdata}
+
+
+def test_an_operation_in_place_returns_what_it_wrote_into():
+    with Recorder() as recorder:
+        y, z = X.clone(), X.clone()
+        for _ in range(3):
+            assert y.mul_(2) is y
+            assert y.set_(z) is y
+        assert y.untyped_storage()._cdata == z.untyped_storage()._cdata
+        assert recorder.live.alive == 48
+        with pytest.raises(RuntimeError):
+            y.mul_(torch.empty(7, device=META))
+
+
+def test_autograd_notices_a_write_that_is_skipped():
+    w = torch.empty(4, 6, device=META, requires_grad=True)
+    with Recorder():
+        for _ in range(3):
+            y = w * 2
+            z = y * y
+            y.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                z.sum().backward()

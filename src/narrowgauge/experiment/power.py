@@ -133,8 +133,9 @@ def power_text(
     who = f"{seeds} seeds detect"
     if seeds < 2:
         plan, who = replace(plan, seeds=_FEW), f"One seed proves no gap; --seeds {_FEW} detects"
+    length = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
     return (
-        f"{ratio:.2g} tokens per parameter. {who} a gap of {smallest_gap(plan):.2g} % in 8 of 10 cases"
+        f"{length} tokens per parameter. {who} a gap of {smallest_gap(plan):.2g} % in 8 of 10 cases"
         f"{at_once}. To prove two recipes equal takes {needed[1]} seeds within {MARGIN} %, {needed[0]} "
         f"within {_FINE} %. Assumed: gaps deviate by {deviation:.2g} % between seeds ({source})."
     )

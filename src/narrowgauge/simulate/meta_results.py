@@ -2,7 +2,9 @@
 
 Torch computes the result of many operations in Python, in 50 to 200 us. A step repeats itself block by block,
 so most of its operations have occurred before. The layout of a result that shares no memory with an argument
-is a function of the arguments' layouts and values; the cached result is a new tensor of that layout.
+is a function of the arguments' layouts and values; the cached result is a new tensor of that layout. An
+operation in place that left the layout and memory of all its arguments as they were would do so again, and is
+skipped: a meta tensor has no values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,23 +24,41 @@ class _NoKey(Exception):
 
 
 _known: dict[Any, _Layout | None] = {}  # None: the result shares memory, or is of another kind
+_idle: set[Any] = set()  # operations that wrote values into their first argument, and did nothing else
 
 
 def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation: a new tensor of the cached layout, if there is one."""
-    if is_in_place(func) or func.namespace == "c10d" or is_view_operation(func):
+    """The result of an operation: a new tensor of the cached layout or the one written into, if known."""
+    if func.namespace == "c10d" or is_view_operation(func):
         return func(*args, **kwargs)
     tensors: list[torch.Tensor] = []
     try:
         key = (func, torch.get_default_dtype(), _key(args, tensors), _key(tuple(kwargs.items()), tensors))
     except _NoKey:
         return func(*args, **kwargs)
+    if key in _idle:
+        return args[0]
     if (layout := _known.get(key)) is not None:
         return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
-    out = func(*args, **kwargs)
-    if key not in _known and len(_known) < _MOST and tensors:
+    if key in _known or len(_known) + len(_idle) >= _MOST or not tensors:
+        return func(*args, **kwargs)
+    if not is_in_place(func):
+        out = func(*args, **kwargs)
         _known[key] = _layout(out, tensors)
+        return out
+    before = [_place(t) for t in tensors]
+    out = func(*args, **kwargs)
+    if out is args[0] and before == [_place(t) for t in tensors]:
+        _idle.add(key)
+    else:
+        _known[key] = None
     return out
+
+
+def _place(x: torch.Tensor) -> tuple[Any, ...]:
+    """The layout of a tensor and the memory that it has."""
+    storage = x.untyped_storage()
+    return x.shape, x.stride(), x.storage_offset(), storage_key(storage), storage.nbytes()
 
 
 def _key(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:

@@ -88,7 +88,8 @@ def test_a_plan_with_more_arms_asks_for_more_seeds():
 
 
 def test_one_seed_is_told_what_to_do():
-    text = power_text(1, 1, 25 * 327_680, 327_680, {}, is_calm=True)
+    text = power_text(1, 1, 100 * 327_680, 327_680, {}, is_calm=True)
+    assert text.startswith("100 tokens per parameter. One seed")
     assert "One seed proves no gap; --seeds 3 detects a gap of " in text
     assert "To prove two recipes equal takes 4 seeds within 0.25 %, 15 within 0.1 %. Assumed: " in text
 

@@ -220,12 +220,13 @@ def _why(answer: Answer, first: Answer) -> str:
 def _changes(
     known: Sequence[tuple[Answer, Point, ParallelDims]], first: Answer, machine: Cluster
 ) -> list[str]:
-    """What would make another answer the first: tokens that a gap costs, memory, time."""
-    found = []
-    for other, _, _ in known[1:]:
+    """What would make another recipe the first: tokens that a gap costs, memory, time."""
+    found, rivals = [], dict[str, Answer]()
+    for other, _, _ in known:
+        if other.recipe != first.recipe:
+            rivals.setdefault(other.recipe, other)  # in its best layout
+    for other in rivals.values():
         extra = other.forecast.extra_tokens_percent
-        if other.recipe == first.recipe:
-            continue
         speed = (other.days / other.tokens) / (first.days / first.tokens)
         least = 100 * ((1 + (first.extra_tokens or 0.0) / 100) / speed - 1)
         most = 100 * ((1 + (other.extra_tokens or 0.0) / 100) * speed - 1)

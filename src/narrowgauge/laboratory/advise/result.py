@@ -1,6 +1,6 @@
 """An advice: the first lines, what would change them, and why each alternative lost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,8 +146,7 @@ class Advice(Result):
                 "\n".join(["what would change the answer:", *(f"  {text}" for text in self.changes)])
             )
         if self.lost:
-            lines = (f"  {name}: {why}" for name, why in self.lost.items())
-            parts.append("\n".join(["why the others lost:", *lines]))
+            parts.append("\n".join(["why the others lost:", *_reasons(self.lost)]))
         return "\n".join([*parts, *self.notes])
 
     def plot(self) -> str:
@@ -170,6 +169,17 @@ def _cells(number: int, a: Answer) -> tuple[str, ...]:
         f"{a.device_hours:,.0f} device-hours" if a.cost is None else f"{a.cost:,.2f} {a.currency}".strip(),
         *_evidence(a),
     )
+
+
+def _reasons(lost: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason, with all alternatives that it holds for: recipes, and layouts of one recipe."""
+    shared: dict[str, dict[str, list[str]]] = {}
+    for label, why in lost.items():
+        name, _, layout = label.partition(" ")
+        shared.setdefault(why, {}).setdefault(name, []).append(layout)
+    for why, layouts in shared.items():
+        names = (f"{name} {', '.join(found)}".strip() for name, found in layouts.items())
+        yield f"  {'; '.join(names)}: {why}"
 
 
 def _evidence(a: Answer) -> tuple[str, str, str, str]:
