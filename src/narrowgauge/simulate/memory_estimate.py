@@ -104,11 +104,11 @@ def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimat
 
 
 def _simulated(parallel_dims: ParallelDims) -> tuple[int, int]:
-    """Two numbers of micro-batches; what the larger one sends more, the others of a step send in proportion.
+    """Two numbers of micro-batches; the traffic of both steps gives the traffic of each further micro-batch.
 
-    The larger one reaches the peak of memory. In 1F1B it is one more than the stages: the first stage keeps
-    one micro-batch for each, and computes the last of them beside all gradients. An interleaved schedule runs
-    multiples of its stages.
+    The larger reaches the peak of memory. In 1F1B it is one more than the stages: the first stage keeps
+    one micro-batch for each, and runs the last of them with all gradients in memory. An interleaved schedule
+    runs multiples of its stages.
     """
     stages = parallel_dims.pipeline
     return (stages, 2 * stages) if parallel_dims.chunks > 1 else (1, stages + 1)
