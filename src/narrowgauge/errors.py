@@ -82,11 +82,21 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     ('--steps', None)
     >>> nearest("gtp2", ["llama3-1b", "gpt2-124m", "gpt2-350m"])
     'gpt2-124m'
+    >>> nearest("gpt-2", ["gpt3-13b", "gpt2-124m"])  # the same letters begin a name
+    'gpt2-124m'
     """
     word = name.lstrip("-").lower()
     bare = {n.lstrip("-").lower(): n for n in known}
     beginnings = {b[: len(word)]: n for b, n in reversed(bare.items())}  # gtp2, gpt2-124m
+    letters = _letters(word)
+    if len(letters) > 2 and (begun := [n for b, n in bare.items() if _letters(b).startswith(letters)]):
+        return begun[0]
     for names in (bare, beginnings):
         if close := get_close_matches(word, list(names), n=1, cutoff=0.6 if names is bare else 0.75):
             return names[close[0]]
     return None
+
+
+def _letters(word: str) -> str:
+    """A word's letters and digits."""
+    return "".join(filter(str.isalnum, word))

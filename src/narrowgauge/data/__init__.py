@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from narrowgauge.data.loading.dataset import open_data as open_data
     from narrowgauge.data.loading.dataset import split_sources as split_sources
     from narrowgauge.data.loading.dataset import vocabulary_before_reading as vocabulary_before_reading
+    from narrowgauge.data.loading.dataset import why_absent as why_absent
     from narrowgauge.data.loading.loader import Loader as Loader
     from narrowgauge.data.loading.sample_order import first_samples as first_samples
     from narrowgauge.data.loading.sample_order import mixed_samples as mixed_samples

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -367,6 +368,24 @@ def test_the_grid_is_told(write, capsys):
         "processes: 2 x 4 (replicate 2 x shard 2 x tensor 2); sequences of each in a step: 6, 6 at once"
     )
     assert choice.startswith("micro-batches of 6 (training.micro_batch_size), which was chosen")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("stdlib", None),
+        ("text.txt", None),
+        ("hf:some/set", None),
+        ("txt.txt", "WARNING on this machine, data source 'txt.txt' does not exist; the nearest path is"),
+        ("text.txt,corpora/mine", "'corpora/mine' does not exist: there is no 'corpora'"),
+    ],
+)
+def test_data_that_are_not_here_are_told_before_the_queue(source, said, write, capsys):
+    Path("text.txt").write_text("text")
+    write("--slurm", train=("train", "--data", source))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert len(warnings) == (said is not None)
+    assert all(said in line for line in warnings)
 
 
 def test_an_older_script_is_replaced(write):

@@ -122,6 +122,28 @@ document.title = JSON.stringify(say);
 """
 
 
+def test_no_number_beside_a_chart_is_cut_off(make_run, tmp_path):
+    """A gap of -0.005 % whose sign lies outside of the picture reads as its opposite."""
+    runs = [make_run("bf16", recipe="bf16", steps=40), make_run("fp8", steps=40)]
+    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        line.update({key: line[key] * (1 - 2e-6 * line["step"]) for key in line if key.endswith("loss")})
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(runs, tmp_path / "report.html")
+    script = """
+      const numbers = [...document.querySelectorAll(".chart .grid text[text-anchor=end]")];
+      document.title = JSON.stringify({
+        first: Math.min(...numbers.map((text) => text.getBBox().x)),
+        texts: numbers.map((text) => text.textContent),
+      });
+    """
+    html = without_policy(page.read_text()).replace("</body>", f"<script>{script}</script></body>")
+    (tmp_path / "acting.html").write_text(html)
+    said = said_by(dump(tmp_path / "acting.html", tmp_path / "profile", "--window-size=1280,2000")[0])
+    assert any(re.fullmatch(r"-0\.00\d+ %", text) for text in said["texts"]), said
+    assert said["first"] >= 0
+
+
 def test_the_map_of_gauges_on_a_phone(make_run, tmp_path):
     path, mx = make_run("run", steps=100), cast("mxfp4")
     lines = []

@@ -191,6 +191,14 @@ def test_a_wrong_line_is_named(there, tmp_path, line, words):
     assert str(path) in str(error.value)
 
 
+def test_bytes_that_are_no_text_are_refused_and_not_printed(there, tmp_path):
+    """A model of llm.c's in the place of its evaluation."""
+    path = tmp_path / "model.bin"
+    path.write_bytes((20240326).to_bytes(4, "little") + bytes(1020))
+    with pytest.raises(UserError, match=r"model.bin:1 is not an example of the task: it is not text; each"):
+        evaluate(there, path)
+
+
 def test_an_empty_or_missing_file_is_refused(there, tmp_path):
     (tmp_path / "empty").write_text("\n")
     for name, words in [("empty", "no example"), ("missing", "cannot be read")]:

@@ -142,8 +142,8 @@ def _header(path: Path) -> NDArray[np.int32]:
     magic = int(header[0]) if len(header) else 0
     if magic not in list(LlmcMagic):
         raise UserError(
-            f"{path} is not a model file: llm.c's begin with the integer {LlmcMagic.GPT2_MODEL}, and other "
-            "files are not read; name one, or a folder: a run, or one of Hugging Face's"
+            f"{path} is not a model file: llm.c's begin with the integer {LlmcMagic.GPT2_MODEL}, and GGUF's "
+            "end in .gguf; name one, or a folder: a run, or one of Hugging Face's"
         )
     if (known := LlmcMagic(magic)) != LlmcMagic.GPT2_MODEL:
         description = known.description + _HINTS.get(known, "")

@@ -16,6 +16,7 @@ from narrowgauge.cluster import (
     slurm_script,
     torchrun_script,
 )
+from narrowgauge.data import why_absent
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.runs import Layout, default_out, lay_out
 from narrowgauge.training import make_config
@@ -39,7 +40,10 @@ def run(options: argparse.Namespace) -> None:
     print(_grid(job, layout))
     if options.slurm:
         print(_queue(job, site))
-    for text in (layout.choice, emulation_note(layout.config.spec.recipe, site)):
+    data = layout.config.data
+    absent = why_absent(data.source, data.weights)
+    here = absent and f"WARNING on this machine, {absent}"
+    for text in (layout.choice, emulation_note(layout.config.spec.recipe, site), here):
         if text:
             print(text)
 

@@ -20,6 +20,8 @@ from narrowgauge.data.cache import Progress, no_progress
 from narrowgauge.data.corpus import ConcatenatedTokens, Corpus, is_corpus, read_manifest
 from narrowgauge.data.loading.sample_order import BLOCK, shares_of
 from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
+from narrowgauge.data.sources import open_source
+from narrowgauge.data.sources.hub import PREFIX as HUB
 from narrowgauge.data.token_files.source import open_token_source, token_files, vocabulary_of_files
 from narrowgauge.data.token_files.token_stream import Mixture, TokenStream
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
@@ -110,6 +112,24 @@ def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[flo
         return read_manifest(Path(first).expanduser()).vocab_size
     files = token_files(first)
     return vocabulary_of_files(files[0][0]) if files else None
+
+
+def why_absent(source: str, weights: Sequence[float] = ()) -> str:
+    """Why this machine cannot open a dataset's sources, from their names alone; empty if it can.
+
+    The hub is not asked.
+
+    Args:
+        source: As for `open_data`.
+        weights: As for `open_data`.
+    """
+    try:
+        for name in split_sources(source, weights):
+            if not (name.startswith(HUB) or is_corpus(Path(name).expanduser()) or token_files(name)):
+                open_source(name)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:

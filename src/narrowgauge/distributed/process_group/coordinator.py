@@ -174,7 +174,7 @@ class Coordinator:
             return end
         if self.watchdog is not None and (missing := self.watchdog.ranks_without_heartbeat()):
             names = ", ".join(name_of(store, rank) for rank in missing[:8])
-            sentence = f"{names} stopped sending heartbeats; was it killed?"
+            sentence = f"{names} stopped sending heartbeats; if it was killed, the same line continues"
             return Failure(missing[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
         return local_failure.publish(store)
 

@@ -150,6 +150,8 @@ def _read_lines(path: Path, run: TrainedRun) -> Iterator[Example]:
             try:
                 values = json.loads(line)
                 context, endings, label = values["ctx"], values["endings"], values["label"]
+            except UnicodeDecodeError:
+                raise _wrong_line(path, number, "it is not text") from None
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise _wrong_line(path, number, repr(error)) from None
             texts = isinstance(endings, list) and all(isinstance(e, str) and e for e in endings)

@@ -1,13 +1,14 @@
 // What a chart is made of: the grid with its numbers, the curves, the time line of events.
 
+/** Makes the left margin as wide as the numbers need: a sign that is cut off would be read as its opposite. */
 function drawGrid(drawing, { low, high, log, view, px, py, width, height, margin, spec }) {
   const grid = make("g", { class: "grid" }, drawing);
   const rows = log ? logTicks(low, high, 5) : linearTicks(low, high, 5);
   const largest = rows.step ? Math.max(...rows.ticks.map(Math.abs)) : 0;
-  for (const at of rows.ticks) {
-    make("path", { d: `M${margin.left} ${py(at)}H${width - margin.right}`, class: at === 0 && spec.zero ? "zero" : "" }, grid);
-    make("text", { x: margin.left - 8, y: py(at) + 4, "text-anchor": "end" }, grid, spec.tick(at, rows.step, largest));
-  }
+  const numbers = rows.ticks.map((at) => make("text", { y: py(at) + 4, "text-anchor": "end" }, grid, spec.tick(at, rows.step, largest)));
+  margin.left = Math.max(58, 12 + Math.max(...numbers.map((number) => number.getComputedTextLength())));
+  for (const number of numbers) number.setAttribute("x", margin.left - 8);
+  for (const at of rows.ticks) make("path", { d: `M${margin.left} ${py(at)}H${width - margin.right}`, class: at === 0 && spec.zero ? "zero" : "" }, grid);
   drawAcross(grid, { view, px, width, height, margin });
 }
 
