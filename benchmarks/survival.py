@@ -5,6 +5,7 @@ over several seeds, and once a seed in bf16. A run survives if it comes to its e
 loss is at most `--within` percent above that of bf16 with the same seed and options.
 
     v-e4m3            msamp-o2 with the second moment in E4M3, which FP8-LM warns of
+    e2m1-gradients    gradients in E2M1 with one scale a tensor
     fp16-unscaled     FP16 operands without loss scaling (products in fp32)
     delayed-lr-step   delayed scaling, and halfway the learning rate is ten times as large
 
@@ -27,9 +28,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+E2M1 = '{element = "e2m1"}'
 POLICIES = ("off", "skip", "rollback", "raise")
 ARMS = {
     "v-e4m3": ["--recipe", "msamp-o2", "--recipe.v", "e4m3"],
+    "e2m1-gradients": ["--recipe", "bf16", "--recipe.dgrad.dy", E2M1, "--recipe.wgrad.dy", E2M1],
     "fp16-unscaled": ["--recipe", "fp16", "--recipe.compute", "fp32"],
     "delayed-lr-step": ["--recipe", "fp8-delayed"],
 }

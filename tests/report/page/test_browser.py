@@ -123,7 +123,7 @@ document.title = JSON.stringify(say);
 
 
 def test_no_number_beside_a_chart_is_cut_off(make_run, tmp_path):
-    """A gap of -0.005 % whose sign lies outside of the picture reads as its opposite."""
+    """A gap of -0.005 % whose sign lies outside the picture reads as its opposite."""
     runs = [make_run("bf16", recipe="bf16", steps=40), make_run("fp8", steps=40)]
     lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
     for line in lines[1:]:
