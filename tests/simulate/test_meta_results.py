@@ -89,6 +89,14 @@ def test_an_operation_in_place_returns_what_it_wrote_into():
             y.mul_(torch.empty(7, device=META))
 
 
+def test_a_tensor_with_values_gets_them():
+    x = torch.zeros(2)
+    with Recorder():
+        for _ in range(3):
+            x.add_(1)
+    assert x.tolist() == [3.0, 3.0]
+
+
 def test_autograd_notices_a_write_that_is_skipped():
     w = torch.empty(4, 6, device=META, requires_grad=True)
     with Recorder():

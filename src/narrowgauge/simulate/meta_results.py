@@ -48,7 +48,7 @@ def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         return out
     before = [_place(t) for t in tensors]
     out = func(*args, **kwargs)
-    if out is args[0] and before == [_place(t) for t in tensors]:
+    if out is args[0] and out.is_meta and before == [_place(t) for t in tensors]:
         _idle.add(key)
     else:
         _known[key] = None
