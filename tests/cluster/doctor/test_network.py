@@ -135,7 +135,8 @@ def test_no_answer_ends_soon(ask, silent):
     start = time.monotonic()
     for environment in ({"HTTPS_PROXY": f"http://{silent}"}, {"HF_ENDPOINT": f"http://{silent}"}):
         hub = ask(environment, seconds=0.2)
-        assert (hub.outcome, network(hub).status) == ("no network", "WARN")
+        assert hub.outcome in ("no network", "no answer"), "a stage's limit, or on a busy machine that of all"
+        assert network(hub).status == "WARN"
     assert time.monotonic() - start < 2
 
 
