@@ -24,7 +24,7 @@ class _NoKey(Exception):
 
 
 _known: dict[Any, _Layout | None] = {}  # None: the result shares memory, or is of another kind
-_idle: set[Any] = set()  # operations that wrote values into their first argument, and did nothing else
+_only_writes: set[Any] = set()  # operations that wrote values into their first argument, and did nothing else
 
 
 def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -36,11 +36,11 @@ def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         key = (func, torch.get_default_dtype(), _key(args, tensors), _key(tuple(kwargs.items()), tensors))
     except _NoKey:
         return func(*args, **kwargs)
-    if key in _idle:
+    if key in _only_writes:
         return args[0]
     if (layout := _known.get(key)) is not None:
         return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
-    if key in _known or len(_known) + len(_idle) >= _MOST or not tensors:
+    if key in _known or len(_known) + len(_only_writes) >= _MOST or not tensors:
         return func(*args, **kwargs)
     if not is_in_place(func):
         out = func(*args, **kwargs)
@@ -49,7 +49,7 @@ def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     before = [_place(t) for t in tensors]
     out = func(*args, **kwargs)
     if out is args[0] and out.is_meta and before == [_place(t) for t in tensors]:
-        _idle.add(key)
+        _only_writes.add(key)
     else:
         _known[key] = None
     return out

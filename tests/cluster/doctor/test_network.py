@@ -134,9 +134,8 @@ def test_a_proxy_that_cannot_be_read(ask, address):
 def test_no_answer_ends_soon(ask, silent):
     start = time.monotonic()
     for environment in ({"HTTPS_PROXY": f"http://{silent}"}, {"HF_ENDPOINT": f"http://{silent}"}):
-        hub = ask(environment, seconds=0.2)
-        assert hub.outcome in ("no network", "no answer"), "a stage's limit, or on a busy machine that of all"
-        assert network(hub).status == "WARN"
+        hub = ask(environment, seconds=0.4)  # the limit of all stages leaves a busy machine 0.8 s
+        assert (hub.outcome, network(hub).status) == ("no network", "WARN")
     assert time.monotonic() - start < 2
 
 

@@ -6,7 +6,7 @@ function drawGrid(drawing, { low, high, log, view, px, py, width, height, margin
   const rows = log ? logTicks(low, high, 5) : linearTicks(low, high, 5);
   const largest = rows.step ? Math.max(...rows.ticks.map(Math.abs)) : 0;
   const numbers = rows.ticks.map((at) => make("text", { y: py(at) + 4, "text-anchor": "end" }, grid, spec.tick(at, rows.step, largest)));
-  margin.left = Math.max(58, 12 + Math.max(...numbers.map((number) => number.getComputedTextLength())));
+  margin.left = Math.max(margin.left, 12 + Math.max(...numbers.map((number) => number.getComputedTextLength())));
   for (const number of numbers) number.setAttribute("x", margin.left - 8);
   for (const at of rows.ticks) make("path", { d: `M${margin.left} ${py(at)}H${width - margin.right}`, class: at === 0 && spec.zero ? "zero" : "" }, grid);
   drawAcross(grid, { view, px, width, height, margin });
