@@ -45,9 +45,21 @@ def sampling_error(runs: Sequence[Run]) -> SamplingError | None:
             continue
         if len(mine.parts) != len(base.parts) or len(mine.parts) < LEAST_PARTS:
             continue
-        differences = [a - b for a, b in zip(mine.parts, base.parts, strict=True)]
-        if all(map(math.isfinite, differences)) and base.val_loss:
-            error = statistics.stdev(differences) / math.sqrt(len(differences)) / base.val_loss
-            errors.append(100 * error)
+        if math.isfinite(error := error_percent(mine.parts, base.parts, base.val_loss)):
+            errors.append(error)
             tokens = mine.held_out
     return SamplingError(tokens, math.hypot(*errors) / math.sqrt(len(errors))) if errors else None
+
+
+def error_percent(losses: Sequence[float], reference: Sequence[float], loss: float) -> float:
+    """The sampling error of a gap in percent of `loss`; NaN if a loss is not finite.
+
+    Args:
+        losses: The losses of a run on four or more equal parts of its held-out tokens.
+        reference: Those of the reference on the same parts.
+        loss: That of the reference on all of them.
+    """
+    differences = [a - b for a, b in zip(losses, reference, strict=True)]
+    if not all(map(math.isfinite, differences)) or not loss:
+        return math.nan
+    return 100 * statistics.stdev(differences) / math.sqrt(len(differences)) / loss
