@@ -35,7 +35,7 @@ def main() -> None:
     choose_products("bf16")
     choose_attention("in-order")
     for out in options.out:
-        for run in sorted(out.glob(f"{REFERENCE}-seed-*")):
+        for run in filter(Path.is_dir, sorted(out.glob(f"{REFERENCE}-seed-*"))):
             seed = int(run.name.rpartition("-")[2])
             done = {(one.arm, one.seed) for one in read_measured(FILE)}
             left = [arm for arm in options.arms.split(",") if (arm, seed) not in done]
