@@ -12,10 +12,10 @@ from narrowgauge.report.verdict.rule import Judgement, equality_factor, is_contr
 from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results, gap_percent
 from publish.pilot import LEAST_SEEDS, Design, choose, measure
 from publish.predictions import Prediction, outcome
+from publish.row_sets import HELD_OUT, REFERENCE, row_sets
 from publish.tables import markdown, prediction_table
 
 MARGIN = 0.1  # percent, within which an arm is equal; fixed before the runs
-REFERENCE = "bf16"
 
 
 def pilot_markdown(rows: Mapping[str, Sequence[Row]]) -> str:
@@ -63,43 +63,56 @@ def family_of(tables: Mapping[str, Any]) -> list[str]:
 
 def stages_markdown(
     parts: Mapping[str, Mapping[str, Any]],
-    rows: Mapping[str, Sequence[Row]],
+    fine: Mapping[str, Sequence[Row]],
+    coarse: Mapping[str, Sequence[Row]],
     predictions: Sequence[Prediction],
 ) -> str:
-    """A section for each part with results, then the predictions that are decided.
+    """A section for each part and number of held-out tokens, then the predictions that are decided.
 
     Args:
         parts: The tables of each part, in the order of the rungs of the predictions.
-        rows: The rows of each part.
-        predictions: The predictions of ladder 2.
+        fine: The rows of each part with most held-out tokens (`row_sets`).
+        coarse: Those with few.
+        predictions: The predictions of ladder 2. Each is judged by the finer rows that have all its arms.
     """
-    sections = [_progress(parts, rows)]
-    numbered: list[Row] = []
+    sections = [_progress(parts, fine, coarse)]
+    numbered: tuple[list[Row], list[Row]] = ([], [])
     for number, (name, tables) in enumerate(parts.items(), start=1):
-        if these := rows.get(name, ()):
-            sections.append(_section(name, tables, these))
-            numbered += [replace(row, rung=number) for row in these]
-    words = [outcome(one, numbered)[1] if numbered else "not run" for one in predictions]
+        sets = row_sets(fine.get(name, ()), coarse.get(name, ()))
+        sections += [_section(f"{name}, {tokens:,} held-out tokens", tables, rows) for tokens, rows in sets]
+        judging = dict(sets).get(HELD_OUT["stages"], [])
+        for found, rows in zip(numbered, (judging, coarse.get(name, ())), strict=True):
+            found += [replace(row, rung=number) for row in rows]
+    return "\n".join([*sections, _judged(predictions, *numbered)])
+
+
+def _judged(predictions: Sequence[Prediction], fine: Sequence[Row], coarse: Sequence[Row]) -> str:
+    """How many predictions held, and a table of those that are decided."""
+    rows = [fine if outcome(one, fine)[1] != "not run" else coarse for one in predictions]
+    words = [outcome(one, these)[1] for one, these in zip(predictions, rows, strict=True)]
     counted = ", ".join(f"{words.count(word)} {word}" for word in ("held", "wrong", "open", "not run"))
-    judged = [one for one, word in zip(predictions, words, strict=True) if word in ("held", "wrong")]
-    sections.append(f"### Predictions\n\n{counted}.\n")
-    if judged:
-        table = prediction_table(judged, numbered)
-        sections.append(markdown(*table, left=("arm", "what", "outcome")))
-    return "\n".join(sections)
+    text = f"### Predictions\n\n{counted}.\n"
+    lines: list[Sequence[str]] = []
+    for one, these, word in zip(predictions, rows, words, strict=True):
+        if word in ("held", "wrong"):
+            head, [line] = prediction_table([one], these)
+            lines.append(line)
+    return f"{text}\n{markdown(head, lines, left=('arm', 'what', 'outcome'))}" if lines else text
 
 
-def _progress(parts: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Row]]) -> str:
+def _progress(
+    parts: Mapping[str, Mapping[str, Any]],
+    fine: Mapping[str, Sequence[Row]],
+    coarse: Mapping[str, Sequence[Row]],
+) -> str:
     """How many of the planned runs have a row."""
     lines = []
     for name, tables in parts.items():
         arms, seeds = len(tables["arms"]), len(tables["experiment"]["seeds"])
-        done = str(len(rows.get(name, ())))
-        lines.append(
-            [name, f"{tokens_of(tables) / 1e6:.2f} M", str(arms), str(seeds), str(arms * seeds), done]
-        )
-    head = ("part", "tokens of a run", "arms", "seeds", "runs", "done")
-    return markdown(head, lines, left=("part",))
+        planned = [f"{tokens_of(tables) / 1e6:.2f} M", str(arms), str(seeds), str(arms * seeds)]
+        lines.append([name, *planned, *(str(len(rows.get(name, ()))) for rows in (fine, coarse))])
+    done = [f"done, {tokens:,} held out" for tokens in HELD_OUT.values()]
+    return markdown(("part", "tokens of a run", "arms", "seeds", "runs", *done), lines, left=("part",))
 
 
 def tokens_of(tables: Mapping[str, Any]) -> int:

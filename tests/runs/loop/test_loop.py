@@ -6,6 +6,7 @@ import os
 import platform
 import random
 import shutil
+import statistics
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
@@ -31,7 +32,7 @@ def test_every_step_is_recorded_and_the_tokenizer_is_kept(train, look):
     run_ = look(path)
     assert run_.column("step") == [1, 2, 3, 4, 5, 6]
     for line in run_.steps:
-        validated = ["val_loss"] if line["step"] in (4, 6) else []
+        validated = ["val_loss", "val_tokens", "val_parts"] if line["step"] in (4, 6) else []
         assert list(line) == [*STEP_KEYS, *validated]
         assert line["tokens"] == line["step"] * 2 * 32
         assert line["tokens_per_s"] == pytest.approx(64 / (line["step_ms"] / 1000))
@@ -40,6 +41,8 @@ def test_every_step_is_recorded_and_the_tokenizer_is_kept(train, look):
     before = next(line for line in run_.lines if line.get("step") == 0 and "val_loss" in line)
     assert before["val_loss"] == pytest.approx(5.55, abs=0.1), "about log 257 before the first step"
     assert run_.steps[-1]["val_loss"] < before["val_loss"]
+    assert statistics.fmean(before["val_parts"]) == pytest.approx(before["val_loss"], abs=1e-6)
+    assert before["val_tokens"] == 32 * len(before["val_parts"]), "a micro-batch is one sequence"
     assert load_tokenizer(path / "tokenizer.json").encode("coal") == list(b"coal")
 
 

@@ -29,11 +29,18 @@ class Step:
 
 
 class Validation(NamedTuple):
-    """One pass over the validation set."""
+    """One pass over the held-out tokens after `tokens` of training.
+
+    Attributes:
+        held_out: The number of held-out tokens; 0 if unrecorded.
+        parts: The losses of equal parts of them; () if unrecorded.
+    """
 
     step: int
     tokens: int
     val_loss: float
+    held_out: int = 0
+    parts: tuple[float, ...] = ()
 
 
 def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
@@ -90,10 +97,22 @@ def validations(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step])
             passed += 1
         if "val_loss" in record:
             before = steps[max(passed - 1, 0) : passed]
-            found.append(Validation(number, _tokens(record, before), as_float(record["val_loss"])))
+            found.append(
+                Validation(
+                    number,
+                    _tokens(record, before),
+                    as_float(record["val_loss"]),
+                    _whole(record.get("val_tokens")),
+                    tuple(map(as_float, parts)) if isinstance(parts := record.get("val_parts"), list) else (),
+                )
+            )
     return found
 
 
 def _tokens(record: Mapping[str, Any], before: Sequence[Step]) -> int:
-    tokens = as_float(record.get("tokens"))
-    return int(tokens) if math.isfinite(tokens) else (before[-1].tokens if before else 0)
+    return _whole(record.get("tokens"), before[-1].tokens if before else 0)
+
+
+def _whole(value: object, otherwise: int = 0) -> int:
+    number = as_float(value)
+    return int(number) if math.isfinite(number) else otherwise

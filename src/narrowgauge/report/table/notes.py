@@ -12,6 +12,7 @@ from narrowgauge.report.read.steps import warmup_spikes
 from narrowgauge.report.table.sentence import reason_of_end, summary
 from narrowgauge.report.table.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.verdict.groups import groups
+from narrowgauge.report.verdict.held_out import sampling_error
 from narrowgauge.report.verdict.rule import Judgement
 from narrowgauge.report.verdict.verdict import Verdict, has_validation, known_of, verdicts
 from narrowgauge.t_interval import CONFIDENCE
@@ -79,6 +80,7 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
             "A gap of one seed has no confidence interval: another seed would give another gap. "
             "--seeds 3 or more continues from these runs."
         )
+    notes += _held_out_note(runs, judged)
     notes += [note for v in others if (note := _unpaired_note(v, reference))]
     tokens = {run.tokens for run in runs}
     if len(tokens) == 1:
@@ -100,6 +102,20 @@ def _interval_note(judged: Sequence[Judgement]) -> str:
         text += f", if gaps of seeds deviate by {span} %"
         text += ", raised towards what is known of such lengths" if raised else ""
     return f"{text}."
+
+
+def _held_out_note(runs: Sequence[Run], judged: Sequence[Judgement]) -> list[str]:
+    """How far the held-out tokens move gaps, if that is most of what seeds deviate or no seeds tell."""
+    if (error := sampling_error(runs)) is None or not error.percent:
+        return []
+    deviations = [one.spread.deviation for one in judged if one.spread is not None]
+    if deviations and error.percent**2 < min(deviations) ** 2 / 2:
+        return []
+    share = ", most of what seeds deviate" if deviations else ""
+    text = f"The {error.tokens:,} held-out tokens alone make a gap deviate by {error.percent:.2g} %{share}"
+    batches = runs[0].config.get("validation", {}).get("batches")
+    how = f" (--validation.batches {4 * batches})" if isinstance(batches, int) else ""
+    return [f"{text}; four times as many{how} halve that."]
 
 
 def _unequal_note(runs: Sequence[Run]) -> str:

@@ -25,7 +25,7 @@ from narrowgauge.runs.loop.raising import lower_places, record_raises
 from narrowgauge.runs.loop.recovery import recover
 from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.sample import sample_text
-from narrowgauge.runs.loop.validation import validation_loss
+from narrowgauge.runs.loop.validation import held_out_loss
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.runs.monitor.provenance import now, provenance
 from narrowgauge.signals import Preempted, Requests, is_compared
@@ -76,9 +76,9 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
     """
     directory, steps = context.directory, context.run.plan.steps
     if trainer.step == 0:
-        val_loss = _validate(context, trainer)
-        directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
-        context.display.log(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
+        found = _validate(context, trainer)
+        directory.record({"step": 0, "tokens": 0, **found})
+        context.display.log(f"step {0:>6}/{steps}  val loss {found['val_loss']:.4f}")
     is_warm = False
     while trainer.step < steps:
         with trainer.batches(context.dataset.train) as batches:
@@ -103,7 +103,7 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
         shared = context.coordinator.all_reduce_max(asked=requests.number, late=is_late)
         asked = "" if is_last or not shared["asked"] else signal.Signals(shared["asked"]).name
         if is_last or trainer.step % every.validation == 0:
-            line["val_loss"] = _validate(context, trainer)
+            line |= _validate(context, trainer)
         directory.record(line)
         context.display.step(line)
         if trainer.verdict.action in ("rollback", "raise"):
@@ -215,10 +215,10 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
     return result
 
 
-def _validate(context: RunContext, trainer: Trainer) -> float:
+def _validate(context: RunContext, trainer: Trainer) -> dict[str, Any]:
     context.coordinator.progress(f"the validation after step {trainer.step}", START)
     run = context.run
-    return validation_loss(
+    return held_out_loss(
         trainer.engine,
         trainer.go_to_sample,
         context.dataset.val,
@@ -227,7 +227,7 @@ def _validate(context: RunContext, trainer: Trainer) -> float:
         None,
         run.plan.separate_documents,
         run.held_out,
-    )
+    ).record()
 
 
 def finish(context: RunContext, trainer: Trainer) -> None:

@@ -9,7 +9,9 @@ The end of a document is predicted like any other token, and counts as 0 bytes.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,8 +19,42 @@ from narrowgauge.data import Mixture, Tokenizer, Tokens, validation_batches
 from narrowgauge.distributed import Engine
 from narrowgauge.models import IGNORED
 
+PARTS = 32  # of the held-out tokens; how far a gap differs between them is its sampling error
 
-def validation_loss(
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """Cross entropy in nats per token on held-out tokens.
+
+    Attributes:
+        losses: The mean loss of each batch, in the order of the text.
+        targets: The number of predicted tokens of each batch.
+    """
+
+    losses: Sequence[float]
+    targets: Sequence[int]
+
+    @property
+    def mean(self) -> float:
+        """Over all tokens."""
+        total = 0.0
+        for loss, n in zip(self.losses, self.targets, strict=True):
+            total += loss * n
+        return total / sum(self.targets)
+
+    @property
+    def parts(self) -> list[float]:
+        """The mean loss of up to `PARTS` parts: part i consists of the batches i, i + PARTS, and so on."""
+        parts = [slice(i, None, PARTS) for i in range(min(PARTS, len(self.losses)))]
+        return [HeldOutLoss(self.losses[part], self.targets[part]).mean for part in parts]
+
+    def record(self) -> dict[str, Any]:
+        """The keys of a line of metrics.jsonl."""
+        parts = [round(loss, 6) for loss in self.parts]
+        return {"val_loss": self.mean, "val_tokens": sum(self.targets), "val_parts": parts}
+
+
+def held_out_loss(
     engine: Engine,
     go_to_sample: Callable[[int], None],
     tokens: Mixture | Tokens,
@@ -27,8 +63,8 @@ def validation_loss(
     batches: int | None,
     separate_documents: bool = False,
     sequences: int | None = None,
-) -> float:
-    """Mean cross entropy in nats per token on held-out tokens.
+) -> HeldOutLoss:
+    """The loss on held-out tokens.
 
     `go_to_sample` informs the model of the first sequence of a batch, since a forward pass with stochastic
     rounding uses different bits for each sequence (`Trainer.go_to_sample`).
@@ -48,10 +84,7 @@ def validation_loss(
             losses[i] = engine.evaluate(batch).item()
     if 0 < len(losses) % count <= index:
         engine.evaluate(batch)
-    total = 0.0
-    for loss, n in zip(engine.sum_over_ranks(losses), targets, strict=True):
-        total += loss * n
-    return total / sum(targets)
+    return HeldOutLoss(engine.sum_over_ranks(losses), targets)
 
 
 def bits_per_byte(
@@ -63,7 +96,7 @@ def bits_per_byte(
     sequences: int | None,
     separate_documents: bool = False,
 ) -> float:
-    """Convert the `validation_loss` of the same sequences to bits per byte of text; NaN without text."""
+    """Convert the `held_out_loss` of the same sequences to bits per byte of text; NaN without text."""
     lengths = token_bytes(tokenizer)
     count = text = 0
     held_out = validation_batches(tokens, batch_size, sequence_length, None, separate_documents, sequences)

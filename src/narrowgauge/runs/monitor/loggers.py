@@ -24,7 +24,7 @@ QUEUE_SIZE = 1000  # records
 RETRY_S, CLOSE_S = 60.0, 15.0
 _POLL_S = 0.2
 _PARTS = {"amax": ("smallest", "median", "largest"), "scales": ("smallest", "largest")}
-_LEFT_OUT = ("step", "elements")
+_LEFT_OUT = ("step", "elements", "val_tokens")
 
 
 def require_sinks(names: Iterable[str]) -> None:

@@ -1,0 +1,84 @@
+"""How much of what gaps deviate comes from the held-out tokens: the same models on few and on many.
+
+    python experiments/held_out.py runs/ladder2/stages/300k-25 --arms null-1,null-2
+
+Each arm of a comparison is validated beside the reference of its seed on each number of tokens. A row of
+docs/evidence/ladder2/held-out.csv has the gap and its sampling error (`report/verdict/held_out.py`), both in
+percent. Rows that are there are not measured again; `make ladder2` turns them into a table.
+"""
+
+import argparse
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+from ladder2 import ROWS
+from narrowgauge.distributed import Engine
+from narrowgauge.kernels.dispatch import choose_attention, choose_products
+from narrowgauge.report.verdict.held_out import error_percent
+from narrowgauge.report.verdict.rungs import gap_percent
+from narrowgauge.runs import held_out_loss, open_run
+from narrowgauge.runs.loop.validation import HeldOutLoss
+from narrowgauge.runs.use.trained_model import run_data
+from publish.held_out import COLUMNS, Measured, read_measured
+from publish.row_sets import HELD_OUT, REFERENCE
+
+FILE = ROWS / "held-out.csv"
+
+
+def main() -> None:
+    """Measure what is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="+", help="directories of comparisons")
+    parser.add_argument("--arms", default="null-1,null-2")
+    options = parser.parse_args()
+    choose_products("bf16")
+    choose_attention("in-order")
+    for out in options.out:
+        for run in filter(Path.is_dir, sorted(out.glob(f"{REFERENCE}-seed-*"))):
+            seed = int(run.name.rpartition("-")[2])
+            done = {(one.arm, one.seed) for one in read_measured(FILE)}
+            left = [arm for arm in options.arms.split(",") if (arm, seed) not in done]
+            if left:
+                _append(measure(out, seed, left))
+
+
+def measure(out: Path, seed: int, arms: Iterable[str]) -> list[Measured]:
+    """The gap of each arm on each number of held-out tokens."""
+    base = losses(out / f"{REFERENCE}-seed-{seed}")
+    rows = []
+    for arm in arms:
+        mine = losses(out / f"{arm}-seed-{seed}")
+        for tokens, found in mine.items():
+            gap = gap_percent(found.mean, base[tokens].mean)
+            error = error_percent(found.parts, base[tokens].parts, base[tokens].mean)
+            rows.append(Measured(arm, seed, tokens, gap, error))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def losses(run: Path) -> dict[int, HeldOutLoss]:
+    """The loss of a run on each number of held-out tokens."""
+    trained = open_run(run, "cpu")
+    c = trained.config
+    size, length = c.training.micro_batch_size, c.data.sequence_length
+    text, engine = run_data(trained, None, lambda _: None).val, Engine.alone(trained.model)
+    found = {}
+    for tokens in HELD_OUT.values():
+        windows = (size, length, tokens // (size * length), c.data.separate_documents)
+        found[tokens] = held_out_loss(engine, trained.go_to_sample, text, *windows)
+    return found
+
+
+def _append(rows: Iterable[Measured]) -> None:
+    is_new = not FILE.exists()
+    with FILE.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if is_new:
+            writer.writerow(COLUMNS)
+        for one in rows:
+            writer.writerow([one.arm, one.seed, one.tokens, f"{one.gap:.4f}", f"{one.error:.4f}"])
+
+
+if __name__ == "__main__":
+    main()
