@@ -57,8 +57,8 @@ def error_percent(losses: Sequence[float], reference: Sequence[float], loss: flo
 
     Args:
         losses: The losses of a run on four or more equal parts of its held-out tokens.
-        reference: Those of the reference on the same parts.
-        loss: That of the reference on all of them.
+        reference: The reference's losses on the same parts.
+        loss: The reference's loss on all parts.
     """
     differences = [a - b for a, b in zip(losses, reference, strict=True)]
     if not all(map(math.isfinite, differences)) or not loss:
