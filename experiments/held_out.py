@@ -17,8 +17,8 @@ from narrowgauge.distributed import Engine
 from narrowgauge.kernels.dispatch import choose_attention, choose_products
 from narrowgauge.report.verdict.held_out import error_percent
 from narrowgauge.report.verdict.rungs import gap_percent
-from narrowgauge.runs import held_out_loss, open_run
-from narrowgauge.runs.loop.validation import HeldOutLoss
+from narrowgauge.runs import open_run, validation_loss
+from narrowgauge.runs.loop.validation import ValidationLoss
 from narrowgauge.runs.use.trained_model import run_data
 from publish.held_out import COLUMNS, Measured, read_measured
 from publish.row_sets import HELD_OUT, REFERENCE
@@ -57,7 +57,7 @@ def measure(out: Path, seed: int, arms: Iterable[str]) -> list[Measured]:
     return rows
 
 
-def losses(run: Path) -> dict[int, HeldOutLoss]:
+def losses(run: Path) -> dict[int, ValidationLoss]:
     """The loss of a run on each number of held-out tokens."""
     trained = open_run(run, "cpu")
     c = trained.config
@@ -66,7 +66,7 @@ def losses(run: Path) -> dict[int, HeldOutLoss]:
     found = {}
     for tokens in HELD_OUT.values():
         windows = (size, length, tokens // (size * length), c.data.separate_documents)
-        found[tokens] = held_out_loss(engine, trained.go_to_sample, text, *windows)
+        found[tokens] = validation_loss(engine, trained.go_to_sample, text, *windows)
     return found
 
 

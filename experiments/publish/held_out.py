@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.report.table.rungs import percent
-from publish.pilot import chi_squared
+from publish.pilot import deviation_interval
 from publish.tables import markdown
 
 COLUMNS = ("arm", "seed", "held_out_tokens", "gap", "error")
@@ -48,7 +48,7 @@ def held_out_markdown(measured: Sequence[Measured]) -> str:
             continue
         squares = sum(statistics.variance(of) * (len(of) - 1) for of in gaps.values() if len(of) > 1)
         deviation = math.sqrt(squares / degrees)
-        low, high = (deviation * math.sqrt(degrees / chi_squared(degrees, p)) for p in (0.975, 0.025))
+        low, high = deviation_interval(deviation, degrees)
         error = math.sqrt(statistics.fmean(one.error**2 for one in these))
         lines.append(
             [

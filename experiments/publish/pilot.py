@@ -64,7 +64,7 @@ def measure(name: str, rows: Sequence[Row]) -> Design | None:
         four.append(gap_percent(by_key[FOUR_BITS, seed].own_loss, base.own_loss))
     degrees = (len(EIGHT_BITS) - 1) * len(seeds)
     deviation = math.sqrt(2 * squares / degrees)
-    low, high = (deviation * math.sqrt(degrees / chi_squared(degrees, p)) for p in (0.975, 0.025))
+    low, high = deviation_interval(deviation, degrees)
     loss = statistics.fmean(by_key[REFERENCE, seed].own_loss for seed in seeds)
     return Design(
         name, len(seeds), loss, deviation, low, high, statistics.fmean(eight), statistics.fmean(four)
@@ -96,6 +96,12 @@ def choose(designs: Mapping[str, Design]) -> Design | None:
         return None
     seen = [one for one in designs.values() if one.signal >= LEAST_SIGNAL]
     return min(seen, key=lambda one: one.deviation, default=None)
+
+
+def deviation_interval(deviation: float, degrees: int) -> tuple[float, float]:
+    """The 95 % interval of a standard deviation of normal values, by chi-squared."""
+    low, high = (deviation * math.sqrt(degrees / chi_squared(degrees, p)) for p in (0.975, 0.025))
+    return low, high
 
 
 def chi_squared(degrees: int, probability: float) -> float:

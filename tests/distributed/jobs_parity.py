@@ -14,7 +14,7 @@ from narrowgauge.distributed import Mesh
 from narrowgauge.nn import DTYPES, Linear, recipe_tensors
 from narrowgauge.quantization import local_tensor, master_or_weight, shard_of, state_of
 from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
-from narrowgauge.runs.loop.validation import held_out_loss
+from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
 
@@ -69,7 +69,7 @@ class Trained:
                     each.layer.observer = each if step == 0 else None
                 self.steps.append(self.trainer.train_step(batches)[:2])
         self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
-        val = held_out_loss(
+        val = validation_loss(
             self.trainer.engine,
             self.trainer.go_to_sample,
             data.val,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from narrowgauge.runs.loop.parallel_dims import parallel_dims_of as parallel_dims_of
     from narrowgauge.runs.loop.run import run as run
     from narrowgauge.runs.loop.validation import bits_per_byte as bits_per_byte
-    from narrowgauge.runs.loop.validation import held_out_loss as held_out_loss
+    from narrowgauge.runs.loop.validation import validation_loss as validation_loss
     from narrowgauge.runs.monitor.hardware import choose_device as choose_device
     from narrowgauge.runs.use.branch import branch_run as branch_run
     from narrowgauge.runs.use.convert import convert_run as convert_run

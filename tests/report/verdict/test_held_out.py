@@ -61,7 +61,7 @@ def test_the_note_of_one_seed_says_what_more_tokens_do(validated):
     (note,) = [note for note in table_notes(read_runs(runs)) if "held-out" in note]
     assert note == (
         "The 16,384 held-out tokens alone make a gap deviate by 0.7 %; four times as many "
-        "(--validation.batches 32) halve that."
+        "(--validation.batches 32, or [experiment] held_out_tokens) halve that."
     )
 
 

@@ -46,7 +46,7 @@ def test_a_journal_gives_its_sinks_every_step_and_reading_and_no_event(tmp_path)
     feed = Feed("book", lambda step: opened.append(step) or book, said.append)
     journal = RunWriter(tmp_path, said.append, sinks=Loggers((feed,)))
     journal.record({"event": "start", "step": 4})
-    journal.record({"step": 5, "loss": 2.5, "val_loss": 2.0})
+    journal.record({"step": 5, "loss": 2.5, "val_loss": 2.0, "val_tokens": 64, "val_parts": [2.0, 2.0]})
     gauge = {"step": 5, "layer": "blocks.0.qkv", "place": "fprop.x", "cast": "e4m3", "elements": 64}
     journal.record_gauges(iter([{**gauge, "sqnr_db": None, "zeros": 0.25, "amax": [1.0, 2.0, 3.0]}]))
     journal.sinks.close()

@@ -16,7 +16,7 @@ from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.recipes import recipe_names
-from narrowgauge.runs import held_out_loss, open_run, run
+from narrowgauge.runs import open_run, run, validation_loss
 from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.use import export
 from narrowgauge.runs.use.convert import convert_run
@@ -308,5 +308,5 @@ def test_validation_of_an_import_is_that_of_the_run(trained, tmp_path, text):
     export_run(path, "hf", tmp_path / "out")
     val = prepare(text, "bytes").val
     runs = [open_run(p, "cpu") for p in (path, tmp_path / "out")]
-    losses = [held_out_loss(Engine.alone(r.model), r.go_to_sample, val, 1, 32, 2).mean for r in runs]
+    losses = [validation_loss(Engine.alone(r.model), r.go_to_sample, val, 1, 32, 2).mean for r in runs]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

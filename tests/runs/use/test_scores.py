@@ -13,7 +13,7 @@ from narrowgauge.data import bytes_tokenizer, ids_tokenizer, prepare, train_bpe
 from narrowgauge.data.tokenization.tokenizer import Tokenizer
 from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
-from narrowgauge.runs import bits_per_byte, held_out_loss, open_run
+from narrowgauge.runs import bits_per_byte, open_run, validation_loss
 from narrowgauge.runs.loop.validation import token_bytes
 from narrowgauge.runs.use.hellaswag import evaluate, read_examples
 from support.llama2 import KINDS, write_llama2
@@ -40,7 +40,7 @@ def test_the_bytes_of_a_vocabulary_with_marked_spaces():
 def test_bits_per_byte_of_bytes_are_bits_per_token(train, text):
     there = open_run(train(), "cpu")
     val = prepare(text, "bytes").val
-    loss = held_out_loss(Engine.alone(there.model), there.go_to_sample, val, 2, 32, None).mean
+    loss = validation_loss(Engine.alone(there.model), there.go_to_sample, val, 2, 32, None).mean
     bits = bits_per_byte(loss, there.tokenizer, val, 2, 32, None)
     ends = len(val) / (len(val) - int((torch.as_tensor(np.array(val, dtype=np.int64)) == 256).sum()))
     assert bits == pytest.approx(loss / math.log(2) * ends, rel=0.02)

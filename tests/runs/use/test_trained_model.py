@@ -9,7 +9,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe_names
-from narrowgauge.runs import TrainedRun, held_out_loss, open_run
+from narrowgauge.runs import TrainedRun, open_run, validation_loss
 from support.runs import write_text
 
 STOCHASTIC = {"recipe.name": "mxfp4", "recipe.fprop": {"x": {"cast": "mxfp4", "rounding": "stochastic"}}}
@@ -23,7 +23,7 @@ def test_the_newest_model_gives_the_recorded_loss(train, look, text, changes):
     assert trained.step == 6
     assert not trained.model.training
     val = prepare(text, "bytes").val
-    loss = held_out_loss(Engine.alone(trained.model), trained.go_to_sample, val, 2, 32, 2).mean
+    loss = validation_loss(Engine.alone(trained.model), trained.go_to_sample, val, 2, 32, 2).mean
     assert loss == look(path).steps[-1]["val_loss"]
 
 
@@ -42,8 +42,8 @@ def test_the_loss_is_the_mean_over_tokens(train, text):
     # In fp8 a batch shares its scales, so that its sequences are not computed as they are alone.
     trained = open_run(train(changes={"recipe.name": "fp32"}), "cpu")
     engine, val = Engine.alone(trained.model), prepare(text, "bytes").val
-    singly = held_out_loss(engine, trained.go_to_sample, val, 1, 32, None).mean
-    together = held_out_loss(engine, trained.go_to_sample, val, 2, 32, None).mean
+    singly = validation_loss(engine, trained.go_to_sample, val, 1, 32, None).mean
+    together = validation_loss(engine, trained.go_to_sample, val, 2, 32, None).mean
     assert together == pytest.approx(singly, rel=1e-5)
     assert all(p.grad is None for p in trained.model.parameters())
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import generate
-from narrowgauge.runs import TrainedRun, bits_per_byte, held_out_loss, open_run
+from narrowgauge.runs import TrainedRun, bits_per_byte, open_run, validation_loss
 from narrowgauge.runs.choices import TASKS
 from narrowgauge.runs.loop.two_losses import keep_losses, two_losses
 from narrowgauge.runs.monitor.hardware import choose_device
@@ -88,7 +88,7 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
     sequences = trained.held_out_sequences(options.batches)
     engine, val = Engine.alone(trained.model), dataset.val
     windows = (size, length, None, separate_documents, sequences)
-    loss = held_out_loss(engine, trained.go_to_sample, val, *windows).mean
+    loss = validation_loss(engine, trained.go_to_sample, val, *windows).mean
     bits = bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, separate_documents)
     per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
     text = f"validation loss {loss:.4f} nats per token{per_byte}"

@@ -25,7 +25,7 @@ from narrowgauge.runs.loop.raising import lower_places, record_raises
 from narrowgauge.runs.loop.recovery import recover
 from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.sample import sample_text
-from narrowgauge.runs.loop.validation import held_out_loss
+from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.runs.monitor.provenance import now, provenance
 from narrowgauge.signals import Preempted, Requests, is_compared
@@ -218,7 +218,7 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
 def _validate(context: RunContext, trainer: Trainer) -> dict[str, Any]:
     context.coordinator.progress(f"the validation after step {trainer.step}", START)
     run = context.run
-    return held_out_loss(
+    return validation_loss(
         trainer.engine,
         trainer.go_to_sample,
         context.dataset.val,

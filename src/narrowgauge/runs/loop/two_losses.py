@@ -18,7 +18,7 @@ from narrowgauge.distributed import Engine
 from narrowgauge.files import write_whole
 from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
-from narrowgauge.runs.loop.validation import held_out_loss
+from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.run_directory import EVALUATION
 from narrowgauge.runs.use.convert import with_recipe
 from narrowgauge.runs.use.trained_model import TrainedRun
@@ -50,11 +50,11 @@ def two_losses(
     c = trained.config
     sequences = trained.held_out_sequences(batches)
     windows = (c.training.micro_batch_size, length, None, c.data.separate_documents, sequences)
-    own = held_out_loss(Engine.alone(trained.model), trained.go_to_sample, held_out, *windows).mean
+    own = validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out, *windows).mean
     if trained.config.recipe.name == recipe and not trained.config.recipe.places:
         return {"own": own, recipe: own}
     under = replace(trained, config=with_recipe(c, recipe), model=under_recipe(trained, recipe))
-    other = held_out_loss(Engine.alone(under.model), under.go_to_sample, held_out, *windows).mean
+    other = validation_loss(Engine.alone(under.model), under.go_to_sample, held_out, *windows).mean
     return {"own": own, recipe: other}
 
 

@@ -23,7 +23,7 @@ PARTS = 32  # of the held-out tokens; how far a gap differs between them is its 
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutLoss:
+class ValidationLoss:
     """Cross entropy in nats per token on held-out tokens.
 
     Attributes:
@@ -46,7 +46,7 @@ class HeldOutLoss:
     def parts(self) -> list[float]:
         """The mean loss of up to `PARTS` parts: part i consists of the batches i, i + PARTS, and so on."""
         parts = [slice(i, None, PARTS) for i in range(min(PARTS, len(self.losses)))]
-        return [HeldOutLoss(self.losses[part], self.targets[part]).mean for part in parts]
+        return [ValidationLoss(self.losses[part], self.targets[part]).mean for part in parts]
 
     def record(self) -> dict[str, Any]:
         """The keys of a line of metrics.jsonl."""
@@ -54,7 +54,7 @@ class HeldOutLoss:
         return {"val_loss": self.mean, "val_tokens": sum(self.targets), "val_parts": parts}
 
 
-def held_out_loss(
+def validation_loss(
     engine: Engine,
     go_to_sample: Callable[[int], None],
     tokens: Mixture | Tokens,
@@ -63,7 +63,7 @@ def held_out_loss(
     batches: int | None,
     separate_documents: bool = False,
     sequences: int | None = None,
-) -> HeldOutLoss:
+) -> ValidationLoss:
     """The loss on held-out tokens.
 
     `go_to_sample` informs the model of the first sequence of a batch, since a forward pass with stochastic
@@ -84,7 +84,7 @@ def held_out_loss(
             losses[i] = engine.evaluate(batch).item()
     if 0 < len(losses) % count <= index:
         engine.evaluate(batch)
-    return HeldOutLoss(engine.sum_over_ranks(losses), targets)
+    return ValidationLoss(engine.sum_over_ranks(losses), targets)
 
 
 def bits_per_byte(
@@ -96,7 +96,7 @@ def bits_per_byte(
     sequences: int | None,
     separate_documents: bool = False,
 ) -> float:
-    """Convert the `held_out_loss` of the same sequences to bits per byte of text; NaN without text."""
+    """Convert the `validation_loss` of the same sequences to bits per byte of text; NaN without text."""
     lengths = token_bytes(tokenizer)
     count = text = 0
     held_out = validation_batches(tokens, batch_size, sequence_length, None, separate_documents, sequences)
