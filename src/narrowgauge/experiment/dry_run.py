@@ -13,7 +13,7 @@ from narrowgauge.experiment.jobs import state_of
 from narrowgauge.report.read.listing import last_records
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.loop.check_data import check_data
-from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic
+from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, Heads
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_count, human_duration
@@ -43,7 +43,7 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
     check_data(config, dataset)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    measured = Arithmetic.of((), config.spec.model.head_dim, config.data.sequence_length)
+    measured = Arithmetic.of((), Heads.of(config))
     Arithmetic(products or measured.products, attention or measured.attention).choose()
     try:
         trainer = Trainer.begin(config.plan, choose_device(config.training.device))
