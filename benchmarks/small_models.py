@@ -79,6 +79,7 @@ def work(options: argparse.Namespace) -> None:
 
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     choose_products(options.products)
+    torch._dynamo.config.recompile_limit = 256  # of a function; the ninth contestant would run eagerly
     with memory_kept(torch.device("cpu")):
         steps = contestants(options)
         for step in steps.values():
