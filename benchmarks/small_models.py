@@ -9,7 +9,7 @@ belongs to one round: medians with quartiles are printed, and the load of the ma
 is processor time, which other work on the machine moves least; with more it is the clock's, because threads
 that wait for each other use their processors. Plain torch is the peers of `narrowgauge bench`: the same model
 with `torch.nn.Linear` and fused AdamW, in fp32 or under bf16 autocast. All have memory kept, as `train` does,
-and ours multiplies bf16 in the precision that `train` chooses.
+and ours multiplies bf16 in the precision, and computes attention in the way, that `train` chooses.
 
 `--before TREE` is a checkout of this repository (`git worktree add TREE COMMIT`) whose recipes also compete,
 in a process of their own, with torch's attention, as `train` computed it before `attention/in_order.py`.
@@ -48,23 +48,38 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     for names, suffix in ((options.recipes, ""), (options.compiled, " compiled")):
         for recipe in filter(None, names.split(",")):
             made = config(recipe, bool(suffix))
-            steps[recipe + suffix] = own_step(made, cpu, random_batches(made, cpu))
+            step = own_step(made, cpu, random_batches(made, cpu))
+            steps[recipe + suffix] = partial(_with_attention, options.attention or _measured(made), step)
     plain = config("bf16")
     for peer in filter(None, options.peers.split(",")):
         steps[peer] = peer_step(peer, plain, cpu, random_batches(plain, cpu))
     return steps
 
 
+def _measured(config) -> str:
+    """The attention that `train` chooses."""
+    from narrowgauge.runs.monitor.arithmetic import Heads, measured_attention
+
+    return measured_attention(Heads.of(config))
+
+
+def _with_attention(way: str, step: Callable[[], object]) -> None:
+    from narrowgauge.kernels.dispatch import choose_attention
+
+    choose_attention(way)
+    step()
+
+
 def work(options: argparse.Namespace) -> None:
     """Take the steps that standard input names; each answer is a line of JSON."""
     import torch
 
-    from narrowgauge.kernels.dispatch import choose_attention, choose_products
+    from narrowgauge.kernels.dispatch import choose_products
     from narrowgauge.runs.monitor.hardware import memory_kept
 
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     choose_products(options.products)
-    choose_attention(options.attention)
+    torch._dynamo.config.recompile_limit = 256  # of a function; the ninth contestant would run eagerly
     with memory_kept(torch.device("cpu")):
         steps = contestants(options)
         for step in steps.values():
@@ -139,7 +154,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--before", type=Path, help="an older checkout")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    for name in ("worker", "products", "attention"):
+    parser.add_argument("--attention", default="", help="of all recipes; what train chooses if left out")
+    for name in ("worker", "products"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -147,12 +163,10 @@ def main() -> None:
     import torch
 
     from narrowgauge.bench.timing import take_turns
-    from narrowgauge.runs.monitor.arithmetic import Arithmetic
+    from narrowgauge.runs.monitor.arithmetic import measured_products
 
-    chosen = Arithmetic.of((), 32, options.length)
-    options.products, options.attention = chosen.products, chosen.attention
-    facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    facts |= {"products": chosen.products, "attention": chosen.attention}
+    options.products = measured_products()
+    facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "products": options.products}
     print(facts, flush=True)
     trees = {"": Tree(HERE, options)}
     if options.before:

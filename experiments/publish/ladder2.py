@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowgauge.experiment.power import Plan, smallest_gap
 from narrowgauge.report.table.rungs import ends, percent
-from narrowgauge.report.verdict.rule import Judgement, equality_factor, is_control
+from narrowgauge.report.verdict.rule import is_control
 from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results, gap_percent
 from publish.pilot import LEAST_SEEDS, Design, choose, measure
 from publish.predictions import Prediction, outcome
@@ -155,16 +155,10 @@ def verdict(one: ArmResult) -> str:
     found = one.judgement
     if found is None or found.half_width is None:
         return "open"
-    equal = f"within {MARGIN} %" if _is_equal(found) else ""
+    equal = f"within {MARGIN} %" if found.is_within(MARGIN) else ""
     if found.is_different:
         return ", ".join(filter(None, ["worse" if found.mean > 0 else "better", equal]))
     return f"equal {equal}" if equal else "open"
-
-
-def _is_equal(found: Judgement) -> bool:
-    assert found.spread is not None
-    reach = equality_factor(found.family, found.degrees) * found.spread.deviation / math.sqrt(found.seeds)
-    return abs(found.mean) + reach < MARGIN
 
 
 def _sight(results: Sequence[ArmResult], seeds: int, family: Sequence[str]) -> str:

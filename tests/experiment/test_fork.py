@@ -11,7 +11,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import take_arms, take_experiment
 from narrowgauge.experiment.design import make_measured
 from narrowgauge.experiment.jobs import collect_rows, forks_of, jobs_of, remaining
-from narrowgauge.experiment.run import run_experiment
+from narrowgauge.laboratory.compare import run_comparison
 from narrowgauge.report.verdict.rungs import Row, rows_text
 from narrowgauge.runs import branch_run, run
 from narrowgauge.training import make_config
@@ -90,9 +90,9 @@ def test_an_experiment_whose_runs_are_all_rows_prints_its_results(tmp_path):
     rows = [Row(arm, seed, rung, tokens[rung - 1], loss, loss, "done") for arm, seed, rung, loss in runs]
     file.write_text(rows_text(rows))
     shown = io.StringIO()
-    assert (
-        run_experiment(experiment_of(rows=str(file), probe=False), tmp_path / "out", Console(file=shown)) == 0
-    )
+    found = run_comparison(experiment_of(rows=str(file), probe=False), tmp_path / "out", Console(file=shown))
+    assert found.passes
+    assert found.rows() == []
     assert str(file) in shown.getvalue()
     assert "report" not in shown.getvalue(), "a page needs the directories of runs"
 

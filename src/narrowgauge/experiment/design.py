@@ -91,7 +91,7 @@ class Experiment:
         jobs: The number of simultaneous runs.
         threads: CPU threads of each run; 0 if each configuration has the number.
         `products`: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
-        attention: The attention of a CPU, "in-order" or "torch"; "" to have each run measure.
+        attention: The attention of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure.
         rows: The file of the results; None for `runs.csv` in the directory of the runs. A chain whose rows
             are all there is not trained again, so an experiment continues on another machine.
         probes: Whether the arms are probed at the end (`experiment.probe`).

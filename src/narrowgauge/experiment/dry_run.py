@@ -10,15 +10,18 @@ import torch
 from narrowgauge.data import open_data
 from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.jobs import state_of
+from narrowgauge.models import flops_per_token
 from narrowgauge.report.read.listing import last_records
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.loop.check_data import check_data
-from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic
+from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, Heads
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_count, human_duration
 
 _STEPS = 2  # timed steps, after a first
+_LONG_S = 10.0  # a first step that takes this long is timed itself, and not repeated
+_FLOP = 2e12  # of a timed step on a CPU, about: ten seconds of two cores. A step of GPT-3 345M has 1.1e15
 
 
 def tokens_left(chain: Chain, out: Path) -> int:
@@ -36,27 +39,51 @@ def recorded_speed(chain: Chain, out: Path) -> float | None:
 def measured_speed(config: Config, threads: int, products: str = "", attention: str = "") -> float:
     """Tokens/s of a few steps in this process, under the machine's current load.
 
+    On a CPU, which computes one sequence after the other, long steps are cut to `_FLOP`. Then the
+    optimizer's part of a step counts too often, by a few percent.
+
     Raises:
         UserError: The model and the data do not fit, or the data cannot be used.
     """
     dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
     check_data(config, dataset)
+    device = choose_device(config.training.device)
+    config = shortened(config) if device.type == "cpu" else config
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    measured = Arithmetic.of((), config.spec.model.head_dim, config.data.sequence_length)
+    measured = Arithmetic.of((), Heads.of(config))
     Arithmetic(products or measured.products, attention or measured.attention).choose()
     try:
-        trainer = Trainer.begin(config.plan, choose_device(config.training.device))
+        trainer = Trainer.begin(config.plan, device)
         with trainer.batches(dataset.train) as batches:
-            trainer.train_step(batches)
-            start = time.perf_counter()
-            for _ in range(_STEPS):
-                trainer.train_step(batches)
-            seconds = time.perf_counter() - start
+            seconds = _seconds(lambda: trainer.train_step(batches), config.training.compile)
     finally:
         torch.set_num_threads(before)
         NO_CHOICE.choose()
-    return _STEPS * config.training.batch_size * config.data.sequence_length / seconds
+    return config.training.batch_size * config.data.sequence_length / seconds
+
+
+def _seconds(step: Callable[[], object], is_compiled: bool) -> float:
+    """The mean time of a step."""
+    start = time.perf_counter()
+    step()
+    first = time.perf_counter() - start
+    if first > _LONG_S and not is_compiled:
+        return first
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+        step()
+    return (time.perf_counter() - start) / _STEPS
+
+
+def shortened(config: Config) -> Config:
+    """The configuration with at most `_FLOP` a step, or one sequence."""
+    training, length = config.training, config.data.sequence_length
+    sequences = max(1, int(_FLOP / (length * flops_per_token(config.spec.model, length))))
+    size = min(training.micro_batch_size, sequences)
+    count = min(training.batch_size // training.micro_batch_size, max(1, sequences // size))
+    shorter = training.model_copy(update={"micro_batch_size": size, "batch_size": size * count})
+    return config.model_copy(update={"training": shorter})
 
 
 def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) -> dict[str, float]:

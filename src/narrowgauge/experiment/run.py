@@ -34,7 +34,7 @@ from narrowgauge.experiment.probe import probe_arms, read_probe
 from narrowgauge.experiment.progress import ProgressTable
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_block_weights
-from narrowgauge.report import print_comparison, read_runs, write_report
+from narrowgauge.report import Run, print_comparison, read_runs, write_report
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.page.sections import expected_section
 from narrowgauge.report.read.comparison import COMPARISON
@@ -81,10 +81,7 @@ def run_experiment(
     for sentence in _sight(experiment, out):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
     failed = train_runs(experiment, out, console, rank, command, has_logs)
-    paths = _at_highest_rung(experiment, out)
-    if experiment.rows is not None:  # runs of other machines have rows and no directory
-        paths = [path for path in paths if _begun(path)] if _begun(paths[0]) else []
-    runs = read_runs(paths) if paths else []
+    runs = recorded_runs(experiment, out)
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
     if rank:  # rank 0 reports for all
@@ -298,6 +295,17 @@ def _rungs_section(experiment: Experiment, out: Path) -> str:
     if not rows or rows[0].arm != experiment.arms[0]:
         return ""
     return rungs_section(rows, _results(experiment, out), _parameters(experiment), read_probe(out))
+
+
+def recorded_runs(experiment: Experiment, out: Path) -> list[Run]:
+    """The runs at the highest rung, the reference's first; [] if another machine trained the reference.
+
+    Such runs have rows and no directory.
+    """
+    paths = _at_highest_rung(experiment, out)
+    if experiment.rows is not None:
+        paths = [path for path in paths if _begun(path)] if _begun(paths[0]) else []
+    return read_runs(paths) if paths else []
 
 
 def _at_highest_rung(experiment: Experiment, out: Path) -> list[Path]:

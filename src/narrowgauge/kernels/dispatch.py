@@ -155,13 +155,16 @@ def _onednn_multiplies_bf16() -> bool:
 
 
 def choose_attention(name: str) -> None:
-    """From now on compute attention of bf16 values on a CPU "in-order" (`attention`), or by "torch"."""
+    """From now on compute attention of 16-bit values on a CPU by "torch", "in-order" or in "fp32".
+
+    "in-order" is for bf16 values (`attention.in_order`).
+    """
     _chosen_attention[:] = [name] if name else []
 
 
-def attends_in_order() -> bool:
-    """Whether attention of bf16 values on a CPU is that of `attention.in_order`."""
-    return _chosen_attention == ["in-order"]
+def chosen_attention() -> str:
+    """How a CPU computes attention of 16-bit values; "" if nothing was chosen: by torch."""
+    return _chosen_attention[0] if _chosen_attention else ""
 
 
 def is_traced() -> bool:

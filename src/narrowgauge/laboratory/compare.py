@@ -16,12 +16,12 @@ from narrowgauge.experiment.design import Experiment, make_comparison, make_meas
 from narrowgauge.experiment.gate import Gate, GateResult, gate_results, parse_gate
 from narrowgauge.experiment.grid import RECIPE, Variant, take_sweep
 from narrowgauge.experiment.jobs import require_same, state_of
-from narrowgauge.experiment.run import print_plan, run_experiment, with_equal_threads
+from narrowgauge.experiment.run import print_plan, recorded_runs, run_experiment, with_equal_threads
 from narrowgauge.laboratory.chart import curves
 from narrowgauge.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
 from narrowgauge.laboratory.watch import watched_by_another
 from narrowgauge.recipes import RecipeLike, recipe_list
-from narrowgauge.report import Run, Verdict, print_comparison, read_runs, verdicts
+from narrowgauge.report import Run, Verdict, print_comparison, verdicts
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.loop.check_data import check_vocabulary
 from narrowgauge.runs.loop.run import run as run_here
@@ -36,7 +36,7 @@ class Comparison(Result):
     Attributes:
         path: The directory of the runs.
         report: The page of the comparison.
-        runs: The runs at the highest rung, the reference first.
+        runs: The runs at the highest rung, the reference first; [] if another machine trained it.
         verdicts: One for each variant, the reference first.
         gates: The decision on each variant, where a gate was given.
         has_failed: Whether a run failed, or a variant does not pass the gate.
@@ -45,7 +45,7 @@ class Comparison(Result):
     def __init__(self, path: Path, runs: Sequence[Run], gate: Gate | None, code: int) -> None:
         """Judge the runs."""
         self.path, self.report, self.runs = path, path / "report.html", list(runs)
-        self.verdicts: list[Verdict] = verdicts(self.runs)
+        self.verdicts: list[Verdict] = verdicts(self.runs) if runs else []
         self.gates: list[GateResult] = [] if gate is None else gate_results(self.runs, gate)
         self.has_failed = bool(code)
 
@@ -88,8 +88,9 @@ class Comparison(Result):
         return {"path": str(self.path), "passes": self.passes, "variants": self.rows()}
 
     def show(self, console: Console) -> None:
-        """Print the table and the sentences of the comparison."""
-        print_comparison(self.runs, console)
+        """Print the table and the sentences of the comparison, if its runs are here."""
+        if self.runs:
+            print_comparison(self.runs, console)
 
     def plot(self) -> str:
         """The losses of all runs over their tokens: of the validations, if there are any."""
@@ -216,7 +217,7 @@ def run_comparison(
     with watched_by_another(out, say) if is_watched and not rank else nullcontext():
         _train_here(experiment, out, console, here)
         code = run_experiment(experiment, out, shown, rank, gate, command_line(), expected, has_logs)
-    return Comparison(out, read_runs([out / c.trunk.name for c in experiment.chains]), gate, code)
+    return Comparison(out, recorded_runs(experiment, out), gate, code)
 
 
 def plan_comparison(experiment: Experiment, out: Path, console: Console) -> None:

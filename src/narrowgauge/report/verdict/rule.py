@@ -22,7 +22,9 @@ holds whatever the true variance is.
 Controls contribute to the variance, and each is judged separately.
 
 **Outliers.** An arm whose gaps deviate more than three times as much as all others, such as one about to
-diverge, is excluded from the pool and judged by its gaps alone.
+diverge, is excluded from the pool and judged by its gaps alone. With few seeds luck does that as well, so the
+factor is at least Student's quantile at 1 % over the number of arms: what the ratio of two deviations exceeds
+by luck with one degree of freedom, and less with more.
 """
 
 import math
@@ -43,6 +45,7 @@ MARGIN = 0.25  # percent; the equality that reports of FP8 training claim (DeepS
 KNOWN_DEGREES = 1  # weight of the known deviation
 UNDECIDED = "no difference seen"
 _OWN_KIND = 3.0
+_CHANCE_OF_OWN = 0.01  # that luck excludes an arm from the pool
 
 #: Paired standard deviation of the gap in percent, by the most tokens per parameter for which it applies, of
 #: runs whose warm-up spikes (`guard.warmup`).
@@ -149,10 +152,14 @@ class Judgement:
     @property
     def is_equal(self) -> bool:
         """Whether the arm is equal to the reference within the margin."""
+        return self.is_within(MARGIN)
+
+    def is_within(self, margin: float) -> bool:
+        """Whether two one-sided tests show that the gap is smaller than `margin` percent."""
         if self.seeds < 2 or self.spread is None:
             return False
         t = equality_factor(self.family, self.degrees)
-        return abs(self.mean) + t * self.spread.deviation / math.sqrt(self.seeds) < MARGIN
+        return abs(self.mean) + t * self.spread.deviation / math.sqrt(self.seeds) < margin
 
     def word(self, undecided: str = UNDECIDED) -> str:
         """The verdict: "worse", "better", "equal within 0.25 %", both, `undecided`, "open" (one seed), ..."""
@@ -229,7 +236,10 @@ def _spreads(gaps: Gaps[Arm], known: float) -> dict[Arm, Spread]:
     while (widest := _widest(pool)) is not None:
         others = pooled_spread({arm: g for arm, g in pool.items() if arm != widest}, known)
         own = pooled_spread({widest: pool[widest]}, known)
-        if own is None or others is None or own.measured <= _OWN_KIND * others.deviation:
+        if own is None or others is None:
+            break
+        by_luck = t_quantile(others.degrees, 1 - _CHANCE_OF_OWN / len(gaps))
+        if own.measured <= max(_OWN_KIND, by_luck) * others.deviation:
             break
         found[widest] = own
         del pool[widest]

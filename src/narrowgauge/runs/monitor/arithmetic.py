@@ -4,16 +4,17 @@ faster way to compute attention.
 oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they are fast: a CPU with
 AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
 (docs/lab-log-archive.md). Either way values are bf16 and sums are kept in fp32; only the order
-of the sums differs, and so may the last digit of a loss. The same holds for attention of bf16 values:
-torch's, or "in-order", which has the same digits on every CPU (`kernels.attention.in_order`). That is why a
+of the sums differs, and so may the last digit of a loss. The same holds for attention. That of bf16 values
+is torch's, or "in-order", which has the same digits on every CPU (`kernels.attention.in_order`); that of
+fp16 values is torch's, or in "fp32", which took an AMD EPYC a fifth to a seventh of the time. That is why a
 resumed run keeps its choices on any CPU, and why all ranks share them.
 
     1. a resumed run            the choice recorded at its start; if none was recorded, oneDNN's and torch's
     2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN reports
-       NARROWGAUGE_ATTENTION    in-order or torch
+       NARROWGAUGE_ATTENTION    in-order, fp32 or torch
     3. otherwise                the faster one, timed once for a machine and torch, and kept in the cache.
-                                Attention is timed for its head_dim and tokens, and torch's is taken only if
-                                it is faster by a fifth, so that a close race does not depend on the moment
+                                Attention is timed for its shape and dtype, and torch's is taken only if it
+                                is faster by a fifth, so that a close race does not depend on the moment
 """
 
 import json
@@ -40,10 +41,36 @@ from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.monitor.yardstick import fastest_tries
 from narrowgauge.torch_compat import cpu_multiplies_bf16
+from narrowgauge.training import Config
 
 _SIZE = 512  # of the square matrices that are timed
 _HEADS, _LONGEST, _TRIES = 4, 1024, 5  # of the attention that is timed
+WAYS = ("in-order", "fp32", "torch")  # of computing attention
 _CLEARLY = 1.2  # torch's attention is chosen if it is this much faster
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What the time of attention depends on: head_dim, the tokens of a sequence, and the dtype of values.
+
+    `dtype` is the `compute` of a recipe: "bf16", "fp16" or "fp32".
+    """
+
+    dim: int
+    tokens: int
+    dtype: str = "bf16"
+
+    @classmethod
+    def of(cls, config: Config) -> "Heads":
+        """The attention of a run."""
+        return cls(config.spec.model.head_dim, config.data.sequence_length, config.spec.recipe.compute)
+
+    @property
+    def other(self) -> str:
+        """The way of computing it that competes with torch's; "" without any."""
+        if self.dtype == "fp16":
+            return "fp32"
+        return "in-order" if self.dim % LANES == 0 and has_c() else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +79,14 @@ class Arithmetic:
 
     Attributes:
         `products`: The precision of matmuls of bf16 values: "bf16" or "fp32".
-        attention: How attention of bf16 values is computed: "in-order" or "torch".
+        attention: How attention is computed: "in-order", "fp32" or "torch".
     """
 
     products: str = ""
     attention: str = ""
 
     @classmethod
-    def of(cls, lines: Sequence[Mapping[str, Any]], head_dim: int, tokens: int) -> "Arithmetic":
+    def of(cls, lines: Sequence[Mapping[str, Any]], heads: Heads) -> "Arithmetic":
         """The choices of a run, recorded in its metrics, or made now for a new run.
 
         Raises:
@@ -67,7 +94,7 @@ class Arithmetic:
         """
         products = products_of(lines)
         choose_products(products)  # torch's attention is timed with it
-        return cls(products, attention_of(lines, head_dim, tokens))
+        return cls(products, attention_of(lines, heads))
 
     @property
     def facts(self) -> dict[str, str]:
@@ -85,7 +112,7 @@ NO_CHOICE = Arithmetic()
 
 def choose_arithmetic(
     pinned: int,
-    heads: tuple[int, int],
+    heads: Heads,
     lines: Callable[[], Sequence[Mapping[str, Any]]],
     device: torch.device,
     coordinator: Coordinator,
@@ -95,7 +122,7 @@ def choose_arithmetic(
 
     Args:
         pinned: `training.threads`; 0 for as many as are free.
-        heads: The head_dim of the model, and the tokens of a sequence.
+        heads: The attention of the model.
         lines: Reads the run's metrics, which record its first choice.
         device: The device. On a GPU there is nothing to choose: the recipe sets the precision.
         coordinator: Coordinates the ranks; rank 0 chooses.
@@ -110,7 +137,7 @@ def choose_arithmetic(
             recorded = lines()
             threads, words = threads_of(recorded, pinned)
             torch.set_num_threads(threads)  # the matmuls are timed with this number
-            found = Arithmetic.of(recorded, *heads)
+            found = Arithmetic.of(recorded, heads)
             choice = (found.products, found.attention, threads, words)
         choice = coordinator.broadcast(choice)
     products, attention, threads, words = choice
@@ -148,8 +175,8 @@ def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
     return asked or measured_products()
 
 
-def attention_of(lines: Sequence[Mapping[str, Any]], head_dim: int, tokens: int) -> str:
-    """The choice of a run, "in-order" or "torch": recorded in its metrics, or made now for a new run.
+def attention_of(lines: Sequence[Mapping[str, Any]], heads: Heads) -> str:
+    """The choice of a run, one of `WAYS`: recorded in its metrics, or made now for a new run.
 
     Raises:
         UserError: NARROWGAUGE_ATTENTION has another value.
@@ -157,32 +184,33 @@ def attention_of(lines: Sequence[Mapping[str, Any]], head_dim: int, tokens: int)
     if recorded := [str(line["attention"]) for line in lines if line.get("attention")]:
         return recorded[-1]
     asked = os.environ.get(ATTENTION, "")
-    if asked not in ("", "in-order", "torch"):
-        raise UserError(f"{ATTENTION}={asked} must be in-order or torch; unset it to have it measured")
+    if asked not in ("", *WAYS):
+        raise UserError(f"{ATTENTION}={asked} must be in-order, fp32 or torch; unset it to have it measured")
     if any(line.get("event") == "start" for line in lines):  # from before it was recorded
         return "torch"
-    return asked or measured_attention(head_dim, tokens)
+    return asked or measured_attention(heads)
 
 
-def measured_attention(head_dim: int, tokens: int) -> str:
-    """The faster attention for this machine, torch, head_dim and tokens: cached, or measured now."""
-    if head_dim % LANES or not has_c():
+def measured_attention(heads: Heads) -> str:
+    """The faster attention for this machine, torch, shape and dtype: cached, or measured now."""
+    if not (other := heads.other):
         return "torch"
-    entry = _entry("attention", head_dim, tokens)
+    entry = _entry("attention", heads.dim, heads.tokens, other)
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(entry.read_text(encoding="utf-8"))["attention"]
-        if kept in ("in-order", "torch"):
+        if kept in (other, "torch"):
             return str(kept)
-    seconds = {way: _attention_seconds(way, head_dim, tokens) for way in ("in-order", "torch")}
-    chosen = "torch" if _CLEARLY * seconds["torch"] < seconds["in-order"] else "in-order"
+    seconds = {way: _attention_seconds(way, heads) for way in (other, "torch")}
+    chosen = "torch" if _CLEARLY * seconds["torch"] < seconds[other] else other
     write_cached(entry, {"attention": chosen, "seconds": seconds})
     return chosen
 
 
-def _attention_seconds(way: str, head_dim: int, tokens: int) -> float:
+def _attention_seconds(way: str, heads: Heads) -> float:
     """The shortest time of attention, forward and backward, of one sequence on one thread."""
-    shape = (1, _HEADS, min(tokens, _LONGEST), head_dim)
-    q, k, v = (torch.linspace(-1, 1, math.prod(shape)).view(shape).bfloat16() for _ in range(3))
+    shape = (1, _HEADS, min(heads.tokens, _LONGEST), heads.dim)
+    dtype = torch.float16 if heads.dtype == "fp16" else torch.bfloat16
+    q, k, v = (torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype) for _ in range(3))
     threads, seconds = torch.get_num_threads(), []
     torch.set_num_threads(1)
     choose_attention(way)

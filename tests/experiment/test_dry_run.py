@@ -1,0 +1,41 @@
+"""The speeds of a dry run: a few steps, of a length that the machine computes in seconds."""
+
+import pytest
+
+from narrowgauge.experiment.dry_run import measured_speed, shortened
+from narrowgauge.models import flops_per_token
+from narrowgauge.training import make_config
+
+
+def config_of(model, batch_size, micro_batch_size, length=1024):
+    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "device": "cpu", "threads": 1}
+    return make_config({"model": {"name": model}, "training": sizes, "data": {"sequence_length": length}})
+
+
+def flop(config):
+    """Of one step."""
+    length = config.data.sequence_length
+    return config.training.batch_size * length * flops_per_token(config.spec.model, length)
+
+
+@pytest.mark.parametrize(("model", "sizes"), [("gpt3-345m", (1, 1)), ("gpt2-124m", (2, 2))])
+def test_a_step_of_a_large_model_is_cut_to_a_few_sequences(model, sizes):
+    short = shortened(config_of(model, 512, 4))
+    assert (short.training.batch_size, short.training.micro_batch_size) == sizes
+    assert short.spec.batch_size == sizes[0]
+    assert flop(short) < 4e12
+
+
+def test_micro_batches_stay_whole_where_they_are_short():
+    short = shortened(config_of("debug", 4096, 8, length=256))
+    assert short.training.micro_batch_size == 8
+    assert 1 < short.training.batch_size // 8 < 512
+    assert 1e12 < flop(short) <= 2e12
+    small = config_of("debug", 16, 8, length=256)
+    assert shortened(small) == small
+
+
+def test_a_shortened_step_is_timed(tiny, monkeypatch):
+    monkeypatch.setattr("narrowgauge.experiment.dry_run._FLOP", 1.0)  # one sequence
+    config = make_config(tiny({"training.batch_size": 64, "training.micro_batch_size": 2}))
+    assert measured_speed(config, 1) > 0
