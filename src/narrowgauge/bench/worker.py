@@ -87,7 +87,7 @@ def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[
     use_device(device)
     batches = random_batches(config, device)
     if name == OURS and device.type == "cpu":
-        Arithmetic.of((), Heads.of(config)).choose()
+        Arithmetic.of((), Heads.of(config.plan)).choose()
     with memory_kept(device) if name == OURS else ExitStack():
         step = own_step(config, device, batches) if name == OURS else peer_step(name, config, device, batches)
         for _ in range(_WARM):

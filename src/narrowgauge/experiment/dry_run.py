@@ -51,7 +51,7 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
     config = shortened(config) if device.type == "cpu" else config
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    measured = Arithmetic.of((), Heads.of(config))
+    measured = Arithmetic.of((), Heads.of(config.plan))
     Arithmetic(products or measured.products, attention or measured.attention).choose()
     try:
         trainer = Trainer.begin(config.plan, device)

@@ -123,7 +123,7 @@ def _train(
                 dataset.tokenizer.save(directory.tokenizer)
                 if resolved.weights:  # for a later export
                     directory.keep_special_tokens(RunDirectory(Path(resolved.weights)).special_tokens())
-            threads, heads = config.training.threads, Heads.of(config)
+            threads, heads = config.training.threads, Heads.of(config.plan)
             arithmetic = choose_arithmetic(threads, heads, directory.lines, device, coordinator, display.log)
             context = RunContext(
                 resolved,

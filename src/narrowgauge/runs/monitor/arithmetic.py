@@ -41,7 +41,7 @@ from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.monitor.yardstick import fastest_tries
 from narrowgauge.torch_compat import cpu_multiplies_bf16
-from narrowgauge.training import Config
+from narrowgauge.training.plan import TrainingPlan
 
 _SIZE = 512  # of the square matrices that are timed
 _HEADS, _LONGEST, _TRIES = 4, 1024, 5  # of the attention that is timed
@@ -61,9 +61,9 @@ class Heads:
     dtype: str = "bf16"
 
     @classmethod
-    def of(cls, config: Config) -> "Heads":
+    def of(cls, plan: TrainingPlan) -> "Heads":
         """The attention of a run."""
-        return cls(config.spec.model.head_dim, config.data.sequence_length, config.spec.recipe.compute)
+        return cls(plan.spec.model.head_dim, plan.sequence_length, plan.spec.recipe.compute)
 
     @property
     def other(self) -> str:

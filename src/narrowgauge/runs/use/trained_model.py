@@ -129,7 +129,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{config.checkpoint.every} steps; continue the run first"
         )
     if target.type == "cpu" and (lines := directory.lines()):
-        Arithmetic.of(lines, Heads.of(config)).choose()
+        Arithmetic.of(lines, Heads.of(config.plan)).choose()
     plan, model = model_of(config.plan, checkpoint, target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     files = (tokenizer or saved, directory.special_tokens())
