@@ -76,10 +76,9 @@ def test_every_part_is_an_experiment_with_its_null_arms(file):
         found = make_measured(values, arms[:3], {}, "1,2", table)
         assert found.arms[0] == "bf16", name
         assert (found.chains[0].fork is not None) == ("fork" in table)
-        seeds = {chain.arm: chain.trunk.config.training.rounding_seed for chain in found.chains}
-        assert seeds["bf16"] == -1
-        assert seeds.get("null-1", 101) == 101
-        assert ("null-1" in seeds) == (name != "scratch-25"), "which has no arms of 8 bits"
+        assert found.runs[0].config.training.rounding_seed == -1
+        second = found.runs[1].config.training.rounding_seed
+        assert second == (-1 if name == "scratch-25" else 101), "a null arm, but where nothing forks"
     assert not any(arm.startswith("null") for arm in family_of(tables))
 
 
