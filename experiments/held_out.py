@@ -21,9 +21,10 @@ from narrowgauge.runs import open_run, validation_loss
 from narrowgauge.runs.loop.validation import ValidationLoss
 from narrowgauge.runs.use.trained_model import run_data
 from publish.held_out import COLUMNS, Measured, read_measured
-from publish.row_sets import HELD_OUT, REFERENCE
+from publish.ladder2 import REFERENCE
 
 FILE = ROWS / "held-out.csv"
+HELD_OUT = (1_048_576, 65_536)  # of the parts of ladder 2
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def losses(run: Path) -> dict[int, ValidationLoss]:
     size, length = c.training.micro_batch_size, c.data.sequence_length
     text, engine = run_data(trained, None, lambda _: None).val, Engine.alone(trained.model)
     found = {}
-    for tokens in HELD_OUT.values():
+    for tokens in HELD_OUT:
         windows = (size, length, tokens // (size * length), c.data.separate_documents)
         found[tokens] = validation_loss(engine, trained.go_to_sample, text, *windows)
     return found

@@ -21,7 +21,6 @@ from publish.ladder2 import pilot_markdown, stages_markdown
 from publish.pilot import calm_toml, measure
 from publish.predictions import read_predictions
 from publish.probed import probe_markdown
-from publish.row_sets import HELD_OUT, row_sets
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "ladder2.md"
@@ -37,11 +36,10 @@ def main() -> None:
     text = _between("pilot", text, pilot_markdown(_rows_of("pilot")))
     text = _between("held-out", text, held_out_markdown(read_measured(ROWS / "held-out.csv")))
     parts = read_parts("stages")
-    fine, coarse = (_rows_of("stages", directory) for directory in HELD_OUT)
-    text = _between("stages", text, stages_markdown(parts, fine, coarse, predictions))
-    sets = {name: [rows for _, rows in row_sets(fine.get(name, ()), coarse.get(name, ()))] for name in parts}
+    rows = _rows_of("stages")
+    text = _between("stages", text, stages_markdown(parts, rows, predictions))
     probe = json.loads(PROBED.read_text(encoding="utf-8"))
-    text = _between("probe", text, probe_markdown(probe, sets))
+    text = _between("probe", text, probe_markdown(probe, rows))
     write_whole(PAGE, text)
     if expected := expected_text():
         write_whole(EXPECTED, expected)
@@ -57,9 +55,9 @@ def expected_text() -> str:
     return calm_toml(found, rows[0].tokens / count_block_weights(model))
 
 
-def _rows_of(file: str, directory: str = "") -> dict[str, list[Row]]:
+def _rows_of(file: str) -> dict[str, list[Row]]:
     """The rows of each part of a file that has any, in the order of the file."""
-    found = {name: ROWS / (directory or file) / f"{name}.csv" for name in read_parts(file)}
+    found = {name: ROWS / file / f"{name}.csv" for name in read_parts(file)}
     return {name: read_rows(path) for name, path in found.items() if path.exists()}
 
 

@@ -24,9 +24,8 @@ from narrowgauge.recipes import recipe_names
 from narrowgauge.report.verdict.rungs import gap_percent, read_rows
 from narrowgauge.t_interval import Interval
 from narrowgauge.training import make_config
-from publish.ladder2 import tokens_of
+from publish.ladder2 import REFERENCE, tokens_of
 from publish.predictions import read_predictions
-from publish.row_sets import HELD_OUT, REFERENCE, row_sets
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence"
 REGISTRY = EVIDENCE / "forecasts.csv"
@@ -154,15 +153,15 @@ def _gaps_of_ladder() -> dict[Key, tuple[float, ...]]:
     """The gap in percent of each pair of runs of ladder 2; infinite if the arm diverged."""
     found: dict[Key, tuple[float, ...]] = {}
     for name, tables in read_parts("stages").items():
-        paths = [ROWS / directory / f"{name}.csv" for directory in HELD_OUT]
-        for _, rows in row_sets(*(read_rows(path) if path.exists() else [] for path in paths)):
-            base = {row.seed: row.own_loss for row in rows if row.arm == REFERENCE}
-            for row in rows:
-                if row.arm == REFERENCE or not math.isfinite(base.get(row.seed, math.nan)):
-                    continue
-                gap = gap_percent(row.own_loss, base[row.seed]) if math.isfinite(row.own_loss) else math.inf
-                key = row.arm, *_size_and_length(tables)
-                found[key] = (*found.get(key, ()), gap)
+        path = ROWS / "stages" / f"{name}.csv"
+        rows = read_rows(path) if path.exists() else []
+        base = {row.seed: row.own_loss for row in rows if row.arm == REFERENCE}
+        for row in rows:
+            if row.arm == REFERENCE or not math.isfinite(base.get(row.seed, math.nan)):
+                continue
+            gap = gap_percent(row.own_loss, base[row.seed]) if math.isfinite(row.own_loss) else math.inf
+            key = row.arm, *_size_and_length(tables)
+            found[key] = (*found.get(key, ()), gap)
     return found
 
 

@@ -12,9 +12,9 @@ from narrowgauge.report.verdict.rule import is_control
 from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results, gap_percent
 from publish.pilot import LEAST_SEEDS, Design, choose, measure
 from publish.predictions import Prediction, outcome
-from publish.row_sets import HELD_OUT, REFERENCE, row_sets
 from publish.tables import markdown, prediction_table
 
+REFERENCE = "bf16"
 MARGIN = 0.1  # percent, within which an arm is equal; fixed before the runs
 
 
@@ -63,56 +63,45 @@ def family_of(tables: Mapping[str, Any]) -> list[str]:
 
 def stages_markdown(
     parts: Mapping[str, Mapping[str, Any]],
-    fine: Mapping[str, Sequence[Row]],
-    coarse: Mapping[str, Sequence[Row]],
+    rows: Mapping[str, Sequence[Row]],
     predictions: Sequence[Prediction],
 ) -> str:
-    """A section for each part and number of held-out tokens, then the predictions that are decided.
+    """A section for each part that has rows, then the predictions that are decided.
 
     Args:
         parts: The tables of each part, in the order of the rungs of the predictions.
-        fine: The rows of each part with most held-out tokens (`row_sets`).
-        coarse: Those with few.
-        predictions: The predictions of ladder 2. Each is judged by the finer rows that have all its arms.
+        rows: The rows of each part.
+        predictions: The predictions of ladder 2.
     """
-    sections = [_progress(parts, fine, coarse)]
-    numbered: tuple[list[Row], list[Row]] = ([], [])
+    sections, numbered = [_progress(parts, rows)], []
     for number, (name, tables) in enumerate(parts.items(), start=1):
-        sets = row_sets(fine.get(name, ()), coarse.get(name, ()))
-        sections += [_section(f"{name}, {tokens:,} held-out tokens", tables, rows) for tokens, rows in sets]
-        judging = dict(sets).get(HELD_OUT["stages"], [])
-        for found, rows in zip(numbered, (judging, coarse.get(name, ())), strict=True):
-            found += [replace(row, rung=number) for row in rows]
-    return "\n".join([*sections, _judged(predictions, *numbered)])
+        if these := rows.get(name):
+            sections.append(_section(name, tables, these))
+            numbered += [replace(row, rung=number) for row in these]
+    return "\n".join([*sections, _judged(predictions, numbered)])
 
 
-def _judged(predictions: Sequence[Prediction], fine: Sequence[Row], coarse: Sequence[Row]) -> str:
+def _judged(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
     """How many predictions held, and a table of those that are decided."""
-    rows = [fine if outcome(one, fine)[1] != "not run" else coarse for one in predictions]
-    words = [outcome(one, these)[1] for one, these in zip(predictions, rows, strict=True)]
+    words = [outcome(one, rows)[1] for one in predictions]
     counted = ", ".join(f"{words.count(word)} {word}" for word in ("held", "wrong", "open", "not run"))
     text = f"### Predictions\n\n{counted}.\n"
-    lines: list[Sequence[str]] = []
-    for one, these, word in zip(predictions, rows, words, strict=True):
-        if word in ("held", "wrong"):
-            head, [line] = prediction_table([one], these)
-            lines.append(line)
-    return f"{text}\n{markdown(head, lines, left=('arm', 'what', 'outcome'))}" if lines else text
+    decided = [one for one, word in zip(predictions, words, strict=True) if word in ("held", "wrong")]
+    if not decided:
+        return text
+    head, lines = prediction_table(decided, rows)
+    return f"{text}\n{markdown(head, lines, left=('arm', 'what', 'outcome'))}"
 
 
-def _progress(
-    parts: Mapping[str, Mapping[str, Any]],
-    fine: Mapping[str, Sequence[Row]],
-    coarse: Mapping[str, Sequence[Row]],
-) -> str:
+def _progress(parts: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Row]]) -> str:
     """How many of the planned runs have a row."""
     lines = []
     for name, tables in parts.items():
         arms, seeds = len(tables["arms"]), len(tables["experiment"]["seeds"])
-        planned = [f"{tokens_of(tables) / 1e6:.2f} M", str(arms), str(seeds), str(arms * seeds)]
-        lines.append([name, *planned, *(str(len(rows.get(name, ()))) for rows in (fine, coarse))])
-    done = [f"done, {tokens:,} held out" for tokens in HELD_OUT.values()]
-    return markdown(("part", "tokens of a run", "arms", "seeds", "runs", *done), lines, left=("part",))
+        sizes = f"{tokens_of(tables) / 1e6:.2f} M", f"{tables['experiment']['held_out_tokens']:,}"
+        lines.append([name, *sizes, *map(str, (arms, seeds, arms * seeds, len(rows.get(name, ()))))])
+    head = ("part", "tokens of a run", "held-out tokens", "arms", "seeds", "runs", "done")
+    return markdown(head, lines, left=("part",))
 
 
 def tokens_of(tables: Mapping[str, Any]) -> int:

@@ -14,18 +14,18 @@ from typing import Any
 
 from narrowgauge.analysis.rank_correlation import rank_correlation
 from narrowgauge.report.verdict.rungs import Row, gap_percent
-from publish.row_sets import REFERENCE
+from publish.ladder2 import REFERENCE
 from publish.tables import markdown
 
 FIGURES = {"loss_increase": "loss increase", "gradient_cosine": "cosine", "effective_bits": "effective bits"}
 LEAST = 6  # arms, below which an interval says nothing
 
 
-def probe_markdown(probe: Mapping[str, Any], rows: Mapping[str, Sequence[Sequence[Row]]]) -> str:
-    """A line for each part that has enough arms of the probe, from its sets of rows."""
+def probe_markdown(probe: Mapping[str, Any], rows: Mapping[str, Sequence[Row]]) -> str:
+    """A line for each part that has enough arms of the probe, from its rows."""
     lines = []
-    for part, sets in rows.items():
-        gaps = {arm: gap for these in sets for arm, gap in mean_gaps(these).items()}
+    for part, these in rows.items():
+        gaps = mean_gaps(these)
         arms = [arm for arm in gaps if arm in probe["recipes"]]
         if len(arms) < LEAST:
             continue

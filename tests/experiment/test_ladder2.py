@@ -19,7 +19,6 @@ from publish.ladder2 import family_of, stages_markdown
 from publish.pilot import chi_squared, choose, measure
 from publish.predictions import read_predictions
 from publish.probed import probe_markdown, spearman
-from publish.row_sets import row_sets
 
 ENDS = {
     "dither-1": (0.001, 0.004),
@@ -125,9 +124,7 @@ def test_the_probe_is_compared_with_the_arms_that_both_have():
     figures = {
         name: {"loss_increase": {"mean": i}, "gradient_cosine": {"mean": -i}} for i, name in enumerate(names)
     }
-    table = probe_markdown(
-        {"recipes": {**figures, "other": {}}}, {"part": [rows[:1], rows], "few": [rows[:4]]}
-    )
+    table = probe_markdown({"recipes": {**figures, "other": {}}}, {"part": rows, "few": rows[:4]})
     assert "| part | 8 | +1.00 (+1.00 .. +1.00) | -1.00 (-1.00 .. -1.00) | - |" in table
     assert "few" not in table
 
@@ -153,25 +150,6 @@ def test_the_page_is_made_from_the_rows_alone(tmp_path, monkeypatch):
     assert made[0].partition("<!--")[0] == before.partition("<!--")[0]
 
 
-def test_an_arm_is_judged_by_the_finer_rows_once_they_are_as_many():
-    def rows(gaps, seeds):
-        return [
-            Row(arm, seed, 1, 1_638_400, 4.0 * (1 + gap / 100), 4.0, "done")
-            for arm, gap in gaps.items()
-            for seed in range(1, seeds + 1)
-        ]
-
-    parts = {"300k-5": ladder2.read_parts("stages")["300k-5"]}
-    fine = rows({"bf16": 0, "mxfp8": 0.1, "mxfp4": 1.0}, 1)
-    coarse = rows({"bf16": 0, "mxfp4": 2.0}, 2) + rows({"mxfp8": 0.3, "nvfp4": 0.4}, 1)
-    sets = dict(row_sets(fine, coarse))
-    assert {row.arm for row in sets[1_048_576]} == {"bf16", "mxfp8"}, "mxfp4 has one seed of two"
-    assert {row.arm for row in sets[65_536]} == {"bf16", "mxfp4", "nvfp4"}
-    sections = stages_markdown(parts, {"300k-5": fine}, {"300k-5": coarse}, []).split("### ")
-    assert "| mxfp8 | 1 | +0.10 % |" in sections[1]
-    assert "| mxfp4 | 2 | +2.00 % |" in sections[2]
-
-
 def test_gaps_deviate_within_their_arms():
     gaps = {"null-1": [0.3, 0.4, 0.5], "null-2": [0.7, 0.6, 0.5]}
     measured = [
@@ -190,7 +168,7 @@ def test_a_part_says_which_arms_are_equal_within_a_tenth_of_a_percent():
         for seed in range(1, 6)
         for loss in [4.0 * (1 + gap) + 1e-4 * ((seed * (3 + len(arm))) % 5)]
     ]
-    text = stages_markdown(parts, {"300k-5": rows}, {}, [])
+    text = stages_markdown(parts, {"300k-5": rows}, [])
     lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("|")}
     assert "equal within 0.1 %" in lines["mxfp8"]
     assert "| worse |" in lines["mxfp4"]
