@@ -58,9 +58,9 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
 
 def _measured(plan) -> str:
     """The attention that `train` chooses."""
-    from narrowgauge.runs.monitor.arithmetic import Heads, measured_attention
+    from narrowgauge.runs.monitor.arithmetic import AttentionShape, measured_attention
 
-    return measured_attention(Heads.of(plan))
+    return measured_attention(AttentionShape.of(plan))
 
 
 def _with_attention(way: str, step: Callable[[], object]) -> None:

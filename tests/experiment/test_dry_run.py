@@ -13,7 +13,7 @@ def config_of(model, batch_size, micro_batch_size, length=1024):
 
 
 def flop(config):
-    """Of one step."""
+    """The floating-point operations of one step."""
     length = config.data.sequence_length
     return config.training.batch_size * length * flops_per_token(config.spec.model, length)
 

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 
-from narrowgauge.kernels import choose_attention, choose_products
+from narrowgauge.kernels import choose_attention
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.attention import in_order as way
 from narrowgauge.quantization.passes import build, c_call
@@ -16,7 +16,6 @@ SHAPES = [(2, 4, 2, 37, 32), (1, 1, 1, 2, 16), (2, 3, 1, 16, 48), (1, 2, 2, 130,
 
 @pytest.fixture
 def in_order():
-    choose_products("")  # a run of another test in this process leaves its own
     choose_attention("in-order")
     yield
     choose_attention("")

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.runs import run
+from narrowgauge.runs.monitor.arithmetic import NO_CHOICE
 
 
 @pytest.fixture
@@ -18,6 +19,9 @@ def train(tiny: Callable[..., dict[str, dict[str, Any]]], tmp_path: Path) -> Cal
     def do(
         name: str = "run", changes: Mapping[str, Any] | None = None, said: io.StringIO | None = None
     ) -> Path:
-        return run(tiny(changes), tmp_path / name, Console(file=said or io.StringIO(), width=500))
+        try:
+            return run(tiny(changes), tmp_path / name, Console(file=said or io.StringIO(), width=500))
+        finally:
+            NO_CHOICE.choose()  # the arithmetic of a run holds for its process
 
     return do

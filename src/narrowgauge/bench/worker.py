@@ -17,7 +17,7 @@ from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
 from narrowgauge.processes import Answering, Ended
 from narrowgauge.runs import choose_device
-from narrowgauge.runs.monitor.arithmetic import Arithmetic, Heads
+from narrowgauge.runs.monitor.arithmetic import Arithmetic, AttentionShape
 from narrowgauge.runs.monitor.hardware import memory_at_peak, memory_kept, use_device
 from narrowgauge.runs.monitor.profiler import Profile, StepTime
 from narrowgauge.training import Config
@@ -87,7 +87,7 @@ def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[
     use_device(device)
     batches = random_batches(config, device)
     if name == OURS and device.type == "cpu":
-        Arithmetic.of((), Heads.of(config.plan)).choose()
+        Arithmetic.of((), AttentionShape.of(config.plan)).choose()
     with memory_kept(device) if name == OURS else ExitStack():
         step = own_step(config, device, batches) if name == OURS else peer_step(name, config, device, batches)
         for _ in range(_WARM):

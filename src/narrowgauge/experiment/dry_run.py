@@ -14,7 +14,7 @@ from narrowgauge.models import flops_per_token
 from narrowgauge.report.read.listing import last_records
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.loop.check_data import check_data
-from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, Heads
+from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, AttentionShape
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_count, human_duration
@@ -51,7 +51,7 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
     config = shortened(config) if device.type == "cpu" else config
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    measured = Arithmetic.of((), Heads.of(config.plan))
+    measured = Arithmetic.of((), AttentionShape.of(config.plan))
     Arithmetic(products or measured.products, attention or measured.attention).choose()
     try:
         trainer = Trainer.begin(config.plan, device)
@@ -102,7 +102,7 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
     for number, arm in enumerate((arm for arm in experiment.arms if arm in unknown), start=1):
         config = unknown[arm].trunk.config
         first = "; the first is compiled, which may take minutes" if config.training.compile else ""
-        say(f"timing {arm}, {number} of {len(unknown)}: {1 + _STEPS} steps{first}")
+        say(f"timing {arm}, {number} of {len(unknown)}: at most {1 + _STEPS} steps{first}")
         torch.compiler.reset()  # torch compiles at most eight variants of a function
         speeds[arm] = measured_speed(config, _threads(experiment), experiment.products, experiment.attention)
     return speeds

@@ -13,7 +13,7 @@ from narrowgauge.quantization.passes import build
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.runs.monitor import arithmetic
 from narrowgauge.runs.monitor.arithmetic import (
-    Heads,
+    AttentionShape,
     attention_of,
     measured_attention,
     measured_products,
@@ -49,16 +49,16 @@ def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
 
 
 def test_attention_is_kept_asked_for_or_measured(monkeypatch):
-    heads = Heads(32, 64)
+    shape = AttentionShape(32, 64)
     monkeypatch.setenv(ATTENTION, "torch")
-    assert attention_of([{"event": "start", "attention": "in-order"}, {"step": 1}], heads) == "in-order"
-    assert attention_of([], heads) == "torch"
+    assert attention_of([{"event": "start", "attention": "in-order"}, {"step": 1}], shape) == "in-order"
+    assert attention_of([], shape) == "torch"
     monkeypatch.setenv(ATTENTION, "in-order")
-    assert attention_of([], heads) == "in-order"
-    assert attention_of([{"event": "start", "step": 0}], heads) == "torch"  # from before it was recorded
+    assert attention_of([], shape) == "in-order"
+    assert attention_of([{"event": "start", "step": 0}], shape) == "torch"  # from before it was recorded
     monkeypatch.setenv(ATTENTION, "fast")
     with pytest.raises(UserError, match="must be in-order, fp32 or torch"):
-        attention_of([], heads)
+        attention_of([], shape)
 
 
 def test_all_ranks_compute_as_the_first_one_chose():
@@ -72,10 +72,11 @@ def test_all_ranks_compute_as_the_first_one_chose():
             return json.loads(self.said)
 
     ranks, cpu = Ranks(), torch.device("cpu")
-    first = arithmetic.choose_arithmetic(1, Heads(32, 64), lambda: [], cpu, ranks, print)
+    shape = AttentionShape(32, 64)
+    first = arithmetic.choose_arithmetic(1, shape, lambda: [], cpu, ranks, print)
     ranks.rank = 1
     try:
-        assert arithmetic.choose_arithmetic(1, Heads(32, 64), lambda: 1 / 0, cpu, ranks, print) == first
+        assert arithmetic.choose_arithmetic(1, shape, lambda: 1 / 0, cpu, ranks, print) == first
     finally:
         arithmetic.NO_CHOICE.choose()
     assert first.facts == {"products": HAS_BF16, "attention": "torch"}
@@ -84,24 +85,25 @@ def test_all_ranks_compute_as_the_first_one_chose():
 @pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    assert measured_attention(Heads(32, 64)) in ("in-order", "torch")  # truly timed
+    assert measured_attention(AttentionShape(32, 64)) in ("in-order", "torch")  # truly timed
     seconds = {"in-order": 1.1, "torch": 1.0}
-    monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, heads: seconds[way])
-    assert measured_attention(Heads(32, 128)) == "in-order", "a close race"
+    monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, shape: seconds[way])
+    assert measured_attention(AttentionShape(32, 128)) == "in-order", "a close race"
     seconds["torch"] = 0.5
-    assert measured_attention(Heads(32, 128)) == "in-order", "kept"
-    assert measured_attention(Heads(64, 128)) == "torch"
-    assert measured_attention(Heads(24, 128)) == "torch", "which the C does not compute"
+    assert measured_attention(AttentionShape(32, 128)) == "in-order", "kept"
+    assert measured_attention(AttentionShape(64, 128)) == "torch"
+    assert measured_attention(AttentionShape(24, 128)) == "torch", "which the C does not compute"
 
 
 def test_attention_of_fp16_values_is_computed_in_fp32_where_that_is_faster(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     monkeypatch.delenv(ATTENTION, raising=False)
-    assert measured_attention(Heads(24, 64, "fp16")) in ("fp32", "torch")  # truly timed
+    assert measured_attention(AttentionShape(24, 64, "fp16")) in ("fp32", "torch")  # truly timed
     seconds = {"fp32": 1.0, "torch": 5.0}
-    monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, heads: seconds[way])
-    assert attention_of([], Heads(32, 64, "fp16")) == "fp32"
-    assert attention_of([{"event": "start", "attention": "in-order"}], Heads(32, 64, "fp16")) == "in-order"
+    monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, shape: seconds[way])
+    shape = AttentionShape(32, 64, "fp16")
+    assert attention_of([], shape) == "fp32"
+    assert attention_of([{"event": "start", "attention": "in-order"}], shape) == "in-order"
     q, k, v = torch.randn(3, 1, 2, 8, 16).half()
     try:
         choose_attention("fp32")

@@ -28,7 +28,7 @@ from narrowgauge.runs.loop.resolve import Run, resolve
 from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.run_writer import NullRunWriter, RunWriter
 from narrowgauge.runs.monitor import hardware
-from narrowgauge.runs.monitor.arithmetic import Heads, choose_arithmetic
+from narrowgauge.runs.monitor.arithmetic import AttentionShape, choose_arithmetic
 from narrowgauge.runs.monitor.loggers import Loggers
 from narrowgauge.runs.monitor.memory_check import out_of_memory_message
 from narrowgauge.runs.monitor.profiler import Profile
@@ -123,8 +123,8 @@ def _train(
                 dataset.tokenizer.save(directory.tokenizer)
                 if resolved.weights:  # for a later export
                     directory.keep_special_tokens(RunDirectory(Path(resolved.weights)).special_tokens())
-            threads, heads = config.training.threads, Heads.of(config.plan)
-            arithmetic = choose_arithmetic(threads, heads, directory.lines, device, coordinator, display.log)
+            threads, shape = config.training.threads, AttentionShape.of(config.plan)
+            arithmetic = choose_arithmetic(threads, shape, directory.lines, device, coordinator, display.log)
             context = RunContext(
                 resolved,
                 dataset,

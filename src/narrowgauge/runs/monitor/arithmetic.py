@@ -50,27 +50,27 @@ _CLEARLY = 1.2  # torch's attention is chosen if it is this much faster
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """What the time of attention depends on: head_dim, the tokens of a sequence, and the dtype of values.
 
     `dtype` is the `compute` of a recipe: "bf16", "fp16" or "fp32".
     """
 
-    dim: int
+    head_dim: int
     tokens: int
     dtype: str = "bf16"
 
     @classmethod
-    def of(cls, plan: TrainingPlan) -> "Heads":
+    def of(cls, plan: TrainingPlan) -> "AttentionShape":
         """The attention of a run."""
         return cls(plan.spec.model.head_dim, plan.sequence_length, plan.spec.recipe.compute)
 
     @property
-    def other(self) -> str:
+    def alternative(self) -> str:
         """The way of computing it that competes with torch's; "" without any."""
         if self.dtype == "fp16":
             return "fp32"
-        return "in-order" if self.dim % LANES == 0 and has_c() else ""
+        return "in-order" if self.head_dim % LANES == 0 and has_c() else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Arithmetic:
     attention: str = ""
 
     @classmethod
-    def of(cls, lines: Sequence[Mapping[str, Any]], heads: Heads) -> "Arithmetic":
+    def of(cls, lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> "Arithmetic":
         """The choices of a run, recorded in its metrics, or made now for a new run.
 
         Raises:
@@ -94,7 +94,7 @@ class Arithmetic:
         """
         products = products_of(lines)
         choose_products(products)  # torch's attention is timed with it
-        return cls(products, attention_of(lines, heads))
+        return cls(products, attention_of(lines, shape))
 
     @property
     def facts(self) -> dict[str, str]:
@@ -112,7 +112,7 @@ NO_CHOICE = Arithmetic()
 
 def choose_arithmetic(
     pinned: int,
-    heads: Heads,
+    shape: AttentionShape,
     lines: Callable[[], Sequence[Mapping[str, Any]]],
     device: torch.device,
     coordinator: Coordinator,
@@ -122,7 +122,7 @@ def choose_arithmetic(
 
     Args:
         pinned: `training.threads`; 0 for as many as are free.
-        heads: The attention of the model.
+        shape: The attention of the model.
         lines: Reads the run's metrics, which record its first choice.
         device: The device. On a GPU there is nothing to choose: the recipe sets the precision.
         coordinator: Coordinates the ranks; rank 0 chooses.
@@ -137,7 +137,7 @@ def choose_arithmetic(
             recorded = lines()
             threads, words = threads_of(recorded, pinned)
             torch.set_num_threads(threads)  # the matmuls are timed with this number
-            found = Arithmetic.of(recorded, heads)
+            found = Arithmetic.of(recorded, shape)
             choice = (found.products, found.attention, threads, words)
         choice = coordinator.broadcast(choice)
     products, attention, threads, words = choice
@@ -175,7 +175,7 @@ def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
     return asked or measured_products()
 
 
-def attention_of(lines: Sequence[Mapping[str, Any]], heads: Heads) -> str:
+def attention_of(lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> str:
     """The choice of a run, one of `WAYS`: recorded in its metrics, or made now for a new run.
 
     Raises:
@@ -188,29 +188,29 @@ def attention_of(lines: Sequence[Mapping[str, Any]], heads: Heads) -> str:
         raise UserError(f"{ATTENTION}={asked} must be in-order, fp32 or torch; unset it to have it measured")
     if any(line.get("event") == "start" for line in lines):  # from before it was recorded
         return "torch"
-    return asked or measured_attention(heads)
+    return asked or measured_attention(shape)
 
 
-def measured_attention(heads: Heads) -> str:
+def measured_attention(shape: AttentionShape) -> str:
     """The faster attention for this machine, torch, shape and dtype: cached, or measured now."""
-    if not (other := heads.other):
+    if not (other := shape.alternative):
         return "torch"
-    entry = _entry("attention", heads.dim, heads.tokens, other)
+    entry = _entry("attention", shape.head_dim, shape.tokens, other)
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(entry.read_text(encoding="utf-8"))["attention"]
         if kept in (other, "torch"):
             return str(kept)
-    seconds = {way: _attention_seconds(way, heads) for way in (other, "torch")}
+    seconds = {way: _attention_seconds(way, shape) for way in (other, "torch")}
     chosen = "torch" if _CLEARLY * seconds["torch"] < seconds[other] else other
     write_cached(entry, {"attention": chosen, "seconds": seconds})
     return chosen
 
 
-def _attention_seconds(way: str, heads: Heads) -> float:
+def _attention_seconds(way: str, shape: AttentionShape) -> float:
     """The shortest time of attention, forward and backward, of one sequence on one thread."""
-    shape = (1, _HEADS, min(heads.tokens, _LONGEST), heads.dim)
-    dtype = torch.float16 if heads.dtype == "fp16" else torch.bfloat16
-    q, k, v = (torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype) for _ in range(3))
+    size = (1, _HEADS, min(shape.tokens, _LONGEST), shape.head_dim)
+    dtype = torch.float16 if shape.dtype == "fp16" else torch.bfloat16
+    q, k, v = (torch.linspace(-1, 1, math.prod(size)).view(size).to(dtype) for _ in range(3))
     threads, seconds = torch.get_num_threads(), []
     torch.set_num_threads(1)
     choose_attention(way)

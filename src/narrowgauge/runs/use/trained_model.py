@@ -20,7 +20,7 @@ from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.cast import CODES_AND_SCALES
-from narrowgauge.runs.monitor.arithmetic import Arithmetic, Heads
+from narrowgauge.runs.monitor.arithmetic import Arithmetic, AttentionShape
 from narrowgauge.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config, make_config
@@ -129,7 +129,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{config.checkpoint.every} steps; continue the run first"
         )
     if target.type == "cpu" and (lines := directory.lines()):
-        Arithmetic.of(lines, Heads.of(config.plan)).choose()
+        Arithmetic.of(lines, AttentionShape.of(config.plan)).choose()
     plan, model = model_of(config.plan, checkpoint, target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     files = (tokenizer or saved, directory.special_tokens())
