@@ -347,7 +347,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 # Lines may only become fewer: lower a number when it falls; raise one only with a reason in the commit.
-SOURCE_LINES, READING_PATH_LINES = 80_989, 3_753
+SOURCE_LINES, READING_PATH_LINES = 81_002, 3_753
 
 
 def lines_of(path: Path) -> int:

@@ -18,7 +18,12 @@ CASTS = [
     *({"cast": name} for name in ("e4m3", "e5m2", "nvfp4", "nvfp4-2d")),
     *({"cast": "nvfp4", "zero_scale": zero} for zero in ("zero", "one", "smallest")),
     {"cast": "nvfp4", "headroom": 16 / 17, "scale_target": 256.0},
+    *({"cast": "nvfp4", "scale": name, "tensor_scale": "none"} for name in ("bf16", "e4m3", "e5m3")),
+    *({"cast": "nvfp4", "scale": name, "headroom": 0.9} for name in ("bf16", "e5m3")),
+    *({"cast": "nvfp4", "scale": "e5m3", "zero_scale": zero} for zero in ("zero", "one", "smallest")),
+    {"cast": "nvfp4", "scale": "bf16", "scale_target": 1000.0},
 ]
+ROUNDED = [table for table in CASTS if table["cast"] == "nvfp4"]
 
 
 def amaxes():
@@ -40,10 +45,32 @@ def test_scales_have_the_bits_of_torch(table, over, monkeypatch):
     assert found is not None
     monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
     expected = scales_from(amax, cast, over=largest)
+    assert_same(found, expected)
+
+
+def assert_same(found, expected):
     assert found.divides == expected.divides
     for mine, other in zip(found[:4], expected[:4], strict=True):
         assert (mine is None) == (other is None)
         assert mine is None or (mine.shape == other.shape and torch.equal(bits(mine), bits(other)))
+
+
+@pytest.mark.parametrize("table", ROUNDED, ids=str)
+def test_scales_of_candidates_and_under_scales_of_rows_have_the_bits_of_torch(table, monkeypatch):
+    amax = amaxes().view(3, -1, 1)
+    two = {"candidates": [6, 4], "choose": "mse"}
+    rows = {"tensor": "row", "none": "none"}[table.get("tensor_scale", "tensor")]
+    for keys in (two, {"tensor_scale": rows}, two | {"tensor_scale": rows}):
+        cast = make_cast(table | keys)
+        of_row = torch.tensor([0.0, 0.3, 3e38]).view(3, 1, 1)
+        of_tensor, by_row = [torch.tensor(1.7)], [of_row, of_row.expand_as(amax)]
+        for over in of_tensor if cast.scales.outer == "tensor" else by_row:
+            for candidate in cast.choice.candidates or (0.0,):
+                monkeypatch.delenv("NARROWGAUGE_KERNELS", raising=False)
+                found = block_scales(amax, cast, over, candidate)
+                assert found is not None
+                monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+                assert_same(found, scales_from(amax, cast, over=over, candidate=candidate))
 
 
 def test_threads_share_scales_and_change_nothing(monkeypatch):
@@ -61,11 +88,9 @@ def test_the_largest_finite_amax():
     assert largest_finite(torch.tensor([torch.nan])).item() == 0
 
 
-@pytest.mark.parametrize(
-    "table", [{"cast": "nvfp4", "scale_rounding": "stochastic"}, {"cast": "nvfp4", "tensor_scale": "row"}]
-)
-def test_what_c_does_not_compute_is_left_to_torch(table):
-    assert block_scales(amaxes(), make_cast(table), torch.tensor(1.0)) is None
+def test_scales_that_are_rounded_stochastically_are_left_to_torch():
+    cast = make_cast({"cast": "nvfp4", "scale_rounding": "stochastic"})
+    assert block_scales(amaxes(), cast, torch.tensor(1.0)) is None
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m1", "int8"])

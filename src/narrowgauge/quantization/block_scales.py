@@ -112,8 +112,8 @@ def scales_from(
         random: Random bits for scales that are rounded stochastically, one per block.
         candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
     """
-    is_plain = given is None and random is None and not candidate
-    if is_plain and (found := in_c.block_scales(amax, cast, over)) is not None:
+    is_plain = given is None and random is None
+    if is_plain and (found := in_c.block_scales(amax, cast, over, candidate)) is not None:
         return found
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)

@@ -173,8 +173,10 @@ class QuantContext:
 def _largest_of_groups(amax: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """The largest of each `size` entries along a dimension, repeated in place of every one of them."""
     count = amax.shape[dim]
-    padded = amax.new_zeros([-count % size if d == dim else n for d, n in enumerate(amax.shape)])
-    groups = torch.cat([amax, padded], dim).unflatten(dim, (-1, size))
+    if missing := -count % size:
+        padding = amax.new_zeros([missing if d == dim else n for d, n in enumerate(amax.shape)])
+        amax = torch.cat([amax, padding], dim)
+    groups = amax.unflatten(dim, (-1, size))
     return groups.amax(dim + 1, keepdim=True).expand_as(groups).flatten(dim, dim + 1).narrow(dim, 0, count)
 
 

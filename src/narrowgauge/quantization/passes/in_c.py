@@ -39,7 +39,7 @@ from narrowgauge.torch_compat import unobserved
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 RESULTS = ("values", "stored", "codes")  # the element; the element times its block's scale; its code
 _CHOICES = ("mae", "mse", "max")
-_RULES = ("floor", "ceil", "even", "rceil", "fp32", "nvfp4")  # of scales, in the order of `scales.c`
+_RULES = ("floor", "ceil", "even", "rceil", "fp32", "nvfp4", "rounded")  # of scales, as in `scales.c`
 TILE = 1024  # elements that a thread holds at a time
 _ONE_BLOCK = 2**16  # elements per piece of a block that spans the full tensor
 
@@ -182,18 +182,21 @@ def projections(
     return blocks.align(above.view(blocks.grid)), blocks.align(below.view(blocks.grid))
 
 
-def block_scales(amax: torch.Tensor, cast: Cast, over: torch.Tensor | None) -> Scales | None:
-    """The scales of blocks rounded to nearest, one candidate each; None if C does not compute them.
+def block_scales(
+    amax: torch.Tensor, cast: Cast, over: torch.Tensor | None, candidate: float = 0.0
+) -> Scales | None:
+    """The scales of blocks rounded to nearest; None if C does not compute them.
 
     Args:
         amax: float32, one entry per block.
         cast: The cast.
-        over: The amax of the tensor, 0-dim, for scales under a tensor scale.
+        over: The amax of the tensor (0-dim), or of each row or group of columns (broadcasts to `amax`), for
+            scales under an outer scale.
+        candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
     """
     by, fmt = cast.scales, cast.scales.format
-    rule = by.rule if fmt == "e8m0" else "nvfp4" if by.are_nvfp4 and not by.by_row else fmt
-    is_nearest = by.rounding == "nearest-even" or rule != "nvfp4"
-    if rule not in _RULES or not is_nearest or not has_library(amax):
+    rule = fmt if fmt in ("fp32", "none") else by.rule or ("nvfp4" if by.are_nvfp4 else "rounded")
+    if rule not in _RULES or by.rounding != "nearest-even" or not has_library(amax):
         return None
     amax, above = amax.contiguous(), None
     encode_scale, block = torch.empty_like(amax), torch.empty_like(amax)
@@ -203,16 +206,22 @@ def block_scales(amax: torch.Tensor, cast: Cast, over: torch.Tensor | None) -> S
     one.half, one.factor = 1 << (22 - cast.element.fraction_bits), cast.aim
     if rule == "rceil":
         one.factor = 1 / cast.aim
-    elif rule == "nvfp4":
-        assert over is not None
-        above = torch.empty_like(over)
-        one.format = Pass(**fields_of(format(fmt)))
-        one.over, one.above, one.factor = over.data_ptr(), above.data_ptr(), 1 / cast.aim
-        one.largest = cast.target * cast.element.max * by.headroom
+    elif by.are_nvfp4 or by.are_rounded:
+        one.format, one.to_bf16 = Pass(**fields_of(format(fmt))), fmt == "bf16"
+        one.factor, one.aim, one.target = 1 / cast.aim, cast.aim, cast.target
+        one.stretch = cast.element.max / candidate if candidate else 0.0
         one.instead = {"zero": 0.0, "one": 1.0}.get(by.zero_rule, format(fmt).smallest_subnormal)
         one.zeros = by.zero_rule == "one"
+    if over is not None and (by.are_nvfp4 or by.are_rounded):
+        one.over_each = over.ndim > 0
+        each = over.expand_as(amax).contiguous() if over.ndim else over
+        above = torch.empty_like(each)
+        one.over, one.above = each.data_ptr(), above.data_ptr()
+        one.largest = cast.target * cast.element.max * by.headroom if by.are_nvfp4 else cast.target * cast.aim
     _share(amax, "scale_pass", one)
-    return Scales(encode_scale, block, above, finite)
+    if over is not None and above is not None and above.shape != over.shape:  # repeated along the row
+        above = above[tuple(slice(size) for size in over.shape)]
+    return Scales(encode_scale, block, above, finite, by.are_rounded)
 
 
 def largest_finite(amax: torch.Tensor) -> torch.Tensor | None:
@@ -245,7 +254,9 @@ class _Scales(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("amax", "encode", "block", "finite", "over", "above")),
         ("format", Pass),
         *((name, ctypes.c_int32) for name in ("rule", "emax", "half", "keeps_power", "zeros")),
-        *((name, ctypes.c_float) for name in ("factor", "largest", "instead")),
+        *((name, ctypes.c_int32) for name in ("over_each", "to_bf16")),
+        *((name, ctypes.c_float) for name in ("factor", "largest", "instead", "aim", "stretch")),
+        ("target", ctypes.c_double),
     ]
 
 
