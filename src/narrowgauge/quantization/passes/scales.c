@@ -37,7 +37,8 @@ INLINE int32_t e8m0_code(const Scales *s, float amax, int rule) {
   return exponent < 0 ? 0 : exponent > 254 ? 254 : exponent;
 }
 
-/* The outer scale over an amax, and in `encode` its inverse for NVFP4: S. */
+/* The outer scale for an amax, and in `encode` its inverse for NVFP4: S. Without branches, so that loops become
+vector instructions. */
 INLINE float outer_scale(const Scales *s, float over, int rule, float *encode) {
   const float scale = over / s->largest;
   if (rule != NVFP4) return over == 0 ? 1.0f : scale;
