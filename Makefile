@@ -7,7 +7,7 @@ ARGS   ?=
 # With this variable set, each worker and each process that it starts would compile all modules and tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough pages faults check format bench tables evidence ladder2 forecasts docs wheel conformance versions lock
+.PHONY: train test test-thorough nightly proofs pages faults check format bench tables evidence ladder2 forecasts docs wheel conformance versions lock
 .PHONY: notebook notebook-kept workflows clean
 
 train: $(VENV)/.run
@@ -19,6 +19,14 @@ test: $(VENV)/.dev
 
 test-thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
+
+# What no commit waits for: all recipes and targets, and every row of the table of faults. The weekly workflow runs it.
+nightly: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(ARGS)
+
+# Proofs of minutes, where a file that they prove has changed; --all runs each of them.
+proofs: $(VENV)/.dev
+	$(BIN)/python release/proofs.py $(ARGS)
 
 # The tables of plans that pages show, made again by their commands; with another torch in an environment of its own:
 # make pages VENV=.venv-next TORCH=torch==2.14.1 PYTHON=...

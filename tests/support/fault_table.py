@@ -1,8 +1,8 @@
 """The fault table: what may go wrong with a run, one row a case, and which tests prove it.
 
 A test has the mark `@case("A2")`, wherever it is. `make faults` runs the full table. CI runs the cases of
-the tiers quick and thorough, at least one of each row; the tier is "faults" by default. A row passes when all
-of its tests do.
+the tiers quick and thorough, at least one of each row; the default tier is "nightly". A row passes when all of
+its tests do.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-def case(*names: str, tier: str = "faults") -> Callable[[Any], Any]:
+def case(*names: str, tier: str = "nightly") -> Callable[[Any], Any]:
     """Decorates a test (or a set of its parameters, as `marks`) that proves these rows, in a tier."""
     assert all(name in CASES for name in names), names
 
@@ -75,5 +75,5 @@ def case(*names: str, tier: str = "faults") -> Callable[[Any], Any]:
 
 
 # Those parameters of a test that wait for `make faults`.
-LATER = pytest.mark.tier("faults")
+LATER = pytest.mark.tier("nightly")
 RANKS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LATER)], ids=["1 rank", "2 ranks"])

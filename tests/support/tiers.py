@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 #: After the quick tier. Where several markers apply, the last tier of this list wins.
-TIERS = ("thorough", "faults")
+TIERS = ("thorough", "nightly")
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
