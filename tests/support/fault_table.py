@@ -1,7 +1,7 @@
 """The fault table: what may go wrong with a run, one row a case, and which tests prove it.
 
 A test has the mark `@case("A2")`, wherever it is. `make faults` runs the full table. CI runs the cases of
-the tiers quick and thorough, at least one of each row; the default tier is "nightly". A row passes when all of
+the tiers quick and thorough, at least one of each row; the default is "nightly". A row passes when all of
 its tests do.
 """
 
