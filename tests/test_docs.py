@@ -63,7 +63,6 @@ OF_OTHERS = {
     "vocab.json",
     "config.json",
     ".vscode/launch.json",
-    "megatron.toml",
     "blobs/",
 }
 OF_A_RUN = {

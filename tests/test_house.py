@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "pipeline_stage",
         "parallel",
     ),
-    "checkpoint": ("store", "interop", "lint"),
+    "checkpoint": ("store", "interop"),
     "training": ("outline", "plan", "config", "step"),
     "simulate": (),
     "runs": ("monitor", "run_directory", "use", "loop"),

@@ -23,7 +23,7 @@ print(json.dumps(sorted(sys.modules)))
 #: The verbs that compute with torch on every line.
 WITH_TORCH = {
     *("train", "compare", "plan", "bench", "scaling", "convert", "prepare", "sample", "eval", "advise"),
-    *("export", "import", "lint", "served", "probe", "sensitivity", "search", "launch"),
+    *("export", "import", "served", "probe", "sensitivity", "search", "launch"),
 }
 
 

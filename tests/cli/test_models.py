@@ -70,8 +70,8 @@ def test_training_goes_on_from_an_import(narrowgauge, line, imported, finished, 
     assert len(tuned.steps) == 6
 
 
-def test_compressed_and_megatron(narrowgauge, finished, tmp_path):
-    for to, file in (("compressed-tensors", "config.json"), ("megatron", "megatron.toml")):
+def test_compressed_and_gguf(narrowgauge, finished, tmp_path):
+    for to, file in (("compressed-tensors", "config.json"), ("gguf", "model.gguf")):
         ended = narrowgauge("export", finished, "--to", to, "--out", tmp_path / to)
         assert (ended.code, ended.err) == (0, "")
         assert (tmp_path / to / file).is_file()

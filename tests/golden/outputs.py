@@ -135,7 +135,6 @@ def exports(worker: Worker) -> Tree:
     runs = {"llama": run_of(worker, MSAMP), "narrow-llama": run_of(worker, NVFP4), "gpt2": gpt2}
     made = {
         "llama-as-hf": ("llama", "hf"),
-        "llama-as-megatron": ("llama", "megatron"),
         "narrow-llama-as-compressed-tensors": ("narrow-llama", "compressed-tensors"),
         "gpt2-as-hf": ("gpt2", "hf"),
         "gpt2-as-llmc": ("gpt2", "llmc"),

@@ -232,13 +232,6 @@ def _import(p: KeyParser) -> None:
     p.add_argument("--data", metavar="SOURCE", default="stdlib", help="text to evaluate it on (stdlib)")
 
 
-def _lint(p: KeyParser) -> None:
-    text = "a folder of safetensors or GGUF, or one file, of any program"
-    p.add_argument("path", metavar="CHECKPOINT", type=Path, help=text)
-    p.add_argument("--all", action="store_true", help="read every code and scale, in place of samples")
-    p.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _served(p: KeyParser) -> None:
     p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
     p.add_argument("--with", dest="server", required=True, metavar="SERVER", help=" | ".join(SERVERS))
@@ -437,7 +430,6 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "eval": _eval,
     "export": _export,
     "import": _import,
-    "lint": _lint,
     "served": _served,
     "probe": _probe,
     "sensitivity": _sensitivity,

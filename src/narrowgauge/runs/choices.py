@@ -3,7 +3,7 @@
 #: The number of steps that `train --profile` records.
 PROFILED = 3
 #: The formats of `export --to`.
-EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors", "modelopt", "gguf")
+EXPORT_FORMATS = ("hf", "llmc", "compressed-tensors", "modelopt", "gguf")
 #: The value of `export --calibrate` for scales that the recipe remembers.
 RECORDED = "recorded"
 #: The servers of `served --with`, and the formats of `export` that each reads; the first is the default.

@@ -10,7 +10,6 @@ from narrowgauge.checkpoint.interop.huggingface import read_folder
 from narrowgauge.checkpoint.interop.modelopt import ALGORITHMS, write_modelopt
 from narrowgauge.checkpoint.interop.read_back import require_read_back
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
-from narrowgauge.checkpoint.lint.lint import lint
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import Linear, convert
@@ -45,12 +44,9 @@ def test_every_recipe_is_exact_or_refused(tmp_path, name):
         if isinstance(module, Linear) and module.spec.casts["fprop.w"].is_scaled:
             expected[f"{layer}.weight"] = module.forward_weight()
     require_read_back(read_folder(tmp_path).tensors, expected)
-    found = lint(tmp_path)
-    assert not found.findings, found.table()
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_algo"]
     assert said == EXACT.get(name, said)
     assert said in {algorithm for algorithm, _ in ALGORITHMS.values()}
-    assert found.narrow_tensors > 0
 
 
 @pytest.mark.filterwarnings("ignore")  # of the package

@@ -10,7 +10,6 @@ from narrowgauge.analysis.probe import Subject
 from narrowgauge.analysis.sensitivity import forward_costs
 from narrowgauge.checkpoint.interop.hf_config import config_from, family_of
 from narrowgauge.checkpoint.interop.llmc import write_llmc
-from narrowgauge.checkpoint.interop.megatron import write_megatron
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
@@ -115,12 +114,6 @@ OTHERS = {
         lambda config: write_llmc("model.bin", config, {}, torch.float32),
         GELU | {"qkv_bias": True},
         "llm.c's model files hold GPT-2 only, which has experts = 0, unlike this model; use --to hf",
-    ),
-    "megatron": (
-        lambda config: write_megatron("model", config, {}, torch.float32, 2**20),
-        {},
-        "model.experts = 4: Megatron-Core's names of experts depend on how its run groups and shards them, "
-        "and none is written here; use --to hf",
     ),
     "hf": (family_of, GELU, "with experts Qwen3 and Mixtral (no qk_norm, no bias, norm_topk_prob)"),
     "hf, weights that sum to less": (family_of, {"norm_topk_prob": False}, "qk_norm = False, experts = 4"),

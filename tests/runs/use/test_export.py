@@ -64,7 +64,7 @@ def test_a_run_under_any_recipe_opens_in_transformers(trained, tmp_path, name):
         assert (theirs(IDS).logits - plain_logits(path)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("to", ["hf", "llmc", "megatron"])
+@pytest.mark.parametrize("to", ["hf", "llmc"])
 def test_what_goes_out_comes_in(trained, tmp_path, to, text, look):
     changes = {"recipe.name": "msamp-o3", "training.steps": 2, "model.initial_std": 0.02}
     path = trained(changes | (GPT2 if to == "llmc" else {}))
@@ -178,7 +178,6 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(trained, tiny, tmp_p
 WRITERS = {
     "hf": "write_folder",
     "llmc": "write_llmc",
-    "megatron": "write_megatron",
     "compressed-tensors": "write_compressed",
     "modelopt": "write_modelopt",
     "gguf": "write_gguf_model",
@@ -259,8 +258,8 @@ def test_nothing_is_overwritten(trained, tmp_path):
 
 def test_other_numbers_and_names_are_refused(trained, tmp_path):
     path = trained({"training.steps": 1})
-    with pytest.raises(UserError, match="the nearest is 'megatron'"):
-        export_run(path, "megatrn", tmp_path / "out")
+    with pytest.raises(UserError, match="the nearest is 'gguf'"):
+        export_run(path, "ggfu", tmp_path / "out")
     with pytest.raises(UserError, match="unknown dtype 'fp8'"):
         export_run(path, "hf", tmp_path / "out", dtype="fp8")
     with pytest.raises(UserError, match="bytes holds nothing"):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from narrowgauge.checkpoint.interop import huggingface, megatron
+from narrowgauge.checkpoint.interop import huggingface
 from narrowgauge.checkpoint.interop.gguf.container import is_gguf
 from narrowgauge.checkpoint.interop.gguf.reader import read_gguf_external
 from narrowgauge.checkpoint.interop.llmc import is_llmc, read_llmc
@@ -17,7 +17,7 @@ def is_external_model(path: Path) -> bool:
         return True
     if not path.is_dir() or (path / "config.toml").exists():
         return False
-    names = (megatron.SETTINGS, huggingface.CONFIG, INDEX, SINGLE_FILE)
+    names = (huggingface.CONFIG, INDEX, SINGLE_FILE)
     is_known = any((path / name).exists() for name in names) or holds_pickle(path)
     return is_known or bool(_llmc_file(path) or _gguf_file(path))
 
@@ -30,8 +30,6 @@ def read_external_model(path: Path) -> ExternalModel:
     """
     try:
         if path.is_dir():
-            if (path / megatron.SETTINGS).is_file():
-                return megatron.read_megatron(path)
             if huggingface.is_folder(path):
                 return huggingface.read_folder(path)
             if (file := _llmc_file(path)) is not None:

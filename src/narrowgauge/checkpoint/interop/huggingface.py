@@ -211,8 +211,8 @@ def refuse_other_folder(path: Path) -> UserError:
     """The error for a folder that is not recognised."""
     refuse_pickles(path)
     return UserError(
-        f"{path} is not a model: it has neither {CONFIG} (Hugging Face) nor megatron.toml nor config.toml "
-        "(a run); name a folder that has one of them, or an llm.c model file"
+        f"{path} is not a model: it has neither {CONFIG} (Hugging Face) nor config.toml (a run); "
+        "name a folder that has one of them, or an llm.c model file"
     )
 
 

@@ -62,7 +62,7 @@ class NamePair:
 class ExternalModel:
     """A model of another program in our names."""
 
-    format: str  # "hf", "llmc", "megatron" or "gguf"
+    format: str  # "hf", "llmc" or "gguf"
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]  # float32; a tied head is listed under both names
     tokenizer: Path | None = None  # the tokenizer.json that came with it

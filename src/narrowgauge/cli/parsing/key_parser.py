@@ -51,7 +51,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "narrowgauge import gpt2/ --out runs/gpt2",
         "narrowgauge import model.gguf --out runs/theirs --data text.txt",
     ),
-    "lint": ("narrowgauge lint downloaded-nvfp4/ --all",),
     "served": ("narrowgauge served runs/mine --with llama.cpp",),
     "convert": ("narrowgauge convert runs/mine --recipe mxfp8 --out runs/mxfp8",),
     "probe": ("narrowgauge probe runs/mine --recipes mxfp8,nvfp4",),

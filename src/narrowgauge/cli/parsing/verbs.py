@@ -55,10 +55,6 @@ VERBS: Mapping[str, Verb] = {
     "eval": Verb("evaluate a run or a model of another program: losses and scores", "models:evaluate"),
     "export": Verb("write a run's model for other programs", "models:export"),
     "import": Verb("turn a model of another program into a run", "models:import_"),
-    "lint": Verb(
-        "find faults in a quantized checkpoint of any program; exit code 1 if it has any",
-        "checkpoints:run_lint",
-    ),
     "served": Verb(
         "compare a run with itself behind a server; exit code 1 if they differ", "served:run_served"
     ),
@@ -109,7 +105,7 @@ VERBS: Mapping[str, Verb] = {
 #: The verbs by what they are for, in the order of the help; a verb in no group stands under "more".
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "plan": ("advise", "plan", "predict", "doctor"),
-    "data and models": ("prepare", "import", "export", "lint", "served", "convert", "sample", "eval"),
+    "data and models": ("prepare", "import", "export", "served", "convert", "sample", "eval"),
     "train": ("train", "compare", "launch"),
     "look": ("watch", "report", "runs", "probe", "sensitivity", "search"),
     "measure this machine": ("bench", "scaling"),
@@ -137,7 +133,6 @@ OTHER_VERBS = {
     **dict.fromkeys(("benchmark", "profile"), "bench"),
     **dict.fromkeys(("check", "env", "info"), "doctor"),
     **dict.fromkeys(("estimate", "dry-run"), "plan"),
-    **dict.fromkeys(("inspect", "verify", "validate-checkpoint"), "lint"),
     **dict.fromkeys(("forecast", "extrapolate"), "predict"),
     "quantize": "convert RUN --recipe R --out DIR",
 }

@@ -1,6 +1,6 @@
 """Exports runs to the formats of other programs, and imports their models as runs.
 
-    export    RUN -> plain weights under another program's names     hf, llmc, megatron
+    export    RUN -> plain weights under another program's names     hf, llmc
                   -> the quantized weights themselves                compressed-tensors, modelopt, gguf
     import    a model of another program -> RUN, to sample, evaluate or train from
 
@@ -26,7 +26,6 @@ from narrowgauge.checkpoint.interop.gguf.model import (
 )
 from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
-from narrowgauge.checkpoint.interop.megatron import write_megatron
 from narrowgauge.checkpoint.interop.modelopt import write_modelopt
 from narrowgauge.checkpoint.interop.read_back import require_read_back
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
@@ -120,7 +119,7 @@ def export_model(
         else:
             stored = DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")]
             remarks = _write(folder, source, to, stored, shard_bytes, scales)
-        if to in ("llmc", "megatron", "gguf") and source.tokenizer_file is not None:
+        if to in ("llmc", "gguf") and source.tokenizer_file is not None:
             source.tokenizer.save(folder / "tokenizer.json")
     return remarks
 
@@ -144,10 +143,8 @@ def _write(
         remarks = write(folder, source.model, weights, *settings, scales)
         narrow = narrow_layers(source.model)
         expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
-    elif to == "llmc":
-        write_llmc(folder / "model.bin", config, weights, dtype)
     else:
-        write_megatron(folder, config, weights, dtype, shard_bytes)
+        write_llmc(folder / "model.bin", config, weights, dtype)
     require_read_back(read_external_model(folder).tensors, expected)
     return remarks
 

@@ -1,1 +1,0 @@
-"""What is wrong with a quantized checkpoint of another program? Reads headers and samples."""
