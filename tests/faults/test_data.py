@@ -129,16 +129,3 @@ def test_less_than_one_sequence_is_refused(runs, narrowgauge, tmp_path):
         assert f"the {name} part of the data holds 21 tokens" in ended.err
         assert "data.sequence_length" in ended.err
         assert not (tmp_path / "run").exists()
-
-
-@case("F3", tier="quick")
-def test_nothing_but_masked_targets_is_refused(runs, narrowgauge, tmp_path):
-    """A token file whose mask leaves no target: every step would learn nothing, silently."""
-    for name in ("train.bin", "val.bin"):
-        ids = np.arange(4000) % 256
-        header = (b"BIN.TOK\n" + struct.pack("<5i", 2, 4, len(ids), 257, 1)).ljust(1024, b"*")
-        (tmp_path / name).write_bytes(header + ids.astype("<i4").tobytes() + bytes(len(ids) // 8))
-    words = runs.words({"data.source": tmp_path / "train.bin", "data.tokenizer": "bytes"})
-    ended = narrowgauge(*words, "--out", tmp_path / "run")
-    assert ended.code == 2, ended.out
-    assert "mask" in ended.err

@@ -48,7 +48,7 @@ CASES = {
     "E9": "uneven documents, masks, accumulation",
     "F1": "malformed JSON lines",
     "F2": "token file cut, grown, swapped, of another dtype",
-    "F3": "token ids beyond the vocabulary, too little text, nothing but padding",
+    "F3": "token ids beyond the vocabulary, too little text",
     "F4": "prepare killed half-way",
     "F5": "remote reads that fail",
     "F6": "process that reads data killed",

@@ -16,7 +16,6 @@ from narrowgauge.data import (
     validation_batches,
     write_token_file,
 )
-from narrowgauge.data.token_files.token_stream import Bits
 from narrowgauge.errors import UserError
 
 
@@ -123,14 +122,6 @@ def test_batch_of_separate_documents_has_positions_and_skips_targets_at_document
     together = training_batch(behind, 0, 0, 1, 7)
     assert together.position_BT is None
     assert (together.y_BT.tolist(), together.targets) == ([[2, 3, 9, 4, 5, 6, 9]], 7)
-
-
-def test_a_mask_makes_targets_ignored(tokens):
-    is_target = np.arange(101) % 2 == 0
-    stream = TokenStream((tokens,), target_masks=(Bits(np.packbits(is_target, bitorder="little"), 101),))
-    x_BT, y_BT = batch = training_batch(stream, 0, 0, 10, 10)
-    assert torch.equal(y_BT, torch.where((x_BT + 1) % 2 == 0, x_BT + 1, -100))
-    assert batch.targets == (y_BT != -100).sum() == 50
 
 
 def test_a_mixture_draws_each_sample_from_its_stream(tokens):

@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -215,19 +214,10 @@ def test_a_pickle_is_never_opened(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "exploded"),)
 
-    for name in ("train.bin", "train.txt", "meta.pkl"):
-        Path(name).write_bytes(pickle.dumps(Bomb()))
+    np.save("objects.npy", np.array([Bomb()], object), allow_pickle=True)
+    for name in ("train.bin", "train.txt", "meta.pkl", "objects.npy"):
+        if name != "objects.npy":
+            Path(name).write_bytes(pickle.dumps(Bomb()))
         with pytest.raises(UserError):
             open_data(name)
     assert not (tmp_path / "exploded").exists()
-
-
-def test_masks_belong_to_all_files_of_a_source_or_none():
-    for name, masked in (("a.bin", 1), ("b.bin", 0)):
-        ids = text_like(800)
-        raw = b"BIN.TOK\n" + struct.pack("<5i", 2, 4, len(ids), 50257, masked)
-        raw = raw.ljust(1024, b"*") + ids.astype("<i4").tobytes() + bytes(100 * masked)
-        os.makedirs("q", exist_ok=True)
-        Path(f"q/{name}").write_bytes(raw)
-    with pytest.raises(UserError, match=r"q/b\.bin .* it has no mask, and others of its source have one"):
-        open_data("q")

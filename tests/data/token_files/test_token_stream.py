@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.data import TokenStream
-from narrowgauge.data.token_files.token_stream import Bits
 
 END = 9
 
@@ -20,23 +19,12 @@ END = 9
 def test_files_end_to_end_are_the_tokens_whatever_range_is_read(sizes, cuts):
     whole = np.arange(sum(sizes))
     ends = list(accumulate(sizes))
-    bits = whole % 3 > 0
-    stream = TokenStream(
-        tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)),
-        target_masks=tuple(
-            Bits(np.packbits(bits[end - size : end], bitorder="little"), size)
-            for size, end in zip(sizes, ends, strict=True)
-        ),
-    )
+    stream = TokenStream(tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)))
     assert len(stream) == len(whole)
     a, b = sorted(min(cut, len(whole)) for cut in cuts[:2])
     part = stream.substream(a, b)
     c, d = sorted(min(cut, b - a) for cut in cuts[2:])
     assert part[c:d].tolist() == whole[a:b][c:d].tolist()
-    ignored = part.ignored(c, d)
-    assert ignored is not None
-    assert ignored.tolist() == (~bits[a:b][c:d]).tolist()
-    assert TokenStream((whole,)).ignored(0, 1) is None
 
 
 @pytest.mark.parametrize(

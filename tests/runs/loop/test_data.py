@@ -31,11 +31,6 @@ def documents(tokens, end):
     return [part for part in np.split(np.asarray(tokens), np.flatnonzero(tokens == end)) if len(part)]
 
 
-def write_llmq(path, tokens):
-    header = b"BIN.TOK\n" + np.array([2, 4, len(tokens), 300, 0], "<i4").tobytes()
-    path.write_bytes(header.ljust(1024, b"*") + np.asarray(tokens).astype("<i4").tobytes())
-
-
 def write_as(layout, corpus, folder):
     folder.mkdir()
     corpus.tokenizer.save(folder / "tokenizer.json")
@@ -46,8 +41,8 @@ def write_as(layout, corpus, folder):
             write_token_file(folder / f"tiny_{name}.bin", [tokens], 300)
         elif layout == "shards":
             write_token_shards(folder, f"tiny_{name}", [tokens], 300, 5000)
-        elif layout == "llmq":
-            write_llmq(folder / f"{name.replace('val', 'eval')}.bin", tokens)
+        elif layout == "numpy":
+            np.save(folder / f"{name.replace('val', 'eval')}.npy", np.asarray(tokens).astype("<i4"))
         else:
             (folder / f"{name}.bin").write_bytes(np.asarray(tokens).astype("<u2").tobytes())
     return str(folder)
@@ -75,7 +70,7 @@ def test_a_model_learns_the_same_from_text_and_from_every_token_file(corpus, tmp
     expected = losses(run(values(str(text), tokenizer="bpe-300"), tmp_path / "text"))
     assert len([line for line in expected if line["loss"]]) == STEPS
     assert expected == losses(run(values(str(prepared.directory)), tmp_path / "prepared"))
-    for layout in ("megatron", "llm.c", "shards", "llmq", "bare"):
+    for layout in ("megatron", "llm.c", "shards", "numpy", "bare"):
         source = write_as(layout, prepared, tmp_path / layout)
         assert losses(run(values(source), tmp_path / f"run-{layout}")) == expected, layout
 

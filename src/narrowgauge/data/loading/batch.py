@@ -176,9 +176,6 @@ def _batch(
             positions[b] = position[:-1]
             begins_next = (position[1:] == 0) & ~np.isin(targets[b], stream.boundaries)
             targets[b, begins_next] = IGNORED
-        ignored = stream.ignored(start + 1, start + sequence_length + 1)
-        if ignored is not None:
-            targets[b, ignored] = IGNORED
     x_BT, y_BT = torch.from_numpy(rows)[:, :-1].contiguous(), torch.from_numpy(targets)
     counted = int((targets != IGNORED).sum())
     return Batch(x_BT, y_BT, counted, None if positions is None else torch.from_numpy(positions))

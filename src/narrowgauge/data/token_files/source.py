@@ -1,9 +1,9 @@
 """Token files of other programs as training data.
 
 A source is a token file, a directory or a glob; Megatron's two files may also be named by their common name
-without a suffix. In a directory, files that end in .bin are examined, but not those in sub-folders; their
-content decides (`detect.py`). All files of a source have one layout. They are read in the order of their
-names, one after the other.
+without a suffix. In a directory, files that end in .bin or .npy are examined, but not those in sub-folders;
+their content decides (`detect.py`). All files of a source have one layout. They are read in the order of
+their names, one after the other.
 
 **Held out** is, by the first rule that matches:
 
@@ -39,6 +39,7 @@ from narrowgauge.data.tokenization.names import make_tokenizer
 from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 
+_ENDINGS = (".bin", ".npy")
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}
 _HELD_OUT_ONE_IN = 10
 _HELD_OUT_MOST = 10_000_000
@@ -65,7 +66,7 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            candidates = sorted(p for p in path.glob("*.bin") if not p.name.startswith("."))
+            candidates = sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.name[0] != ".")
             files = [p for p in candidates if p.is_file() and _is_tokens(p)]
             return _by_name(source, files) if files else None
         if not path.exists() and glob.has_magic(source):
@@ -98,8 +99,7 @@ def open_token_source(
         report: Called as bytes are read.
 
     Raises:
-        UserError: the files have several layouts, the vocabulary is unknown, an id exceeds it, or a mask
-            leaves no targets.
+        UserError: the files have several layouts, the vocabulary is unknown, or an id exceeds it.
     """
     train, val = ([open_file(path, str(layout_of(path))) for path in part] for part in files)
     opened = train + val
@@ -119,8 +119,6 @@ def open_token_source(
     streams = [_stream(part, boundaries) for part in (train, val) if part]
     if len(streams) == 1:
         streams = [*_split_tail(streams[0])]
-    for part, stream in zip(("training", "held-out"), streams, strict=True):
-        _require_targets(source, part, stream)
     return TokenSource(chosen, streams[0], streams[1], digest)
 
 
@@ -212,33 +210,18 @@ def _tokenizer(
 
 def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> TokenStream:
     """The stream of the files, one after the other."""
-    starts, masks, offset = [], [], 0
+    starts, offset = [], 0
     for file in files:
         if file.starts is not None:
             starts.append(file.starts + offset)
-        if file.target_mask is not None:
-            masks.append(file.target_mask)
         offset += len(file.tokens)
-    if masks and len(masks) < len(files):
-        unmasked = next(file for file in files if file.target_mask is None)
-        raise unfit(unmasked.path, "it has no mask, and others of its source have one")
+    first = files[0].boundary_first
     return TokenStream(
         tuple(file.tokens for file in files),
         boundaries,
-        files[0].boundary_first,
+        int(files[0].tokens[0]) in boundaries if first is None else first,
         starts=np.concatenate(starts) if starts else None,
-        target_masks=tuple(masks),
     )
-
-
-def _require_targets(source: str, part: str, stream: TokenStream) -> None:
-    """Refuse a mask that leaves no targets: the mean of an empty set of losses is undefined."""
-    masks = (stream.ignored(start, min(start + _NEAR, len(stream))) for start in range(0, len(stream), _NEAR))
-    if not any(mask is None or not mask.all() for mask in masks):
-        raise UserError(
-            f"data source {source!r}: the mask of its {part} part excludes every token from the targets, so "
-            "there is nothing to train on; make the files again with the targets marked"
-        )
 
 
 def _split_tail(stream: TokenStream) -> tuple[TokenStream, TokenStream]:

@@ -168,9 +168,9 @@ def damaged(path: Path, what: str) -> UserError:
     )
 
 
-def unfit(path: Path, what: str) -> UserError:
+def unfit(path: Path, what: str, remedy: str = "copy the file again, or create it again") -> UserError:
     """The error for another program's token file that cannot be read, with the way out."""
-    return UserError(f"{path} cannot be read as tokens: {what}; copy the file again, or create it again")
+    return UserError(f"{path} cannot be read as tokens: {what}; {remedy}")
 
 
 def _header(dtype: np.dtype[Any], count: int) -> bytes:

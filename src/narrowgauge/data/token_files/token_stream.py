@@ -5,15 +5,13 @@ position and never held in memory: its arrays are memory-mapped files.
 
 A *document* begins at a position of the index (Megatron's) or, without an index, at a boundary id: at the id
 itself if the layout puts it before a document (llm.c's, ours), or at the next token if it comes after one
-(nanoGPT's, llmq's). A model may be trained with separate documents. Then a token attends to its own document
+(nanoGPT's). A model may be trained with separate documents. Then a token attends to its own document
 only, and its position is counted from the start of that document. The positions define the attention mask:
 token i attends to exactly the last position(i) + 1 tokens.
-
-Some files have a mask that selects which tokens are targets (llmq's). The others are IGNORED.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -26,22 +24,6 @@ from narrowgauge.data.token_files.token_file import Tokens
 
 
 @dataclass(frozen=True, eq=False)
-class Bits:
-    """A sequence of `count` bits packed into bytes, the lowest bit of a byte first; sliced as an array."""
-
-    packed: NDArray[np.uint8]
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
-        start, stop, _ = part.indices(self.count)
-        unpacked = np.unpackbits(self.packed[start // 8 : -(-stop // 8)], bitorder="little")
-        return unpacked[start % 8 : start % 8 + stop - start]
-
-
-@dataclass(frozen=True, eq=False)
 class TokenStream:
     """Tokens, read by position; `first` and `last` are positions in the concatenated arrays."""
 
@@ -49,7 +31,6 @@ class TokenStream:
     boundaries: tuple[int, ...] = ()  # the ids between documents
     boundary_first: bool = True  # whether a boundary id comes before its document
     starts: NDArray[np.int64] | None = None  # of the documents in the concatenated arrays, if indexed
-    target_masks: tuple[Bits, ...] = ()  # a bit for each token of each array; (): all are targets
     first: int = 0
     last: int | None = None  # after the last token; None: the end
 
@@ -64,7 +45,16 @@ class TokenStream:
     def __getitem__(self, part: slice) -> NDArray[np.integer[Any]]:
         """The tokens in a range of positions, as an array of the file's dtype."""
         start, stop, _ = part.indices(len(self))
-        return self._read(self.arrays, start, stop)
+        start, stop = start + self.first, stop + self.first
+        number = bisect_right(self._offsets, start, hi=len(self.arrays)) - 1
+        parts = []
+        while start < stop:
+            begin, end = self._offsets[number : number + 2]
+            parts.append(self.arrays[number][start - begin : min(stop, end) - begin])
+            start, number = end, number + 1
+        if len(parts) == 1:
+            return np.asarray(parts[0])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def substream(self, start: int, stop: int) -> "TokenStream":
         """The stream of the tokens at `start` to `stop` - 1."""
@@ -78,10 +68,6 @@ class TokenStream:
         begin_T = np.zeros_like(number_T)
         begin_T[begins] = begins
         return number_T - np.maximum.accumulate(begin_T)
-
-    def ignored(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """A mask of the tokens that are not targets; None if all of them are."""
-        return self._read(self.target_masks, start, stop) == 0 if self.target_masks else None
 
     def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
         """Each document without the ids between documents; about `at_once` tokens are in memory."""
@@ -130,18 +116,6 @@ class TokenStream:
         if position == 0:
             return True
         return bool(self.positions(position - 1, self[position - 1 : position + 1])[1:2].tolist() == [0])
-
-    def _read(self, arrays: Sequence[Any], start: int, stop: int) -> NDArray[Any]:
-        start, stop = start + self.first, stop + self.first
-        number = bisect_right(self._offsets, start, hi=len(arrays)) - 1
-        parts = []
-        while start < stop:
-            begin, end = self._offsets[number : number + 2]
-            parts.append(arrays[number][start - begin : min(stop, end) - begin])
-            start, number = end, number + 1
-        if len(parts) == 1:
-            return np.asarray(parts[0])
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
