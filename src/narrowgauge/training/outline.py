@@ -1,13 +1,12 @@
 """The outline of a configuration's model, derived from one of its blocks, since all are built alike."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 from narrowgauge.models import ModelConfig
 from narrowgauge.recipes import HEAD, Names, Outline, Recipe, cut_blocks, kept_text, require_matches, resolve
-
-_FIRST = "blocks.0"
 
 
 @lru_cache(maxsize=8)
@@ -55,16 +54,16 @@ def _all(names: Names, layers: int) -> Names:
 
 def _names(first: str, layers: int) -> Iterator[str]:
     """The name of a module in every block, in order; unchanged outside blocks."""
-    is_inside = f"{first}.".startswith(f"{_FIRST}.")
-    return (_in_block(first, number) for number in range(layers if is_inside else 1))
+    return iter(dict.fromkeys(_in_block(first, number) for number in range(layers)))
 
 
 def _in_block(name: str, number: int) -> str:
-    is_inside = f"{name}.".startswith(f"{_FIRST}.")
-    return f"blocks.{number}{name.removeprefix(_FIRST)}" if is_inside else name
+    return re.sub(r"^blocks\.0(?=\.|$)", f"blocks.{number}", name)
 
 
 def placement(model: ModelConfig, recipe: Recipe, tokens: int) -> list[str]:
-    """A sentence for each layer that stays wide and each block that is cut, for `tokens` in a micro-batch."""
+    """Sentences on layers that stay wide, blocks that `tokens` cut, and rows that an export would refuse."""
+    from narrowgauge.checkpoint.interop.compressed_tensors import unfit_plan
+
     plan = resolve(recipe, outline_of_model(model))
-    return [line for line in (kept_text(plan), *cut_blocks(plan, tokens)) if line]
+    return [line for line in (kept_text(plan), *cut_blocks(plan, tokens), unfit_plan(model, plan)) if line]

@@ -21,6 +21,7 @@ from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import Linear, convert, set_step
 from narrowgauge.quantization import Cast, quantize
 from narrowgauge.recipes import recipe
+from narrowgauge.training.outline import placement
 
 SIZES = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 384, "vocab_size": 160}
 RECIPES = {
@@ -34,6 +35,18 @@ RECIPES = {
     "mxfp4": "mxfp4-pack-quantized",
     "nvfp4": "nvfp4-pack-quantized",
 }
+
+#: Recipes with sizes of a model whose rows the layout cannot hold, and the words that say so.
+UNFIT = [
+    (
+        "nvfp4",
+        {"ffn_dim": 100},
+        r"'blocks.0.down' has rows of 100, which end inside a block of 16 \(3 ",
+    ),
+    ("mxfp8", {"ffn_dim": 80}, "'blocks.0.down' has rows of 80, which end inside a block of 32"),
+    ("mxfp4", {"dim": 144, "head_dim": 36}, "'blocks.0.qkv' has rows of 144, which end inside a block of 32"),
+    ("fp8-block", {"dim": 192, "heads": 3, "kv_heads": 1}, "of 192 and 64 rows .* its blocks of 128 rows"),
+]
 
 
 def trained(name, **changes):
@@ -154,13 +167,24 @@ def test_several_casts_are_several_groups(tmp_path):
         ("quartet", {}, r"hadamard = 32, .*, which compressed-tensors cannot express"),
         ("mxint8", {}, 'element = "int8"'),
         ("fp4", {}, "'fp4-row'"),
-        ("fp8-block", {"dim": 192, "heads": 3, "kv_heads": 1}, "cut through its blocks of 128 rows"),
+        *UNFIT,
     ],
 )
 def test_what_the_layout_cannot_hold_is_refused(tmp_path, name, changes, words):
     with pytest.raises(UserError, match=words) as error:
         written(tmp_path, trained(name, **changes))
-    assert "--to hf" in str(error.value)
+    assert re.search(r"--to (gguf or )?hf", str(error.value))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), UNFIT)
+def test_rows_that_no_layout_holds_are_named_before_the_training(name, changes, words):
+    config = model_config("debug", **(SIZES | changes))
+    (sentence,) = [s for s in placement(config, recipe(name), 128) if s.startswith("export: ")]
+    assert re.search(words, sentence), sentence
+    assert "--to gguf or hf" in sentence
+    fits = placement(model_config("debug", **SIZES), recipe(name), 128)
+    assert not any(s.startswith("export: ") for s in fits)
 
 
 def test_gpt2_is_refused(tmp_path):

@@ -26,6 +26,7 @@ Activations are described as the layout can (`activations.py`), and each differe
 as a sentence. Layers that the recipe does not quantize are listed under `ignore`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,10 +40,11 @@ from narrowgauge.checkpoint.interop.huggingface import write_settings
 from narrowgauge.checkpoint.interop.name_map import NamePair, name_map
 from narrowgauge.checkpoint.interop.safetensors_reader import write_tensors
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer
+from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import Linear
-from narrowgauge.quantization import QTensor
+from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes import ModelPlan
 from narrowgauge.recipes.cast_layout import beside, layout_of, written
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a layer, by the last component of their names
@@ -139,6 +141,9 @@ def quantized_tensors(
             "the head's weights are quantized, but tied to an embedding that is not: compressed-tensors "
             "can hold one of the two; use --to hf"
         )
+    shapes = {name: (layer.spec.casts["fprop.w"], layer.in_features) for name, layer in narrow.items()}
+    if unfit := unfit_rows(model.config, shapes):
+        raise UserError(unfit)
     measured = scales or {}
     schemes = {name: _scheme(name, layer, measured.get(name)) for name, layer in narrow.items()}
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -161,6 +166,41 @@ def narrow_layers(model: torch.nn.Module) -> dict[str, Linear]:
     """The linear layers whose weight has scales in the forward matmul."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     return {name: layer for name, layer in layers.items() if layer.spec.casts["fprop.w"].is_scaled}
+
+
+def unfit_rows(config: ModelConfig, layers: Mapping[str, tuple[Cast, int]]) -> str:
+    """A sentence on the layers whose rows no layout of codes and scales holds; "" if there are none.
+
+    Args:
+        config: The model.
+        layers: The cast of each layer's weight in the forward matmul, and the length of its rows.
+    """
+    pairs = name_map(replace(config, layers=1))
+    rows = {pair.ours: pair.rows for pair in pairs}
+    found = []
+    for name, (cast, columns) in layers.items():
+        height, width = cast.block or (0, 0)
+        parts = rows[re.sub(r"^blocks\.\d+", "blocks.0", name) + ".weight"]
+        is_code = cast.scales.format != "fp32"  # square blocks of these are stored as blocks of each row
+        if is_code and width > 1 and columns % width:
+            found.append(f"layer {name!r} has rows of {columns}, which end inside a block of {width}")
+        elif not is_code and height > 1 and any(part % height for part in parts[:-1]):
+            ends = " and ".join(f"{part:,}" for part in parts[:-1])
+            found.append(
+                f"layer {name!r} is stored in parts of {ends} rows and a last one, which cut through its "
+                f"blocks of {height} rows"
+            )
+    if not found:
+        return ""
+    more = f" ({len(found)} layers are alike)" if len(found) > 1 else ""
+    return f"{found[0]}{more}: --to compressed-tensors and modelopt cannot hold it; use --to gguf or hf"
+
+
+def unfit_plan(config: ModelConfig, plan: ModelPlan) -> str:
+    """`unfit_rows` of a recipe in a model, before the model is made."""
+    casts = {name: plan.parts[name].casts["fprop.w"] for name in plan.outline.layers}
+    shapes = {name: (cast, plan.outline.shapes[name][1]) for name, cast in casts.items() if cast.is_scaled}
+    return f"export: {unfit}" if (unfit := unfit_rows(config, shapes)) else ""
 
 
 def _input_scale(scheme: CompressionScheme, scale: InputScale | None) -> Parts:
@@ -212,11 +252,6 @@ def _parts(q: QTensor, start: int, end: int) -> Parts:
         return stored | {"weight_scale": (q.scales * q.tensor_scale).reshape(1)}
     height = q.cast.block[0]
     if q.scale_codes is None:
-        if start % height or (end % height and end < q.codes.shape[0]):
-            raise UserError(
-                f"rows {start} to {end} of a fused weight cut through its blocks of {height} rows, and each "
-                "block has one scale; use --to hf, or heads that make multiples of it"
-            )
         return stored | {"weight_scale": q.scales[start // height : -(-end // height)]}
     scales = q.scale_codes.repeat_interleave(height, dim=0)[start:end]
     if q.cast.scales.format == "e8m0":
