@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -30,6 +31,7 @@ LEAST = {
     "num_attention_heads": 4,
     "vocab_size": V,
 }
+FAMILIES = [LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
 
 
 def llama():
@@ -80,10 +82,14 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path):
         read_folder(tmp_path)
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig])
+@pytest.mark.parametrize("config", FAMILIES)
 def test_a_key_that_is_missing_has_the_default_of_transformers(config):
-    theirs = config(**LEAST)
-    ours = config_from(LEAST | {"model_type": config.model_type}, "config.json")
+    values = LEAST | {"hidden_size": 128, "num_attention_heads": 32}
+    values |= {"sliding_window": None} if config is MistralConfig else {}
+    theirs = config(**values)
+    ours = config_from(values | {"model_type": config.model_type}, "config.json")
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.dim // ours.heads)
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.max_sequence_length == theirs.max_position_embeddings
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]

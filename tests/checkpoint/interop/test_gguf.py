@@ -196,9 +196,9 @@ def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
     """Configuration and weights, bit for bit, in every type that is written."""
     config, expected, _ = written(tmp_path / "model.gguf", recipe, **FAMILIES[family])
     found = read_external_model(tmp_path / "model.gguf")
-    # A head that the recipe multiplies in other values than the embedding's is a separate tensor.
-    is_tied = config.tied_head and torch.equal(expected["head.weight"], expected["embedding.weight"])
-    assert found.config == dataclasses.replace(config, tied_head=is_tied)
+    assert found.config == config
+    if config.tied_head:  # the file also has what the recipe's head multiplies, for servers
+        expected["head.weight"] = expected["embedding.weight"]
     assert found.tensors.keys() == expected.keys() | {"head.weight"}
     for name, weight in expected.items():
         assert torch.equal(found.tensors[name], weight), name
@@ -207,6 +207,14 @@ def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
         assert {"fp32": "f32", "mxint8": "q8_0"}.get(recipe, recipe) in found.precisions
     assert found.tokenizer is None
     assert found.made_tokenizer is None
+
+
+def test_a_head_of_other_values_is_not_tied(tmp_path):
+    config, expected, _ = written(tmp_path / "model.gguf", "bf16", **FAMILIES["gpt2"])
+    one = GgufTensor("output.weight", "BF16", (160, 128), np.ones((160, 256), np.uint8))
+    found = read_external_model(changed(tmp_path / "model.gguf", lambda m, t: t.update({one.name: one})))
+    assert found.config == dataclasses.replace(config, tied_head=False)
+    assert torch.equal(found.tensors["embedding.weight"], expected["embedding.weight"])
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4"])

@@ -12,6 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
@@ -70,6 +72,10 @@ def qwen2(tied=False):
     return Qwen2ForCausalLM(config)
 
 
+def mistral(**changes):
+    return MistralForCausalLM(MistralConfig(**sizes(4, 2, 24), sliding_window=None, **changes))
+
+
 def mixtral():
     return MixtralForCausalLM(MixtralConfig(**sizes(4, 2, 16), num_local_experts=5, num_experts_per_tok=2))
 
@@ -92,6 +98,7 @@ MODELS = {
     "qwen2": qwen2,
     "qwen2, tied": lambda: qwen2(tied=True),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(4, 2, 24), tie_word_embeddings=True)),
+    "mistral without a window": mistral,
     "mixtral": mixtral,
     "qwen3 with experts": qwen3_moe,
     "qwen3 with experts, weights as they are": lambda: qwen3_moe(normalized=False),
@@ -255,6 +262,8 @@ def test_the_tokenizer_goes_along(tmp_path):
         ({"model_type": "lama"}, ["unknown model_type 'lama'", "'llama'"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["scaled by 'yarn'"]),
+        ({"model_type": "mistral"}, ["sliding_window = 4096"]),  # the default of that family
+        ({"model_type": "mistral", "sliding_window": 32}, ["sliding_window = 32"]),
         ({"use_sliding_window": True}, ["use_sliding_window = True"]),
         ({"layer_types": ["sliding_attention"]}, ["sliding window"]),
         ({"layer_types": ["full_attention", "linear_attention"]}, ["another attention"]),

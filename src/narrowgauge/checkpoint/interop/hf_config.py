@@ -1,6 +1,7 @@
 """Converts between Hugging Face's `config.json` and our `ModelConfig`, for the families that both have.
 
-They are GPT-2, Llama, Mixtral, Qwen2, and Qwen3 with and without experts:
+They are GPT-2, Llama, Mixtral, Qwen2, and Qwen3 with and without experts. A Mistral without a sliding window
+is read, and is a Llama from then on:
 
     ours                  GPT-2                Llama, Qwen2, Qwen3
     dim                   n_embd               hidden_size
@@ -33,7 +34,7 @@ from narrowgauge.checkpoint.interop.hf_values import needed, require
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig
 
-FAMILIES = ("gpt2", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -43,7 +44,9 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _FLAGS = ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob")
-_POSITIONS = {"llama": 2048, "mixtral": 131072}  # where a key is missing; 32768 in the families of Qwen
+#: Where a key is missing: positions (of Qwen's families 32768), and heads for keys (of Llama all heads).
+_POSITIONS = {"llama": 2048, "mistral": 131072, "mixtral": 131072}
+_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
 _BEYOND = 2**31
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
@@ -145,6 +148,8 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
         require(values, "attention_bias", (False,), where)
     require(values, "hidden_act", ("silu", "swish"), where)
     require(values, "use_sliding_window", (False,), where)
+    if family == "mistral":
+        require({"sliding_window": 4096} | values, "sliding_window", (None,), where)
     biased = values.get("attention_bias", False) if family == "llama" else False
     if family == "llama" and values.get("mlp_bias", False) != biased:
         raise UserError(
@@ -161,7 +166,7 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
         "dim": needed(values, "hidden_size", where),
         "layers": needed(values, "num_hidden_layers", where),
         "heads": needed(values, "num_attention_heads", where),
-        "kv_heads": values.get("num_key_value_heads") or 0,
+        "kv_heads": values.get("num_key_value_heads", _KV_HEADS.get(family)) or 0,
         "head_dim": values.get("head_dim") or (128 if family == "qwen3" else 0),
         "ffn_dim": needed(values, "intermediate_size", where),
         "vocab_size": needed(values, "vocab_size", where),

@@ -27,7 +27,8 @@ from narrowgauge.recipes.cast_layout import layout_of
 Bytes = NDArray[np.uint8]
 #: The type of each cast's codes, and the columns of a block.
 _TYPE_OF = {"mxfp4": ("MXFP4", 32), "nvfp4": ("NVFP4", 16), "mxint8": ("Q8_0", 32)}
-_PLAIN: Mapping[torch.dtype, str] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 _FP16_EXPONENTS = (-24, 15)  # powers of two that fp16 holds exactly
 
 
@@ -62,7 +63,7 @@ def plain_rows(values: torch.Tensor, dtype: torch.dtype | None = None) -> Stored
         dtype = torch.float32
     stored = values.to(dtype).view(torch.int32 if dtype == torch.float32 else torch.int16)
     return StoredRows(
-        _PLAIN[dtype], stored.numpy().view(np.uint8).reshape(len(values), -1), tuple(values.shape)
+        _NAMES[dtype], stored.numpy().view(np.uint8).reshape(len(values), -1), tuple(values.shape)
     )
 
 
@@ -106,10 +107,9 @@ def code_rows(q: QTensor, kind: str) -> StoredRows | None:
 def values_of(rows: StoredRows) -> torch.Tensor:
     """The values of rows: float32, of their shape; the type is one of `READABLE`."""
     N, data = rows.shape[0], np.ascontiguousarray(rows.data)
-    for dtype, name in _PLAIN.items():
-        if rows.type == name:
-            bits = np.int32 if name == "F32" else np.int16
-            return torch.from_numpy(data.view(bits).copy()).view(dtype).float().reshape(rows.shape)
+    if dtype := PLAIN.get(rows.type):
+        bits = np.int32 if rows.type == "F32" else np.int16
+        return torch.from_numpy(data.view(bits).copy()).view(dtype).float().reshape(rows.shape)
     _, _, size = TYPES[rows.type]
     blocks = data.reshape(N, -1, size)
     values = torch.from_numpy(_UNPACK[rows.type](blocks)).reshape(rows.shape)
@@ -152,4 +152,4 @@ def _q4_0(blocks: Bytes) -> NDArray[np.float32]:
 
 _UNPACK = {"MXFP4": _mxfp4, "NVFP4": _nvfp4, "Q8_0": _q8_0, "Q4_0": _q4_0}
 #: The types that `values_of` reads.
-READABLE = (*_PLAIN.values(), *_UNPACK)
+READABLE = (*PLAIN, *_UNPACK)

@@ -4,9 +4,10 @@
     BF16, F16, F32, Q8_0, Q4_0, MXFP4, NVFP4    the weights, as float32
     keys `tokenizer.ggml.*`                     the tokenizer, of the rules that GGUF names (`tokenizer.py`)
 
-GGUF has no key for two choices. Biases follow from the tensors that are there. The scaling of rotary
-positions follows from `rope_freqs`: its largest divisor is the factor, and the rest must be that of Llama 3.1
-with 8192 original positions, or with `rope.scaling.original_context_length`.
+GGUF has no key for three choices. Biases follow from the tensors that are there. A head is tied if it is
+missing, or the embedding in another dtype, as the forward pass of a recipe multiplies it. The scaling of
+rotary positions follows from `rope_freqs`: its largest divisor is the factor, and the rest must be that of
+Llama 3.1 with 8192 original positions, or with `rope.scaling.original_context_length`.
 
 A `tokenizer.json` in the same folder, as `export` leaves it, is the model's. Anything else that would be lost
 is refused: other types, tensors without a place, other scalings.
@@ -17,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from narrowgauge.checkpoint.interop.gguf.blocks import READABLE, StoredRows, values_of
+from narrowgauge.checkpoint.interop.gguf.blocks import PLAIN, READABLE, StoredRows, plain_rows, values_of
 from narrowgauge.checkpoint.interop.gguf.container import GgufError, GgufTensor, read_gguf
 from narrowgauge.checkpoint.interop.gguf.model import (
     ROPE_FREQUENCIES,
@@ -126,7 +128,7 @@ def _config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufT
         "ffn_dim": keys.count((experts and ffn) or "feed_forward_length"),
         "vocab_size": embedding.shape[0],
         "max_sequence_length": keys.count("context_length"),
-        "tied_head": _HEAD not in tensors,
+        "tied_head": _HEAD not in tensors or _is_rounded(embedding, tensors[_HEAD]),
     }
     if arch == "gpt2":
         eps = _decimal(keys.number("attention.layer_norm_epsilon", 1e-5))
@@ -142,6 +144,14 @@ def _config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufT
         experts=experts,
         experts_per_token=keys.count("expert_used_count", 2) if experts else 2,
     )
+
+
+def _is_rounded(embedding: GgufTensor, head: GgufTensor) -> bool:
+    """Whether a head is the embedding in another dtype: what a recipe multiplies of a tied one."""
+    if embedding.type not in PLAIN or head.type not in PLAIN or embedding.shape != head.shape:
+        return False
+    values = values_of(StoredRows(embedding.type, embedding.data, embedding.shape))
+    return np.array_equal(plain_rows(values, PLAIN[head.type]).data.reshape(-1), head.data.reshape(-1))
 
 
 def _decimal(value: float) -> float:
