@@ -1,4 +1,4 @@
-"""How an option is found, what help and completion say, and where a run goes that is given no directory."""
+"""How an option is found, what help says, and where a run goes that is given no directory."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 
 import pytest
 
@@ -166,47 +165,6 @@ def test_the_help_shows_groups_examples_and_what_is_required(narrowgauge):
     assert all(f"\n{group}:\n" in top for group in grouped())
     assert "required: a named model" in narrowgauge("advise", "--help").out
     assert "examples:\n  narrowgauge sensitivity runs/mine" in narrowgauge("sensitivity", "--help").out
-
-
-@pytest.fixture(scope="module")
-def script(narrowgauge, tmp_path_factory):
-    file = tmp_path_factory.mktemp("completion") / "narrowgauge.bash"
-    file.write_text(narrowgauge("completion", "bash").out)
-    return file
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
-@pytest.mark.parametrize(
-    ("words", "offers", "never"),
-    [
-        ("narrowgauge tr", ["train"], ["runs"]),
-        ("narrowgauge train --optimizer.l", ["--optimizer.lr"], ["--optimizer.betas"]),
-        ("narrowgauge train --recipe mxfp", ["mxfp4", "mxfp8"], ["bf16"]),
-        ("narrowgauge plan --model gpt2-1", ["gpt2-124m"], ["llama3-1b"]),
-        ("narrowgauge train --schedule.kind ", ["wsd"], ["--steps"]),
-        ("narrowgauge train --data ./", [], ["--steps"]),
-    ],
-)
-def test_bash_completes(script, words, offers, never):
-    typed = words.split(" ")
-    asks = (
-        f"source {script}; COMP_WORDS=({' '.join(typed[:-1])} '{typed[-1]}'); COMP_CWORD={len(typed) - 1}; "
-    )
-    ended = subprocess.run(
-        ["bash", "-c", asks + '_narrowgauge; echo "${COMPREPLY[@]}"'],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    offered = ended.stdout.split()
-    assert set(offers) <= set(offered)
-    assert not set(never) & set(offered)
-
-
-def test_other_shells_have_scripts(narrowgauge, refused):
-    assert "bashcompinit" in narrowgauge("completion", "zsh").out
-    assert "-l optimizer.lr -r" in narrowgauge("completion", "fish").out
-    refused(narrowgauge("completion", "tcsh"), "unknown shell 'tcsh'")
 
 
 def test_models_lists_sizes_with_their_parameters(narrowgauge):

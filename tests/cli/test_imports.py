@@ -88,12 +88,6 @@ def test_tables_import_neither_the_configuration_nor_numpy(tmp_path):
     assert not {"numpy", "pydantic", "narrowgauge.training.config.schema"} & modules
 
 
-def test_completion_imports_no_other_verb(tmp_path):
-    modules = modules_of(tmp_path, "completion", "bash")
-    assert verbs_in(modules) == {"completion"}
-    assert "torch" not in modules
-
-
 @pytest.mark.tier("thorough")
 def test_a_verb_that_computes_imports_no_other_verb(tmp_path):
     assert verbs_in(modules_of(tmp_path, "eval", "nothing")) == {"models"}

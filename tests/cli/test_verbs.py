@@ -28,7 +28,6 @@ def test_no_verb_and_help_explain(narrowgauge):
             "doctor",
             "runs",
             "models",
-            "completion",
         ):
             assert re.search(rf"^ +{verb}(  |$)", ended.out, re.MULTILINE), verb
 

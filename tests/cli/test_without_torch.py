@@ -133,7 +133,6 @@ def test_what_exists_is_listed_without_torch(command):
         ["recipes", "fp8", "--to", "te"],
         ["recipes", "--device", "gfx942"],
         ["runs", "."],
-        ["completion", "bash"],
     ):
         code, out, err = command("absent", *words)
         assert (code, err) == (0, ""), words

@@ -413,10 +413,6 @@ def _runs(p: KeyParser) -> None:
     p.add_argument("--json", action="store_true", help="print a JSON list; a missing loss is null")
 
 
-def _completion(p: KeyParser) -> None:
-    p.add_argument("shell", metavar="bash|zsh|fish", help="the shell")
-
-
 OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "train": _train,
     "compare": _compare,
@@ -443,7 +439,6 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "formats": _name,
     "models": _name,
     "runs": _runs,
-    "completion": _completion,
 }
 #: The verbs whose command line takes keys of the configuration, after their own options.
 WITH_KEYS = ("train", "compare", "plan", "bench", "scaling")

@@ -1,1 +1,1 @@
-"""Parsing of command lines: parsers, shared options, help, completion."""
+"""Parsing of command lines: parsers, shared options, help."""

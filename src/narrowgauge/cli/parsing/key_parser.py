@@ -67,7 +67,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "formats": ("narrowgauge formats e4m3",),
     "models": ("narrowgauge models llama3-8b",),
     "runs": ("narrowgauge runs runs/",),
-    "completion": ("narrowgauge completion bash",),
     "bench": ("narrowgauge bench --model gpt2-debug --recipe fp8 --peers none",),
     "scaling": ("narrowgauge scaling --procs 1,2 --device cpu --seconds 5",),
 }

@@ -95,12 +95,6 @@ VERBS: Mapping[str, Verb] = {
         has_torch=False,
         has_posix=False,
     ),
-    "completion": Verb(
-        "print a script that completes verbs, options and names in bash, zsh or fish",
-        "completion:run",
-        has_torch=False,
-        has_posix=False,
-    ),
 }
 #: The verbs by what they are for, in the order of the help; a verb in no group stands under "more".
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -109,7 +103,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "train": ("train", "compare", "launch"),
     "look": ("watch", "report", "runs", "probe", "sensitivity", "search"),
     "measure this machine": ("bench", "scaling"),
-    "what exists": ("recipes", "formats", "models", "completion"),
+    "what exists": ("recipes", "formats", "models"),
 }
 
 

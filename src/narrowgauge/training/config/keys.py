@@ -1,6 +1,6 @@
 """Descriptions of the keys of a configuration: meaning, default and form of the value.
 
-Help, shell completion and error messages all use them.
+Help and error messages use them.
 """
 
 from collections.abc import Iterable, Mapping
