@@ -12,12 +12,10 @@ DEEP = "no/such/dir"
 LINES = {
     "verb": (["trian"], ["unknown verb 'trian'", "'train'"]),
     "no verb but a word": ([""], ["unknown verb ''"]),
-    "verb: help": (["help"], ["unknown verb 'help'", "narrowgauge --help"]),
-    "verb: another program's": (["pretrain"], ["unknown verb 'pretrain'", "narrowgauge train"]),
-    "verb: a name near none": (["version"], ["unknown verb 'version'", "narrowgauge --version"]),
+    "verb: another program's": (["pretrain"], ["unknown verb 'pretrain'", "known: train, compare"]),
     "no verb but an option": (["--recipe", "fp8"], ["'--recipe'", "narrowgauge train --recipe"]),
     "no verb but --dry-run": (["--dry-run"], ["'--dry-run'", "a verb comes first"]),
-    "a trial run": (["train", "--dry-run"], ["no option --dry-run", "narrowgauge plan"]),
+    "a trial run": (["train", "--dry-run"], ["unknown option '--dry-run'", "compare has it"]),
     "a key of a cast": (
         ["train", "--recipe.rounding", "stochastic"],
         ["'--recipe.rounding'", "key of a cast", "--recipe.fprop.x '{{cast ="],

@@ -73,12 +73,12 @@ def test_a_rank_that_comes_twice_is_refused(rank):
     assert "rank 1 has joined already, as process" in one_sentence(*ended)
 
 
-def test_runs_of_one_launcher_are_separate_by_name_also_by_the_old_variable(port):
+def test_runs_of_one_launcher_are_separate_by_name(port):
     world = World("srun", 0, 1, 0, 1, 0, 1, "localhost", port)
     store = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "one"}, 5, keep=True)
     store.set("key", "value")
-    same = open_store(world, {"NARROWGAUGE_MEETING": "one"}, 5)
-    other = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "two", "NARROWGAUGE_MEETING": "one"}, 5)
+    same = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "one"}, 5)
+    other = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "two"}, 5)
     assert same.check(["key"])
     assert not other.check(["key"])
 

@@ -19,7 +19,7 @@ def to_the_end(action: Callable[[], int | None]) -> int:
     """Do the work of a command line; returns the exit code."""
     try:
         code = action() or EXIT_DONE
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no standard output
     except (Preempted, StoppedEarly) as stop:
         return end_for_all(stop, f"stopped by {stop}", EXIT_PREEMPTED)
     except ProcessFailed as error:

@@ -4,6 +4,7 @@ Help, usage errors and the tables of what exists do not need torch. A verb is im
 line has been parsed; if torch is missing or cannot be imported, the message gives the reason and the fix.
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,6 +21,9 @@ from narrowgauge.operating_system import require_posix
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):  # a character that a terminal lacks ends no run
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(errors="replace")
     return to_the_end(lambda: _run(words))
 
 

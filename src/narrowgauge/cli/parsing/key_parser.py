@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge import training  # each name is imported on first use, and this one needs pydantic
 from narrowgauge.cli.parsing.parser import Parser
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.training.config.synonyms import endings_of, key_of, other_names, plain, unknown_key
+from narrowgauge.training.config.synonyms import key_of, other_names, plain, unknown_key
 
 ALL = "all"
 COLUMN = 34  # where the second column begins
@@ -173,14 +173,14 @@ class KeyParser(Parser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, add_help=False)
         self._negative_number_matcher = _NEGATIVE
-        self.names: tuple[str, ...] = ()
+        self.names: Mapping[str, training.Key] = {}
         self.verbs_with: Callable[[str], Sequence[str]] = lambda option: ()
         self.help_option = HelpAction(("-h", "--help"), "help", help="show this and exit")
         self._add_action(self.help_option)
 
     def take_keys(self) -> None:
         """Find options by the other names of the configuration's keys; list the keys with `--help all`."""
-        self.names = (*training.config_keys(), "out")
+        self.names = training.config_keys() | {"out": training.Key("", "", "DIR", "output-dir")}
         self.usage = "%(prog)s [CONFIG.toml] [OPTION VALUE ...]"
         self.formatter_class = partial(argparse.HelpFormatter, max_help_position=COLUMN)
         self.help_option.take_topic()
@@ -220,8 +220,10 @@ class KeyParser(Parser):
         options = self._option_string_actions
         if not name.startswith("--") or " " in name or name == "--" or name in options:
             return word
-        own = [f"--{plain(name[2:])}", *(f"--{ending}" for ending in endings_of(name[2:]))]
-        named = next((n for n in own if n in options), None)
+        own = plain(name[2:])
+        aliased = (key for key, known in training.config_keys().items() if known.alias == own)
+        ways = [f"--{own}", *(f"--{plain(key.rpartition('.')[2])}" for key in aliased)]
+        named = next((way for way in ways if way in options), None)
         if named is None and self.names:
             named = f"--{key_of(name[2:], self.names) or name[2:]}"
         return f"{named or name}{equals}{value}"

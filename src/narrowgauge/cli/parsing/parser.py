@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import narrowgauge
-from narrowgauge.cli.parsing.verbs import OTHER_VERBS, VERBS, grouped
+from narrowgauge.cli.parsing.verbs import VERBS, grouped
 from narrowgauge.errors import UserError, nearest, unknown
 
 _OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
@@ -58,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Flush the output, then exit as argparse does."""
-        sys.stdout.flush()  # a closed pipe under --help can still be caught here
+        print(end="", flush=True)  # a closed pipe under --help can still be caught here
         super().exit(status, message)
 
 
@@ -140,13 +139,11 @@ def check_verb(words: list[str]) -> None:
     """Refuse a command line whose first word is not a verb.
 
     Raises:
-        UserError: with the nearest verb, or the equivalent of another program's verb.
+        UserError: with the nearest verb.
     """
     if not words or words[0] in VERBS or words[0] in _OF_THE_COMMAND:
         return
     first = words[0]
-    if first in OTHER_VERBS:
-        raise UserError(f"unknown verb {first!r}; write narrowgauge {OTHER_VERBS[first]}")
     if not first.startswith("-"):
         raise unknown("verb", first, VERBS)
     near = nearest(first, _OF_THE_COMMAND)

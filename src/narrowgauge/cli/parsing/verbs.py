@@ -112,21 +112,3 @@ def grouped() -> dict[str, list[str]]:
     found = {group: [verb for verb in names if verb in VERBS] for group, names in GROUPS.items()}
     others = [verb for verb in VERBS if not any(verb in names for names in GROUPS.values())]
     return found | ({"more": others} if others else {})
-
-
-#: Verbs of other programs, and what to write instead.
-OTHER_VERBS = {
-    **dict.fromkeys(("help", "man", "usage"), "--help"),
-    "version": "--version",
-    **dict.fromkeys(("run", "start", "pretrain", "pre-train", "fit", "resume", "continue"), "train"),
-    **dict.fromkeys(("generate", "chat", "infer", "inference", "complete"), "sample"),
-    **dict.fromkeys(("evaluate", "test", "validate", "score"), "eval"),
-    **dict.fromkeys(("tokenize", "preprocess", "data"), "prepare"),
-    **dict.fromkeys(("list", "ls", "status"), "runs"),
-    **dict.fromkeys(("live", "dashboard", "monitor", "follow", "serve", "ui"), "watch"),
-    **dict.fromkeys(("benchmark", "profile"), "bench"),
-    **dict.fromkeys(("check", "env", "info"), "doctor"),
-    **dict.fromkeys(("estimate", "dry-run"), "plan"),
-    **dict.fromkeys(("forecast", "extrapolate"), "predict"),
-    "quantize": "convert RUN --recipe R --out DIR",
-}

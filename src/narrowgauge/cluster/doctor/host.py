@@ -154,7 +154,7 @@ def _kind(place: Path) -> str:
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
         real = place.resolve()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
     above = [(len(point), kind) for point, kind in mounts if real.is_relative_to(point)]
     return max(above)[1] if above else ""

@@ -130,6 +130,7 @@ def keep_traceback(error: BaseException, rank: int, directory: Path | None) -> N
     try:
         folder = directory / "errors"
         folder.mkdir(exist_ok=True)
-        (folder / f"rank-{rank}.txt").write_text(f"{datetime.now():%F %T}, process {os.getpid()}\n{text}")
+        text = f"{datetime.now():%F %T}, process {os.getpid()}\n{text}"
+        (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         pass  # a full or lost disk may be the error itself, which is reported even without the file

@@ -23,8 +23,7 @@ from narrowgauge.distributed.process_group.failure import Failure, PeerGone
 from narrowgauge.errors import UserError
 from narrowgauge.signals import heed_early
 
-# In the environment: a name for each of several runs of one launcher. The second is the variable's old name.
-RENDEZVOUS, _FORMER = "NARROWGAUGE_RENDEZVOUS", "NARROWGAUGE_MEETING"
+RENDEZVOUS = "NARROWGAUGE_RENDEZVOUS"  # in the environment: a name for each of several runs of one launcher
 _POLL_S = 0.1
 NEVER = timedelta(days=30)
 MEET_S = 10.0  # how long a rank that is asked to stop waits for ranks that do not know of it yet
@@ -60,7 +59,7 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
             f"something other than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
         ) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = environ.get(RENDEZVOUS, environ.get(_FORMER, ""))
+    name = environ.get(RENDEZVOUS, "")
     return PrefixStore(f"narrowgauge/{attempt}/{name}", store)
 
 

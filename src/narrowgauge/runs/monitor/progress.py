@@ -48,7 +48,8 @@ class Display:
         self._live.stop()
 
     def log(self, line: str) -> None:
-        """Print a permanent line."""
+        """Print a permanent line, with "?" for what the console cannot hold: another's is often strict."""
+        line = line.encode(self.console.encoding, "replace").decode(self.console.encoding)
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stage(self, name: str, done: int, total: int, facts: str = "") -> None:

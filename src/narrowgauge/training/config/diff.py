@@ -24,6 +24,7 @@ from typing import Any
 from narrowgauge.errors import UserError
 from narrowgauge.toml_text import toml_tables
 from narrowgauge.training.config.config import Config, config_keys
+from narrowgauge.training.config.keys import Key
 from narrowgauge.training.config.synonyms import unknown_key
 
 TORCH = "code.torch"
@@ -101,7 +102,7 @@ def check_keys(allowed: Sequence[str]) -> None:
     Raises:
         UserError: a name is unknown; the message names the nearest key.
     """
-    known = [*config_keys(), TORCH]
+    known = config_keys() | {TORCH: Key("the version of torch", "", "VERSION")}
     for key in allowed:
         if key not in known:
             raise UserError(f"--allow-change: {unknown_key(key, known)}")

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from narrowgauge.recipes import BACKENDS
 from narrowgauge.recipes.places import COMPUTE, GROUPS, PLACES
-from narrowgauge.training.config.schema import Section
+from narrowgauge.training.config.schema import Also, Section
 
 # The values that keys of type text take.
 _TEXTS = {
@@ -62,11 +62,13 @@ class Key:
         description: What it means.
         default: Its default as text; "" if it is empty or comes from the named model.
         takes: The form of its value: N, X, true|false, or the allowed words.
+        alias: The name that other trainers give it; "" if it has none.
     """
 
     description: str
     default: str
     takes: str
+    alias: str = ""
 
     def __str__(self) -> str:
         return f"{self.description} ({self.default})" if self.default else self.description
@@ -83,7 +85,8 @@ def keys_of(sections: Mapping[str, type[Section]]) -> dict[str, Key]:
                 key = f"{section}.{name}"
                 takes = _TEXTS.get(key) or _takes(field.annotation)
                 words = _OF_THE_MODEL.get(name) if section == "model" else None
-                keys[key] = Key(words or str(field.description), _default(field), takes)
+                alias = next((str(also) for also in field.metadata if isinstance(also, Also)), "")
+                keys[key] = Key(words or str(field.description), _default(field), takes, alias)
     return keys
 
 

@@ -33,6 +33,10 @@ _Weight = Annotated[float, Field(gt=0)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+class Also(str):
+    """The name of a key in other trainers, by which the command line finds it as well."""
+
+
 class Section(BaseModel):
     """A frozen table of keys, each with its rule and its description."""
 
@@ -81,13 +85,15 @@ ModelSection = create_model(
 class DataSection(Section):
     """The source of the tokens."""
 
-    source: str = Field("stdlib", description="text, token files, what `prepare` made; commas between")
+    source: Annotated[str, Also("dataset")] = Field(
+        "stdlib", description="text, token files, what `prepare` made; commas between"
+    )
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
     tokenizer: str = Field(
         AUTO,
         description="bytes, bpe-N (learnt from the text), a file, or auto: the data's own, else bpe-4096",
     )
-    sequence_length: int = Field(256, ge=2, description="tokens of a sequence")
+    sequence_length: Annotated[int, Also("seq-len")] = Field(256, ge=2, description="tokens of a sequence")
     separate_documents: bool = Field(
         False, description="no attention and no loss from one document to the next in a sequence"
     )
@@ -107,8 +113,10 @@ class DataSection(Section):
 class TrainingSection(Section):
     """Length of the training, batch sizes and device."""
 
-    steps: int = Field(500, ge=1, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, lt=2**31, description="sequences per optimizer step")
+    steps: Annotated[int, Also("max-steps")] = Field(500, ge=1, description="optimizer steps")
+    batch_size: Annotated[int, Also("global-batch-size")] = Field(
+        8, ge=1, lt=2**31, description="sequences per optimizer step"
+    )
     micro_batch_size: int = Field(8, ge=1, lt=2**31, description="sequences computed at once")
     fit_micro_batch: bool = Field(True, description="fewer if these do not fit; false where they are given")
     seed: int = Field(0, ge=0, lt=2**63, description="for weights, token order and stochastic rounding")
@@ -120,7 +128,7 @@ class TrainingSection(Section):
         "auto", description="micro-batches as CUDA graphs; auto: where bench --verify saw the same digits"
     )
     deterministic: bool = Field(False, description="only kernels that repeat every bit on a GPU: slower")
-    recompute: bool | Literal["selective"] = Field(
+    recompute: Annotated[bool | Literal["selective"], Also("gradient-checkpointing")] = Field(
         False, description="keep only block inputs for backward, compute the rest again; selective: the MLP"
     )
     recompute_every: int = Field(1, ge=1, description="with recompute: of every n-th block only")
@@ -147,12 +155,14 @@ class TrainingSection(Section):
 class OptimizerSection(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description="adamw, or muon for hidden matrices")
-    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    name: Annotated[Literal["adamw", "muon"], Also("optimizer")] = Field(
+        "adamw", description="adamw, or muon for hidden matrices"
+    )
+    lr: Annotated[float, Also("learning-rate")] = Field(2e-3, gt=0, description="peak learning rate")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="of matrices")
-    clip_norm: float = Field(
+    clip_norm: Annotated[float, Also("max-grad-norm")] = Field(
         1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf: no clipping"
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="muon only: decay of the momentum")
@@ -183,7 +193,9 @@ class ScheduleSection(Section):
     """The learning rate over time."""
 
     kind: ScheduleKind = Field("cosine", description="cosine, linear, wsd or constant")
-    warmup_steps: int = Field(100, ge=0, description="steps of the linear rise")
+    warmup_steps: Annotated[int, Also("warmup-iters")] = Field(
+        100, ge=0, description="steps of the linear rise"
+    )
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
     decay_steps: int = Field(0, ge=0, description="the step at which the fall ends; 0: the last")
@@ -250,14 +262,14 @@ class ParallelSection(Section):
 class ValidationSection(Section):
     """Loss on held-out text."""
 
-    every: int = Field(100, ge=1, description="steps between validations")
+    every: Annotated[int, Also("eval-interval")] = Field(100, ge=1, description="steps between validations")
     batches: int = Field(8, ge=1, description="micro-batches of a validation")
 
 
 class CheckpointSection(Section):
     """Checkpoints."""
 
-    every: int = Field(100, ge=1, description="steps between saves")
+    every: Annotated[int, Also("save-interval")] = Field(100, ge=1, description="steps between saves")
     every_minutes: float = Field(
         10.0, gt=0, allow_inf_nan=True, description="minutes between saves, whichever comes first; inf: never"
     )
