@@ -40,7 +40,6 @@ def run(width: int, rule: str, seed: int, options: argparse.Namespace) -> tuple[
         "validation": {"every": options.steps},
         "checkpoint": {"every": options.steps},
         "gauges": {"every": 0},
-        "log": {"sample_tokens": 1},
     }
     for word in options.rest:
         key, _, value = word.partition("=")

@@ -88,7 +88,6 @@ def tiny(text: str) -> Callable[..., Values]:
             "recipe": {"name": "fp8"},
             "validation": {"every": 4, "batches": 2},
             "checkpoint": {"every": 2},
-            "log": {"sample_tokens": 4},
         }
         return with_keys(base, changes or {})
 

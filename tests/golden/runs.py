@@ -43,7 +43,7 @@ TINY: Values = {
     "validation": {"every": 100, "batches": 1},
     "checkpoint": {"every": 100},
     "gauges": {"every": 0},
-    "log": {"sample_tokens": 1, "prompt": "a"},
+    "log": {"prompt": "a"},
 }
 
 

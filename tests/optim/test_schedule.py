@@ -95,12 +95,3 @@ def test_rises_to_the_peak_then_falls_without_a_jump(kind, steps, warmup, final,
     steepest = max(LR / max(warmup, 1), math.pi / 2 * LR * (1 - final) / stretch)
     jumps = [abs(b - a) for a, b in itertools.pairwise(r)]
     assert all(j <= steepest + LR * 1e-12 for j in jumps)
-
-
-@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
-def test_decay_steps_end_the_fall_early(kind):
-    settings = {"lr": 1.0, "kind": kind, "warmup_steps": 5, "final_lr_fraction": 0.1, "decay_fraction": 0.2}
-    short = [learning_rate(step, steps=50, **settings) for step in range(1, 51)]
-    long = [learning_rate(step, steps=80, decay_steps=50, **settings) for step in range(1, 81)]
-    assert long[:50] == short
-    assert long[50:] == pytest.approx([0.1] * 30)

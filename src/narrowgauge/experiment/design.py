@@ -270,10 +270,10 @@ def _with(config: Config, **sections: Mapping[str, Any]) -> Config:
 def _branch_step(config: Config, steps: int) -> int:
     """The last step before the learning rate of a run of `steps` steps decays."""
     s = config.schedule
-    if s.kind != "wsd" or s.decay_steps:
+    if s.kind != "wsd":
         raise UserError(
             f"schedule.kind = {s.kind!r} with several rungs: a branch needs a rate that is constant until it "
-            "falls; set --schedule.kind wsd and no decay_steps, or give one rung"
+            "falls; set --schedule.kind wsd, or give one rung"
         )
     first = replace(config.plan, steps=steps).decay_start
     assert first is not None

@@ -5,8 +5,6 @@ cosine     half a cosine from lr to final, over the rest
 linear     a straight line from lr to final, over the rest
 wsd        lr until the last `decay_fraction` of all steps, then a line to final (arXiv 2404.06395)
 constant   lr
-
-With `decay_steps`, every schedule reaches final there, and the rate stays at final from then on.
 """
 
 import math
@@ -24,7 +22,6 @@ def learning_rate(
     warmup_steps: int,
     final_lr_fraction: float,
     decay_fraction: float,
-    decay_steps: int = 0,
 ) -> float:
     """The learning rate of optimizer step `step` (1 .. steps).
 
@@ -36,9 +33,7 @@ def learning_rate(
         warmup_steps: The length of the linear rise, in steps.
         final_lr_fraction: The final rate as a share of the peak.
         decay_fraction: For "wsd", the share of all steps over which the rate falls.
-        decay_steps: The step at which the fall ends; 0 = the last.
     """
-    steps = decay_steps or steps
     if step <= warmup_steps:
         return lr * (step / warmup_steps)  # in this order, the last step of warm-up gets exactly lr
     start = _last_at_peak(steps, kind, warmup_steps, decay_fraction)
@@ -55,12 +50,11 @@ def decay_start(
     kind: ScheduleKind,
     warmup_steps: int,
     decay_fraction: float,
-    decay_steps: int = 0,
 ) -> int | None:
     """The first step at which the learning rate falls, None for "constant"; see `learning_rate`."""
     if kind == "constant":
         return None
-    return _last_at_peak(decay_steps or steps, kind, warmup_steps, decay_fraction) + 1
+    return _last_at_peak(steps, kind, warmup_steps, decay_fraction) + 1
 
 
 def _last_at_peak(steps: int, kind: ScheduleKind, warmup_steps: int, decay_fraction: float) -> int:

@@ -34,7 +34,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.json_lines import append_lines, bytes_until_step, read_jsonl
 from narrowgauge.runs.choices import RAISED
-from narrowgauge.training.config.config import Config, make_config
+from narrowgauge.training.config.config import Config, make_config, without_gone
 from narrowgauge.training.config.diff import (
     TORCH,
     ConfigDiff,
@@ -152,7 +152,7 @@ class RunDirectory:
         """
         file = self.path / "config.toml"
         try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            values = without_gone(tomllib.loads(file.read_text(encoding="utf-8")))
             section = values.get("recipe")
             if own_recipe and isinstance(section, dict) and str(section.get("name")).endswith(".toml"):
                 section["name"] = str(self.path / "recipe.toml")

@@ -33,7 +33,6 @@ class SchedulePlan:
     warmup_steps: int
     final_lr_fraction: float
     decay_fraction: float
-    decay_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +79,7 @@ class TrainingPlan:
         """The first step whose learning rate is below the peak; None if there is none."""
         s = self.schedule
         return decay_start(
-            steps=self.steps,
-            kind=s.kind,
-            warmup_steps=s.warmup_steps,
-            decay_fraction=s.decay_fraction,
-            decay_steps=s.decay_steps,
+            steps=self.steps, kind=s.kind, warmup_steps=s.warmup_steps, decay_fraction=s.decay_fraction
         )
 
     def in_force(self, raises: Sequence[Raise], step: int) -> "TrainingPlan":

@@ -100,16 +100,16 @@ def test_a_slow_disk_does_not_hold_the_steps_and_a_second_save_waits(train, look
 def test_saves_that_fail_are_told_and_too_many_end_it(train, look, disk, in_step, way):
     in_step({5: disk.full})
     said = io.StringIO()
-    with pytest.raises(SaveError, match=r"2 saves in a row have failed \(checkpoint\.max_failures = 2\)"):
-        train("run", way | {"training.steps": 20, "checkpoint.max_failures": 2}, said)
+    with pytest.raises(SaveError, match="3 saves in a row have failed, and"):
+        train("run", way | {"training.steps": 20}, said)
     disk.mended()
     run = look(disk.place.parent)
-    assert [event["step"] for event in run.events("save failed")] == [6, 8]
-    assert said.getvalue().count("NOT SAVED: step") == 2
-    assert run.steps[-1]["step"] == (10 if way else 8), "it is known at the next save"
+    assert [event["step"] for event in run.events("save failed")] == [6, 8, 10]
+    assert said.getvalue().count("NOT SAVED: step") == 3
+    assert run.steps[-1]["step"] == (12 if way else 10), "it is known at the next save"
     assert run.status["status"] == "failed"
     assert steps(disk.place) == [2, 4]
-    train("run", way | {"training.steps": 20, "checkpoint.max_failures": 2})
+    train("run", way | {"training.steps": 20})
     expected = look(train("other", {"training.steps": 20}))
     assert run.trajectory == expected.trajectory
 
@@ -117,10 +117,10 @@ def test_saves_that_fail_are_told_and_too_many_end_it(train, look, disk, in_step
 @pytest.mark.tier("thorough")
 @WAYS
 def test_failures_that_do_not_follow_each_other_end_nothing(train, look, disk, in_step, way):
-    in_step({3: disk.full, 6: disk.mended, 9: disk.full, 12: disk.mended})
-    path = train("run", way | {"training.steps": 12, "checkpoint.max_failures": 2})
-    assert [event["step"] for event in look(path).events("save failed")] == [4, 10]
-    assert [event["step"] for event in look(path).events("save")] == [2, 6, 8, 12]
+    in_step({step: disk.full if step % 2 else disk.mended for step in (3, 6, 9, 12, 15, 18)})
+    path = train("run", way | {"training.steps": 20})
+    assert [event["step"] for event in look(path).events("save failed")] == [4, 10, 16]
+    assert [event["step"] for event in look(path).events("save")] == [2, 6, 8, 12, 14, 18, 20]
 
 
 @WAYS
@@ -186,16 +186,12 @@ def two_ranks(narrowgauge):
 @WAYS
 def test_a_disk_that_is_full_on_one_rank_ends_both_alike(two_ranks, look, tmp_path, line, way):
     """Every save fails in rank 1, whose files may have only n bytes."""
-    words = [
-        *line(TWO | way | {"training.steps": 20, "checkpoint.max_failures": 2}),
-        "--out",
-        tmp_path / "run",
-    ]
+    words = [*line(TWO | way | {"training.steps": 20}), "--out", tmp_path / "run"]
     ended = two_ranks(*words, largest_file=4000)
     assert [one.code for one in ended] == [1, 1], ended[0].err
     run = look(tmp_path / "run")
-    assert [event["step"] for event in run.events("save failed")] == [2, 4]
+    assert [event["step"] for event in run.events("save failed")] == [2, 4, 6]
     for event in run.events("save failed"):
         assert "rank 1: [Errno 27] File too large" in event["reason"]
-    assert "2 saves in a row have failed" in run.status["reason"]
+    assert "3 saves in a row have failed" in run.status["reason"]
     assert os.listdir(tmp_path / "run" / "checkpoints") == []

@@ -60,7 +60,6 @@ def values(source, **data):
         "data": {"source": source, **data},
         "training": {"steps": STEPS, "batch_size": 2, "micro_batch_size": 1, "device": "cpu"},
         "validation": {"batches": 1},
-        "log": {"sample_tokens": 4},
     }
 
 

@@ -71,7 +71,7 @@ def test_events_say_how_it_ran(train, look):
 
 def test_a_sample_is_shown_and_kept(train, look):
     said = io.StringIO()
-    path = train(changes={"log.prompt": "steam ", "log.sample_tokens": 7}, said=said)
+    path = train(changes={"log.prompt": "steam "}, said=said)
     (done,) = look(path).events("done")
     assert done["prompt"] == "steam "
     assert done["sample"]

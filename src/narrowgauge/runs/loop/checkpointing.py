@@ -9,7 +9,7 @@ it may follow the lines of later steps. A kill in between loses only that event:
 found, an unpublished one is invisible.
 
 A full disk causes a warning and the run continues, since space may be freed. It ends the run if the save
-is the last one or was requested by a signal, or after `checkpoint.max_failures` consecutive failures. All
+is the last one or was requested by a signal, or after `MAX_FAILURES` consecutive failures. All
 ranks know the result of a save and count the same failures.
 """
 
@@ -21,6 +21,8 @@ from narrowgauge.distributed import NEVER, START, Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.runs.loop.run_writer import RunWriter
 from narrowgauge.training.step.trainer import Trainer
+
+MAX_FAILURES = 3  # a full disk that nobody has emptied after three saves is not watched
 
 
 class Checkpointer:
@@ -35,12 +37,11 @@ class Checkpointer:
         directory: RunWriter,
         log: Callable[[str], None],
         coordinator: Coordinator,
-        max_failures: int,
         saver: AsyncSaver | None,
     ) -> None:
         """Save into `directory`, asynchronously if there is a `saver`."""
         self.directory, self.log, self.coordinator = directory, log, coordinator
-        self.max_failures, self._saver = max_failures, saver
+        self._saver = saver
         self.failures = 0
         self._pending: int | None = None
 
@@ -102,21 +103,19 @@ class Checkpointer:
             self.directory.record({"event": "save failed", "step": step, "reason": str(error)})
             if must:
                 raise
-            if self.failures >= self.max_failures:
+            if self.failures >= MAX_FAILURES:
                 raise SaveError(
-                    f"{self.failures} saves in a row have failed "
-                    f"(checkpoint.max_failures = {self.max_failures}), "
-                    f"and what is trained is lost until one succeeds; the last one: {error}"
+                    f"{self.failures} saves in a row have failed, and what is trained is lost until one "
+                    f"succeeds; the last one: {error}"
                 ) from error
 
 
 def make_checkpointer(
     asynchronous: bool,
-    max_failures: int,
     directory: RunWriter,
     log: Callable[[str], None],
     coordinator: Coordinator,
 ) -> Checkpointer:
     """Make the checkpointer of a run. Collective: every rank calls it, and `end` when the run has ended."""
     saver = AsyncSaver(NEVER) if asynchronous else None
-    return Checkpointer(directory, log, coordinator, max_failures, saver)
+    return Checkpointer(directory, log, coordinator, saver)

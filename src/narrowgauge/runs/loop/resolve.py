@@ -70,7 +70,6 @@ class Run:
         held_out: The number of sequences of a validation.
         weights: The run whose weights this one starts from; "" for none.
         prompt: The prompt of the sample at the end; "" for held-out tokens.
-        sample_tokens: The number of tokens of that sample.
         every: The intervals of the run's activities.
     """
 
@@ -88,7 +87,6 @@ class Run:
     held_out: int
     weights: str
     prompt: str
-    sample_tokens: int
     every: Every
 
 
@@ -144,7 +142,6 @@ def resolve(
         held_out=layout.held_out,
         weights=config.model.weights,
         prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
-        sample_tokens=config.log.sample_tokens,
         every=Every(
             log=config.log.every,
             validation=config.validation.every,

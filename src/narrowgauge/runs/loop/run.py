@@ -110,9 +110,7 @@ def _train(
     profile = Profile(path / "profile", coordinator.rank, device, profiled_steps) if profiled_steps else None
     sinks = Loggers.of(config.log.sinks, path, config.model_dump(mode="json"), display.log)
     directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.log, sinks=sinks)
-    checkpointer = make_checkpointer(
-        config.checkpoint.asynchronous, config.checkpoint.max_failures, directory, display.log, coordinator
-    )
+    checkpointer = make_checkpointer(config.checkpoint.asynchronous, directory, display.log, coordinator)
     coordinator.record_failures_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
         with coordinator.first_failure():

@@ -228,7 +228,7 @@ def load_values(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is a directory, but a configuration is a file; {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"configuration file {path} cannot be read: {error}; correct the file") from None
-    values = parse_toml(text, f"configuration file {path}")
+    values = without_gone(parse_toml(text, f"configuration file {path}"))
     for section, table in values.items():
         if section in Config.model_fields and not isinstance(table, dict):
             first = next(iter(type(Config.model_fields[section].default).model_fields))
@@ -237,6 +237,20 @@ def load_values(path: Path) -> dict[str, Any]:
                 f"configuration file {path}: {section} = {table!r}, but it is a section; "
                 f"write [{section}] above its keys{example}"
             )
+    return values
+
+
+# Keys that files of earlier runs have, each with the only value that it may have there; None: any.
+_GONE = {"schedule.decay_steps": 0, "checkpoint.max_failures": None, "log.sample_tokens": None}
+
+
+def without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a file without keys that earlier versions wrote and that change no digit."""
+    for name, only in _GONE.items():
+        section, _, key = name.partition(".")
+        table = values.get(section)
+        if isinstance(table, dict) and only in (None, table.get(key)):
+            table.pop(key, None)
     return values
 
 

@@ -65,6 +65,7 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(to_toml(config))
     for key in _NO_DIGITS:
         del tables["training"][key]
+    tables["schedule"]["decay_steps"] = 0  # a key that is gone, and a part of the ids of runs
     for place in ("offload", "gather"):  # neither location nor transport changes a value
         tables["recipe"].pop(place, None)
     guard = tables["guard"]

@@ -198,7 +198,6 @@ class ScheduleSection(Section):
     )
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
-    decay_steps: int = Field(0, ge=0, description="the step at which the fall ends; 0: the last")
 
 
 class RecipeSection(Section):
@@ -277,7 +276,6 @@ class CheckpointSection(Section):
     asynchronous: bool = Field(
         False, description="write during the steps; they wait for a copy of the state in the host's memory"
     )
-    max_failures: int = Field(3, ge=1, description="saves that fail in a row before it stops")
 
 
 class GaugesSection(Section):
@@ -295,7 +293,6 @@ class LogSection(Section):
 
     every: int = Field(10, ge=1, description="steps between plain progress lines")
     prompt: str = Field("", description="start of the sample at the end; empty: a fitting one")
-    sample_tokens: int = Field(160, ge=1, description="length of that sample")
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="where else metrics and gauges go: tensorboard, wandb, trackio"
     )
