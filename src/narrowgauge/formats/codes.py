@@ -3,7 +3,8 @@
 A float32 is an exponent field over 23 mantissa bits; a narrow code is the same over M. Multiplying a value by
 2^(b - 127) gives it the exponent field of its code in a format of bias b. The code is then the upper bits of
 the float32; the lower bits are zero because the value lies on the grid. Subnormals of the format become
-float32 subnormals and need no special case. Decoding runs the same steps backwards. The sign is the top bit;
+float32 subnormals and need no special case. Decoding runs the same steps backwards. The power is multiplied
+in halves if float32 does not hold it, for a negative bias. The sign is the top bit;
 in two's complement (INT8, whose exponent field is empty) the code is a signed integer.
 
 Packing follows OCP MX and the hardware: two FP4 codes per byte, low nibble first; four FP6 codes in three
@@ -55,7 +56,7 @@ def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Compute int32 codes in the memory of `v`."""
-    bits = v.mul_(2.0 ** (fmt.bias - _BIAS)).view(torch.int32)
+    bits = _times_power_(v, fmt.bias - _BIAS).view(torch.int32)
     sign = bits >> 31  # 0 or -1
     codes = bits.bitwise_and_(0x7FFFFFFF).bitwise_right_shift_(_MANTISSA - fmt.mantissa_bits)
     if fmt.twos_complement:  # -k is the complement of k, plus one
@@ -63,6 +64,13 @@ def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
     if fmt.signed:
         codes.bitwise_or_(sign.bitwise_and_(1 << (fmt.bits - 1)))
     return codes
+
+
+def _times_power_(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    """x 2^exponent in place, where the product is exact."""
+    if abs(exponent) <= _BIAS:
+        return x.mul_(2.0**exponent)
+    return x.mul_(2.0 ** (exponent // 2)).mul_(2.0 ** (exponent - exponent // 2))
 
 
 def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -86,7 +94,7 @@ def _decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     bits = body << (_MANTISSA - fmt.mantissa_bits)
     if fmt.signed:
         bits.bitwise_or_((code >> (fmt.bits - 1)).bitwise_left_shift_(31))
-    values = bits.view(torch.float32).mul_(2.0 ** (_BIAS - fmt.bias))
+    values = _times_power_(bits.view(torch.float32), _BIAS - fmt.bias)
     if not fmt.zero:
         values.masked_fill_(code == 0, fmt.smallest_normal)
     if fmt.infinity_code is not None:

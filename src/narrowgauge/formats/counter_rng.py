@@ -13,7 +13,6 @@ order of evaluation, and on any number of devices, as long as i is its index in 
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -21,7 +20,6 @@ from narrowgauge.formats.splitmix import splitmix64
 
 _MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97 - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
-_COUNTING = torch.arange(2**16, dtype=torch.int32, device="cpu")
 
 
 def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -33,38 +31,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shift_right(x, 16)) * _MIX_1
     x = (x ^ _shift_right(x, 15)) * _MIX_2
     return x ^ _shift_right(x, 15)
-
-
-def _start_mix(out: torch.Tensor, first: int, key: int) -> None:
-    """Write x ^ (x >> 16), the first line of `_mix`, for x = index ^ key and consecutive indices from
-    `first`.
-
-    Among 2^16 indices with the same upper half, x >> 16 is constant, so the whole piece is a single xor.
-    """
-    done = 0
-    for piece in out.split(_sizes(first, out.numel())):
-        start = first + done
-        upper = (start >> 16 ^ key >> 16) & 0xFFFF
-        word = _signed(upper << 16 | (key ^ upper) & 0xFFFF)
-        torch.bitwise_xor(_COUNTING.narrow(0, start % 2**16, piece.numel()), word, out=piece)
-        done += piece.numel()
-
-
-def _sizes(first: int, count: int) -> list[int]:
-    """Lengths of the pieces of `count` indices from `first`, cut at multiples of 2^16."""
-    bounds = [first, *range((first // 2**16 + 1) * 2**16, first + count, 2**16), first + count]
-    return [b - a for a, b in pairwise(bounds)]
-
-
-def _finish_mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """The rest of `_mix` after its first shift, in place: allocating memory is slow on a CPU."""
-    _xor_shifted_(x.mul_(_MIX_1), 15, spare)
-    return _xor_shifted_(x.mul_(_MIX_2), 15, spare)
-
-
-def _xor_shifted_(x: torch.Tensor, count: int, spare: torch.Tensor) -> torch.Tensor:
-    torch.bitwise_right_shift(x, count, out=spare)
-    return x.bitwise_xor_(spare.bitwise_and_(2 ** (32 - count) - 1))
 
 
 def _signed(word: int) -> int:
@@ -92,28 +58,13 @@ class RandomStream:
 
     def bits(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """32 random bits per element in row-major order, as an int32 tensor of `shape`."""
-        count = torch.Size(shape).numel()
-        if self.key.device.type == "cpu" and not torch.compiler.is_compiling():
-            first = int(self.offset)
-            if first >> 32 == (first + count) >> 32:  # all indices share the upper word
-                return self._bits_in_place(count, first).view(shape)
-        return self.bits_at(torch.arange(count, device=self.key.device)).view(shape)
+        return self.bits_at(torch.arange(torch.Size(shape).numel(), device=self.key.device)).view(shape)
 
     def bits_at(self, index: torch.Tensor) -> torch.Tensor:
         """32 random bits for each element in `index` (int64, relative to the first element), as int32."""
         index = index + self.offset
         low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
         return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1])
-
-    def _bits_in_place(self, count: int, first: int) -> torch.Tensor:
-        """`bits` for elements whose indices share the upper word."""
-        k0, k1 = self.key.tolist()
-        x = torch.empty(count, dtype=torch.int32)
-        spare = torch.empty_like(x)
-        _start_mix(x, first % 2**32, k0)
-        _finish_mix_(x, spare).bitwise_xor_(_signed((first >> 32) * _GOLDEN % 2**32) ^ k1)
-        _xor_shifted_(x, 16, spare)
-        return _finish_mix_(x, spare)
 
     def of_scales(self) -> "RandomStream":
         """A separate stream of the same tensor and step, for the scales of its blocks."""

@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from narrowgauge.errors import UserError
 from narrowgauge.once import compute_all, computed_once
 
 
@@ -49,6 +50,21 @@ class Format:
     source: str = ""
 
     def __post_init__(self) -> None:
+        has_codes, is_ieee = self.specials is not Specials.NONE, self.specials is Specials.IEEE
+        is_plain = self.signed and self.zero and not has_codes and not self.exponent_bits
+        is_used_up = self.specials is Specials.NAN_ONLY and self.exponent_bits + self.mantissa_bits == 1
+        rules = (
+            (min(self.exponent_bits, self.mantissa_bits) < 0, "exponent_bits and mantissa_bits are negative"),
+            (self.bits < 2, "a sign and a magnitude, or two bits of magnitude, are the least"),
+            (has_codes and not self.exponent_bits, "special codes need an exponent bit"),
+            (is_ieee and not self.mantissa_bits, "NaN differs from infinity in a mantissa bit; add one"),
+            (is_used_up, "NaN takes its only code above zero; add a bit"),
+            (self.specials is Specials.NEGATIVE_ZERO and not self.signed, "no -0 holds NaN; make it signed"),
+            (self.twos_complement and not is_plain, "two's complement has a sign and no exponent"),
+        )
+        for is_broken, rule in rules:
+            if is_broken:
+                raise UserError(f"format {self.name!r}: {rule}")
         compute_all(self)
 
     def __repr__(self) -> str:
@@ -62,8 +78,8 @@ class Format:
 
     @computed_once
     def is_fixed_point(self) -> bool:
-        """Whether all values are evenly spaced: there is no exponent, so every value is subnormal."""
-        return self.exponent_bits == 0
+        """Whether every value is subnormal: no exponent bit is left to hold a normal one."""
+        return self.exponent_bits == (self.specials is Specials.IEEE)
 
     @computed_once
     def fraction_bits(self) -> int:

@@ -52,7 +52,8 @@ def round_magnitude(
     steps = lower / (upper - lower)  # the lower neighbour in quanta: has the parity of its code
     match rounding:
         case "nearest-even":
-            up = share > Fraction(1, 2) or (share == Fraction(1, 2) and steps % 2 == 1)
+            is_odd = steps % 2 if fmt.mantissa_bits or not fmt.zero else code_of(float(lower), fmt) % 2
+            up = share > Fraction(1, 2) or (share == Fraction(1, 2) and bool(is_odd))
         case "half-away":
             up = share >= Fraction(1, 2)
         case "toward-zero":

@@ -59,7 +59,7 @@ def round_to(
     Raises:
         UserError: Unknown format or rounding.
     """
-    fmt = format if isinstance(format, Format) else table.format(format)
+    fmt = table.known_format(format) if isinstance(format, Format) else table.format(format)
     # In fp64 where fp32's exponent range does not hold the grid and its inverse quanta.
     needs_fp64 = x.dtype == torch.float64 or fmt.exponent_bits == 8
     x_work = x.to(torch.float64 if needs_fp64 else torch.float32)
@@ -110,6 +110,9 @@ def _round_(
     exponent = exponent_bits(x, fmt)
     x.mul_(inverse_quantum(exponent, fmt, x.dtype))
     if rounding == "nearest-even":
+        if fmt.zero and not fmt.mantissa_bits:  # a code a binade: a tie above an even code belongs to it
+            int_dtype, _, mantissa_bits, bias = _LAYOUT[x.dtype]
+            x.view(int_dtype).sub_((exponent >> mantissa_bits) - (fmt.emin + bias) & 1)
         x.round_()
     else:
         _round_to_integer_(x, rounding, generator, random_bits)
@@ -142,7 +145,7 @@ def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, ra
     """Round to integers by a rounding other than "nearest-even", in place; keeps the sign of zero."""
     integer = t.abs()
     if rounding == "toward-zero":
-        _with_sign_of_(t, integer.floor_())  # torch's trunc is forty times slower on a CPU
+        torch.copysign(integer.floor_(), t, out=t)  # torch's trunc is forty times slower on a CPU
         return
     fraction = integer.frac()  # exact: t has few bits above its integer part
     integer.floor_()
@@ -152,17 +155,7 @@ def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, ra
         up = _goes_up_(fraction, generator, random_bits)
     else:
         raise unknown("rounding", rounding, ROUNDINGS)
-    _with_sign_of_(t, integer.add_(up))
-
-
-def _with_sign_of_(t: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Write magnitudes into `t`, keeping its signs; `copysign` takes twice as long on a CPU."""
-    if t.device.type != "cpu" or torch.compiler.is_compiling():
-        torch.copysign(magnitude, t, out=t)
-        return
-    int_dtype, _, mantissa_bits, bias = _LAYOUT[t.dtype]
-    sign_bit = -1 << mantissa_bits + bias.bit_length() + 1
-    t.view(int_dtype).bitwise_and_(sign_bit).bitwise_or_(magnitude.view(int_dtype))
+    torch.copysign(integer.add_(up), t, out=t)
 
 
 def _goes_up_(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:

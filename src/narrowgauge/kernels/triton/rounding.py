@@ -94,7 +94,8 @@ def to_grid(
     k = t.to(tl.int32)
     fraction = t - k.to(tl.float32)
     if ROUNDING == "nearest-even":
-        up = (fraction > 0.5) | ((fraction == 0.5) & ((k & 1) == 1))
+        code = k if M else (e >> 23) - (EMIN + 127) + k  # without mantissa bits, of each binade
+        up = (fraction > 0.5) | ((fraction == 0.5) & ((code & 1) == 1))
         k += up.to(tl.int32)
     elif ROUNDING == "half-away":
         k += (fraction >= 0.5).to(tl.int32)

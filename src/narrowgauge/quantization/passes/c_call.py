@@ -28,9 +28,9 @@ SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
 _WORDS = (
     *("x_type", "out_type", "divides", "rounding", "random_bits", "result", "choose", "contracts_columns"),
     *("exponent_min", "exponent_quantum", "negative_zero"),
-    *("bits", "mantissa_bits", "is_signed", "twos_complement"),
+    *("bits", "mantissa_bits", "twos_complement"),
 )
-_FACTORS = ("largest", "stretch", "back", "code_scale", "divisor")
+_FACTORS = ("largest", "stretch", "back", "divisor")
 
 
 class Pass(ctypes.Structure):
@@ -57,10 +57,8 @@ def _element_fields(element: Format) -> tuple[tuple[str, Any], ...]:
         "negative_zero": int(element.has_negative_zero),
         "bits": element.bits,
         "mantissa_bits": element.mantissa_bits,
-        "is_signed": int(element.signed),
         "twos_complement": int(element.twos_complement),
         "largest": element.max,
-        "code_scale": 2.0 ** (element.bias - 127),
     }
     return tuple(fields.items())
 

@@ -140,16 +140,18 @@ static void store(const Pass *p, int64_t index, int64_t n, const float *RESTRICT
   }
 }
 
-/* formats/codes.py: the upper bits of the float32 whose exponent has the format's bias. */
+/* The codes of values on the grid: their quanta, after those of the binades below (formats/codes.py has the same). */
 static void store_codes(const Pass *p, int64_t index, int64_t n, const float *RESTRICT t, const float *RESTRICT finite) {
+  const Pass format = *p; /* a copy that no store can change */
   uint8_t *RESTRICT to = (uint8_t *)p->out + index;
-  const int32_t shift = 23 - p->mantissa_bits, mask = (1 << p->bits) - 1, top = p->is_signed ? 1 << (p->bits - 1) : 0;
-  const int twos_complement = p->twos_complement;
-  const float by = p->code_scale;
+  const int32_t shift = 23 - format.mantissa_bits, mask = (1 << format.bits) - 1;
   for (int64_t k = 0; k < n; k++) {
-    const int32_t bits = (int32_t)as_bits(t[k] * by), sign = bits >> 31, body = (bits & 0x7FFFFFFF) >> shift;
-    const int32_t code = twos_complement ? ((body ^ sign) - sign) & mask : body | (sign & top);
-    to[k] = (uint8_t)(finite[k] != 0 ? code : 0);
+    const int32_t bits = (int32_t)as_bits(t[k]), sign = bits >> 31, field = bits & 0x7F800000;
+    const int32_t exponent = field < format.exponent_min ? format.exponent_min : field;
+    const float quanta = fabsf(t[k]) * as_float(format.exponent_inverse - (uint32_t)exponent);
+    const int32_t body = ((exponent - format.exponent_min) >> shift) + (int32_t)(as_bits(quanta + 0x1p23f) & 0x7FFFFFu);
+    const int32_t code = format.twos_complement ? (body ^ sign) - sign : body | (sign & 1 << (format.bits - 1));
+    to[k] = (uint8_t)(finite[k] != 0 ? code & mask : 0);
   }
 }
 

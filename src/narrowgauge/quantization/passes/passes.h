@@ -22,8 +22,8 @@ typedef struct {
   uint32_t key[2], exponent_inverse;
   int32_t x_type, out_type, divides, rounding, random_bits, result, choose, contracts_columns;
   int32_t exponent_min, exponent_quantum, negative_zero; /* of the element format */
-  int32_t bits, mantissa_bits, is_signed, twos_complement;
-  float largest, stretch, back, code_scale, divisor;
+  int32_t bits, mantissa_bits, twos_complement;
+  float largest, stretch, back, divisor;
 } Pass;
 
 static inline float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
@@ -37,6 +37,8 @@ static inline __attribute__((always_inline)) float rounded(const Pass *p, float 
   exponent = exponent < p->exponent_min ? p->exponent_min : exponent;
   x *= as_float(p->exponent_inverse - (uint32_t)exponent);
   if (rounding == NEAREST_EVEN) {
+    if (p->mantissa_bits == 0) /* a code a binade: a tie above an even code belongs to it */
+      x = as_float(as_bits(x) - ((uint32_t)(exponent - p->exponent_min) >> 23 & 1));
     x = rintf(x);
   } else {
     const float magnitude = fabsf(x), lower = floorf(magnitude), fraction = magnitude - lower;
