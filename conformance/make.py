@@ -103,10 +103,6 @@ def described(c: Cast) -> Vector:
     """A cast by its facts; what is at its default is left out."""
     every, default = ({"name": one.name, **one.values()} for one in (c, DEFAULT))
     every["element"] = c.element.name
-    every["candidates"], every["elements"] = (
-        c.choice.elements or c.choice.candidates,
-        (),
-    )  # as a recipe says it
     return {k: v for k, v in every.items() if v != default[k]} | {"element": c.element.name}
 
 
@@ -146,11 +142,7 @@ def _vector(
         out["scale_random"] = _drawn(scale_draws.ravel()[: len(scales)])
     stored = format("fp32" if c.scales.format == "fp32" else c.scales.format)
     codes = "".join(f"{code:02x}" for code in hand.codes.ravel())
-    text = hexadecimal(scales, stored)
-    if c.choice.elements:  # the sign of a scale says which a block has
-        pairs = zip(hand.scales, bytes.fromhex(text), strict=True)
-        text = bytes(code | (corner in hand.second) << 7 for corner, code in pairs).hex()
-    out |= {"codes": codes, "scales": text}
+    out |= {"codes": codes, "scales": hexadecimal(scales, stored)}
     if c.scales.outer != "none":
         row = axis % x.ndim
         columns = c.scales.outer_columns or x.shape[row]
@@ -229,7 +221,6 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("nvfp4-2d", "normal", {"headroom": 16 / 17}, {}),
     ("nvfp4", "wide", {"candidates": [6, 4], "choose": "mae"}, {}),
     ("nvfp4-2d", "normal", {"candidates": [6, 4], "choose": "mse"}, {}),
-    ("nvfp4", "wide", {"candidates": ["e2m1", "int4"], "choose": "mse"}, {}),
     ("nvfp4", "wide", {"tensor_scale": "row"}, {}),
     ("nvfp4", "long", {"tensor_scale": 64}, {}),
     ("nvfp4", "normal", {"center": "tokens"}, {}),

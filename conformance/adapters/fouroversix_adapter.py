@@ -2,8 +2,8 @@
 
     FOUROVERSIX=CHECKOUT python -m narrowgauge.conformance conformance/adapters/fouroversix_adapter.py
 
-Written for commit dadfad6. It has NVFP4, NVFP4 that reaches to 6 or to 4, IF4 and MXFP4. It returns the
-amax; the tensor scale is what its errors are computed with.
+Written for commit dadfad6. It has NVFP4, NVFP4 that reaches to 6 or to 4, and MXFP4. It returns the amax;
+the tensor scale is what its errors are computed with.
 """
 
 from importlib import import_module
@@ -35,8 +35,8 @@ def quantize(x, cast, **more):
     match cast["element"], scale, block, cast.get("tensor_scale"):
         case "e2m1", "e8m0", [1, 32], None:
             kind = Type.mxfp4
-        case "e2m1", "e4m3", [1 | 16, 16], "tensor" if candidates in (None, [6, 4], ["e2m1", "int4"]):
-            kind = Type.if4 if candidates and candidates[0] == "e2m1" else Type.nvfp4
+        case "e2m1", "e4m3", [1 | 16, 16], "tensor" if candidates in (None, [6, 4]):
+            kind = Type.nvfp4
         case _:
             raise NotImplementedError
     data = torch.from_numpy(x).to(DTYPES[cast["input"]])

@@ -172,7 +172,6 @@ VALUES = {
     "scale_rounding": "stochastic",
     "zero_scale": "smallest",
     "candidates": (6.0, 4.0),
-    "elements": ("e2m1", "int4"),
     "choose": "mse",
     "feedback": "momentum",
     "of": "fprop.w",

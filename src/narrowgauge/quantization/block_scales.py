@@ -52,10 +52,6 @@ def _best(
     random: Randomness,
 ) -> Scales:
     """The scales of blocks: for each block, the candidate with the least error."""
-    if cast.choice.elements:
-        found = scales_from(amax, cast, context.scale, over, random)
-        errors = [block_errors(split, blocks, axis, found, over, cast, context, n) for n in (0, 1)]
-        return found._replace(second=errors[1] < errors[0])
     if not cast.choice.candidates:
         return scales_from(amax, cast, context.scale, over, random)
     best: Scales | None = None

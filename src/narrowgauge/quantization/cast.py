@@ -46,10 +46,10 @@ STATE_KEYS = (*CODES_AND_SCALES, *StateFormat.KEYS)
 #: Keys that a layer implements around its casts: where an operand, its scale, its kept channels or its
 #: gradient comes from.
 BY_LAYER = ("of", *AmaxOverTime.KEYS, *Estimator.KEYS, "keep_cast", "keep_steps", "keep_every")
-_ON_NO_AXIS = (*STATE_KEYS, *BY_LAYER, "elements", "signs", *Mean.KEYS, "compensate")
+_ON_NO_AXIS = (*STATE_KEYS, *BY_LAYER, "signs", *Mean.KEYS, "compensate")
 _WRITTEN = (  # the order in which keys are written
     *("element", "scale", "tensor_scale", "scale_target", "scale_rounding", "zero_scale"),
-    *("candidates", "elements", "choose", "feedback", "of"),
+    *("candidates", "choose", "feedback", "of"),
     *("keep_channels", "keep_cast", "keep_steps", "keep_every", "refresh", "center", "center_cast"),
     *("correct", "block", "scale_rule", "rounding", "hadamard", "headroom", "power_of_two", "signs"),
     *("random_bits", "history", "history_algorithm", "margin", "outliers", "compensate"),
@@ -199,11 +199,6 @@ class Cast:
         return self.element.max * self.scales.headroom
 
     @property
-    def with_second(self) -> "Cast":
-        """The cast of the blocks that use the second of two elements."""
-        return replace(self, element=format(self.choice.elements[1]), choice=_CHOICE)
-
-    @property
     def to_nearest(self) -> "Cast":
         """The cast with elements and scales rounded to nearest."""
         return self.having(rounding="nearest-even", scale_rounding="nearest-even")
@@ -216,8 +211,6 @@ class Cast:
     @property
     def is_exact_in_bf16(self) -> bool:
         """Whether bfloat16 holds every product of an element and its block's scale."""
-        if self.choice.elements:
-            return False
         if self.scales.format == "fp32":
             return self.scales.power_of_two
         bits, scale_bits = self.element.fraction_bits + 1, format(self.scales.format).mantissa_bits + 1

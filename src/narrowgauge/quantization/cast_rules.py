@@ -84,8 +84,7 @@ def _rules_of_blocks(cast: Any) -> Rules:
 def _rules_of_candidates(cast: Any) -> Rules:
     """The same for the choice between candidates and the correction of scales."""
     choice, scales, block = cast.choice, cast.scales, cast.block
-    names, largest = choice.elements, cast.element.max
-    two = f"candidates are two formats, the first the cast's own element, {cast.element.name}"
+    largest = cast.element.max
     is_fixed = block is not None and block[1] != 0
     is_group = is_fixed and block[0] == 1 and cast.hadamard.size % block[1] == 0
     of_rounded = f"they belong to scales in {', '.join(ROUNDED)}"
@@ -99,13 +98,6 @@ def _rules_of_candidates(cast: Any) -> Rules:
             not scales.correction or scales.format not in ROUNDED or is_group,
             "it needs blocks of one row that divide the size of the Hadamard transform, such as 16",
         ),
-        ("elements", not names or (len(names) == 2 and names[0] == cast.element.name), two),
-        (
-            "elements",
-            not names or (scales.format == "e4m3" and not scales.correction),
-            "which one a block has is the sign of its scale, so scales must be e4m3, without correct",
-        ),
-        ("elements", not names or is_fixed, "they need blocks of a fixed size, such as 16"),
     ]
 
 

@@ -64,7 +64,7 @@ class QuantContext:
 
     def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
         """The same context with random values drawn in advance if a cast needs them more than once."""
-        is_once = not (cast.choice.candidates or cast.choice.elements or cast.scales.correction)
+        is_once = not (cast.choice.candidates or cast.scales.correction)
         if is_once or cast.rounding.mode != "stochastic":
             return self
         if isinstance(self.random, RandomStream | torch.Tensor):

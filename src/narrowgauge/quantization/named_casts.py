@@ -187,7 +187,7 @@ def _check_keys(table: Table) -> None:
             raise unknown("cast key", key, cast_keys())
         is_right = isinstance(given, KEYS[key]) and isinstance(given, bool) == (KEYS[key] is bool)
         if is_right and key == "candidates":
-            is_right = all(type(c) in (int, float) for c in given) or all(type(c) is str for c in given)
+            is_right = all(type(c) in (int, float) for c in given)
         if not is_right:
             raise UserError(f"cast key {key} = {given!r}, but it must be {_WORDS.get(KEYS[key], 'a number')}")
 
@@ -201,8 +201,6 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
         fields["block"] = _block(fields["block"])
     if "tensor_scale" in fields:
         fields["tensor_scale"] = str(fields["tensor_scale"])
-    if (names := fields.get("candidates")) and isinstance(names[0], str):
-        fields["elements"] = tuple(format(name).name for name in fields.pop("candidates"))
     for key in ("signs", "candidates"):
         if isinstance(given := fields.get(key), list):
             fields[key] = tuple(given)

@@ -21,7 +21,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
 from narrowgauge.quantization.own_casts import values_of
-from narrowgauge.quantization.passes.rounding import round_blocks, round_elements
+from narrowgauge.quantization.passes.rounding import round_blocks
 from narrowgauge.quantization.stages.channels import joined, may_pick, parted
 from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
 
@@ -40,8 +40,6 @@ class QTensor:
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
         mean: The mean that was subtracted (`center`), float32, to be added back; else None.
-        second: bool, for each block whether its codes use the second of the cast's elements, which the sign
-            bit of its scale's code also indicates; None if there is only one element.
         channels: bool, for each channel whether it is kept in another cast (`keep_channels`); codes and
             scales cover the rest, with zeros there. None if all channels share the cast.
         kept: float32, the values of kept channels in their cast, zeros elsewhere; else None.
@@ -54,7 +52,6 @@ class QTensor:
     cast: Cast
     blocks: Blocks
     mean: torch.Tensor | None = None
-    second: torch.Tensor | None = None
     channels: torch.Tensor | None = None
     kept: torch.Tensor | None = None
 
@@ -94,12 +91,7 @@ class QTensor:
 
     def _numbers(self, scale: torch.Tensor) -> torch.Tensor:
         """Elements times the scales of their blocks."""
-        numbers = self.blocks.split(decode(self.codes, self.cast.element)) * scale
-        if self.second is not None:
-            other = decode(self.codes, self.cast.with_second.element)
-            others = self.blocks.split(other) * scale * self.cast.choice.stretch[1]
-            numbers = torch.where(self.blocks.align(self.second), others, numbers)
-        return self.blocks.merge(numbers)
+        return self.blocks.merge(self.blocks.split(decode(self.codes, self.cast.element)) * scale)
 
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes per byte, four FP6 codes in three."""
@@ -153,7 +145,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
 
-    codes = round_elements(split, blocks, scales, cast, context, "codes", torch.uint8)
+    codes = round_blocks(split, blocks, scales, cast, context, "codes", torch.uint8)
     if cast.block is not None:
         block_scales = scales.block.reshape(blocks.grid)
     else:
@@ -163,9 +155,6 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
             else torch.ones((), dtype=torch.float32, device=x.device)
         )
     scale_codes = encode(block_scales, format(cast.scales.format)) if cast.scales.are_codes else None
-    second = None if scales.second is None else scales.second.reshape(blocks.grid)
-    if scale_codes is not None and second is not None:
-        scale_codes = scale_codes | (second.to(torch.uint8) << 7)
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
@@ -174,7 +163,6 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         cast=cast,
         blocks=blocks,
         mean=prepared.mean,
-        second=second,
     )
 
 
@@ -215,7 +203,7 @@ def emulate(
         return blocks.merge(values), scales.block.reshape(())
 
     operand_dtype = torch.float32 if cast.has_wide_operand else dtype
-    operand = blocks.merge(round_elements(split, blocks, scales, cast, context, "stored", operand_dtype))
+    operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, "stored", operand_dtype))
     if not cast.adds_to_operand:
         return operand, scales.tensor
     if scales.tensor is not None:

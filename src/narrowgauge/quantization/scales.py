@@ -71,7 +71,6 @@ class Scales(NamedTuple):
     tensor: torch.Tensor | None
     finite: torch.Tensor  # bool: whether the block holds only finite values
     divides: bool = False
-    second: torch.Tensor | None = None  # bool: whether the block uses the second of the cast's elements
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
 ALL_WIDE: Mapping[str, Cast | None] = dict.fromkeys(ATTENTION_PLACES, None)
 STREAM = "stream"
 #: The keys of a cast that the stream implements, and those that attention does.
-STREAM_KEYS = (*CODES_AND_SCALES, "elements")
+STREAM_KEYS = CODES_AND_SCALES
 ATTENTION_KEYS = (*STREAM_KEYS, "hadamard", "signs")
 
 

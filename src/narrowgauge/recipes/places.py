@@ -51,7 +51,7 @@ CAST_TABLE = '{cast = "mxfp4", rounding = "stochastic"}'  # an example, for erro
 SAVED = ("input", "operand")
 #: The keys of a cast that each kind of place implements.
 GEMM_KEYS = (
-    *(*CODES_AND_SCALES, *BY_LAYER, "elements", "hadamard", "signs", "center", "center_cast"),
+    *(*CODES_AND_SCALES, *BY_LAYER, "hadamard", "signs", "center", "center_cast"),
     *("outliers", "compensate", "keep_channels", "function"),
 )
 SAVED_KEYS = (*CODES_AND_SCALES, "outliers")
@@ -62,7 +62,6 @@ SOURCE_KEYS = tuple(key for key in GEMM_KEYS if key not in ("hadamard", "signs")
 #: Why state lacks a key; any other key gets the generic sentence.
 _NOT_IN_STATE = {
     "center": "state has no tokens",
-    "elements": "a choice between elements belongs to operands",
     "hadamard": "transforms belong to GEMM operands",
     "outliers": "clamping belongs to GEMM operands",
     "function": "a function gives values and no codes, which state stores",

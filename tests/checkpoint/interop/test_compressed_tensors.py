@@ -211,7 +211,6 @@ WEIGHTS = {
     "outliers": ({"cast": "fp8-row", "outliers": 0.9}, ""),
     "compensate": ({"cast": "fp8-row", "outliers": 0.9, "compensate": True}, "compensate = true"),
     "hadamard": ({"cast": "mxfp4", "hadamard": 32}, "hadamard = 32"),
-    "elements": ({"cast": "nvfp4", "candidates": ["e2m1", "int4"], "choose": "mse"}, "elements ="),
     "keep_channels": ({"cast": "nvfp4", "keep_channels": 0.1, "keep_cast": "mxfp8"}, "keep_channels = 0.1"),
     "tensor_scale": ({"cast": "nvfp4", "tensor_scale": "row"}, 'tensor_scale = "row"'),
     "scale": ({"element": "e2m1", "block": 16, "scale": "e5m3"}, 'scale = "e5m3"'),

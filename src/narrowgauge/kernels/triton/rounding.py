@@ -1,7 +1,6 @@
 """Rounding to a format's grid, its codes, and the random bits of an element, as functions for kernels.
 
 One is a kernel itself: random signs in one launch, instead of twenty plain operations.
-
 The arithmetic is that of `formats.rounding`, `formats.codes` and `formats.counter_rng`, except that k, the
 integer part of an element over its quantum, is kept as an integer. The element follows from k and its
 exponent field e (at least that of emin):

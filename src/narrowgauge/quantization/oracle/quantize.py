@@ -46,8 +46,6 @@ class ReferenceTensor:
         tensor_scales: The outer scale of each block (NVFP4), else 1.
         rest: What clamping removed (zeros elsewhere).
         mean: The mean over tokens that was subtracted.
-        second: The blocks that use the second of the cast's elements, by the index of their first element.
-        back: The factor that values of the second element are multiplied by.
         channels: The channels that are kept in another cast.
         kept: Their values in that cast, zeros elsewhere.
     """
@@ -58,8 +56,6 @@ class ReferenceTensor:
     tensor_scales: dict[Index, float]
     rest: np.ndarray
     mean: np.ndarray | float = 0.0
-    second: frozenset[Index] = frozenset()
-    back: Fraction = Fraction(1)
     channels: tuple[int, ...] = ()
     kept: np.ndarray | None = None
 
@@ -84,7 +80,6 @@ class ReferenceTensor:
                 out[i] = math.nan
                 continue
             number = fl(Fraction(float(self.values[i])) * Fraction(scale))
-            number = fl(number * self.back) if block in self.second else number
             number = fl(number * Fraction(self.tensor_scales[block]))
             if isinstance(self.mean, np.ndarray) and self.mean.any():
                 number = fl(number + Fraction(float(self.mean[i[-1]])))
@@ -156,7 +151,6 @@ def _quantized(
     amax = {c: float(np.abs(clamped[block]).max()) for c, block in blocks.items()}
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
-    second: set[Index] = set()
     numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # per block: (before, after) rounding
     first = cast.having(scale_rounding="nearest-even") if cast.scales.correction else cast
     uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(blocks)}
@@ -167,17 +161,15 @@ def _quantized(
         block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
         largest = finite.get(c, Fraction(0)), over
         best = _quantize_block(block, largest, first, axis, uniforms[c], draws, encode_scale, c in finite)
-        scales[c], tensor_scales[c], factor = best[1:4]
-        second |= {c} if best[4] else set()
+        scales[c], tensor_scales[c], factor = best[1:]
         for i, value in best[0].items():
             values[i] = value
         numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
     if cast.scales.correction:
         scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
-    codes = _codes(values, blocks, second, cast)
+    codes = np.array([code_of(float(v), cast.element) for v in values.ravel()], np.int64).reshape(x.shape)
     rest = x - clamped if cast.clamp.quantile else np.zeros_like(x)
-    back = fl(Fraction(cast.choice.stretch[1])) if cast.choice.elements else Fraction(1)
-    return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean, frozenset(second), back)
+    return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean)
 
 
 def _with_kept(
@@ -191,18 +183,6 @@ def _with_kept(
         kept = np.vectorize(lambda v: round_scalar(v, kept_cast.element), otypes=[np.float64])(alone)
     missing = [(0, longer - n) for longer, n in zip(rest.values.shape, kept.shape, strict=True)]
     return replace(rest, channels=channels, kept=np.pad(kept, missing))
-
-
-def _codes(
-    values: np.ndarray, blocks: dict[Index, tuple[slice, ...]], second: set[Index], cast: Cast
-) -> np.ndarray:
-    """The codes of elements, in the format of their block."""
-    codes = np.zeros(values.shape, np.int64)
-    for c, block in blocks.items():
-        element = cast.with_second.element if c in second else cast.element
-        of_block = [code_of(float(v), element) for v in values[block].ravel()]
-        codes[block] = np.array(of_block, np.int64).reshape(values[block].shape)
-    return codes
 
 
 def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -226,37 +206,30 @@ def _quantize_block(
     draws: np.ndarray | None,
     encode_scale: float | None,
     is_finite: bool,
-) -> tuple[dict[Index, float], float, float, Fraction, bool]:
-    """(elements of a block by index, its scale, the outer scale, its factor, whether the second element is
-    used) for the best candidate."""
+) -> tuple[dict[Index, float], float, float, Fraction]:
+    """(elements of a block by index, its scale, the outer scale, its factor) for the best candidate."""
     least: Fraction | None = None
-    best: tuple[dict[Index, float], float, float, Fraction, bool] = ({}, math.nan, 1.0, Fraction(0), False)
-    for number, candidate in enumerate(cast.choice.candidates or (0.0,) * (2 if cast.choice.elements else 1)):
+    best: tuple[dict[Index, float], float, float, Fraction] = ({}, math.nan, 1.0, Fraction(0))
+    for candidate in cast.choice.candidates or (0.0,):
         factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
         if not is_finite:
-            return {}, math.nan, float(above), factor, False
+            return {}, math.nan, float(above), factor
         if encode_scale is not None:
             factor = Fraction(encode_scale)
             scale = fl(1 / factor)
-        is_second = bool(cast.choice.elements) and number == 1
-        rounds, into, back = cast, Fraction(1), Fraction(1)
-        if is_second:
-            rounds, into, back = cast.with_second, *(fl(Fraction(s)) for s in cast.choice.stretch)
-        elements = {
-            i: _round(v, factor, rounds, None if draws is None else int(draws[i]), into)
-            for i, v in block.items()
-        }
+        drawn = {i: None if draws is None else int(draws[i]) for i in block}
+        elements = {i: _round(v, factor, cast, drawn[i]) for i, v in block.items()}
         error = Fraction(0)
-        if cast.choice.candidates or cast.choice.elements:
-            error = error_by_hand(elements, block, (scale, above, amax_and_over[1]), cast, axis, back)
+        if cast.choice.candidates:
+            error = error_by_hand(elements, block, (scale, above, amax_and_over[1]), cast, axis)
         if least is None or error < least:
-            least, best = error, (elements, float(scale), float(above), factor, is_second)
+            least, best = error, (elements, float(scale), float(above), factor)
     return best
 
 
-def _round(x: float, factor: Fraction, cast: Cast, draw: int | None, into: Fraction) -> float:
-    """Round one value, times its factor and stretch, to the element grid."""
-    scaled = fl(fl(Fraction(x) * factor) * into)
+def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
+    """Round one value, times its factor, to the element grid."""
+    scaled = fl(Fraction(x) * factor)
     rounding, uniform = cast.rounding.mode, Fraction(1, 2)
     if rounding == "stochastic":
         assert draw is not None

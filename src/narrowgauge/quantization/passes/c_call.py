@@ -30,7 +30,7 @@ _WORDS = (
     *("exponent_min", "exponent_quantum", "negative_zero"),
     *("bits", "mantissa_bits", "twos_complement"),
 )
-_FACTORS = ("largest", "stretch", "back", "divisor")
+_FACTORS = ("largest", "divisor")
 
 
 class Pass(ctypes.Structure):
@@ -174,7 +174,7 @@ def _is_right(found: ctypes.CDLL) -> bool:
                 **fields,
                 **dict(zip(SIZES, (1, 1, 4099, 1, 4099), strict=True)),
                 **{"x": x.data_ptr(), "out": out.data_ptr(), "encode": encode.data_ptr()},
-                **{"block": ones.data_ptr(), "uniform": random.data_ptr(), "stretch": 1.0, "back": 1.0},
+                **{"block": ones.data_ptr(), "uniform": random.data_ptr()},
                 **{"rounding": MODES.index(rounding), "random_bits": RANDOM_BITS},
             )
             found.round_pass(ctypes.byref(one), 0, int(found.units(ctypes.byref(one))))

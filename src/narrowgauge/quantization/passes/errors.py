@@ -21,27 +21,22 @@ def block_errors(
     over: torch.Tensor | None,
     cast: Cast,
     context: QuantContext,
-    element: int = 0,
 ) -> torch.Tensor:
     """The error of each block under given scales, by the cast's criterion, inner dimensions kept with size 1.
 
     In TransformerEngine's order: in float32, along each row from left to right, then pairwise halves of rows.
-    `element` is the index of one of the cast's elements.
     """
-    into, back = cast.choice.stretch if element else (1.0, 1.0)
-    rounds, contracted = cast.with_second if element else cast, axis % len(blocks.size)
+    contracted = axis % len(blocks.size)
     is_nvfp4 = cast.scales.are_nvfp4 and over is not None
     above = over if is_nvfp4 else scales.tensor
     divisor = cast.target * cast.element.max * cast.scales.headroom if is_nvfp4 else 1.0
-    if in_c.takes(split, blocks, rounds, is_whole=True):
-        rounding = in_c.Rounding.of(scales, rounds, context.random_over(blocks), into)
-        judged = in_c.Judged(scales.block, above, back, divisor, cast.choice.by, contracted)
+    if in_c.takes(split, blocks, cast, is_whole=True):
+        rounding = in_c.Rounding.of(scales, cast, context.random_over(blocks))
+        judged = in_c.Judged(scales.block, above, divisor, cast.choice.by, contracted)
         return blocks.align(in_c.errors(split, blocks, rounding, judged))
-    seen = round_blocks(split, blocks, scales, rounds, context, "stored", torch.float32, into)
+    seen = round_blocks(split, blocks, scales, cast, context, "stored", torch.float32)
     if above is not None:
         seen.mul_(above)
-    if element:
-        seen.mul_(back)
     if is_nvfp4 and over is not None:
         seen.div_(torch.full_like(over, divisor))
     error = seen.sub_(split)

@@ -27,7 +27,7 @@ ROW_KEYS = (
     *("estimator_k", "estimator_cap"),
 )
 OPERATOR_KEYS = (
-    *(*CODES_AND_SCALES, *BY_LAYER, "elements", "hadamard", "signs", "center", "center_cast"),
+    *(*CODES_AND_SCALES, *BY_LAYER, "hadamard", "signs", "center", "center_cast"),
     *("outliers", "compensate"),
 )
 PASS_KEYS = (*OPERATOR_KEYS, "keep_channels", "feedback", "expand", "prescale")

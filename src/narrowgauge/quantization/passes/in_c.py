@@ -51,12 +51,11 @@ class Rounding(NamedTuple):
     divides: bool
     cast: Cast
     random: Randomness
-    stretch: float
 
     @classmethod
-    def of(cls, scales: Scales, cast: Cast, random: Randomness, stretch: float = 1.0) -> "Rounding":
+    def of(cls, scales: Scales, cast: Cast, random: Randomness) -> "Rounding":
         """The rounding under some scales."""
-        return cls(scales.encode, scales.divides, cast, random, stretch)
+        return cls(scales.encode, scales.divides, cast, random)
 
 
 class Judged(NamedTuple):
@@ -64,7 +63,6 @@ class Judged(NamedTuple):
 
     block: torch.Tensor  #: its scale
     above: torch.Tensor | None  #: its outer scale
-    back: float  #: a factor of its values
     divisor: float  #: a divisor of its values
     choose: str
     contracted: int  #: the contracted dimension
@@ -140,7 +138,6 @@ def rounded(
     result: str,
     block: torch.Tensor,
     dtype: torch.dtype,
-    back: float,
 ) -> torch.Tensor:
     """`passes.rounding.round_blocks`; `block` is a block's scale, or for "codes" whether it is finite."""
     split, sizes = split.contiguous(), _sizes(split, blocks)
@@ -148,7 +145,7 @@ def rounded(
     of_blocks = _entries(block, blocks, sizes)
     kept, fields = _fields(split, blocks, sizes, rounding)
     fields |= {"block": of_blocks.data_ptr(), "out": out.data_ptr(), "out_type": _TYPES[dtype]}
-    _run(split, "round_pass", Pass(**fields | {"result": RESULTS.index(result), "back": back}, **sizes))
+    _run(split, "round_pass", Pass(**fields | {"result": RESULTS.index(result)}, **sizes))
     del kept  # the pass has read it
     return out
 
@@ -161,7 +158,7 @@ def errors(split: torch.Tensor, blocks: Blocks, rounding: Rounding, judged: Judg
     above = None if judged.above is None else _entries(judged.above, blocks, sizes)
     kept, fields = _fields(split, blocks, sizes, rounding)
     fields |= {"block": of_blocks.data_ptr(), "above": None if above is None else above.data_ptr()}
-    fields |= {"out": found.data_ptr(), "back": judged.back, "divisor": judged.divisor}
+    fields |= {"out": found.data_ptr(), "divisor": judged.divisor}
     fields["contracts_columns"] = int(judged.contracted == len(blocks.size) - 1)
     _run(split, "error_pass", Pass(**fields | {"choose": _CHOICES.index(judged.choose)}, **sizes))
     del kept
@@ -326,7 +323,7 @@ def _fields(
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """(tensors to keep alive during the pass, the fields of rounding)."""
     encode, cast, random = _entries(rounding.encode, blocks, sizes), rounding.cast, rounding.random
-    fields = fields_of(cast.element) | {"stretch": rounding.stretch, "back": 1.0, "divisor": 1.0}
+    fields = fields_of(cast.element) | {"divisor": 1.0}
     fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
     fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding.mode)}
     fields["random_bits"] = cast.rounding.random_bits

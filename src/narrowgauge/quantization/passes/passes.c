@@ -85,8 +85,6 @@ static void scale(const Pass *p, int64_t n, const float *RESTRICT x, const float
     for (int64_t k = 0; k < n; k++) t[k] = x[k] / encode[k];
   else
     for (int64_t k = 0; k < n; k++) t[k] = x[k] * encode[k];
-  if (p->stretch != 1)
-    for (int64_t k = 0; k < n; k++) t[k] *= p->stretch;
 }
 
 /* formats/counter_rng.py: the bits of element i of a stream are mix(mix(low(i) ^ k0) ^ high(i) * golden ^ k1). */
@@ -175,8 +173,6 @@ int round_pass(const Pass *p, int64_t begin, int64_t end) {
         }
         if (p->result == STORED)
           for (int64_t k = 0; k < n; k++) t[k] *= block[k];
-        if (p->result == STORED && p->back != 1)
-          for (int64_t k = 0; k < n; k++) t[k] *= p->back;
         store(p, index, n, t);
       }
     }
@@ -294,12 +290,11 @@ static float reduced(float *e, const Pass *p, int64_t rows, int64_t width) {
 
 /* The errors of n numbers of a row: absolute, or squared. */
 static void errors_of(const Pass *p, int64_t n, const float *RESTRICT x, const float *RESTRICT block, const float *RESTRICT above, const float *RESTRICT t, float *RESTRICT e) {
-  const float back = p->back, divisor = p->divisor;
+  const float divisor = p->divisor;
   const int squares = p->choose == MSE;
   for (int64_t k = 0; k < n; k++) {
     float seen = t[k] * block[k];
     seen = above ? seen * above[k] : seen;
-    seen = seen * back;
     seen = seen / divisor;
     const float error = seen - x[k];
     e[k] = squares ? error * error : fabsf(error);

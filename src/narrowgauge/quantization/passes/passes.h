@@ -23,7 +23,7 @@ typedef struct {
   int32_t x_type, out_type, divides, rounding, random_bits, result, choose, contracts_columns;
   int32_t exponent_min, exponent_quantum, negative_zero; /* of the element format */
   int32_t bits, mantissa_bits, twos_complement;
-  float largest, stretch, back, divisor;
+  float largest, divisor;
 } Pass;
 
 static inline float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }

@@ -14,28 +14,6 @@ from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.scales import Scales
 
 
-def round_elements(
-    split: torch.Tensor,
-    blocks: Blocks,
-    scales: Scales,
-    cast: Cast,
-    context: QuantContext,
-    result: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """`round_blocks` with the element format of each block.
-
-    Args:
-        split, blocks, scales, cast, context, result, dtype: As for `round_blocks`.
-    """
-    first = round_blocks(split, blocks, scales, cast, context, result, dtype)
-    if scales.second is None:
-        return first
-    other, (into, back) = cast.with_second, cast.choice.stretch
-    second = round_blocks(split, blocks, scales, other, context, result, dtype, into, back)
-    return torch.where(scales.second, second, first)
-
-
 def round_blocks(
     split: torch.Tensor,
     blocks: Blocks,
@@ -44,21 +22,17 @@ def round_blocks(
     context: QuantContext,
     result: str,
     dtype: torch.dtype,
-    stretch: float = 1.0,
-    back: float = 1.0,
 ) -> torch.Tensor:
-    """Round every element of a split tensor, times `stretch`, to the grid.
+    """Round every element of a split tensor to the grid.
 
     Args:
         split: The split tensor.
         blocks: Its blocks.
         scales: Their scales.
-        cast: The cast, whose element every block has.
+        cast: The cast.
         context: The source of random bits.
         result: One of `in_c.RESULTS`. A block that is not finite has codes of 0.
         dtype: The dtype of the result.
-        stretch: The factor of elements before they are rounded.
-        back: The factor of "stored" values afterwards.
 
     Returns:
         The result, in the shape of `split`.
@@ -66,8 +40,8 @@ def round_blocks(
     random, out = context.random_over(blocks), None
     if in_c.takes(split, blocks, cast, dtype):
         block = scales.finite if result == "codes" else scales.block
-        rounding = in_c.Rounding.of(scales, cast, random, stretch)
-        return in_c.rounded(split, blocks, rounding, result, block, dtype, back)
+        rounding = in_c.Rounding.of(scales, cast, random)
+        return in_c.rounded(split, blocks, rounding, result, block, dtype)
     # A torch.Generator draws in order, so all elements must be rounded at once.
     in_order = cast.rounding.mode == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
     for chunk in chunks(split, in_one=in_order):
@@ -80,12 +54,9 @@ def round_blocks(
             scaled = x / encode
         else:
             scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
-        if stretch != 1:
-            scaled.mul_(stretch)
         values = round_finite_(scaled, cast.element, cast.rounding.mode, bits, cast.rounding.random_bits)
         if result == "stored":
             values.mul_(chunk.of(scales.block))
-            values = values if back == 1 else values.mul_(back)
         elif result == "codes":
             values = _codes(values, chunk.of(scales.finite), cast)
         if x.shape == split.shape:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from narrowgauge.formats import format
 from narrowgauge.formats.oracle import fl
 from narrowgauge.quantization.stages.stage import Names, Rules, Stage
 
@@ -24,35 +23,24 @@ class Choice(Stage):
     Attributes:
         candidates: Element magnitudes, such as (6, 4), that a block's amax may be mapped to; () for only the
             largest element.
-        elements: Two element formats, such as ("e2m1", "int4"), one of which each block uses: the first is
-            the cast's `element`, which determines the scales; values of the second are stretched to the same
-            range. () for a single format.
         by: "mae" or "mse" (mean absolute or squared error of the block), or "max" (its largest error); ties
             go to the first candidate. "" without candidates.
     """
 
     candidates: tuple[float, ...] = ()
-    elements: tuple[str, ...] = ()
     by: str = ""
-    KEYS: ClassVar[Mapping[str, str]] = {"candidates": "candidates", "elements": "elements", "choose": "by"}
+    KEYS: ClassVar[Mapping[str, str]] = {"candidates": "candidates", "choose": "by"}
     NAMES: ClassVar[Names] = {"choice": ("by", ("", *ERRORS))}
-
-    @property
-    def stretch(self) -> tuple[float, float]:
-        """The factors of values of the second of `elements`, before and after rounding."""
-        first, second = (format(name).max for name in self.elements)
-        return second / first, first / second
 
     def rules(self) -> Rules:
         """The rules of its keys."""
-        has_any = bool(self.candidates or self.elements)
-        missing = "between elements a choice is missing; add choose = 'mse'"
-        widths = {format(name).bits for name in self.elements}
         return [
             ("candidates", not self.candidates or bool(self.by), "a choice is missing; add choose = 'mae'"),
-            ("choose", not self.by or has_any, "there are no candidates; add candidates = [6, 4]"),
-            ("choose", not self.elements or bool(self.by), missing),
-            ("elements", len(widths) < 2, "candidates have codes of the same number of bits"),
+            (
+                "choose",
+                not self.by or bool(self.candidates),
+                "there are no candidates; add candidates = [6, 4]",
+            ),
         ]
 
 
@@ -62,7 +50,6 @@ def error_by_hand(
     scales: tuple[Fraction, Fraction, Fraction],
     cast: Any,
     axis: int,
-    back: Fraction = Fraction(1),
 ) -> Fraction:
     """The error of a block by the cast's criterion, every operation rounded to float32.
 
@@ -72,9 +59,8 @@ def error_by_hand(
         scales: The block's scale, the outer scale, and the amax that the outer scale comes from.
         cast: The cast.
         axis: The axis along which errors are added first.
-        back: The factor that undoes the stretch of the second element format; 1 without it.
     """
-    errors = {i: _error(elements[i], x[i], scales, cast, back) for i in x}
+    errors = {i: _error(elements[i], x[i], scales, cast) for i in x}
     if cast.choice.by == "max":
         return max(errors.values())
     rows: dict[Index, Fraction] = {}
@@ -86,18 +72,14 @@ def error_by_hand(
     return _halved([*rows.values(), *[Fraction(0)] * (height - len(rows))])
 
 
-def _error(
-    element: float, x: float, scales: tuple[Fraction, Fraction, Fraction], cast: Any, back: Fraction
-) -> Fraction:
+def _error(element: float, x: float, scales: tuple[Fraction, Fraction, Fraction], cast: Any) -> Fraction:
     scale, above, over = scales
     seen = fl(Fraction(element) * scale)
     if cast.scales.are_nvfp4:
         largest = fl(Fraction(cast.target * cast.element.max * cast.scales.headroom))
-        seen = fl(fl(fl(seen * over) * back) / largest)
+        seen = fl(fl(seen * over) / largest)
     elif cast.scales.outer != "none":
-        seen = fl(fl(seen * above) * back)
-    else:
-        seen = fl(seen * back)
+        seen = fl(seen * above)
     return abs(fl(seen - Fraction(x)))
 
 

@@ -29,7 +29,7 @@ from narrowgauge.training.step.build_model import go_to, model_of, newest_checkp
 
 #: The keys of fprop.x under which a token's operand depends on that token alone if its scales do.
 TOKENWISE_KEYS = (
-    *(*CODES_AND_SCALES, "elements", "hadamard", "signs", "keep_channels", "keep_cast", "keep_steps"),
+    *(*CODES_AND_SCALES, "hadamard", "signs", "keep_channels", "keep_cast", "keep_steps"),
     *("keep_every", "history", "history_algorithm", "margin", "estimator_k", "estimator_cap", "compensate"),
 )
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
