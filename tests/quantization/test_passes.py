@@ -17,7 +17,6 @@ from narrowgauge.quantization.passes import build, c_call, in_c
 
 needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 OWN = [
-    {"cast": "nvfp4", "candidates": ["e2m1", "int4"], "choose": "mse"},
     {"cast": "nvfp4", "candidates": [6, 4], "choose": "max", "rounding": "stochastic"},
     {"cast": "nvfp4-2d", "candidates": [6, 4], "choose": "mae"},
     {"element": "int4", "block": [4, 8], "scale": "e5m3", "candidates": [7, 5], "choose": "mse"},
