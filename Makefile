@@ -7,7 +7,7 @@ ARGS   ?=
 # With this variable set, each worker and each process that it starts would compile all modules and tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough nightly proofs pages faults check format bench tables evidence ladder2 forecasts docs wheel conformance versions lock
+.PHONY: train test test-thorough nightly proofs mutants pages faults check format bench tables evidence ladder2 forecasts docs wheel conformance versions lock
 .PHONY: notebook notebook-kept workflows clean
 
 train: $(VENV)/.run
@@ -27,6 +27,10 @@ nightly: $(VENV)/.dev
 # Proofs of minutes, where a file that they prove has changed; --all runs each of them.
 proofs: $(VENV)/.dev
 	$(BIN)/python release/proofs.py $(ARGS)
+
+# Planted faults: which test of the quick tier finds each; `make mutants ARGS="--only formats"`.
+mutants: $(VENV)/.dev
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 # The tables of plans that pages show, made again by their commands; with another torch in an environment of its own:
 # make pages VENV=.venv-next TORCH=torch==2.14.1 PYTHON=...

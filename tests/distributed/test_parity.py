@@ -14,7 +14,7 @@ from math import inf, isfinite
 import pytest
 
 from narrowgauge.recipes import recipe_names
-from support.covering import covering, properties_of
+from support.covering import covering, properties_of, representatives
 
 LAYOUTS = {
     "fsdp 2": (2, {}),
@@ -423,6 +423,14 @@ COVERING = covering(
 )
 
 
+# Those in which a representative of the recipes or a grid occurs for the first time.
+FEWEST = [
+    (recipe, layout)
+    for number, (recipe, layout) in enumerate(COVERING)
+    if recipe in representatives()
+    and (recipe not in dict(COVERING[:number]) or layout not in [grid for _, grid in COVERING[:number]])
+]
+
 #: Pairs that are not within the bounds, for causes that are not known.
 DIFFERS = {
     ("fp4", "pp 2 x tp 2"): pytest.mark.xfail(
@@ -432,6 +440,7 @@ DIFFERS = {
 }
 
 
+@pytest.mark.tier("nightly", keep=FEWEST)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("recipe", "layout"), [pytest.param(*pair, marks=DIFFERS.get(pair, ())) for pair in COVERING]
@@ -443,6 +452,7 @@ def test_every_recipe_on_every_grid(parity, recipe, layout, record_property):
         record_property(kind, figure)
 
 
+@pytest.mark.tier("nightly", keep=4)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("layout", "recipe"), list(zip(LAYOUTS, cycle(NARROW_SUMS), strict=False)))
 def test_every_grid_with_narrow_sums(parity, recipe, layout, record_property):

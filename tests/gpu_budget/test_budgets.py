@@ -85,7 +85,7 @@ def test_a_head_in_fp8_and_a_stream_in_bf16():
     ceiling(narrow / wide, today=1 / 1.3, goal=1 / 1.3)
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 def test_memory_of_fp8_at_1_5b_with_options_that_change_no_number():
     """At most 50 GiB for 3 % of the time, at most 36 GiB for 12 %: GiB, and seconds over those without."""
     chunked, selective = (big("fp8", chunked_loss=True, **o) for o in ({}, {"recompute": "selective"}))
@@ -105,6 +105,7 @@ def test_fp8_is_worth_it_at_0_5b():
     ceiling(fp8 / bf16, today=1 / 1.2, goal=1 / 1.2)
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")  # each takes ten seconds
 @pytest.mark.parametrize(
     ("recipe", "today"),
@@ -132,7 +133,7 @@ def test_the_host_runs_ahead(model, recipe, layers):
     assert count.launches * LAUNCH_S + count.functions * FUNCTION_S < 0.5 * count.seconds
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 def test_recomputation_at_8b():
     """At the ceilings, in ms."""
     count = whole(EIGHT, "fp8", 2, 8192, 32, options=(("recompute", True),))

@@ -26,6 +26,7 @@ def test_nvfp4_is_faster_than_bf16_on_a_b200():
     assert nvfp4.waits == 0
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")  # test_nvfp4_is_faster_than_bf16_on_a_b200 keeps one
 @pytest.mark.parametrize(
     ("gpu", "size", "recipe", "wide", "ratio"),
@@ -43,6 +44,7 @@ def test_seconds_over_those_of_a_wide_recipe(gpu, size, recipe, wide, ratio):
     assert narrow.waits == 0
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("gpu", "size", "recipe", "launches", "gigabytes"),

@@ -11,6 +11,7 @@ def needs(*packages):
 
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("nightly", keep=("nvfp4",))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trainer(torchrun, tmp_path, recipe):
@@ -33,6 +34,7 @@ def test_trainer_with_fsdp2_is_refused(torchrun, tmp_path):
 
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("nightly", keep=("msamp-o3",))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_lightning(torchrun, tmp_path, recipe):
@@ -46,6 +48,7 @@ def test_lightning(torchrun, tmp_path, recipe):
 
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "plain"])
 @pytest.mark.parametrize(
@@ -67,6 +70,7 @@ def test_accelerate(torchrun, tmp_path, recipe, has_adapters, is_prepared):
 
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):

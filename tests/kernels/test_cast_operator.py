@@ -40,6 +40,7 @@ def outcomes(model, run):
     return results
 
 
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")  # nn/test_compile.py compares fp8 and mxfp4, whose casts are operators there
 @pytest.mark.parametrize("name", FORMS)
 def test_a_graph_of_operators_gives_the_eager_numbers(name, monkeypatch):

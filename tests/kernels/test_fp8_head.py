@@ -132,6 +132,7 @@ def steps(model, device, targets=None):
     return losses, [p.grad for p in model.parameters()], list(recipe_tensors(model).values())
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
 @needs_products
 @pytest.mark.parametrize(("name", "targets"), [("fp8", None), ("fp8", 3), ("fp8-delayed", None)])

@@ -75,6 +75,7 @@ CHUNKS = [
 ]
 
 
+@pytest.mark.tier("nightly", keep=8)
 @pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(("rows", "dtype", "targets"), CHUNKS)
 def test_as_head_and_loss_apart(where, chunks, rows, dtype, targets):

@@ -27,6 +27,7 @@ def results(name, x_BTK, dy_BTN, monkeypatch, kernels):
     return found
 
 
+@pytest.mark.tier("nightly", keep=12)
 @pytest.mark.tier("thorough", keep=4)
 @pytest.mark.parametrize("name", NARROW)
 def test_the_same_numbers_with_kernels_and_without(name, device, monkeypatch):

@@ -53,6 +53,7 @@ def assert_same(recipe, device, monkeypatch, count=3, **options):
     return recorder
 
 
+@pytest.mark.tier("nightly", keep=("fp8-delayed",))
 @pytest.mark.tier("thorough")  # gpu_budget/test_graph.py shows the launches
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4"])
 def test_replays_have_the_digits_of_launches_one_by_one(recipe, device, monkeypatch):
@@ -61,6 +62,7 @@ def test_replays_have_the_digits_of_launches_one_by_one(recipe, device, monkeypa
     assert recorder.releases == 0
 
 
+@pytest.mark.tier("nightly", keep=("recomputed",))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     "options",
@@ -75,7 +77,7 @@ def test_replays_under_other_options(options, device, monkeypatch):
     assert_same("fp8", device, monkeypatch, **options)
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 def test_what_is_read_or_validated_runs_launch_by_launch_and_the_next_step_is_recorded_again(
     device, monkeypatch
 ):

@@ -177,6 +177,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("cluster", "model", "given"), COMBINATIONS)
 def test_the_lines_of_more_combinations_plan_and_lay_out(cluster, model, given, plans):
@@ -233,6 +234,7 @@ def test_nothing_would_make_the_reference_need_more_tokens(tmp_path):
     assert not any("bf16 needs" in text for text in found.changes)
 
 
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_line_of_each_situation_plans_without_complaint(name, plans):

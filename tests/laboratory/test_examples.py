@@ -38,6 +38,7 @@ def test_an_example_runs(name, source, tmp_path, monkeypatch, capsys):
     run(name, source, tmp_path, monkeypatch, capsys)
 
 
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")  # the functions that they call are tested in test_results.py
 @pytest.mark.parametrize("name", SLOW)
 def test_a_longer_example_runs(name, source, tmp_path, monkeypatch, capsys):

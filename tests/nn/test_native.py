@@ -232,6 +232,7 @@ def test_nothing_non_finite_comes_out_finite(name, poison):
     assert not layer.weight.grad[:, 5].isfinite().any()
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
 @needs_cpu_kernels
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo detected a call to a")  # torch's own

@@ -261,6 +261,7 @@ def test_a_scaled_loss(name):
     assert not torch.equal(before["0.weight"], numbers_of(m)["0.weight"])
 
 
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")  # compiles for seconds; test_compile.py keeps some
 @row("`torch.compile`")  # nvfp4: `test_compile.py`
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it

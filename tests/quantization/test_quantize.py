@@ -49,7 +49,7 @@ def test_equals_the_oracle_bit_for_bit(name, kind, axis):
     assert_variants_as_by_hand(inputs(SMALL)[kind], name, axis)
 
 
-@pytest.mark.tier("thorough")  # the oracle takes its time for each number, and these are five times as many
+@pytest.mark.tier("nightly")  # the oracle takes its time for each number, and these are five times as many
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize(("name", "kind"), INPUTS_OF)
 def test_many_numbers_equal_the_oracle_bit_for_bit(name, kind, axis):
@@ -191,6 +191,7 @@ def test_hadamard_keeps_products_and_spreads_outliers():
     assert torch.equal(hadamard(a.T, 16, 0), hadamard(a, 16, -1).T)
 
 
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")  # compiles for seconds; nn/test_compile.py keeps some
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it compiles

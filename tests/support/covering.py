@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from functools import cache
 from typing import TypeVar
 
-from narrowgauge.recipes import recipe
+from narrowgauge.recipes import recipe, recipe_names
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
@@ -37,6 +38,22 @@ def covering(
         occurs[best[1]] += 1
         chosen.append(best)
     return sorted(chosen, key=lambda case: (list(first).index(case[0]), list(second).index(case[1])))
+
+
+@cache
+def representatives() -> frozenset[str]:
+    """Few shipped recipes that together have every pair of properties that any shipped recipe has."""
+    pairs = {
+        name: {frozenset((a, b)) for a in found for b in found}
+        for name in recipe_names()
+        for found in [[*properties_of(name), recipe(name).compute]]
+    }
+    missing: set[frozenset[str]] = set().union(*pairs.values())
+    chosen: list[str] = []
+    while missing:
+        chosen.append(max(pairs, key=lambda name: len(pairs[name] & missing)))
+        missing -= pairs[chosen[-1]]
+    return frozenset(chosen)
 
 
 def properties_of(name: str) -> list[str]:

@@ -4,14 +4,23 @@
 `keep` names: a number keeps the first ones; names keep those whose id, or one of whose values, is a name (a
 tuple is a set of values). A comment next to it names the earlier test of the same. Without the marker a
 test is quick. As a mark of parameters, `tier` moves these.
+
+No recipe is special to code that treats recipes as data. Of a test over `MANY` recipes or more the thorough
+tier therefore keeps those that together have every pair of properties (`covering.representatives`); all
+others are nightly.
 """
 
 from collections import Counter
 
 import pytest
 
+from narrowgauge.recipes import recipe_names
+from support.covering import representatives
+
 #: After the quick tier. Where several markers apply, the last tier of this list wins.
 TIERS = ("thorough", "nightly")
+MANY = 15
+RECIPES = frozenset(recipe_names())
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
@@ -19,12 +28,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark each test with its tier, which `-m` then selects."""
     counts: Counter[object] = Counter()
     unknown: dict[str, bool] = {}
+    recipes: dict[tuple[str, str], set[str]] = {}
+    for item in items:
+        for argument, name in _recipes(item):
+            recipes.setdefault((item.nodeid.partition("[")[0], argument), set()).add(name)
     for item in items:
         test = item.nodeid.partition("[")[0]
         for tier in reversed(TIERS):
             moves = [_moves(mark, test, item, counts, unknown) for mark in _marks(item, tier)]
             if any(moves):
-                item.add_marker(tier)
+                of_many = [name for argument, name in _recipes(item) if len(recipes[test, argument]) >= MANY]
+                item.add_marker(tier if set(of_many) <= representatives() else "nightly")
                 break
     never = [name for name, is_unknown in unknown.items() if is_unknown]
     if never and not any("::" in argument for argument in config.args):  # else only some were collected
@@ -49,6 +63,13 @@ def _moves(
         key = f"{test}: {name}"
         unknown[key] = unknown.get(key, True) and not is_found
     return not any(found.values())
+
+
+def _recipes(item: pytest.Item) -> list[tuple[str, str]]:
+    """(argument, recipe) of each parameter of an item that is the name of a shipped recipe."""
+    spec = getattr(item, "callspec", None)
+    params = {} if spec is None else spec.params
+    return [(argument, v) for argument, v in params.items() if isinstance(v, str) and v in RECIPES]
 
 
 def _name(value: object) -> str:

@@ -62,6 +62,7 @@ def test_what_fitted_fits(row):
     assert check(row) <= 1
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("row", LLMQ_ROWS, ids=lambda row: row.name)
 def test_llmq(row):
@@ -70,6 +71,7 @@ def test_llmq(row):
     assert least <= check(row) <= most
 
 
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("row", NARROW, ids=lambda row: row.name)
 def test_narrow_rows(row):

@@ -47,7 +47,7 @@ def test_the_files_hold_these_runs(name):
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=[] if row.name in QUICK else [pytest.mark.tier("thorough")], id=row.name)
+        pytest.param(row, marks=[] if row.name in QUICK else [pytest.mark.tier("nightly")], id=row.name)
         for row in ROWS
     ],
 )
