@@ -64,6 +64,17 @@ class Mutant:
         yield from [self.near or f"tests/{self.file.partition('/')[0]}", "tests"]
 
 
+def applies(mutant: Mutant, package: Path) -> bool:
+    """Whether a fault can be planted; prints why not."""
+    try:
+        original = mutant.plant(package)
+    except (OSError, ValueError) as error:
+        print(error)
+        return False
+    (package / mutant.file).write_text(original, encoding="utf-8")
+    return True
+
+
 def load() -> list[Mutant]:
     """The faults of the table."""
     return [Mutant(**one) for one in tomllib.loads(TABLE.read_text(encoding="utf-8"))["mutant"]]
@@ -141,11 +152,7 @@ def main() -> int:
         for number in range(1 if given.check else given.jobs):
             copies.put(copy_to(Path(folder) / str(number)))
         if given.check:
-            package = copies.get() / "src" / "narrowgauge"
-            for mutant in chosen:
-                (package / mutant.file).write_text(mutant.plant(package), encoding="utf-8")
-            print(f"{len(chosen)} faults apply")
-            return 0
+            return sum(not applies(mutant, copies.queue[0] / "src" / "narrowgauge") for mutant in chosen)
         found = dict(zip(chosen, pool.map(lambda m: hunt(m, copies, given.tier), chosen), strict=True))
     keep(found)
     survivors = sum(not test for test in found.values())
