@@ -20,9 +20,10 @@ test: $(VENV)/.dev
 test-thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
 
-# What no commit waits for: all recipes and targets, and every row of the table of faults. The weekly workflow runs it.
+# What no commit waits for: all recipes and targets, every row of the table of faults, and kernels executed as PTX.
 nightly: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" tools $(ARGS)
 
 # Proofs of minutes, where a file that they prove has changed; --all runs each of them.
 proofs: $(VENV)/.dev

@@ -1,6 +1,6 @@
 """Kernels are compared with their references on the GPU if there is one, else in Triton's interpreter.
 
-Under NARROWGAUGE_COMPILED_FOR their compiled code is executed on the CPU (`support.ptx`).
+Under NARROWGAUGE_COMPILED_FOR their compiled code is executed on the CPU (`ptx`).
 """
 
 import json
@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="torch came without Triton here")
 
 def pytest_terminal_summary(terminalreporter):
     if COMPILED_FOR:
-        from support.ptx.compiled import executed
+        from ptx.compiled import executed
 
         terminalreporter.write_line(f"executed {json.dumps(executed)}")
 
@@ -31,7 +31,7 @@ def device(monkeypatch):
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that operations on a CPU's tensors launch kernels
     if COMPILED_FOR:
-        from support.ptx.compiled import executing
+        from ptx.compiled import executing
 
         with executing(COMPILED_FOR):
             yield torch.device("cpu")

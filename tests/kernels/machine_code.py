@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from narrowgauge.kernels.triton import launch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.ptx.compiled import OPTIONS, converts_to_fp8, source_of, target_of
+from ptx.compiled import OPTIONS, converts_to_fp8, source_of, target_of
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

@@ -21,8 +21,8 @@ from narrowgauge.kernels.activation import (
 )
 from narrowgauge.kernels.amax import DelayedScale, amax_of_gradient
 from narrowgauge.quantization import QuantContext, make_cast
+from ptx.floats import libdevice_exp
 from support.interpreted import COMPILED_FOR
-from support.ptx.floats import libdevice_exp
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in:RuntimeWarning"

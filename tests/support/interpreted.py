@@ -3,7 +3,7 @@
 A kernel is what it was when its module was first imported: interpreted, or compiled for a GPU. Tests of
 kernels run it, tests that count a step on an imagined GPU only tell its launch, in whatever order they come.
 So tests/conftest.py imports all kernels here, before any of them. With NARROWGAUGE_COMPILED_FOR=cuda:90 they
-are compiled for that GPU, and what was compiled is executed (`support.ptx`).
+are compiled for that GPU, and what was compiled is executed (`ptx`).
 """
 
 import importlib

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.test_ptx import HEAD, computed, executed
-from support.ptx.machine import ELEMENTWISE, run
-from support.ptx.memory import Global
-from support.ptx.parse import Refused, parse
-from support.ptx.types import width
+from ptx.machine import ELEMENTWISE, run
+from ptx.memory import Global
+from ptx.parse import Refused, parse
+from ptx.types import width
+from ptx_tests.test_ptx import HEAD, computed, executed
 
 EDGES = [
     0,

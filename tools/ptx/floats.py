@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from support.ptx.types import TYPES, Elementwise, same
+from ptx.types import TYPES, Elementwise, same
 
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 _TINY = np.float32(2.0**-126)

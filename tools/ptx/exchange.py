@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from support.ptx import warps
-from support.ptx.memory import Array
-from support.ptx.parse import Instruction, Kernel, Refused
-from support.ptx.threads import SHARED, Step, Threads, reader, writer
-from support.ptx.types import width
+from ptx import warps
+from ptx.memory import Array
+from ptx.parse import Instruction, Kernel, Refused
+from ptx.threads import SHARED, Step, Threads, reader, writer
+from ptx.types import width
 
 _ACCESS = re.compile(r"(ld|st)\.(global|shared)(?:\.v([24]))?\.b(8|16|32|64)")
 _MATRIX = re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")

@@ -1,7 +1,7 @@
 """Compiled kernels give the digits of their references: what Triton makes for a GPU is executed here.
 
 These are the interpreter's tests, in a process that compiles each launch for a target and executes its
-PTX (`support.ptx`).
+PTX (`ptx`).
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2] / "tests" / "kernels"
 TARGETS = ("cuda:80", "cuda:89", "cuda:90", "cuda:100")
 #: Tests, and the kernels that they launch.
 TESTS = {
@@ -53,13 +53,11 @@ def execute(target, tests, cache):
     assert executed.keys() >= {kernel for kernels in tests.values() for kernel in kernels}
 
 
-@pytest.mark.tier("thorough")  # the interpreter shows the values; code changes with a kernel or Triton
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiled_kernels_are_their_references(target, tmp_path):
     execute(target, TESTS, tmp_path)
 
 
-@pytest.mark.tier("thorough")  # compiles a kernel
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_triton_rounds_float32_to_e4m3_once(target, tmp_path):
     execute(target, {"compiled_casts.py::test_triton_rounds_float32_to_e4m3_once": ["narrow"]}, tmp_path)

@@ -8,8 +8,8 @@ from functools import reduce
 
 import numpy as np
 
-from support.ptx.floats import greatest
-from support.ptx.memory import Array
+from ptx.floats import greatest
+from ptx.memory import Array
 
 
 def from_neighbour(value: Array, distance: Array) -> Array:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from support.ptx.types import TYPES, Elementwise, same
+from ptx.types import TYPES, Elementwise, same
 
 
 def _shifted_left(bits: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.ptx.parse import Refused
+from ptx.parse import Refused
 
 Array = np.ndarray[Any, Any]
 #: What memory and registers hold before they are written.

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from support.ptx.machine import ELEMENTWISE, run
-from support.ptx.memory import Global
-from support.ptx.parse import parse
-from support.ptx.types import width
+from ptx.machine import ELEMENTWISE, run
+from ptx.memory import Global
+from ptx.parse import parse
+from ptx.types import width
 
 REGISTER = {1: "%rs", 2: "%rs", 4: "%r", 8: "%rd"}
 HEAD = """.visible .entry tried(.param .u64 in, .param .u64 out)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from support.ptx.floats import canonical, saturated, to_bf16, to_half, widen
-from support.ptx.types import TYPES, Elementwise
+from ptx.floats import canonical, saturated, to_bf16, to_half, widen
+from ptx.types import TYPES, Elementwise
 
 #: Of an FP8 format: bits of the mantissa, bias of the exponent, the code of its largest number.
 FP8 = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}

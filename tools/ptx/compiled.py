@@ -16,9 +16,9 @@ from triton.runtime.jit import JITFunction
 
 from narrowgauge.kernels.triton import rounding
 from narrowgauge.kernels.triton.launch import Launch
-from support.ptx.machine import run
-from support.ptx.memory import Global
-from support.ptx.parse import Kernel, parse
+from ptx.machine import run
+from ptx.memory import Global
+from ptx.parse import Kernel, parse
 
 KINDS = {
     torch.float32: "fp32",

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from support.ptx.memory import POISON, Array, Global, Shared
-from support.ptx.parse import Kernel, Refused
-from support.ptx.types import BITS, PACKED, TYPES, width
+from ptx.memory import POISON, Array, Global, Shared
+from ptx.parse import Kernel, Refused
+from ptx.types import BITS, PACKED, TYPES, width
 
 Step = Callable[["Threads"], None]
 #: The name of a block's shared memory in Triton's code; it begins at 0.

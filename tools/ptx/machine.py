@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from support.ptx import exchange
-from support.ptx.conversions import CONVERSIONS
-from support.ptx.floats import FLOATS
-from support.ptx.integers import INTEGERS
-from support.ptx.memory import Array, Global
-from support.ptx.parse import Instruction, Kernel, Refused
-from support.ptx.threads import Step, Threads, condition, reader, writer
-from support.ptx.types import BITS, TYPES, Elementwise, width
+from ptx import exchange
+from ptx.conversions import CONVERSIONS
+from ptx.floats import FLOATS
+from ptx.integers import INTEGERS
+from ptx.memory import Array, Global
+from ptx.parse import Instruction, Kernel, Refused
+from ptx.threads import Step, Threads, condition, reader, writer
+from ptx.types import BITS, TYPES, Elementwise, width
 
 ELEMENTWISE: Mapping[str, Elementwise] = INTEGERS | FLOATS | CONVERSIONS
 #: Threads that run in step, at most, in whole blocks.
