@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_origin
 
-import numpy as np
-
 from narrowgauge.data.token_files.token_file import (
     TokenFile,
     Tokens,
@@ -29,6 +27,7 @@ from narrowgauge.data.token_files.token_file import (
     open_token_file,
     verify_token_file,
 )
+from narrowgauge.data.token_files.token_stream import TokenStream
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
@@ -81,24 +80,6 @@ class Corpus:
     manifest: CorpusManifest
 
 
-@dataclass(frozen=True, eq=False)
-class ConcatenatedTokens:
-    """The tokens of several files in order, read by ranges of positions without loading them all."""
-
-    arrays: tuple[Tokens, ...]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.arrays))
-
-    def __getitem__(self, part: slice) -> Tokens:
-        start, stop, _ = part.indices(len(self))
-        parts, offset = [], 0
-        for array in self.arrays:
-            parts.append(array[max(start - offset, 0) : max(stop - offset, 0)])
-            offset += len(array)
-        return np.concatenate(parts)
-
-
 def is_corpus(directory: Path) -> bool:
     """Whether the directory holds a prepared corpus, intact or damaged."""
     try:
@@ -142,7 +123,7 @@ def _open_part(
         if verify:
             verify_token_file(path, expected, manifest.vocab_size)
         parts.append(open_token_file(path, expected))
-    return parts[0] if len(parts) == 1 else cast(Tokens, ConcatenatedTokens(tuple(parts)))
+    return parts[0] if len(parts) == 1 else cast(Tokens, TokenStream(tuple(parts)))
 
 
 def read_manifest(directory: Path) -> CorpusManifest:

@@ -17,7 +17,6 @@ import pytest
 
 from narrowgauge.data import documents, prepare
 from narrowgauge.data.preparation.document_filter import Options, is_held_out
-from narrowgauge.data.preparation.shard_writer import _shards
 from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.errors import UserError
 from support.fault_table import case
@@ -120,7 +119,6 @@ def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
     assert len(corpus.train) == len(whole.train) == corpus.manifest.train_tokens
     for start, stop in [(0, 10), (99_990, 100_010), (0, len(whole.train)), (5, 5)]:
         assert np.array_equal(corpus.train[start:stop], whole.train[start:stop])
-    assert _shards([(0, 5), (7, 12)], 4) == [[(0, 4)], [(4, 5), (7, 10)], [(10, 12)]]
 
 
 @dataclass(frozen=True)

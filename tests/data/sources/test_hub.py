@@ -76,7 +76,7 @@ def test_a_data_set_is_read_by_the_library(tmp_path, monkeypatch):
     name = f"hf:{folder}"
     assert [d.text for d in documents(name)] == [f"row {i}" for i in range(200)]
     assert [d.text for d in documents(f"{name}::test")] == [f"row {i}" for i in range(200, 300)]
-    with pytest.raises(UserError, match=r"unknown column 'body'.*name one with --text-key"):
+    with pytest.raises(UserError, match=r"unknown column 'body'.*name its key or column with .* --text-key"):
         list(documents(name, "body"))
     corpus = prepare(name, "bpe-300", tmp_path / "out")
     assert corpus.manifest.train_documents + corpus.manifest.val_documents == 200

@@ -189,8 +189,7 @@ def test_an_empty_file_and_another_xml_are_refused(tmp_path):
 
 
 def test_a_page_beyond_the_most_is_refused_without_being_held(tmp_path, monkeypatch):
-    for name in ("records", "byte_stream", "wikipedia.dump"):
-        monkeypatch.setattr(f"narrowgauge.data.sources.{name}.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("narrowgauge.data.sources.byte_stream.MOST_BYTES", 1 << 20)
     body = [page("First", "one"), page("Long", "x" * (3 << 20)), page("Last", "two")]
     corpus_text = written(tmp_path / "wiki.xml", dump(body))
     assert "begins a page of more than 1 MiB, the limit for one document" in refusal(corpus_text)

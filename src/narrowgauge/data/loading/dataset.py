@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.data.cache import Progress, no_progress
-from narrowgauge.data.corpus import ConcatenatedTokens, Corpus, is_corpus, read_manifest
+from narrowgauge.data.corpus import Corpus, is_corpus, read_manifest
 from narrowgauge.data.loading.sample_order import BLOCK, shares_of
 from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.data.sources import open_source
@@ -166,7 +166,7 @@ def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) ->
 def _of_corpus(name: str, corpus: Corpus) -> _Source:
     ends = (corpus.tokenizer.end_of_document,)
     train, val = (
-        TokenStream(tokens.arrays if isinstance(tokens, ConcatenatedTokens) else (tokens,), ends)
+        TokenStream(tokens.arrays if isinstance(tokens, TokenStream) else (tokens,), ends)
         for tokens in (corpus.train, corpus.val)
     )
     return _Source(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)

@@ -16,8 +16,9 @@ from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFil
 from narrowgauge.data.preparation.encode import Encoder, Packer
 from narrowgauge.data.preparation.shard_writer import ShardWriter
 from narrowgauge.data.preparation.worker_pool import ordered_map
-from narrowgauge.data.sources import Chunk, Source, no_text
+from narrowgauge.data.sources import no_text
 from narrowgauge.data.sources.byte_stream import unreadable
+from narrowgauge.data.sources.records import Chunk, Input, Source
 from narrowgauge.data.sources.text import PIECE_ENOUGH
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
@@ -30,13 +31,17 @@ TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 class SourceFiles:
-    """The files of a source with their digests; reports progress and detects later changes."""
+    """The files of a source with their digests; reports progress and detects later changes.
+
+    `inputs` are the files to read: equal ones under one name.
+    """
 
     def __init__(self, source: Source, report: Progress) -> None:
         self.source, self.report = source, report
         self.stats = [file.path.stat() for file in source.inputs]
         self.total = sum(stat.st_size for stat in self.stats)
         self.facts = list[dict[str, Any]]()
+        first, inputs = dict[str, str](), list[Input]()
         self._digested = 0
         for file, stat in zip(source.inputs, self.stats, strict=True):
             try:
@@ -44,6 +49,9 @@ class SourceFiles:
             except OSError as error:
                 raise unreadable(file.path, error) from None
             self.facts.append({"name": file.name, "bytes": stat.st_size, "sha256": sha256})
+            # The name decides the side of a text; equal files share one, so that neither shows the other.
+            inputs.append(replace(file, name=first.setdefault(sha256, file.name)))
+        self.inputs = tuple(inputs)
 
     def _advance(self, size: int) -> None:
         self._digested += size
@@ -88,7 +96,11 @@ class CorpusBuilder:
         make_tokenizer(self.name, []).save(self.staging / TOKENIZER_FILE)
         with DocumentFilter(self.source.name, self.options, self.staging) as document_filter:
             return self._encode(
-                self.source.chunks(), self.files.total, document_filter, document_filter, self.cut
+                self.source.chunks(self.files.inputs),
+                self.files.total,
+                document_filter,
+                document_filter,
+                self.cut,
             )
 
     def _with_new_tokenizer(self) -> int:
@@ -99,7 +111,8 @@ class CorpusBuilder:
             DocumentBuffer(self.staging / "texts", document_filter) as document_buffer,
         ):
             done = 0
-            for batch in ordered_map(Packer(self.cut), self.source.chunks(), self.workers):
+            chunks = self.source.chunks(self.files.inputs)
+            for batch in ordered_map(Packer(self.cut), chunks, self.workers):
                 document_buffer.add(batch)
                 done += batch.size
                 report("read", done, self.files.total, f"{document_filter.kept:,} documents")

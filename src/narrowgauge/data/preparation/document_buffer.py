@@ -15,7 +15,7 @@ from typing import IO
 
 from narrowgauge.data.preparation.document_filter import TRAIN, DocumentFilter
 from narrowgauge.data.preparation.encode import EncodedBatch, Packed
-from narrowgauge.data.sources import Chunk, Document
+from narrowgauge.data.sources.records import Chunk, Document
 
 TRAINING_CHARACTERS = 8 << 20  # more text changes the merges little, but costs time and memory
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from narrowgauge.data.preparation.encode import EncodedDocument
-from narrowgauge.data.sources import Rejected
+from narrowgauge.data.sources.records import Rejected
 from narrowgauge.errors import UserError
 
 REJECTED_FILE = "rejected.jsonl"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.data.sources import Chunk, Document, Rejected
+from narrowgauge.data.sources.records import Chunk, Document, Rejected
 from narrowgauge.data.sources.text import cut_text
 from narrowgauge.data.token_files.token_file import token_dtype
 from narrowgauge.data.tokenization.tokenizer import Tokenizer, load_tokenizer

@@ -5,7 +5,6 @@ the end these are copied to token files. A document that has to change sides, be
 does so in that copy.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +15,10 @@ from numpy.typing import NDArray
 
 from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, rank
 from narrowgauge.data.preparation.encode import EncodedBatch, EncodedDocument
-from narrowgauge.data.token_files.token_file import TokenFile, token_dtype, write_token_file
+from narrowgauge.data.token_files.token_file import TokenFile, token_dtype, write_token_shards
 
 MOST_TOKENS = 1 << 30  # in one token file
 _COPY = 1 << 22  # tokens copied at once
-
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -96,30 +93,11 @@ class ShardWriter:
         if moved is not None:
             span = (moved.start, moved.start + moved.tokens)
             spans = [span] if side == empty else [(0, span[0]), (span[1], len(ids))]
-        shards = _shards(spans, MOST_TOKENS)
-        # One file, or as many as needed, numbered as llm.c's scripts do.
-        names = [f"{side}.bin"] if len(shards) == 1 else [f"{side}_{i:06d}.bin" for i in range(len(shards))]
-        return {
-            name: write_token_file(self.directory / name, _chunks(ids, shard), self.vocab_size)
-            for name, shard in zip(names, shards, strict=True)
-        }
-
-
-def _shards(spans: list[Span], most: int) -> list[list[Span]]:
-    """Split the spans into groups of `most` positions each, except the last."""
-    shards, room = [list[Span]()], most
-    for start, stop in spans:
-        while start < stop:
-            if not room:
-                shards.append([])
-                room = most
-            end = min(stop, start + room)
-            shards[-1].append((start, end))
-            room, start = room - (end - start), end
-    return shards
-
-
-def _chunks(ids: NDArray[Any], spans: list[Span]) -> Iterator[NDArray[Any]]:
-    for start, stop in spans:
-        for at in range(start, stop, _COPY):
-            yield ids[at : min(at + _COPY, stop)]
+        chunks = (
+            ids[at : min(at + _COPY, stop)] for start, stop in spans for at in range(start, stop, _COPY)
+        )
+        written = write_token_shards(self.directory, side, chunks, self.vocab_size, MOST_TOKENS)
+        if len(written) == 1:
+            ((path, facts),) = written.items()
+            return {path.rename(self.directory / f"{side}.bin").name: facts}
+        return {path.name: facts for path, facts in written.items()}

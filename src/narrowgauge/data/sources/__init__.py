@@ -8,47 +8,28 @@ the source itself: not on the file system, the locale, the date or the number of
 | `stdlib`           | each module of the running Python's standard library: ten megabytes that every  |
 |                    | machine already has                                                             |
 | .txt, .md, .py     | the file cut into pieces of whole paragraphs, about 4 to 16 thousand characters |
-| .jsonl             | each line: an object with the text under a key                                  |
+| .jsonl, .json      | each line: an object with the text under a key                                  |
 | .parquet           | each row: the text in a column                                                  |
 | .xml               | each article of a MediaWiki dump (`pages-articles`), converted to plain text    |
+| no suffix          | such lines, or each `<doc>` of WikiExtractor (`AA/wiki_00`)                      |
 | a directory        | each file below it of a type above, text files uncut; hidden files are skipped, |
-|                    | links are followed, and no folder is read twice                                 |
+|                    | links are followed, and no folder is read twice. Beside data, its README,       |
+|                    | licence and scripts are no documents, nor is .json without such lines           |
 | a glob             | each matching file of a type above; `**` matches folders                        |
 | `hf:NAME`          | each row of a data set of the Hugging Face hub                                  |
 
-All except .parquet may be compressed (.gz, .bz2, .zst). Text is UTF-8; a byte order mark at its start is
+All except .parquet may be compressed (.gz, .bz2, .xz, .zst). Text is UTF-8; a byte order mark at its start is
 dropped, everything else is kept unchanged, including line endings. Documents of only white space are skipped.
 A directory or a glob that leads to a single text file is read as that file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from narrowgauge.data.sources import hub, jsonl, parquet, text
-from narrowgauge.data.sources.paths import (
-    DUMP,
-    LINES,
-    STDLIB,
-    TABLE,
-    TEXT,
-    file_type,
-    find_files,
-    standard_library,
-)
-from narrowgauge.data.sources.records import Chunk, Document, Input, Refusal, Rejected, Source
+from narrowgauge.data.sources import extract, hub, jsonl, parquet, paths, text
+from narrowgauge.data.sources.records import Chunk, Document, Input, Rejected, Source
 from narrowgauge.data.sources.wikipedia import dump
 from narrowgauge.errors import UserError
-
-__all__ = [
-    "Chunk",
-    "Document",
-    "Input",
-    "Refusal",
-    "Rejected",
-    "Source",
-    "documents",
-    "no_text",
-    "open_source",
-]
 
 
 def open_source(name: str, text_key: str = "text") -> Source:
@@ -59,17 +40,17 @@ def open_source(name: str, text_key: str = "text") -> Source:
     """
     if name.startswith(hub.PREFIX):
         return hub.open_hub(name, text_key)
-    if name == STDLIB:
-        library = standard_library()
-        return Source(name, library, lambda: text.text_files(library, skip=True))
+    if name == paths.STDLIB:
+        library = paths.standard_library()
+        return Source(name, library, partial(text.text_files, skip=True))
     try:
-        files = find_files(name)
+        files = paths.find_files(name, text_key)
     except OSError as error:
         raise UserError(
             f"cannot look into {str(error.filename or name)!r}: {error.strerror}; give a source that can be "
             "read"
         ) from None
-    return Source(name, files, lambda: _chunks(files, text_key))
+    return Source(name, files, partial(_chunks, text_key=text_key))
 
 
 def documents(name: str, text_key: str = "text") -> Iterator[Document]:
@@ -89,7 +70,7 @@ def no_text(source: str) -> UserError:
 
 def _documents(source: Source) -> Iterator[Document]:
     empty = True
-    for chunk in source.chunks():
+    for chunk in source.chunks(source.inputs):
         for record in chunk.records():
             if isinstance(record, Rejected):
                 raise UserError(str(record))
@@ -99,22 +80,23 @@ def _documents(source: Source) -> Iterator[Document]:
         raise no_text(source.name)
 
 
-def _chunks(files: tuple[Input, ...], text_key: str) -> Iterator[Chunk]:
+def _chunks(files: Sequence[Input], text_key: str) -> Iterator[Chunk]:
     """The chunks of files in order; consecutive text files share chunks."""
     consecutive = list[Input]()
     for file in files:
-        type_ = file_type(file.path)
-        if type_ == TEXT and len(files) > 1:
+        if file.type == paths.TEXT and len(files) > 1:
             consecutive.append(file)
             continue
         yield from text.text_files(consecutive)
         consecutive = []
-        if type_ == TEXT:
+        if file.type == paths.TEXT:
             yield from text.text_pieces(file)
-        elif type_ == LINES:
+        elif file.type == paths.LINES:
             yield from jsonl.chunks(file, text_key)
-        elif type_ == TABLE:
+        elif file.type == paths.TABLE:
             yield from parquet.chunks(file, text_key)
-        elif type_ == DUMP:
+        elif file.type == paths.EXTRACT:
+            yield from extract.chunks(file)
+        elif file.type == paths.DUMP:
             yield from dump.chunks(file)
     yield from text.text_files(consecutive)

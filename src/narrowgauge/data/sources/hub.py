@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from narrowgauge.data.sources.parquet import Rows
-from narrowgauge.data.sources.records import Chunk, Source
+from narrowgauge.data.sources.records import NAME_KEY, Chunk, Source, package
 from narrowgauge.errors import UserError, unknown
 
 PREFIX = "hf:"
@@ -29,7 +29,7 @@ def open_hub(source: str, key: str) -> Source:
     def rows(skip: int) -> Iterator[dict[str, Any]]:
         return _open(name, config, split, skip)
 
-    return Source(source, (), lambda: _chunks(source, retried(rows, name), key), identity=source)
+    return Source(source, (), lambda _: _chunks(source, retried(rows, name), key), identity=source)
 
 
 def _parts(source: str) -> tuple[str, str | None, str]:
@@ -125,12 +125,7 @@ def _offline() -> bool:
 
 
 def _open(name: str, config: str | None, split: str, skip: int) -> Iterator[dict[str, Any]]:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"data set {name!r} needs the package datasets; python -m pip install datasets"
-        ) from None
+    datasets = package("datasets", f"data set {name!r}")
     rows = datasets.load_dataset(name, config, split=split, streaming=not _offline())
     return iter(rows.skip(skip) if skip else rows)
 
@@ -139,7 +134,7 @@ def _chunks(source: str, rows: Iterator[dict[str, Any]], key: str) -> Iterator[C
     values, first = list[Any](), 0
     for row in rows:
         if key not in row:
-            raise UserError(f"{source}: {unknown('column', key, row)}; name one with --text-key")
+            raise UserError(f"{source}: {unknown('column', key, row)}; {NAME_KEY}")
         values.append(row[key])
         if len(values) == _ROWS:
             yield Rows(source, values, first, 0)

@@ -8,8 +8,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from narrowgauge.data.sources.byte_stream import ByteStream, TruncatedError, cut
-from narrowgauge.data.sources.records import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
+from narrowgauge.data.sources.byte_stream import ByteStream, chunks_of
+from narrowgauge.data.sources.records import (
+    NAME_KEY,
+    SET_ASIDE,
+    Chunk,
+    Document,
+    Input,
+    Refusal,
+    Rejected,
+    document,
+)
 
 
 @dataclass(frozen=True)
@@ -49,25 +58,18 @@ def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
             yield Rejected(where, f"holds a {type(value).__name__} where an object belongs")
         elif key not in value:
             keys = ", ".join(list(value)[:8]) or "nothing"
-            yield Rejected(where, f"has no {key!r}; it has {keys}"[:300])
+            yield Rejected(where, f"has no {key!r}; it has {keys}"[:300], f"{NAME_KEY}, {SET_ASIDE}")
         else:
             yield from document(where, "", value[key])
 
 
 def chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The file, compressed or not, in portions of complete lines."""
-    stream, line = ByteStream(file.path), 1
     if not file.path.stat().st_size:
         yield Refusal(Rejected(str(file.path), "is empty", "download it again, or leave it out"))
         return
-    try:
-        for portion in cut(stream, b"\n"):
-            line = portion.first_line
-            if portion.data is None:
-                reason = f"is a line of more than {MOST_BYTES >> 20} MiB, the limit for one document"
-                yield Refusal(Rejected(f"{file.path}:{line}", reason), portion.size)
-            else:
-                yield Lines(str(file.path), portion.data, line, portion.size, key)
-                line += portion.data.count(b"\n")
-    except TruncatedError as damage:
-        yield Refusal(Rejected(f"{file.path}:{line}", str(damage)))
+
+    def lines(data: bytes, first_line: int, size: int) -> Lines:
+        return Lines(str(file.path), data, first_line, size, key)
+
+    yield from chunks_of(ByteStream(file.path), b"\n", "is a line", lines)

@@ -1,10 +1,20 @@
 """Parquet files: a column of texts, the format of data sets on the Hugging Face hub."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.data.sources.records import Chunk, Document, Input, Refusal, Rejected, document
+from narrowgauge.data.sources.records import (
+    NAME_KEY,
+    Chunk,
+    Document,
+    Input,
+    Refusal,
+    Rejected,
+    document,
+    package,
+)
 from narrowgauge.errors import UserError, unknown
 
 _ROWS = 256  # rows read at once: a row of a crawl has some thousand characters
@@ -38,9 +48,9 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The rows of the column `key`, a few hundred at a time.
 
     Raises:
-        UserError: pyarrow is not installed, or the file has no text column of that name.
+        UserError: pyarrow is not installed, or the file has no column of that name with text or bytes.
     """
-    arrow, parquet = _pyarrow()
+    arrow, parquet = (package(name, "a .parquet file") for name in ("pyarrow", "pyarrow.parquet"))
     row, size = 0, file.path.stat().st_size
     try:
         with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20) as table:
@@ -48,9 +58,10 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
             row_bytes = size / max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(_ROWS, columns=[key], use_threads=False):
                 values = batch.column(0)
+                if arrow.types.is_dictionary(values.type):
+                    values = values.dictionary_decode()
                 # Read as bytes, so that a text that is not UTF-8 is rejected on its own.
-                wide = arrow.types.is_large_string(values.type) or arrow.types.is_large_binary(values.type)
-                values = values.cast(arrow.large_binary() if wide else arrow.binary())
+                values = values.cast(arrow.large_binary())
                 yield Rows(str(file.path), values.to_pylist(), row, round(row_bytes * len(values)))
                 row += len(values)
     except OSError as error:
@@ -61,18 +72,8 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
 
 def _require_text(arrow: Any, file: Input, key: str, schema: Any) -> None:
     if key not in schema.names:
-        raise UserError(f"{file.path}: {unknown('column', key, schema.names)}; name one with --text-key")
-    type_, types = schema.field(key).type, arrow.types
-    if not (types.is_string(type_) or types.is_large_string(type_)):
-        raise UserError(
-            f"column {key!r} of {file.path} holds {type_}, not text; name another with --text-key"
-        )
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError("a .parquet file needs the package pyarrow; python -m pip install pyarrow") from None
-    return pyarrow, pyarrow.parquet
+        raise UserError(f"{file.path}: {unknown('column', key, schema.names)}; {NAME_KEY}")
+    held = schema.field(key).type
+    type_ = held.value_type if arrow.types.is_dictionary(held) else held
+    if not re.match("(large_|fixed_size_)?(string|binary)", str(type_)):
+        raise UserError(f"column {key!r} of {file.path} holds {held}, not text; {NAME_KEY}")

@@ -1,21 +1,30 @@
 """Finds the files of a source, in the same order on every machine."""
 
 import glob
+import json
 import os
 import re
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from narrowgauge.data.sources.byte_stream import COMPRESSED
+from narrowgauge.data.sources.byte_stream import COMPRESSED, ByteStream
 from narrowgauge.data.sources.records import Input
 from narrowgauge.errors import UserError, unknown
 
 STDLIB = "stdlib"
-TEXT, LINES, TABLE, DUMP = "text", "lines", "table", "dump"
-_KINDS = {".txt": TEXT, ".md": TEXT, ".py": TEXT, ".jsonl": LINES, ".ndjson": LINES, ".xml": DUMP}
-READABLE = ".txt, .md, .py, .jsonl, .parquet or .xml, or in .gz, .bz2 or .zst after these"
+TEXT, LINES, TABLE, DUMP, EXTRACT = "text", "lines", "table", "dump", "extract"
+_KINDS = {".txt": TEXT, ".md": TEXT, ".py": TEXT, ".jsonl": LINES, ".ndjson": LINES, ".json": LINES}
+_KINDS |= {".xml": DUMP, ".parquet": TABLE}
+READABLE = ".txt, .md, .py, .jsonl, .json, .parquet or .xml, or in .gz, .bz2, .xz or .zst after these"
+# Of a data set, and not in it: beside lines, tables and dumps; and by these names also beside .txt files.
+_BESIDE = (".md", ".py")
+_CARD = re.compile(r"(readme|licen[cs]e)([-_.]\w+)*", re.IGNORECASE)
+_HEAD = 1 << 16  # bytes that decide what a file holds whose name does not
 
 # Not the library itself, or not in every build: Debian ships some of these in separate packages.
 _STDLIB_WITHOUT = frozenset(
@@ -28,14 +37,34 @@ _STDLIB_WITHOUT_FILES = re.compile(r"_sysconfigdata.*|sitecustomize\.py|_distuti
 
 
 def file_type(path: Path) -> str | None:
-    """The type of a file by its suffix; None if files of that type are not read."""
+    """The type of a file by its suffix, perhaps under one of a compression; None if it is not read."""
     suffix = path.suffix.lower()  # some systems write BOOK.TXT
-    if suffix == ".parquet":
-        return TABLE
-    if suffix in COMPRESSED:
-        inner = Path(path.stem).suffix.lower()
-        return LINES if inner == ".json" else _KINDS.get(inner)  # C4 calls its lines .json.gz
-    return _KINDS.get(suffix)
+    if suffix not in COMPRESSED:
+        return _KINDS.get(suffix)
+    type_ = _KINDS.get(Path(path.stem).suffix.lower())
+    return None if type_ == TABLE else type_
+
+
+def _type_by_content(path: Path, text_key: str) -> str | None:
+    """The type of a file with the suffix .json or none: lines, one of WikiExtractor's, or None.
+
+    A first line that is an object with the text's key tells a data set from the settings of a program.
+    """
+    head = ByteStream(path).head(_HEAD)
+    if head.startswith(b"<doc "):
+        return EXTRACT
+    line, end, _ = head.partition(b"\n")
+    with suppress(ValueError, RecursionError):
+        value = json.loads(line)
+        return LINES if isinstance(value, dict) and text_key in value else None
+    return LINES if not end and line.startswith(b'{"') else None  # a line longer than the head
+
+
+def _type_of(path: Path, text_key: str) -> str | None:
+    """The type of a file in a folder, by its content where the suffix does not tell."""
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix if suffix in COMPRESSED else suffix
+    return _type_by_content(path, text_key) if suffix == ".json" or not inner else file_type(path)
 
 
 def standard_library() -> tuple[Input, ...]:
@@ -49,8 +78,10 @@ def standard_library() -> tuple[Input, ...]:
     )
 
 
-def find_files(source: str) -> tuple[Input, ...]:
+def find_files(source: str, text_key: str) -> tuple[Input, ...]:
     """The files of a path, a directory or a glob, sorted by name; at least one, each of a readable type.
+
+    A warning names the files of a directory or glob that are left out.
 
     Raises:
         UserError: the source does not exist, matches no such file, or leads to a broken link.
@@ -58,9 +89,10 @@ def find_files(source: str) -> tuple[Input, ...]:
     """
     path = Path(os.path.expanduser(source))  # unchanged if there is no such user
     if path.is_file():
-        if file_type(path) is None:
+        type_ = file_type(path) or _type_by_content(path, text_key)
+        if type_ is None:
             raise UserError(f"cannot read {source!r}: a source ends in {READABLE}; rename or convert it")
-        return (Input(path.name, path),)
+        return (Input(path.name, path, type_),)
     if path.is_dir():
         if (path / "config.toml").is_file() and (path / "metrics.jsonl").is_file():
             raise UserError(
@@ -76,12 +108,43 @@ def find_files(source: str) -> tuple[Input, ...]:
         paths = map(Path, set(glob.iglob(str(path), recursive=True)))
     else:
         raise _missing(source, path)
-    files = tuple(file for file in _sorted(root, paths) if _is_wanted(file))
+    found = [file for file in _sorted(root, paths) if _is_visible_file(file)]
+    files = _of_data(found, text_key)
     if not files:
         raise UserError(
             f"data source {source!r} leads to no file that can be read: such a file ends in {READABLE}"
         )
-    return files
+    _warn_of_the_rest(source, found, files)
+    return tuple(files)
+
+
+def _of_data(found: list[Input], text_key: str) -> list[Input]:
+    """The files that hold documents, with their types; cards, licences and scripts beside data do not."""
+    typed = [replace(file, type=type_) for file in found if (type_ := _type_of(file.path, text_key))]
+    if not typed:  # perhaps lines with another key, whose reader lists the keys
+        return [replace(file, type=LINES) for file in found if file_type(file.path) == LINES]
+    has_records = any(file.type != TEXT for file in typed)
+    has_data = has_records or any(file.path.suffix.lower() not in _BESIDE for file in typed)
+
+    def is_beside(path: Path) -> bool:
+        is_card = has_data and _CARD.fullmatch(path.name)
+        return bool(is_card) or (has_records and path.suffix.lower() in _BESIDE)
+
+    return [file for file in typed if not is_beside(file.path)] or typed
+
+
+def _warn_of_the_rest(source: str, found: list[Input], files: list[Input]) -> None:
+    names = {file.name for file in files}
+    rest = {file.name: file.path.stat().st_size for file in found if file.name not in names}
+    if rest:
+        share = sum(rest.values()) / max(sum(file.path.stat().st_size for file in found), 1)
+        largest = sorted(rest, key=lambda name: -rest[name])[:4]
+        warnings.warn(
+            f"data source {source!r} leaves out {len(rest)} of {len(found)} files ({share:.0%} of the "
+            "bytes), which hold no documents or are of a type that is not read: "
+            f"{', '.join(largest)}{' ...' * (len(rest) > len(largest))}; convert those that are data",
+            stacklevel=2,
+        )
 
 
 def _sorted(root: Path, paths: Iterable[Path]) -> list[Input]:
@@ -113,10 +176,10 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _is_wanted(file: Input) -> bool:
-    if file_type(file.path) is None or any(part.startswith(".") for part in file.name.split("/")):
+def _is_visible_file(file: Input) -> bool:
+    if any(part.startswith(".") for part in file.name.split("/")):
         return False
-    if file.path.is_symlink() and not file.path.exists():
+    if file.path.is_symlink() and not file.path.exists() and file_type(file.path) is not None:
         raise UserError(f"{file.path} is a link that leads nowhere; fix it, or remove it")
     return file.path.is_file()
 

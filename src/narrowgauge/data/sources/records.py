@@ -5,15 +5,19 @@ without parsing them. Each chunk is sent to a worker, where `records()` turns it
 records. These depend on the chunk alone, so it does not matter which worker parses it, or when.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from narrowgauge.errors import UserError
 
 CHUNK_BYTES = 1 << 20  # sent to a worker at once
 MOST_BYTES = 32 << 20  # in one record: a longer one is more likely a broken file than a text
 
 SET_ASIDE = "fix it, or set such records aside with `narrowgauge prepare --tolerant`"
+NAME_KEY = "name its key or column with `narrowgauge prepare --text-key`"
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,11 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Input:
-    """A file of a source: its name below the source, and its path."""
+    """A file of a source: its name below the source, its path, and how it is read."""
 
     name: str
     path: Path
+    type: str = "text"
 
 
 class Chunk(Protocol):
@@ -73,8 +78,17 @@ class Source:
 
     name: str  # as given by the user
     inputs: tuple[Input, ...]  # its files, in order
-    chunks: Callable[[], Iterator[Chunk]]  # reads the source from the start
+    chunks: Callable[[Sequence[Input]], Iterator[Chunk]]  # reads the inputs from the start
     identity: str = ""  # identifies the content if there are no files to digest
+
+
+def package(name: str, what: str) -> Any:
+    """A package that reads `what`, imported; a `UserError` if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError:
+        top = name.partition(".")[0]
+        raise UserError(f"{what} needs the package {top}; python -m pip install {top}") from None
 
 
 def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:

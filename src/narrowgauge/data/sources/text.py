@@ -97,52 +97,35 @@ def text_pieces(file: Input) -> Iterator[Chunk]:
     A byte that is not UTF-8 rejects its piece, but not the pieces after it.
     """
     stream, reported, number = ByteStream(file.path), 0, 0
-    decoded = _Decoded(stream)
-    texts, size, before = list[str](), 0, 0  # `before`: bytes of the preceding pieces
+    texts, size = list[str](), 0
+    at = len(codecs.BOM_UTF8) * (ByteStream(file.path).head(3) == codecs.BOM_UTF8)  # bytes before the texts
     damage = None
     try:
-        for text in cut_text(decoded):
+        for text in cut_text(_decoded(stream)):
             texts.append(text)
             size += len(text)
             if size >= CHUNK_BYTES:
-                at = decoded.mark + before
                 yield TextPieces(file, tuple(texts), number, at, stream.consumed - reported)
-                number, reported, before = number + len(texts), stream.consumed, before + _size(texts)
+                number, reported, at = number + len(texts), stream.consumed, at + _size(texts)
                 texts, size = [], 0
     except TruncatedError as error:
         damage = Refusal(Rejected(str(file.path), str(error)))
-    yield TextPieces(file, tuple(texts), number, decoded.mark + before, stream.consumed - reported)
+    yield TextPieces(file, tuple(texts), number, at, stream.consumed - reported)
     if damage:
         yield damage
 
 
-class _Decoded:
-    """The text of a stream in blocks; a byte that is not UTF-8 becomes U+DC00 + byte, unused in any text."""
-
-    def __init__(self, stream: ByteStream) -> None:
-        self.stream, self.mark = stream, 0  # `mark`: bytes of the byte order mark, which is dropped
-
-    def __iter__(self) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        first = True
-        for block, last in _and_last(self.stream):
-            text = decoder.decode(block, last)
-            if first and text.startswith("\ufeff"):
-                self.mark, text = len(codecs.BOM_UTF8), text[1:]
-                first = False
-            first = first and not text
-            yield text
+def _decoded(stream: ByteStream) -> Iterator[str]:
+    """The text in blocks; a byte that is not UTF-8 becomes U+DC00 + byte, unused in any text."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+    for block in stream:
+        yield decoder.decode(block)
+    yield decoder.decode(b"", True)
 
 
 def _size(texts: Iterable[str]) -> int:
     """The number of bytes that the texts were decoded from."""
     return sum(len(text.encode("utf-8", "surrogateescape")) for text in texts)
-
-
-def _and_last(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    for block in blocks:
-        yield block, False
-    yield b"", True
 
 
 def cut_text(blocks: Iterable[str]) -> Iterator[str]:

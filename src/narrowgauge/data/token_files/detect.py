@@ -194,4 +194,4 @@ def _are_wide_ids(values: NDArray[Any]) -> bool:
     ids = np.abs(numbers.astype(np.int64))
     # Two small ids, such as letters, are a number beyond 65535; an id that is, in a text, rarely ends so.
     is_plain = ids.max(initial=0) < 1 << 16 or (ids % (1 << 16) >= 32).mean() > 0.5
-    return np.count_nonzero(ids) >= _ENOUGH[0] and bool(is_plain)
+    return bool(is_plain and np.count_nonzero(ids) >= _ENOUGH[0])

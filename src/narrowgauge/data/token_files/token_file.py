@@ -86,15 +86,15 @@ def write_token_shards(
     chunks: Iterable[NDArray[Any]],
     vocab_size: int,
     shard_tokens: int = SHARD_TOKENS,
-) -> list[Path]:
-    """Write STEM_000000.bin, STEM_000001.bin ..., each with `shard_tokens` but the last; returns the paths.
+) -> dict[Path, TokenFile]:
+    """Write STEM_000000.bin, STEM_000001.bin ..., each with `shard_tokens` but the last.
 
     The other arguments are as in `write_token_file`.
     """
     assert 1 <= shard_tokens <= MOST_TOKENS
     source = (chunk for chunk in chunks if chunk.size)
     rest = np.empty(0, dtype=token_dtype(vocab_size))
-    paths = list[Path]()
+    written = dict[Path, TokenFile]()
 
     def shard() -> Iterator[NDArray[Any]]:
         nonlocal rest
@@ -105,10 +105,10 @@ def write_token_shards(
             yield rest[:room]
             rest, room = rest[room:], room - min(room, rest.size)
 
-    while not paths or rest.size or (rest := next(source, rest)).size:
-        paths.append(directory / f"{stem}_{len(paths):06}.bin")
-        write_token_file(paths[-1], shard(), vocab_size)
-    return paths
+    while not written or rest.size or (rest := next(source, rest)).size:
+        path = directory / f"{stem}_{len(written):06}.bin"
+        written[path] = write_token_file(path, shard(), vocab_size)
+    return written
 
 
 def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault | None = None) -> Tokens:

@@ -35,8 +35,9 @@ from narrowgauge.files import write_whole
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# Names for the end of a document in other tokenizers: GPT-2, Llama 3, Llama 2, Gemma.
-_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+# Names for the id between documents in other tokenizers: GPT-2, Llama 3, Llama 2, Gemma; OLMo's and BERT's
+# kind; and nanochat, which like us begins a document with it.
+_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|bos|>")
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
@@ -67,9 +68,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
-        utf8s = [_utf8(text) for text in texts]
-        if self.is_bytes:
-            return [list(utf8) for utf8 in utf8s]
+        for text in texts:
+            _utf8(text)  # refuses what the library would
         try:
             encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # as in `_ids`
@@ -166,7 +166,11 @@ def wrap_tokenizer(library: Library, origin: str = "the tokenizer") -> Tokenizer
     vocabulary = library.get_vocab(with_added_tokens=True)
     end = next((name for name in _ENDS if name in vocabulary), None)
     if end is None:
-        raise UserError(f"{origin} has no id for the end of a document; add one of {', '.join(_ENDS)} to it")
+        special = sorted(token.content for token in library.get_added_tokens_decoder().values())
+        raise UserError(
+            f"{origin} has no id for the end of a document under a known name (its special tokens: "
+            f"{', '.join(special[:8]) or 'none'}); rename or add one in its file: {', '.join(_ENDS)}"
+        )
     # By default the library matches special tokens in the text. `encode_special_tokens` prevents that, but
     # only for special tokens, and in some files the end of a document is an ordinary entry.
     library.add_special_tokens([AddedToken(end, special=True, normalized=False)])

@@ -12,11 +12,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from xml.etree import ElementTree
 
-from narrowgauge.data.sources.byte_stream import ByteStream, Portion, TruncatedError, cut
-from narrowgauge.data.sources.records import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
+from narrowgauge.data.sources.byte_stream import ByteStream, TruncatedError, chunks_of
+from narrowgauge.data.sources.records import Chunk, Document, Input, Rejected, document
 from narrowgauge.data.sources.wikipedia.wikitext import DROPPED_NAMESPACES, prose
 
 _END = b"</page>"
@@ -72,34 +71,32 @@ def _article(where: str, page: bytes, dropped: frozenset[str]) -> Iterator[Docum
 
 def chunks(file: Input) -> Iterator[Chunk]:
     """The dump in portions of complete pages."""
-    stream, line, dropped = ByteStream(file.path), 1, DROPPED_NAMESPACES
-    ended = False
-    try:
-        for number, portion in enumerate(cut(stream, _END, _utf8(stream))):
-            line = portion.first_line
-            if portion.data is None:
-                reason = f"begins a page of more than {MOST_BYTES >> 20} MiB, the limit for one document"
-                yield Refusal(Rejected(f"{file.path}:{line}", reason), portion.size)
-                continue
-            if number == 0:
-                dropped = _namespaces(file.path, portion)
-            ended = b"</mediawiki>" in portion.data
-            line += portion.data.count(b"\n")
-            yield Pages(str(file.path), portion.data, portion.first_line, portion.size, dropped)
-        if not ended:
-            raise TruncatedError("ends before </mediawiki>, so it is truncated")
-    except TruncatedError as damage:
-        yield Refusal(Rejected(f"{file.path}:{line}", str(damage)))
-    except UnicodeDecodeError as error:
-        yield Refusal(
-            Rejected(f"{file.path}:{line}", f"is followed by bytes that are not UTF-16 ({error.reason})")
-        )
+    stream, dropped = ByteStream(file.path), DROPPED_NAMESPACES
+
+    def pages(data: bytes, first_line: int, size: int) -> Pages:
+        nonlocal dropped
+        if first_line == 1:
+            dropped = _namespaces(data)
+        return Pages(str(file.path), data, first_line, size, dropped)
+
+    return chunks_of(stream, _END, "begins a page", pages, _whole(_utf8(stream)))
 
 
-def _namespaces(path: Path, first: Portion) -> frozenset[str]:
-    """The names of the file and category namespaces in this dump; an error if the file is not a dump."""
-    assert first.data is not None
-    head = first.data[: begin.start() if (begin := _PAGE.search(first.data)) else 4096]
+def _whole(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The blocks of a dump; an error after the last one if the dump does not end there."""
+    head = tail = b""
+    for block in blocks:
+        head, tail = (head + block)[:4096], (tail + block)[-4096:]
+        yield block
+    if head and b"<mediawiki" not in head:
+        raise TruncatedError("does not begin with <mediawiki>, so it is not a dump")
+    if b"</mediawiki>" not in tail:
+        raise TruncatedError("ends before </mediawiki>, so it is truncated")
+
+
+def _namespaces(data: bytes) -> frozenset[str]:
+    """The names of the file and category namespaces in the dump that begins so; an error if it is none."""
+    head = data[: begin.start() if (begin := _PAGE.search(data)) else 4096]
     if b"<mediawiki" not in head:
         raise TruncatedError("does not begin with <mediawiki>, so it is not a dump")
     names = _NAMESPACE.findall(head.decode("utf-8", "replace"))
@@ -114,6 +111,9 @@ def _utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield from chain([first], remaining)
         return
     decoder = codecs.getincrementaldecoder("utf-16")()
-    for block in chain([first], remaining):
-        yield decoder.decode(block).encode("utf-8")
-    decoder.decode(b"", final=True)
+    try:
+        for block in chain([first], remaining):
+            yield decoder.decode(block).encode("utf-8")
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise TruncatedError(f"is followed by bytes that are not UTF-16 ({error.reason})") from None
