@@ -33,10 +33,11 @@ from errno import EACCES, EEXIST, ELOOP, ENOENT, ENOTDIR, ENOTEMPTY, EPERM, EROF
 from importlib import resources
 from io import BufferedReader
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, BinaryIO
 
 from narrowgauge.errors import UserError, nearest, unknown
-from narrowgauge.operating_system import O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK
+from narrowgauge.operating_system import O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK, user_id
 
 CRASH_AT = "NARROWGAUGE_CRASH_AT"
 _ABANDONED_S = 3600.0  # a staging directory without a write for an hour belongs to a dead process
@@ -239,11 +240,20 @@ def sha256_of(path: Path, follow_links: bool = False, advance: Callable[[int], o
     return digest.hexdigest()
 
 
+def user_path(name: str | Path) -> Path:
+    """A path as a user writes it: `~` and `~USER` are a home where there is one, else plain names."""
+    return Path(os.path.expanduser(name))
+
+
 def cache_directory() -> Path:
-    """$NARROWGAUGE_CACHE, or `narrowgauge` in the user's cache directory: for data prepared once."""
+    """$NARROWGAUGE_CACHE, or `narrowgauge` in the user's cache directory: for data prepared once.
+
+    A user without a home, as in a container that runs with any number, has a temporary one.
+    """
     if directory := os.environ.get("NARROWGAUGE_CACHE"):
-        return Path(directory).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "narrowgauge"
+        return user_path(directory)
+    base = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return base / "narrowgauge" if base.is_absolute() else Path(gettempdir()) / f"narrowgauge-{user_id()}"
 
 
 def cache_entry(folder: str, *facts: object) -> Path:

@@ -92,9 +92,6 @@ def bytes_until_step(path: Path, step: int) -> int:
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
             except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{path}:{number}: every line must be an object with a step, and this one is not; "
-                    "fix or delete that line, or the file"
-                ) from None
+                raise _damaged_line(path, number, "it has no step") from None
             size += len(line)
     return size

@@ -10,9 +10,12 @@ import os
 import signal
 import stat
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 from narrowgauge.errors import UserError
@@ -29,15 +32,45 @@ def _module(name: str) -> Any:
 fcntl, _resource = _module("fcntl"), _module("resource")
 IS_POSIX = fcntl is not None
 
-# A scheduler sends SIGTERM, Ctrl-C sends SIGINT, and SIGUSR1 warns that the time limit is near.
+# A scheduler sends SIGTERM, Ctrl-C sends SIGINT, a terminal that closes sends SIGHUP, and SIGUSR1 warns that
+# the time limit is near.
+_HANG_UP = getattr(signal, "SIGHUP", None)
 STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
 )
+Handler = Callable[[int, FrameType | None], object]
 
 # Flags of `os.open`; 0 where the system lacks them.
 O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (
     getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK")
 )
+
+
+@contextmanager
+def stop_signals(handler: Handler, at_the_end: bool = False) -> Iterator[None]:
+    """Within the block, `handler` takes the signals that ask this process to stop.
+
+    Signals reach a process's main thread alone, so in another thread nothing changes. SIGHUP stays ignored if
+    it was, as under nohup. With `at_the_end` the process exits after the block, and ignores further signals.
+    """
+
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        for descriptor in (0, 1, 2):
+            with suppress(OSError):  # it is closed
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                    os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)  # a lost terminal fails every write
+        handler(number, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in STOP_SIGNALS if n != _HANG_UP or signal.getsignal(n) != signal.SIG_IGN]
+    previous = {
+        n: signal.signal(n, hang_up if n == _HANG_UP else handler) for n in (numbers if is_main else ())
+    }
+    try:
+        yield
+    finally:
+        for n, former in previous.items():
+            signal.signal(n, signal.SIG_IGN if at_the_end else former)
 
 
 def system_name() -> str:
@@ -96,8 +129,7 @@ def _seconds_used() -> tuple[float, float, float]:
     """The clock, and the CPU seconds of this process with its children and of all processes on our cores.
 
     Idle time and low-priority (nice) processes, which give way, do not count. Outside Linux other processes
-    are
-    unknown: the last two are equal.
+    are unknown: the last two are equal.
     """
     own = sum(os.times()[:4])
     with suppress(OSError, ValueError, AttributeError):

@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from narrowgauge.errors import words_of
-from narrowgauge.operating_system import STOP_SIGNALS
+from narrowgauge.operating_system import stop_signals
 
 T = TypeVar("T")
 _END_S = 10.0  # for a process that was asked to exit
@@ -80,12 +80,8 @@ class Programs:
                 for program in self._started:
                     program.send_signal(number)  # no effect on one that has exited
 
-        previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-        try:
+        with stop_signals(forward):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Handles requests to stop: SIGTERM (a scheduler), SIGINT (Ctrl-C), SIGUSR1 (the time limit is near); and
-makes a process die with its launcher.
+"""Handles requests to stop: SIGTERM (a scheduler), SIGINT (Ctrl-C), SIGUSR1 (the time limit is near), SIGHUP
+(the terminal has closed, as with ssh); and makes a process die with its launcher.
 
 A run that is asked to stop saves after its current step. Before its first step there is nothing to save, and
 it stops at once; while it imports torch or waits for the other ranks it only records the request, because a
@@ -17,13 +17,12 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from narrowgauge.operating_system import STOP_SIGNALS
+from narrowgauge.operating_system import stop_signals
 
 COMPARED = "NARROWGAUGE_COMPARED"  # set by `compare` for the runs that it starts
 
@@ -87,21 +86,15 @@ def _early(name: str) -> StoppedEarly:
 def stop_requests(at_the_end: bool = False) -> Iterator[Requests]:
     """Collect requests to stop this process within the block; a nested block yields the same object.
 
-    Signals only reach a process's main thread; a run in another thread cannot be stopped this way. With
-    `at_the_end` the process exits after the block, so later signals change nothing and are ignored.
+    A run in another thread than the main one cannot be stopped this way; `at_the_end` as in `stop_signals`.
     """
     outer = signal.getsignal(signal.SIGTERM)
     if isinstance(outer, Requests):
         yield outer
         return
     requests = Requests()
-    in_main = threading.current_thread() is threading.main_thread()
-    previous = {n: signal.signal(n, requests) for n in (STOP_SIGNALS if in_main else ())}
-    try:
+    with stop_signals(requests, at_the_end):
         yield requests
-    finally:
-        for n, handler in previous.items():
-            signal.signal(n, signal.SIG_IGN if at_the_end else handler)
 
 
 def heed_early(after_s: float = 0.0) -> None:

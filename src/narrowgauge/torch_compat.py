@@ -16,76 +16,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+from torch.nn.functional import ScalingType as ScalingType
+from torch.nn.functional import SwizzleType as SwizzleType
+from torch.nn.functional import scaled_mm as scaled_mm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_in_torch_dispatch_mode,
-)
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 # TorchDispatchMode: the documented way to observe every operation ("Extending PyTorch"), in a private module.
 # is_in_torch_dispatch_mode: shows whether such a mode is active; no public function does.
 # tree_*: traverse an operation's arguments, which are nested lists and dicts; there is no public name.
 # ScalingType, SwizzleType, scaled_mm: public but recent: kernels are still added and their conditions change.
-__all__ = [
-    "FSDPExtension",
-    "ScalingType",
-    "SeesFSDP",
-    "SwizzleType",
-    "TorchDispatchMode",
-    "accept_any_gradient",
-    "active_ddp",
-    "after_backward",
-    "all_gather_single",
-    "as_shard",
-    "attach_fsdp_extension",
-    "attach_hooks_again",
-    "autograd_node",
-    "base_of",
-    "compiled_as_eager",
-    "copy_each",
-    "cpu_multiplies_bf16",
-    "cuda_architectures",
-    "disabled_torch_function",
-    "flatten_mesh",
-    "fp8_product",
-    "group_of_collective",
-    "has_hooks",
-    "has_result",
-    "ignore_in_ddp",
-    "is_accumulated",
-    "is_called_after_accumulation",
-    "is_collective",
-    "is_in_backward",
-    "is_in_place",
-    "is_in_torch_dispatch_mode",
-    "is_view_operation",
-    "local_tensor",
-    "norm_each",
-    "not_strict",
-    "operation_name",
-    "overflow_flags",
-    "reduce_scatter_single",
-    "register_fake_backend",
-    "reshaped",
-    "scale_each",
-    "scaled_mm",
-    "storage_key",
-    "tensors_in",
-    "tree_leaves",
-    "tree_map_only",
-    "unobserved",
-    "version_of",
-    "wait_for",
-    "without_hooks",
-    "without_torch_function",
-    "wrapper_subclass",
-    "writes_result",
-    "written_arguments",
-]
 
 T = TypeVar("T", bound=torch.Tensor)
 

@@ -13,7 +13,7 @@ from support.fault_table import RANKS, case
 
 # Only what a signal asks for is saved before the end.
 RARE = {"training.steps": 30, "checkpoint.every": 100, "recipe.name": "nvfp4"}
-ASKING = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+ASKING = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 
 
 def stops_and_goes_on(runs, out, ranks, number):

@@ -1,7 +1,5 @@
 """Examines the given data and tokenizer. Imported only if torch can be imported, since both need it."""
 
-from pathlib import Path
-
 from narrowgauge.cluster.doctor.facts import Given
 from narrowgauge.data import is_corpus, load_tokenizer, open_corpus, split_sources
 from narrowgauge.data.sources import open_source
@@ -9,6 +7,7 @@ from narrowgauge.data.sources.hub import PREFIX
 from narrowgauge.data.token_files.source import token_files
 from narrowgauge.data.tokenization.names import tokenizer_identity
 from narrowgauge.errors import UserError
+from narrowgauge.files import user_path
 
 
 def collect_data(source: str) -> Given:
@@ -23,7 +22,7 @@ def collect_data(source: str) -> Given:
 def _one_source(name: str) -> str:
     if name.startswith(PREFIX):
         return "a data set of the Hugging Face hub"
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if is_corpus(folder):
         facts = open_corpus(folder).manifest
         return f"a prepared corpus, whole: {facts.train_tokens:,} tokens to train on"
@@ -38,6 +37,6 @@ def collect_tokenizer(name: str) -> Given:
     try:
         if tokenizer_identity(name) == name:
             return Given(name=name, found="needs no file")
-        return Given(name=name, found=f"{load_tokenizer(Path(name).expanduser()).vocab_size:,} tokens")
+        return Given(name=name, found=f"{load_tokenizer(user_path(name)).vocab_size:,} tokens")
     except (UserError, OSError) as error:
         return Given(name=name, error=str(error))

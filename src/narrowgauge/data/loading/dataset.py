@@ -28,6 +28,7 @@ from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.data.tokenization.names import make_tokenizer
 from narrowgauge.data.tokenization.tokenizer import Tokenizer
 from narrowgauge.errors import UserError
+from narrowgauge.files import user_path
 
 AUTO = "auto"
 
@@ -108,8 +109,8 @@ def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[flo
     if tokenizer != AUTO:
         return None if tokenizer.startswith("bpe-") else make_tokenizer(tokenizer, ()).vocab_size
     first = split_sources(source, weights)[0]
-    if is_corpus(Path(first).expanduser()):
-        return read_manifest(Path(first).expanduser()).vocab_size
+    if is_corpus(user_path(first)):
+        return read_manifest(user_path(first)).vocab_size
     files = token_files(first)
     return vocabulary_of_files(files[0][0]) if files else None
 
@@ -125,7 +126,7 @@ def why_absent(source: str, weights: Sequence[float] = ()) -> str:
     """
     try:
         for name in split_sources(source, weights):
-            if not (name.startswith(HUB) or is_corpus(Path(name).expanduser()) or token_files(name)):
+            if not (name.startswith(HUB) or is_corpus(user_path(name)) or token_files(name)):
                 open_source(name)
     except UserError as error:
         return str(error)
@@ -138,7 +139,7 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
     Raises:
         UserError: the number of weights differs from the number of sources, or a weight is not positive.
     """
-    names = [source] if Path(source).expanduser().exists() else [name.strip() for name in source.split(",")]
+    names = [source] if user_path(source).exists() else [name.strip() for name in source.split(",")]
     if not all(names):
         raise UserError(f"data source {source!r} has an empty name between commas; remove the comma")
     if weights and len(weights) != len(names):
@@ -153,7 +154,7 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
 
 def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) -> _Source:
     named = None if tokenizer == AUTO else tokenizer
-    if is_corpus(Path(name).expanduser()):
+    if is_corpus(user_path(name)):
         return _of_corpus(name, prepare(name, named))
     if files := token_files(name):
         tokens = open_token_source(name, files, named, report)

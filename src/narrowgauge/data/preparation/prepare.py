@@ -15,7 +15,6 @@ same files, tokenizer and options give the same bytes: times, paths and the orde
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from narrowgauge.data.sources import open_source
 from narrowgauge.data.tokenization.names import tokenizer_identity
 from narrowgauge.data.tokenization.tokenizer import load_tokenizer, parallel_tokenizing
 from narrowgauge.errors import UserError
-from narrowgauge.files import cache_directory, staged_directory
+from narrowgauge.files import cache_directory, staged_directory, user_path
 
 _FEW_BYTES = 8 << 20  # below this, starting processes takes longer than they save
 
@@ -61,7 +60,7 @@ def prepare(
         UserError: the source, tokenizer or directory cannot be used, a record is rejected, or the corpus is
             damaged.
     """
-    path = Path(os.path.expanduser(source))
+    path = user_path(source)
     if is_corpus(path):
         if directory:
             raise UserError(f"{source!r} is already prepared; train on it directly, with --data {source}")
@@ -118,10 +117,8 @@ def _open_prepared(directory: Path, tokenizer: str | None, options: Options) -> 
     if tokenizer is None or tokenizer_identity(tokenizer) in known:
         return corpus
     # The same ids may be stored in another file format.
-    if (
-        not Path(tokenizer).expanduser().exists()
-        or load_tokenizer(Path(tokenizer).expanduser()).digest != corpus.tokenizer.digest
-    ):
+    path = user_path(tokenizer)
+    if not path.exists() or load_tokenizer(path).digest != corpus.tokenizer.digest:
         raise UserError(
             f"{directory} was prepared with tokenizer {manifest.tokenizer!r}, and data.tokenizer asks for "
             f"{tokenizer!r}; leave data.tokenizer out, or prepare the text again"

@@ -15,6 +15,7 @@ from pathlib import Path
 from narrowgauge.data.sources.byte_stream import COMPRESSED, ByteStream
 from narrowgauge.data.sources.records import Input
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import user_path
 
 STDLIB = "stdlib"
 TEXT, LINES, TABLE, DUMP, EXTRACT = "text", "lines", "table", "dump", "extract"
@@ -87,7 +88,7 @@ def find_files(source: str, text_key: str) -> tuple[Input, ...]:
         UserError: the source does not exist, matches no such file, or leads to a broken link.
         OSError: a folder cannot be read.
     """
-    path = Path(os.path.expanduser(source))  # unchanged if there is no such user
+    path = user_path(source)
     if path.is_file():
         type_ = file_type(path) or _type_by_content(path, text_key)
         if type_ is None:

@@ -38,6 +38,7 @@ from narrowgauge.data.tokenization.formats import tokenizer_files
 from narrowgauge.data.tokenization.names import make_tokenizer
 from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
+from narrowgauge.files import user_path
 
 _ENDINGS = (".bin", ".npy")
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}
@@ -63,7 +64,7 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
     Raises:
         UserError: a glob matches token files and other files, or a file is damaged.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     try:
         if path.is_dir():
             candidates = sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.name[0] != ".")
@@ -149,7 +150,7 @@ def _data_of(path: Path) -> Path:
 
 def _matches(pattern: str) -> list[Path]:
     """The token files that a glob matches, in order; apart from text files, either all match or none."""
-    names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    names = sorted(glob.glob(str(user_path(pattern)), recursive=True))
     paths = [Path(n) for n in names if Path(n).is_file() and file_type(Path(n)) is None]
     paths = list(dict.fromkeys(map(_data_of, paths)))
     is_token = [_is_tokens(path) for path in paths]

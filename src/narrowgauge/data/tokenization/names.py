@@ -14,6 +14,7 @@ from narrowgauge.data.tokenization.tokenizer import (
     train_bpe,
 )
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import user_path
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
@@ -62,7 +63,7 @@ def _entries(prefix: str, name: str) -> int | None:
 
 
 def _existing(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = user_path(name)
     try:
         if tokenizer_files(path):
             return path
@@ -71,7 +72,5 @@ def _existing(name: str) -> Path:
             f"cannot look for tokenizer file {name!r}: {error.strerror}; name a tokenizer.json"
         ) from None
     if path.suffix or len(path.parts) > 1:
-        raise UserError(
-            f"tokenizer file {str(path)!r} does not exist; name a tokenizer.json, bytes or bpe-4096"
-        )
+        raise UserError(f"tokenizer file {name!r} does not exist; name a tokenizer.json, bytes or bpe-4096")
     raise unknown("tokenizer", name, ["bytes", "bpe-4096", "bpe-N", "ids-N", TOKENIZER_FILE])

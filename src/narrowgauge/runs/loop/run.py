@@ -60,7 +60,7 @@ def run(
 
     Raises:
         UserError: configuration, data or directory are invalid; nothing was trained.
-        Preempted: SIGTERM, SIGINT or SIGUSR1 arrived; the state is saved.
+        Preempted: SIGTERM, SIGINT, SIGHUP or SIGUSR1 arrived; the state is saved.
         StoppedEarly: one of them arrived before the first step.
         Diverged: more than `guard.max_skips` steps in a row were skipped, or too many rollbacks.
         Corrupted: values that must be equal differ (`guard.check_every`, `guard.replay_every`).

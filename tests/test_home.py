@@ -1,0 +1,58 @@
+"""A user without a home directory, and names that only look like one's."""
+
+import os
+import pwd
+
+import pytest
+
+from narrowgauge.cli.main import main
+from narrowgauge.data import split_sources
+from narrowgauge.data.loading.dataset import why_absent
+from narrowgauge.data.tokenization.names import tokenizer_identity
+from narrowgauge.errors import UserError
+from narrowgauge.files import cache_directory, user_path
+
+NAMES = ("~", "~/x", "~nobody-here/x", "~data", "~data/*.txt")  # for which there is no home
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """Neither HOME nor an entry among the users, as in a container that runs with any number."""
+
+    def none(_):
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "NARROWGAUGE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", none)
+    monkeypatch.setattr(pwd, "getpwnam", none)
+
+
+def test_the_cache_is_a_temporary_folder_of_the_user(homeless, tmp_path, monkeypatch):
+    assert cache_directory().is_absolute()
+    assert cache_directory().name == f"narrowgauge-{os.geteuid()}"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "narrowgauge"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_without_a_home_stands_for_itself(homeless, name):
+    assert str(user_path(name)) == name
+    assert split_sources(name) == [name]
+    assert name in why_absent(name)
+    with pytest.raises(UserError, match="tokenizer"):
+        tokenizer_identity(name)
+
+
+def test_a_folder_may_have_a_tilde(homeless, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~data").mkdir()
+    (tmp_path / "~data" / "a.txt").write_text("text\n" * 99)
+    assert why_absent("~data") == why_absent("~data/*.txt") == ""
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize("words", [["plan", "--model", "debug", "--device", "cpu"], ["doctor", "--json"]])
+def test_a_verb_works_without_a_home(homeless, capsys, words):
+    assert main(words) in (0, 1), capsys.readouterr().err
+    assert "Traceback" not in capsys.readouterr().err
