@@ -18,7 +18,7 @@ from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
 
-pytest_plugins = ["support.fault_report", "support.tiers", "golden.report"]
+pytest_plugins = ["support.fault_report", "support.tiers"]
 
 # Nothing is asserted of the time that an example takes: another program may have the core.
 settings.register_profile("narrowgauge", deadline=None)

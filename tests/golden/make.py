@@ -10,11 +10,9 @@ of them. Make them again only
 - with another version of torch, once the project moves to it: from a commit whose test passed with the old
   one, and in a commit that does nothing else.
 
-Never because a test fails and one does not know why. The digits hold for one arithmetic, which a fingerprint
-next to them identifies: on a machine that computes otherwise the test compares losses and norms in bounds and
-reports it in the last lines of pytest. `bounds` measures these: the same runs with other instructions of the
-CPU and other libraries under the matmuls. Both need an x86-64 CPU with AVX2; the other instructions of
-`bounds` AVX-512.
+Never because a test fails and one does not know why. The digits of `exact` hold on every CPU, and so do
+those of the runs on four models. Others hold for one arithmetic, of an x86-64 CPU with AVX2, which a
+fingerprint next to them identifies: on a machine that computes otherwise they are skipped.
 """
 
 import argparse
@@ -27,47 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from golden import cells, export_page, outputs, page, resolved
-from golden.runs import PINS, Worker, kept_file, read_kept, worker
-
-# Other arithmetic: what each variable is set to, and in what bf16 operands are multiplied (none:
-# as the run chooses; "": as the CPU can).
-OTHERS: dict[str, tuple[dict[str, str], str | None]] = {
-    "no AVX2": ({"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}, None),
-    "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"}, None),
-    "AVX2, oneDNN": ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, ""),
-    "AVX-512": ({"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, ""),
-    "all it has": ({}, ""),
-}
-
-
-def take_all(process: Worker, products: str | None = None) -> dict[str, cells.Cell]:
-    """The digits of all runs."""
-    taken = {}
-    for name in cells.RUNS:
-        taken[name] = cells.take(process, name, products)
-    return taken
-
-
-def bounds() -> None:
-    """Keeps by how much at most each recipe's digits differ with other arithmetic, times `MARGIN`."""
-    kept: dict[str, cells.Cell] = read_kept("digits")["runs"]
-    found: dict[str, dict[str, float]] = {}
-    for what, (variables, products) in OTHERS.items():
-        pins = {k: v for k, v in PINS.items() if not k.startswith(("ATEN", "MKL_CBWR", "ONEDNN"))} | variables
-        with tempfile.TemporaryDirectory() as directory, worker(Path(directory), pins) as process:
-            for name, now in take_all(process, products).items():
-                for figure, change in cells.changes(kept[name], now).items():
-                    print(what, name, figure, f"{change:.2g}", sep="\t")
-                    most = found.setdefault(cells.RUNS[name].recipe, {})
-                    most[figure] = max(change, most.get(figure, 0.0))
-    write(
-        "bounds",
-        {
-            recipe: {f: float(f"{max(cells.FLOOR, cells.MARGIN * c):.1e}") for f, c in most.items()}
-            for recipe, most in found.items()
-        },
-    )
+from golden import cells, exact, export_page, outputs, page, resolved
+from golden.runs import kept_file, read_kept, worker
+from narrowgauge.quantization import cast_names
+from narrowgauge.recipes import recipe_names
 
 
 def parts(names: list[str]) -> None:
@@ -76,7 +37,8 @@ def parts(names: list[str]) -> None:
         (arithmetic,) = process({"fingerprint": True})
         for name in names:
             if name == "digits":
-                write(name, {"arithmetic": arithmetic, "runs": take_all(process)})
+                runs = {run: cells.take(process, run) for run in cells.RUNS}
+                write(name, {"arithmetic": arithmetic, "runs": runs})
             elif name not in OF_NO_DIGIT and arithmetic != read_kept("digits")["arithmetic"]:
                 sys.exit("the arithmetic here is not that of the digits that are kept: make these first")
             else:
@@ -91,7 +53,7 @@ def write(name: str, what: Any) -> None:
 
 
 OF_NO_DIGIT = ("plans", "words")
-PARTS = ["digits", *outputs.OUTPUTS, "bounds", "resolved", "page"]
+PARTS = ["exact", "digits", *outputs.OUTPUTS, "resolved", "page"]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -99,12 +61,14 @@ if __name__ == "__main__":
     asked = parser.parse_args().parts or PARTS
     if unknown := set(asked) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    if "exact" in asked:
+        of_layers = {name: exact.of_layer(name) for name in recipe_names()}
+        write("exact", {"casts": {name: exact.of_cast(name) for name in cast_names()}, "layers": of_layers})
     if "resolved" in asked:  # follows from no digit
         resolved.write()
     if "page" in asked:
-        page.write()
-        export_page.write()
+        for one in (page, export_page):
+            one.PAGE.write_text(one.text(), encoding="utf-8")
+            print(one.PAGE)
     if of_digits := [name for name in ("digits", *outputs.OUTPUTS) if name in asked]:
         parts(of_digits)
-    if "bounds" in asked:
-        bounds()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import narrowgauge as ng
-from golden.cells import run_of
+from golden.cells import LIKE_GPT2, run_of
 from golden.runs import Worker, checkpoint_of, lines_of, sha
 
 Tree = Any
@@ -31,18 +31,6 @@ Tools &ndash; and [http://example.org nails].
 """
 # whose checkpoints, exports and pages are kept
 MSAMP, NVFP4 = "msamp-o3, 2 micro-batches", "nvfp4, 2 micro-batches"
-# of a model with the parts of GPT-2, which llm.c has
-LIKE_GPT2 = {
-    "model.ffn_dim": 512,
-    "model.positions": "learned",
-    "model.norm": "layer",
-    "model.mlp": "gelu",
-    "model.bias": True,
-    "model.tied_head": True,
-    "model.kv_heads": 4,
-    "model.max_sequence_length": 64,
-    "training.steps": 1,
-}
 
 
 def write_sources(directory: Path) -> dict[str, str]:
@@ -131,7 +119,7 @@ def checkpoints(worker: Worker) -> Tree:
 
 def exports(worker: Worker) -> Tree:
     """Every file of every export, and of an import."""
-    gpt2 = worker.train("like gpt2", worker.values("bf16", LIKE_GPT2))
+    gpt2 = worker.train("like gpt2", worker.values("bf16", LIKE_GPT2 | {"training.steps": 1}))
     runs = {"llama": run_of(worker, MSAMP), "narrow-llama": run_of(worker, NVFP4), "gpt2": gpt2}
     made = {
         "llama-as-hf": ("llama", "hf"),

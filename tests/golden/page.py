@@ -23,9 +23,3 @@ def text() -> str:
     """The page with its table made again."""
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     return f"{before}{BEGIN}\n{written_table()}\n\n{END}{rest.partition(END)[2]}"
-
-
-def write() -> None:
-    """Writes the page."""
-    PAGE.write_text(text(), encoding="utf-8")
-    print(PAGE)

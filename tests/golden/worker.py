@@ -1,8 +1,9 @@
 """A process with pinned arithmetic: reads one JSON job a line, forks its ranks, answers what they returned.
 
-A job is `{"world": N, "products": "fp32" | "bf16", "calls": [...]}`; each rank makes the calls in turn, and a
-call is {"run": values, "out": directory} (`ng.run`), {"argv": words} (the command line; answers exit code and
-output) or {"fingerprint": true}. torch is imported once, so that a job costs little more than its steps.
+A job is `{"world": N, "products": "fp32" | "bf16" | "fp64", "calls": [...]}`; each rank makes the calls in
+turn, and a call is {"run": values, "out": directory} (`ng.run`), {"argv": words} (the command line; answers
+exit code and output) or {"fingerprint": true}. torch is imported once, so that a job costs little more than
+its steps.
 
 What a CPU's type would change is taken away here and by `runs.PINS`: oneDNN is off, and whether the CPU
 multiplies bf16 is set by the job, not measured. Two things that hold no digit and cost more than the steps
@@ -35,13 +36,21 @@ from narrowgauge.runs.monitor import yardstick
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden.arithmetic import fingerprint
+from golden.exact import in_float64
+
+TO_THE_END = contextlib.ExitStack()
 
 
 def pin(products: str) -> None:
-    """Hold still what no variable does; `products` is the format in which bf16 operands are multiplied."""
+    """Hold still what no variable does; `products` is the format in which bf16 operands are multiplied.
+
+    "fp64" is more: the arithmetic that is the same on every CPU, to the end of the process.
+    """
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: products == "bf16"
+    if products == "fp64":
+        TO_THE_END.enter_context(in_float64())
 
 
 def call(what: Mapping[str, Any]) -> Any:
