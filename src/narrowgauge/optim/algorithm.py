@@ -1,7 +1,7 @@
 """An optimizer's algorithm: a pure update in float32 and, optionally, a fused low-precision update."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,3 +46,11 @@ class Algorithm:
     moments: tuple[str, ...]
     update: Update
     fused_update: FusedUpdate | None = None
+
+    def apply(self, batch: UpdateBatch, options: Mapping[str, Any]) -> None:
+        """`update` on contiguous tensors: torch's fused kernels ignore strides, and moments have none."""
+        w, g = ([x.contiguous() for x in tensors] for tensors in (batch.w, batch.g))
+        self.update(replace(batch, w=w, g=g), options)
+        for x, updated in zip(batch.w, w, strict=True):
+            if updated is not x:
+                x.copy_(updated)

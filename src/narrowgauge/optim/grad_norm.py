@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from narrowgauge.optim.groups import require_dense_gradients, shares_memory
 from narrowgauge.quantization import gradient_of, local_tensor, shard_of, state_of
 from narrowgauge.torch_compat import norm_each, scale_each
 
@@ -23,6 +24,7 @@ def clip_grad_norm(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, model_group: ModelGroup | None
 ) -> torch.Tensor:
     """Scale gradients to a global norm of at most `max_norm`; see `Optimizer.clip_grad_norm_`."""
+    require_dense_gradients(parameters)
     norms = _norms(parameters, norm_type)
     if not norms and model_group is None:
         return torch.zeros((), dtype=torch.float32)
@@ -33,6 +35,8 @@ def clip_grad_norm(
         if (narrow := state_of(p).gradient) is not None:
             narrow.scale_by(factor.to(p.device))
         elif p.grad is not None:
+            if shares_memory(local_tensor(p.grad)):
+                p.grad = p.grad.clone()  # of its own memory
             by_device.setdefault(p.device, []).append(local_tensor(p.grad))
     for device, gradients in by_device.items():
         scale_each(gradients, factor.to(device))

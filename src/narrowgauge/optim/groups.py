@@ -1,12 +1,13 @@
 """Groups of parameters: their weight decay, learning rate and algorithm."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.quantization import state_of
 
 OPTIONS = ("weight_decay", "lr_factor")
 _UNSERVED = ("amsgrad", "maximize")  # options of torch's AdamW that change the update
@@ -64,12 +65,58 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
-def require_served(group: Mapping[str, Any]) -> None:
-    """Refuse options of torch's AdamW that change the update and are not supported here.
+def members_of(group: Mapping[str, Any]) -> list[Any]:
+    """The members of a group: parameters, or (name, parameter) as torch allows."""
+    params = group["params"]
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def tensor_of(member: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
+    """The parameter of a member."""
+    return member[1] if isinstance(member, tuple) else member
+
+
+def shares_memory(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _why_not(p: torch.Tensor) -> str:
+    """Why a parameter has no state here; empty if it has."""
+    if p.is_nested or p.layout != torch.strided:
+        return "is nested" if p.is_nested else "is sparse"
+    if shares_memory(p):
+        return "shares memory among its elements (expand)"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return "" if p.dtype in dtypes or state_of(p).weight else f"is {str(p.dtype).removeprefix('torch.')}"
+
+
+def require_dense_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse sparse and nested gradients before anything is changed.
 
     Raises:
-        UserError: A group has such an option.
+        UserError: A parameter has such a gradient.
     """
+    for p in parameters:
+        if state_of(p).gradient is None and p.grad is not None and p.grad.layout != torch.strided:
+            raise UserError(
+                f"a gradient of shape {tuple(p.shape)} is sparse, and narrowgauge's optimizers take dense "
+                "ones: make its layer without sparse gradients, as torch.nn.Embedding(sparse=False) is"
+            )
+
+
+def require_served(group: Mapping[str, Any], members: Iterable[Any]) -> None:
+    """Refuse options of torch's AdamW that change the update, and parameters that state cannot be kept of.
+
+    Raises:
+        UserError: A group has such an option or such a member.
+    """
+    for p in map(tensor_of, members):
+        if isinstance(p, torch.Tensor) and (why := _why_not(p)):
+            raise UserError(
+                f"a parameter of shape {'?' if p.is_nested else tuple(p.shape)} {why}, and narrowgauge's "
+                "optimizers update dense float32, bfloat16 and float16: use torch.optim.AdamW for it"
+            )
     for option in _UNSERVED:
         if group.get(option):
             raise UserError(

@@ -16,6 +16,7 @@ import torch
 
 from narrowgauge.optim.adamw import ADAMW
 from narrowgauge.optim.algorithm import Algorithm, UpdateBatch
+from narrowgauge.optim.groups import members_of, tensor_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recipes import RecipeLike
 
@@ -93,14 +94,8 @@ class Muon(Optimizer):
         if "algorithm" in param_group:
             super().add_param_group(param_group)
             return
-        params = param_group["params"]
-        members = [params] if isinstance(params, torch.Tensor) else list(params)
+        members = members_of(param_group)
         for algorithm, is_matrix in (("muon", True), ("adamw", False)):
-            some = [p for p in members if (_tensor_of(p).ndim == 2) == is_matrix]
+            some = [p for p in members if (tensor_of(p).ndim == 2) == is_matrix]
             if some:
                 super().add_param_group(param_group | {"params": some, "algorithm": algorithm})
-
-
-def _tensor_of(p: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
-    """A parameter, given alone or, as torch allows, as (name, parameter)."""
-    return p[1] if isinstance(p, tuple) else p

@@ -25,7 +25,7 @@ from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
-from narrowgauge.optim.groups import require_served
+from narrowgauge.optim.groups import members_of, require_dense_gradients, require_served
 from narrowgauge.optim.half_precision import is_half, rounded_in_place, wide_values
 from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, is_random, write_all
@@ -110,9 +110,11 @@ class Optimizer(SavedOptimizer):
                 rate is the optimizer's times the factor.
 
         Raises:
-            UserError: An option is not supported by any algorithm of this package.
+            UserError: An option, or a kind of parameter, is not supported by any algorithm of this package.
         """
-        require_served(param_group)
+        members = members_of(param_group)
+        require_served(param_group, members)
+        param_group = param_group | {"params": members}
         if "lr_factor" in param_group and "lr" not in param_group:
             param_group = param_group | {"lr": self.defaults["lr"] * param_group["lr_factor"]}
         super().add_param_group(param_group)
@@ -149,6 +151,7 @@ class Optimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        require_dense_gradients(self.parameters())
         narrow: list[NarrowParameter] = []
         position = 0
         for group in self.param_groups:
@@ -187,12 +190,12 @@ class Optimizer(SavedOptimizer):
         algorithm = self.algorithms[group["algorithm"]]
         batch = UpdateBatch(
             w=[local_tensor(p) for p in plain],
-            g=[local_tensor(g) for p in plain if (g := p.grad) is not None],
+            g=[local_tensor(g).float() for p in plain if (g := p.grad) is not None],
             moments={place: [s[place].read() for s in states] for place in algorithm.moments},
             steps=[s["step"] for s in states],
             shards=[shard_of(p) for p in plain],
         )
-        algorithm.update(batch, group)
+        algorithm.apply(batch, group)
 
     def _update_narrow(
         self,
@@ -223,9 +226,8 @@ class Optimizer(SavedOptimizer):
         source = kept.master or weight
         w = wide_values(local, s.get("master")) if source is None else source.read()
         moments = {place: s[place].read() for place in algorithm.moments}
-        w, g = w.contiguous(), g.contiguous()  # torch's fused update ignores strides
         batch = UpdateBatch([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], [shard_of(p)])
-        algorithm.update(batch, group)
+        algorithm.apply(batch, group)
 
         def write(place: str, to: QuantizedState, x: torch.Tensor) -> Write:
             tensor = first_stream + _WRITTEN.index(place)

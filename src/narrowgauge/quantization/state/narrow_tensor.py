@@ -247,8 +247,8 @@ def make_narrow(p: torch.nn.Parameter, record: ParamState) -> None:
     Raises:
         UserError: An autograd graph or a weak reference holds the parameter's old values.
     """
-    narrow = torch.nn.Parameter(NarrowTensor(p.detach(), record, p.dtype), p.requires_grad)
-    _become(p, narrow)
+    shape = torch.empty(p.shape, device="meta")  # contiguous, as the stored tensors are
+    _become(p, torch.nn.Parameter(NarrowTensor(shape, record, p.dtype), p.requires_grad))
     attach_state(p, record)
 
 
