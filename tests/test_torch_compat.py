@@ -95,8 +95,6 @@ def test_operations_tell_whether_they_write():
     assert compat.is_collective(torch.ops.c10d.broadcast_.default)
     assert compat.has_result(torch.ops.aten.add_.Tensor)
     assert not compat.has_result(torch.ops.aten._foreach_add_.Scalar)
-    assert compat.writes_result(torch.ops.aten.add.out)
-    assert not compat.writes_result(torch.ops.aten.add_.Tensor)
 
 
 def test_a_leaf_takes_gradients_of_the_dtype_that_they_have():

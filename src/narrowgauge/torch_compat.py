@@ -382,11 +382,6 @@ def has_result(func: Any) -> bool:
     return bool(func._schema.returns)
 
 
-def writes_result(func: Any) -> bool:
-    """Whether an operation, as `__torch_dispatch__` receives it, writes its result to an argument `out`."""
-    return any(argument.is_out for argument in func._schema.arguments)
-
-
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
     """The arguments that an operation writes to, as `__torch_dispatch__` gets it, by position or name."""
     written: dict[int | str, Any] = {}

@@ -96,15 +96,6 @@ def clamp(m):
 
 
 @write
-def stochastic_gradient_descent_by_hand(m):
-    with torch.enable_grad():
-        sum((p - 0.05).square().sum() for p in m.parameters()).backward()
-    for p in m.parameters():
-        p -= 0.1 * p.grad
-        p.grad = None
-
-
-@write
 def sharpness_aware_minimization(m):
     kept = weights(m)
     m[0].weight.add_(m[0].weight.sign(), alpha=0.01)

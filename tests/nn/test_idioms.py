@@ -22,18 +22,6 @@ ROUNDING = {
 GRADIENT_ERROR = {"bf16-sr": 0.02, "msamp-o1": 0.15, "msamp-o2": 0.15, "msamp-o3": 0.15, "eco": 0.02}
 NO_MEMORY = "has no memory with its values: take a copy, "
 NO_SECOND = "layers have no second derivative .* convert only the modules that it does not pass through"
-#: Updates, for which `eco` has no place.
-UPDATES = {
-    "set_to_zero",
-    "initialize_orthogonal",
-    "scale",
-    "clamp",
-    "stochastic_gradient_descent_by_hand",
-    "sharpness_aware_minimization",
-    "merge_an_adapter",
-    "foreach_scale",
-    "exponential_average_of_a_copy",
-}
 
 
 def pair(name):
@@ -76,19 +64,13 @@ def test_gradients_arrive_by_every_path(name, idiom):
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("idiom", WRITES)
-def test_writes_round_once_or_are_refused(name, idiom):
+def test_writes_round_once(name, idiom):
     m, twin = pair(name)
     run = WRITES[idiom]
-    if name == "eco" and idiom in UPDATES:
-        with pytest.raises(UserError, match="cannot update a weight that is kept as 'e4m3' without a master"):
-            run(m)
-        return
     largest = max(w.abs().max().item() for w in idioms.weights(twin))
     atol = 2.0**-8 * largest
     if name == "msamp-o3":
         atol = 2.0**-4 * largest  # it is the master that is written to, and the twin has the rounded weights
-    if idiom == "stochastic_gradient_descent_by_hand":
-        atol += 0.1 * 2 * (largest + 0.05) * 2.0**-3  # the gradients are FP8
     for found, expected in zip(run(m), run(twin), strict=True):
         torch.testing.assert_close(found, expected, rtol=2 * ROUNDING[name], atol=atol)
     layer = m[0]

@@ -18,17 +18,19 @@ from narrowgauge.quantization import gradient_of, has_gradient, state_of
 from nn.own_loop import NARROW, WIDE, assert_same, batch, is_on_page, model, numbers_of, row, train
 
 
-@row("optimizers of torch's, schedule-free, bitsandbytes")  # all of them in test_other_optimizers.py
+@row("optimizers of torch's, schedule-free, bitsandbytes")
 def test_an_optimizer_of_torchs(name):
     m, alone = model(name), model(name)
     for each in (m, alone):
         each(batch()).square().mean().backward()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    if name in NARROW:  # others in test_other_optimizers.py
+        with pytest.raises(UserError, match="while its gradient waits for an optimizer"):
+            optimizer.step()
+        return
     optimizer.step()
-    # E4M3 rounds by 2^-4, once before and once after the step, which moves the master.
-    rounding = {"rtol": 2 * 2**-4, "atol": 2**-8} if name in NARROW else {}
     for p, other in zip(m.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.detach().clone(), other - 0.1 * other.grad, **rounding)
+        torch.testing.assert_close(p.detach(), other - 0.1 * other.grad)
 
 
 @row("`nn.init`, writing to a weight in place")
@@ -219,7 +221,7 @@ def test_peft(name):
 @pytest.mark.filterwarnings("ignore")  # of PEFT's
 @pytest.mark.parametrize("is_safe", [False, True], ids=["in place", "safe_merge"])
 def test_peft_merges(name, is_safe):
-    """Into the weight, rounded once, and out of it again; what it updates in place has no place in `eco`."""
+    """Into the weight, rounded once, and out of it again."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights=False)
     m = model(name)
@@ -227,10 +229,6 @@ def test_peft_merges(name, is_safe):
     adapted = peft.get_peft_model(m, config)
     layers = [adapted.base_model.model[i] for i in (0, 2)]
     expected = [x.base_layer.weight.detach() + x.get_delta_weight("default").detach() for x in layers]
-    if name == "eco" and not is_safe:
-        with pytest.raises(UserError, match=r"add_ cannot update a weight .* first moment of AdamW"):
-            adapted.merge_adapter()
-        return
     last = {"bf16-sr": 2**-7, "msamp-o3": 2**-4, "eco": 2**-4}.get(name, 2**-10)
     if not is_safe:
         adapted.merge_adapter()

@@ -67,10 +67,9 @@ def test_it_goes_on_to_the_same_digits(name, says_step):
     assert all(torch.equal(t, its_moments[i][key]) for i, s in moments.items() for key, t in s.items())
 
 
-@pytest.mark.tier("thorough", keep=("bf16-sr", "msamp-o3"))
-@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3"])
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
 def test_so_it_does_with_an_optimizer_of_torchs(name):
-    """With codes, masters, histories and the random bits of its updates, which its own state dict lacks."""
+    """With histories and random bits, which its own state dict lacks."""
 
     def made():
         m = make(name)[0]
@@ -155,10 +154,6 @@ def test_a_model_that_was_loaded_evaluates_in_the_casts_of_its_step(when, tmp_pa
     ng.load_state_dict(again, its_optimizer, through_a_file(ng.state_dict(m, optimizer)))
     with torch.no_grad():
         assert torch.equal(again(torch.eye(64)), m(torch.eye(64)))
-    old = ng.state_dict(m, optimizer)  # of a version that kept less
-    for position in old["position"].values():
-        del position["length"]
-    ng.load_state_dict(again, its_optimizer, old)
 
 
 @pytest.mark.parametrize("names", [("fp8", "nvfp4"), ("nvfp4", "fp8")])

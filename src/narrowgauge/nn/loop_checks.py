@@ -5,8 +5,7 @@
     torch's encoder fast path    multiplies by the weights and bypasses the recipe: switched off
 
 Micro-batches are not optimizer steps. `count_steps` notifies layers whenever an optimizer steps. If a loop
-called `set_step` once and never again, a warning is raised. What another optimizer has computed for narrow
-weights is rounded at the end of its step.
+called `set_step` once and never again, a warning is raised.
 """
 
 import warnings
@@ -20,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from narrowgauge.collectives import broadcast_bytes
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import ParamState, state_of
-from narrowgauge.quantization.state.parameter_state import round_updates
 from narrowgauge.torch_compat import active_ddp
 
 
@@ -59,7 +57,6 @@ def _listen_to_optimizers() -> None:
 
 
 def _notify_layers(*_: Any) -> None:
-    round_updates()
     for layer in counting_layers():
         layer.optimizer_stepped()
 

@@ -420,7 +420,6 @@ class WeightGather:
     def _numbers(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The shard's codes or values, in its shape, and their scale."""
         if self.at_rest is not None:
-            state_of(self.parameter).round_updates()
             if not self.cast.is_scaled and self.at_rest.cast.is_scaled:
                 return self.at_rest.read(), None
             numbers, *scales = self.at_rest.tensors.values()

@@ -14,7 +14,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.optim.saved_state import SavedOptimizer
-from narrowgauge.quantization import ParamState, state_of, stored_tensor
+from narrowgauge.quantization import state_of, stored_tensor
 
 
 def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -42,14 +42,13 @@ def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
         model: A model that `convert` has changed.
 
     Returns:
-        Tensors, not copied, and plain numbers, in four groups: low-precision weights, tensors of
-        `recipe_tensors`, positions, and how often an optimizer of others has drawn random bits for a weight.
+        Tensors, not copied, and plain numbers, in three groups: low-precision weights, tensors of
+        `recipe_tensors`, and positions.
     """
     return {
         "stored": _stored_weights(model),
         "recipe": recipe_tensors(model),
         "position": {name: layer.position() for name, layer in _layers(model).items()},
-        "updates": {name: record.updates for name, record in _records(model).items()},
     }
 
 
@@ -92,9 +91,6 @@ def load_recipe_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
                 tensor.copy_(state[kind][name])
     for name, layer in _layers(model).items():
         layer.restore_position(state["position"][name])
-    updates = state.get("updates", {})  # older versions do not save them
-    for name, record in _records(model).items():
-        record.updates = updates.get(name, record.updates)
 
 
 def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -134,10 +130,5 @@ def _layers(model: torch.nn.Module) -> dict[str, Stepped]:
 
 def _stored_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The codes or values of the weights that are stored in casts."""
-    return {name: stored_tensor(model.get_parameter(name)) for name in _records(model)}
-
-
-def _records(model: torch.nn.Module) -> dict[str, ParamState]:
-    """The records of the weights that are stored in casts, which have no updates waiting then."""
-    records = {name: state_of(p) for name, p in model.named_parameters()}
-    return {name: record for name, record in records.items() if record.weight is not None}
+    named = model.named_parameters()
+    return {name: stored_tensor(p) for name, p in named if state_of(p).weight is not None}

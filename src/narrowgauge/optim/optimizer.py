@@ -172,6 +172,9 @@ class Optimizer(SavedOptimizer):
             feedbacks: list[Feedback] = []
             write_all([w for i in batch for w in self._update_narrow(*i, step_of[i[0]], feedbacks)])
             write_all([write for feedback in feedbacks for write in feedback()])
+        for gradient in (state_of(p).gradient for p, *_ in narrow):
+            if gradient is not None:
+                gradient.waits = False
         return loss
 
     def _step_numbers(self, parameters: Tensors) -> dict[torch.Tensor, int]:

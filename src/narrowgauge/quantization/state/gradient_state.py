@@ -33,6 +33,7 @@ class GradientState(QuantizedState):
 
     Attributes:
         is_empty: Whether nothing has been added since it was dropped.
+        waits: Whether no optimizer has used what was added.
         sums: The number of additions since it was dropped.
         wide: The gradient in float32, in place of the stored codes, once `parameter.grad` has been read.
         is_held: Whether autograd holds it, as a `NarrowGradient`; anything else there has replaced it.
@@ -40,6 +41,7 @@ class GradientState(QuantizedState):
     """
 
     is_empty: bool = True
+    waits: bool = False
     sums: int = 0
     wide: torch.Tensor | None = None
     is_held: bool = False
@@ -62,7 +64,7 @@ class GradientState(QuantizedState):
     def count_sum(self) -> None:
         """Count an addition."""
         self.sums = 1 if self.is_empty else self.sums + 1
-        self.is_empty = False
+        self.is_empty, self.waits = False, True
 
     def read(self) -> torch.Tensor:
         """The gradient as new float32 values."""
@@ -83,7 +85,7 @@ class GradientState(QuantizedState):
 
     def replace(self, wide: torch.Tensor | None) -> None:
         """Replace the gradient by another, or drop it."""
-        self.wide, self.is_empty, self.is_held = wide, wide is None, False
+        self.wide, self.is_empty, self.is_held, self.waits = wide, wide is None, False, wide is not None
         self.sums = 0 if wide is None else 1
 
     def discard_step(self) -> None:
@@ -113,7 +115,7 @@ def add_all(
     for g, x, _ in added:
         if g.wide is not None:
             g.wide = g.wide + x
-            g.sums += 1
+            g.count_sum()
     added = [(g, x, stream) for g, x, stream in added if g.wide is None]
     sums = [(g, x if g.is_empty else g.read() + x) for g, x, _ in added]
     factors = [(g, x, g.prescale) for g, x in sums if g.prescale is not None]

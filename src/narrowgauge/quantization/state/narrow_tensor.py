@@ -11,15 +11,13 @@ and perhaps a master.
     an operation that writes      runs on the widest values (the master's, if there is one) in float32; the
                                   result is rounded once into the weight and once into the master
 
-A write that computes a new value from the old one (`add_`, `mul_`, `lerp_`) is an update, and rounds as the
-recipe rounds updates, perhaps stochastically. Updates that follow one another without a read, as
-in an optimizer, are rounded as one. A write of new values (`copy_`, `normal_`) rounds to nearest; while a
-gradient waits, `copy_` is an update as well, for optimizers that compute in float32 and copy the result. A
-recipe that feeds the rounding error of a weight back into AdamW's moment has no place for the error of
-another update, which is therefore refused.
+A write rounds to nearest, which loses most of an optimizer's small updates. So a weight whose gradient waits
+for an optimizer is changed by this package's alone, and any other write to it is refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,6 @@ from narrowgauge.quantization.state.parameter_state import (
     NarrowGradParameter,
     ParamState,
     attach_state,
-    round_updates,
     state_of,
 )
 from narrowgauge.torch_compat import (
@@ -48,7 +45,6 @@ from narrowgauge.torch_compat import (
     tree_map_only,
     wait_for,
     wrapper_subclass,
-    writes_result,
     written_arguments,
 )
 
@@ -56,8 +52,6 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 _OF_FSDP = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _OWN = ("narrowgauge", "views", "_is_param", "_local_tensor", "_spec")  # attributes that make a tensor
-
-_REPLACING = ("fill_", "zero_", "normal_", "uniform_", "set_", "exponential_", "bernoulli_")
 
 
 class NarrowTensor(torch.Tensor):
@@ -165,6 +159,8 @@ class NarrowTensor(torch.Tensor):
             copied = self.detach().clone()
         else:
             copied = NarrowTensor(self, deepcopy(self.narrowgauge, memo), self.dtype)
+            if copied.narrowgauge.gradient is not None:  # a copied parameter has no gradient
+                copied.narrowgauge.gradient.replace(None)
             kept = {k: v for k, v in vars(self).items() if k not in ("narrowgauge", "views")}
             vars(copied).update(deepcopy(kept, memo))
             copied.requires_grad_(self.requires_grad)
@@ -328,24 +324,23 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name == "copy_" and _keeps_master(args[0], args[1]):
         return args[0]
     records = {id(t.narrowgauge): t.narrowgauge for t in targets}
-    updated = {key for key, record in records.items() if _is_update(func, record)}
-    for key, record in records.items():
-        _require_place(record, name, key in updated)
-    round_updates(besides=records.values())
-    wide = {key: r.widest() if r.updated is None else r.updated for key, r in records.items()}
+    for record in records.values():
+        _require_writable(record, name)
+    wide = {key: record.widest() for key, record in records.items()}
 
-    def substitute(x: torch.Tensor, written: bool) -> torch.Tensor:
+    def substitute(written: bool, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, NarrowTensor):
             return _through(x.views, wide[id(x.narrowgauge)]) if written else x.values().float()
         # With float32 targets, an operand in the weight's dtype is float32, as in an operation on one dtype.
         has_weights_dtype = x.is_floating_point() and any(x.dtype == t.dtype for t in targets)
         return x.float() if has_weights_dtype and not written and x.ndim else x
 
-    positions = {i: _substituted(value, i in named, substitute) for i, value in enumerate(args)}
-    options = {k: _substituted(value, k in named, substitute) for k, value in kwargs.items()}
-    func(*positions.values(), **options)
+    def substituted(key: int | str, value: Any) -> Any:
+        return tree_map_only(torch.Tensor, partial(substitute, key in named), value)
+
+    func(*map(substituted, count(), args), **{k: substituted(k, value) for k, value in kwargs.items()})
     for key, record in records.items():
-        (record.update if key in updated else record.write)(wide[key])
+        record.write(wide[key])
     results = [*named.values()]
     if not has_result(func):  # `_foreach_add_`, `_fused_adamw_`
         return None
@@ -378,11 +373,6 @@ def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _substituted(value: Any, written: bool, substitute: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
-    """An argument with the tensors that it contains substituted."""
-    return tree_map_only(torch.Tensor, lambda x: substitute(x, written), value)
-
-
 def _keeps_master(to: Any, of: torch.Tensor) -> bool:
     """Whether a full weight is given the values that it has, which leave its finer master alone.
 
@@ -407,28 +397,22 @@ def _through(views: Sequence[View], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _is_update(func: Any, record: ParamState) -> bool:
-    """Whether an operation that writes computes new values from the old ones."""
-    name = operation_name(func).removeprefix("_foreach_")
-    if name == "copy_":
-        return record.has_gradient
-    return not writes_result(func) and not name.startswith(_REPLACING)
+def _require_writable(record: ParamState, operation: str) -> None:
+    """Refuse a write that a tracer would record without its master, and one that an optimizer may have made.
 
-
-def _require_place(record: ParamState, operation: str, is_update: bool) -> None:
-    """Refuse a write that a tracer would record without its master, or whose rounding error has no place."""
+    An update rounded to nearest is often lost, and two in a row (decay, then step) are rounded twice.
+    """
     cast = record.cast
     if record.is_traced:
         raise UserError(
-            f"{operation} in compiled code cannot change a weight that is kept as {cast.name!r}: compiled "
-            "code knows neither its master nor its random bits; run it under "
+            f"{operation} in compiled code cannot change a weight that is kept as {cast.name!r}, because "
+            "compiled code does not know its master: run it under "
             "torch.compiler.set_stance('force_eager')"
         )
-    if is_update and cast.state.feedback:
+    if record.has_gradient:
         raise UserError(
-            f"{operation} cannot update a weight that is kept as {cast.name!r} without a master, because its "
-            "rounding error goes into the first moment of AdamW: update it with narrowgauge.AdamW, or give "
-            "it new values with load_state_dict"
+            f"{operation} cannot change a weight that is kept as {cast.name!r} while its gradient waits for "
+            "an optimizer: update it with narrowgauge.AdamW, or drop the gradient first (zero_grad)"
         )
 
 

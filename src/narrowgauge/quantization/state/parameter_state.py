@@ -18,18 +18,17 @@ it with itself. Torch makes new objects without a record in three places:
     the parameter that FSDP2 gathers for a forward pass                has none: the record is the shard's
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.collectives import all_reduce_max
-from narrowgauge.formats import RandomStream, random_stream, torch_dtype
+from narrowgauge.formats import torch_dtype
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.state.gradient_state import GradientState, NarrowGradient
@@ -38,7 +37,6 @@ from narrowgauge.torch_compat import FSDPExtension
 
 _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries
 _PLAIN: Any = torch.Tensor.grad  # the descriptor, which subclasses may hide
-_UPDATES = 2**36  # the first stream of random bits of updates from outside, above the optimizers' streams
 
 
 class Gathering(FSDPExtension, Protocol):
@@ -62,8 +60,8 @@ class ParamState:
         gathering: How FSDP2 sends the shard of a narrow weight (`nn.weight`); None if it does not.
         gathered_shape: The shape that FSDP2 gathers it to, in a simulated step (a DTensor has this shape).
         gradient: The sum over micro-batches in a cast; None: it is `parameter.grad`.
-        updated: The float32 values that updates from outside have computed and that are not rounded yet.
-        updates: The number of updates from outside that drew random bits (`NarrowTensor`).
+        weight: The weight in a cast; None: the parameter itself holds the weight.
+        master: A wider copy that the optimizer updates; None: it updates the weight.
         reads: The number of operations outside the layer that read a narrow weight for a gradient.
         is_traced: Whether its tensors are a tracer's, which knows neither master nor random bits.
     """
@@ -74,51 +72,27 @@ class ParamState:
     gathering: Gathering | None = None
     gathered_shape: torch.Size | None = None
     gradient: GradientState | None = None
-    updated: torch.Tensor | None = None
-    updates: int = 0
+    weight: QuantizedState | None = None
+    master: QuantizedState | None = None
     reads: int = 0
     is_traced: bool = False
-    _weight: QuantizedState | None = None
-    _master: QuantizedState | None = None
-
-    @property
-    def weight(self) -> QuantizedState | None:
-        """The weight in a cast; None: the parameter itself holds the weight."""
-        self.round_updates()
-        return self._weight
-
-    @weight.setter
-    def weight(self, state: QuantizedState | None) -> None:
-        self._weight = state
-
-    @property
-    def master(self) -> QuantizedState | None:
-        """A wider copy that the optimizer updates; None: it updates the weight."""
-        self.round_updates()
-        return self._master
-
-    @master.setter
-    def master(self, state: QuantizedState | None) -> None:
-        self._master = state
 
     @property
     def device(self) -> torch.device:
         """The device of the weight."""
-        assert self._weight is not None
-        return self._weight.device
+        return self.require_weight().device
 
     @property
     def cast(self) -> Cast:
         """The cast of the weight."""
-        assert self._weight is not None
-        return self._weight.cast
+        return self.require_weight().cast
 
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient in a cast, or that of a shard, waits for an optimizer."""
         if self.gradient is None:
             return self.gathering is not None and self.gathering.has_gradient
-        return not self.gradient.is_empty
+        return self.gradient.waits
 
     def require_weight(self) -> QuantizedState:
         """The weight of a parameter that is stored in a cast."""
@@ -149,32 +123,11 @@ class ParamState:
         record.weight, record.master, record.gradient, record.is_traced = weight, None, None, True
         return record
 
-    def update(self, wide: torch.Tensor) -> None:
-        """Take the float32 values of an update from outside; the next read rounds them.
-
-        An optimizer changes a weight in several operations: it decays, then adds. All of them are rounded as
-        one update. Only the weights of one operation wait for it, so that little memory is float32.
-        """
-        self.updated = wide
-        _UPDATED.add(self)
-
-    def round_updates(self) -> None:
-        """Round what updates from outside have computed, once, into weight and master."""
-        if (wide := self.updated) is None:
-            return
-        self.updated, stream = None, None
-        if any(state is not None and state.cast.is_random for state in (self._weight, self._master)):
-            self.updates += 1
-            stream = random_stream(0, self.updates, _UPDATES + max(self.index, 0), self.device)
-        self.write(wide, stream)
-
-    def write(self, x: torch.Tensor, stream: RandomStream | None = None) -> None:
-        """Give weight and master new values, each rounded once: with random bits if the cast takes them."""
-        self.updated = None
+    def write(self, x: torch.Tensor) -> None:
+        """Give weight and master new values, each rounded once, to nearest."""
         for state in (self.weight, self.master):
             if state is not None:
-                bits = stream if state.cast.is_random else None
-                state.write(x.to(state.device).float(), bits)
+                state.write(x.to(state.device).float())
 
     def load(self, x: torch.Tensor) -> None:
         """Take values from a state dict. Those that the weight has already leave its finer master alone.
@@ -201,16 +154,6 @@ class ParamState:
             "grad": list(prescale.tensors.items()) if prescale else [],
         }
         return {f"{place}.{key}": t for place, named in places.items() for key, t in named}
-
-
-_UPDATED: WeakSet[ParamState] = WeakSet()
-
-
-def round_updates(besides: Collection[ParamState] = ()) -> None:
-    """Round all updates from outside that wait for the next read, except the updates of some records."""
-    for record in [each for each in _UPDATED if each not in besides]:
-        _UPDATED.discard(record)
-        record.round_updates()
 
 
 def state_of(p: torch.Tensor) -> ParamState:
