@@ -26,7 +26,6 @@ BYTES = {
     "coat": 1 + 12 / 128,
     "mxfp8": 1 + 1 / 32,
     "mxfp6-e2m3": 6 / 8 + 1 / 32,
-    "bf16-split": 4,
     "dynamic8": 1 + 8 / COLUMNS,  # two blocks of 256 in a row of 384
     "mxfp4": 4 / 8 + 1 / 32,
     "nvfp4": 4 / 8 + 1 / 16,
@@ -81,7 +80,7 @@ def test_it_begins_with_zeros_and_is_allocated_once(name):
     assert {k: t.data_ptr() for k, t in state.tensors.items()} == before
 
 
-@pytest.mark.parametrize("cast", ["fp16-scaled", POW2, "mxfp8", "mxfp4", "bf16", "bf16-split"])
+@pytest.mark.parametrize("cast", ["fp16-scaled", POW2, "mxfp8", "mxfp4", "bf16"])
 def test_what_was_read_is_written_back_unchanged(cast):
     state = at_rest(cast, numbers())
     once = state.read().clone()
@@ -200,27 +199,6 @@ def test_stochastic_rounding_is_right_on_average_and_repeats(name):
 def test_what_belongs_to_operands_is_refused(key):
     with pytest.raises(UserError, match="is for operands of a matmul; remove the key"):
         QuantizedState(torch.Size((8, 8)), make_cast({"cast": "e4m3"} | key))
-
-
-class TestBf16WithItsRest:
-    def test_it_is_float32(self):
-        bits = torch.randint(-(2**31), 2**31, (64, 1000), generator=torch.Generator().manual_seed(0))
-        x = bits.to(torch.int32).view(torch.float32)
-        x = torch.cat([x.flatten(), torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, 3.4028235e38])])
-        finite = ~x.isnan()
-        back = at_rest("bf16-split", x).read()
-        assert torch.equal(back[finite].view(torch.int32), x[finite].view(torch.int32))
-        assert back[~finite].isnan().all()
-
-    def test_products_see_it_rounded(self):
-        x = numbers()
-        values = at_rest("bf16-split", x).tensors["values"]
-        assert torch.equal(values, ng.round_to(x, "bf16", rounding="half-away").bfloat16())
-
-    def test_a_value_half_way_goes_away_from_zero(self):
-        x = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8, 1 + 3 * 2.0**-8])
-        values = at_rest("bf16-split", x).tensors["values"]
-        assert values.tolist() == [1 + 2.0**-7, -1 - 2.0**-7, 1 + 4 * 2.0**-8]
 
 
 class TestCodebook:

@@ -198,7 +198,6 @@ VALUES = {
     "compensate": True,
     "expand": True,
     "codebook": "dynamic",
-    "split": True,
     "prescale": True,
     "estimator_k": 5.0,
     "estimator_cap": 2.0,

@@ -74,7 +74,6 @@ MISTAKES = {
     'gather = "bf16"\nweight = "fp16-scaled"': r"gather = 'bf16', but weights at rest in 'fp16-scaled'",
     'reduce = "mxfp8"': r"reduce = 'mxfp8', but gradients are added up in fp32, bf16, fp16, or in codes of",
     'reduce = "fp8-row"': r"reduce = 'fp8-row', but",
-    'reduce = "bf16-split"': r"reduce = 'bf16-split', but",
     'reduce = {cast = "e4m3", rounding = "stochastic"}': r"reduce = 'e4m3', .*sum rounded to the nearest",
     "reduce = 3": r"recipe place 'reduce' = 3, but it must be a cast",
 }

@@ -67,7 +67,7 @@ from narrowgauge.training.outline import require_layers
 #: The keys of a cast that do not depend on earlier steps.
 WITHOUT_MEMORY = (
     *(*CODES_AND_SCALES, "hadamard", "signs", "center", "center_cast", "outliers", "compensate"),
-    *("of", "keep_cast", "estimator_k", "estimator_cap", "expand", "codebook", "split", "feedback"),
+    *("of", "keep_cast", "estimator_k", "estimator_cap", "expand", "codebook", "feedback"),
 )
 LOSS_SCALE = 2.0**16  # the initial scale of `torch.amp.GradScaler`
 USEFUL = math.sqrt(3)  # the smallest useful noise ratio

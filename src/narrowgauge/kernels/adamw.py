@@ -74,9 +74,9 @@ class Factors:
 def takes(*states: QuantizedState | Tensor | None) -> bool:
     """Whether the kernel can update state that is stored this way (None: absent).
 
-    It supports plain fp32, fp16 and bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes
-    under one scale, and copies of state in host memory, but not shards. A gauge needs float32 values in
-    memory, so gauged state is not supported either.
+    It supports plain fp32, fp16 and bf16 (also rounded with random bits), fp16 and FP8 codes under one scale,
+    and copies of state in host memory, but not shards. A gauge needs float32 values in memory, so gauged
+    state is not supported either.
     """
     return all(state is None or _takes(state) for state in states)
 
@@ -144,7 +144,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def stored_tensors(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
-    """(values, scale or extra bits, cast) of a state."""
+    """(values, scale, cast) of a state."""
     if isinstance(state, Tensor):
         return state, None, _PLAIN[state.dtype]
     values, *extra = state.on_device().values()
@@ -161,15 +161,13 @@ def _takes(state: QuantizedState | Tensor) -> bool:
 
 
 #: The keys of state that kernels support. Not `feedback`: it makes the first moment wait for the weight.
-STATE_KEYS = ("element", "scale", "power_of_two", "rounding", "random_bits", "split", "prescale")
+STATE_KEYS = ("element", "scale", "power_of_two", "rounding", "random_bits", "prescale")
 
 
 def _takes_cast(cast: Cast) -> bool:
     name = cast.element.name
     if cast.beyond(STATE_KEYS):
         return False
-    if cast.state.split:
-        return True
     if not cast.is_scaled:
         return name in ("fp32", "bf16", "fp16") and (cast.rounding.mode != "stochastic" or name == "bf16")
     return cast.scales.format == "fp32" and name in ("fp16", "e4m3", "e5m2")

@@ -33,7 +33,7 @@ def rounded_in_place(p: torch.Tensor, recipe: Recipe) -> QuantizedState | None:
     cast = recipe.state["weight"]
     if not is_half(p) or cast is None or recipe.state["master"] is not None:
         return None
-    if cast.is_scaled or cast.state.split or not cast.is_random or torch_dtype(cast.element) != p.dtype:
+    if cast.is_scaled or not cast.is_random or torch_dtype(cast.element) != p.dtype:
         return None
     local = local_tensor(p)
     state = QuantizedState(local.shape, cast, "meta", shard=shard_of(p))

@@ -53,7 +53,7 @@ _WRITTEN = (  # the order in which keys are written
     *("keep_channels", "keep_cast", "keep_steps", "keep_every", "refresh", "center", "center_cast"),
     *("correct", "block", "scale_rule", "rounding", "hadamard", "headroom", "power_of_two", "signs"),
     *("random_bits", "history", "history_algorithm", "margin", "outliers", "compensate"),
-    *("expand", "codebook", "split", "prescale", "estimator_k", "estimator_cap", "function"),
+    *("expand", "codebook", "prescale", "estimator_k", "estimator_cap", "function"),
 )
 _SCALES, _CHOICE, _ROUNDING, _CHANNELS, _MEAN = Scales(), Choice(), Rounding(), Channels(), Mean()
 _HADAMARD, _CLAMP, _AMAX, _ESTIMATOR, _STATE = Hadamard(), Clamp(), AmaxOverTime(), Estimator(), StateFormat()
@@ -173,9 +173,9 @@ class Cast:
 
     @computed_once
     def is_for_state(self) -> bool:
-        """Whether only state can use it: its elements are wider than a byte, or expanded, or split."""
+        """Whether only state can use it: its elements are wider than a byte, or expanded."""
         is_wide = self.element.bits > 8 or self.state.expand or bool(self.state.codebook)
-        return self.state.split or (self.is_scaled and (is_wide or self.state.prescale))
+        return self.is_scaled and (is_wide or self.state.prescale)
 
     @computed_once
     def ignores_axis(self) -> bool:

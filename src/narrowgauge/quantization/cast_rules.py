@@ -142,6 +142,5 @@ def _rules_of_state(cast: Any) -> Rules:
         ("estimator_k", cast.estimator.k == 0 or fp32, "it needs fp32 scales"),
         ("expand", not state.expand or (fp32 and not is_tensor), blocks),
         ("codebook", not state.codebook or (state.codebook in CODEBOOKS and is_plain), maps),
-        ("split", not state.split or cast.name == "bf16-split", "it belongs to cast 'bf16-split'"),
         ("prescale", not state.prescale or is_byte, byte),
     ]

@@ -49,7 +49,6 @@ SHORTHANDS: Mapping[str, Table] = {
 # For state only (`state/quantized_state.py`): elements wider than a byte, or expanded.
 STATE_SHORTHANDS: Mapping[str, Table] = {
     "fp16-scaled": {"element": "fp16", "scale": "fp32", "power_of_two": True},
-    "bf16-split": {"element": "bf16", "split": True},
     "coat": {"element": "e4m3", "block": 128, "expand": True},
     "dynamic8": {"element": "int8", "block": 256, "codebook": "dynamic"},
     "dynamic8-unsigned": {"element": "int8", "block": 256, "codebook": "dynamic-unsigned"},
@@ -119,7 +118,7 @@ KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("hadamard", "random_bits", "history", "margin", "refresh"), int),
     **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
     **{"keep_channels": int | float, "keep_cast": str, "keep_steps": int, "keep_every": int},
-    **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
+    **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale"), bool),
     **dict.fromkeys(("choose", "of", "center", "center_cast", "correct", "feedback"), str),
     "tensor_scale": str | int,
     "function": str,
@@ -127,7 +126,7 @@ KEYS: Mapping[str, Any] = {
     "block": str | int | list | tuple,
     "signs": str | list | tuple,
 }
-_OF_NAMES = ("codebook", "split", "function")  # keys that only named casts have
+_OF_NAMES = ("codebook", "function")  # keys that only named casts have
 _WORDS: Mapping[object, str] = {
     str: "text in quotes",
     bool: "true or false",

@@ -96,7 +96,7 @@ def update(
     write(new_v, v, v_to, amax + 2, v_0, v_1, at, inside, V)
 
 
-#: A stored tensor: its values; its scale or the 16 extra bits of each, if any; the cast.
+#: A stored tensor: its values; its scale, if any; the cast.
 State = tuple[Tensor, Tensor | None, Cast]
 
 

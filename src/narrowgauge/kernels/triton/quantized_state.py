@@ -20,24 +20,18 @@ NOTHING = ("nothing", 0.0, 0, 0, "", 0, False)
 def cast_constants(cast: Cast) -> tuple[Any, ...]:
     """A cast as constants for a kernel; the first names the layout.
 
-    "plain" is a torch dtype; "split" bf16 and the 16 bits that make it fp32; "scaled" fp16 under one
-    scale; "codes" one-byte codes under one scale.
+    "plain" is a torch dtype; "scaled" fp16 under one scale; "codes" one-byte codes under one scale.
     """
-    how = "split" if cast.state.split else "plain" if not cast.is_scaled else "scaled"
-    if cast.is_scaled and cast.element.bits == 8:
-        how = "codes"
+    how = "plain" if not cast.is_scaled else "codes" if cast.element.bits == 8 else "scaled"
     e, rounding = cast.element, (cast.rounding.mode, cast.rounding.random_bits, cast.scales.power_of_two)
     return how, e.max, e.emin, e.mantissa_bits, *rounding
 
 
 @triton.jit
 def read(values, extra, at, inside, CAST: tl.constexpr):
-    """The values as float32, exactly; `extra` has the 16 extra bits of each, or the scale."""
+    """The values as float32, exactly; `extra` has the scale."""
     x = tl.load(values + at, inside, 0)
-    if CAST[HOW] == "split":
-        rest = tl.load(extra + at, inside, 0).to(tl.int32)
-        x = ((x.to(tl.int16, bitcast=True).to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
-    elif CAST[HOW] == "codes":
+    if CAST[HOW] == "codes":
         # The bits of an fp32 whose exponent is too low by a constant; finite, as all stored codes are.
         code = x.to(tl.int32)
         bits = ((code & 127) << (23 - CAST[M])) | ((code & 128) << 24)
@@ -62,24 +56,12 @@ def _random_bf16(x, random):
 
 
 @triton.jit
-def _write_plain(x, values, extra, key_0, key_1, at, inside, CAST: tl.constexpr):
-    """Store values that have no scale."""
-    if CAST[HOW] == "split":
-        bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
-        upper = (bits + 0x8000) >> 16
-        tl.store(values + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        tl.store(extra + at, (bits - (upper << 16)).to(tl.int16), inside)
-    else:
+def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
+    """Store float32 values, each rounded once, and their scale."""
+    if CAST[HOW] == "plain":
         if CAST[ROUNDING] == "stochastic":
             x = _random_bf16(x, uniform_of(key_0, key_1, at))
         tl.store(values + at, narrow(x, values.dtype.element_ty), inside)
-
-
-@triton.jit
-def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
-    """Store float32 values, each rounded once, and their scale."""
-    if CAST[HOW] == "split" or CAST[HOW] == "plain":
-        _write_plain(x, values, extra, key_0, key_1, at, inside, CAST)
     elif CAST[HOW] != "nothing":
         bits = tl.load(amax)
         finite = bits < INFINITE

@@ -114,7 +114,7 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     """
     cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
-    scale, largest = None, math.inf if cast.state.expand or cast.state.split else cast.element.max
+    scale, largest = None, math.inf if cast.state.expand else cast.element.max
     if cast.state.codebook:
         scale, largest = blocks.align(t["scales"]), 1.0
     elif "scale" in t:

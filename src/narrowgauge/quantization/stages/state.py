@@ -1,4 +1,4 @@
-"""How state is stored beyond codes and scales: range expansion, codebooks, split values.
+"""How state is stored beyond codes and scales: range expansion and codebooks.
 
 **Range expansion** (COAT, arXiv 2410.19313, section 4). The moments of a block cover few binades, while E4M3
 has eighteen, so most of its codes are never used. Before quantization, each block is stretched to the
@@ -48,7 +48,6 @@ class StateFormat(Stage):
         expand: Whether each block is first stretched to the format's full range.
         codebook: The table that codes index, one of `CODEBOOKS`, or "" for none; with a table, the element
             only specifies the width of a code.
-        split: Whether 16 more bits for each bf16 element restore float32.
         prescale: Whether the scale of a stored gradient is multiplied by a factor that adapts to the room it
             needs (`state.prescale`).
         feedback: "momentum" puts the rounding error of a weight that has no master into the first moment
@@ -57,12 +56,9 @@ class StateFormat(Stage):
 
     expand: bool = False
     codebook: str = ""
-    split: bool = False
     prescale: bool = False
     feedback: str = ""
-    KEYS: ClassVar[Mapping[str, str]] = {
-        key: key for key in ("expand", "codebook", "split", "prescale", "feedback")
-    }
+    KEYS: ClassVar[Mapping[str, str]] = {key: key for key in ("expand", "codebook", "prescale", "feedback")}
     NAMES: ClassVar[Names] = {"feedback": ("feedback", ("", "momentum"))}
 
 

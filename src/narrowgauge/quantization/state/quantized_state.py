@@ -8,7 +8,6 @@ cast:
     with scales, 8 bits     codes and scales, as from `quantize`; codes of fewer bits are packed into bytes
     range expansion         also the k and c of each block (`stages.state`)
     a codebook              codes into a table, and the amax of each block (`stages.state`)
-    bf16-split              bf16, and 16 more bits that restore float32
 
 Reading is exact; writing rounds once. A NaN or an infinity makes its scaling block NaN, as everywhere.
 
@@ -116,8 +115,6 @@ class QuantizedState:
     def read(self) -> torch.Tensor:
         """The values as float32, contiguous; fp32 state on its device returns the stored tensor itself."""
         t, cast = self.on_device(), self.cast
-        if cast.state.split:
-            return _join(t["values"], t["rest"])
         if not cast.is_scaled:
             return t["values"].float()
         if cast.element.bits == 16:
@@ -234,8 +231,6 @@ class QuantizedState:
     ) -> dict[str, torch.Tensor]:
         """The new contents of `tensors` for the values `x`."""
         cast = self.cast
-        if cast.state.split:
-            return _split(x)
         if not cast.is_scaled:
             if cast.rounding.mode == "stochastic" and stream is not None:
                 bits = stream if shard is None else shard.bits_of(stream)
@@ -284,19 +279,3 @@ def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.
     divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     codes = blocks.merge(to_codes(split / divisor, name)).contiguous()
     return {"codes": codes, "scales": torch.where(largest.isfinite(), divisor, torch.nan).view(blocks.grid)}
-
-
-def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """float32 as bf16 (ties away from zero) and an int16 that, added to the 32 bits, restores float32."""
-    x = torch.where(x.isnan(), torch.nan, x)  # one NaN for all, which a carry cannot turn into a number
-    bits = x.view(torch.int32)
-    upper = (bits + 0x8000) >> 16
-    return {
-        "values": upper.to(torch.int16).view(torch.bfloat16),
-        "rest": (bits - (upper << 16)).to(torch.int16),
-    }
-
-
-def _join(values: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_split`."""
-    return ((values.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
