@@ -233,22 +233,23 @@ class TestAnothersState:
         model = model_of()
         optimizer = optimizer_of(model)
         saved = optimizer.tensors(names(model))
-        with pytest.raises(UserError, match=r"only the checkpoint has '9\.weight\.step'; use the run's"):
+        with pytest.raises(
+            UserError,
+            match=r"'9\.weight\.step' is torch.float32 \(\) there and absent here;",
+        ):
             optimizer.restore(names(model), saved | {"9.weight.step": torch.zeros(())})
         del saved["1.weight.m.values"]
-        with pytest.raises(UserError, match=r"only this optimizer has '1\.weight\.m\.values'"):
+        with pytest.raises(UserError, match=r"'1\.weight\.m\.values' is absent there"):
             optimizer.restore(names(model), saved)
 
     def test_another_shape_and_another_format(self):
         model = model_of()
         optimizer = optimizer_of(model)
         saved = optimizer.tensors(names(model))
-        sentence = r"state '1\.weight\.m\.values' is torch\.float32 \(80, 5\), but this recipe stores it as "
-        with pytest.raises(UserError, match=sentence + r"torch\.float32 \(80, 6\)"):
+        sentence = r"'1\.weight\.m\.values' is torch\.float32 \(80, 5\) there and torch.float32 \(80, 6\)"
+        with pytest.raises(UserError, match=sentence):
             optimizer.restore(names(model), saved | {"1.weight.m.values": torch.zeros(80, 5)})
-        with pytest.raises(
-            UserError, match=r"is torch\.bfloat16 \(80, 6\), but this recipe stores it as torch"
-        ):
+        with pytest.raises(UserError, match=r"is torch\.bfloat16 \(80, 6\) there and torch"):
             optimizer.restore(names(model), saved | {"1.weight.m.values": torch.zeros(80, 6).bfloat16()})
 
 

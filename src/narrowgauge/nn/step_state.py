@@ -154,25 +154,27 @@ class Stepped:
         self._use_rules(step, steps, decay)
         self._set_keys(seed, step, first_sample)
 
-    def position(self) -> dict[str, Any]:
-        """The position of training as numbers, which determine random bits and the next forward pass."""
-        keys = [] if self.keys is None else self.keys.tolist()
-        hears = {"hears_optimizer": self.hears_optimizer, "is_told": self.counts_calls}
-        at = {"step": self.step, "length": list(self.length), "is_set": self.step_is_set}
-        return {**at, "keys": keys, **hears}
+    def position(self) -> torch.Tensor:
+        """The position of training, which determines random bits and the next forward pass.
 
-    def restore_position(self, position: Mapping[str, Any]) -> None:
+        Returns:
+            int64 [6 + 2 streams]: step and length (-1 stands for None), three flags, the keys.
+        """
+        numbers = [-1 if n is None else n for n in (self.step, *self.length)]
+        flags = [self.step_is_set, self.hears_optimizer, self.counts_calls]
+        keys = [] if self.keys is None else self.keys.flatten().tolist()
+        return torch.tensor([*numbers, *flags, *keys])
+
+    def restore_position(self, position: torch.Tensor) -> None:
         """Restore a `position`, between two steps."""
         self.begins_step = True
-        self.step, self.step_is_set = position["step"], position["is_set"]
-        # Older versions do not save these.
-        self.hears_optimizer = position.get("hears_optimizer", self.hears_optimizer)
-        self.counts_calls = position.get("is_told", self.counts_calls)
-        steps, decay = self.length = tuple(position.get("length", self.length))
+        self.step, *length = (None if n == -1 else n for n in position[:3].tolist())
+        self.length = (length[0], length[1])
+        self.step_is_set, self.hears_optimizer, self.counts_calls = map(bool, position[3:6].tolist())
         if self.step is not None:
-            self._use_rules(self.step, steps, decay)
+            self._use_rules(self.step, *self.length)
         if self.keys is not None:
-            self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
+            self.keys = position[6:].view(-1, 2).to(self._device(), torch.int32)
             self._use_own_samples()
 
     def use_process(self, process: int) -> None:

@@ -16,7 +16,6 @@ from torch.optim.adamw import adamw
 from narrowgauge.kernels import adamw as kernels
 from narrowgauge.optim.algorithm import Algorithm, KeyOf, UpdateBatch
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.state_writer import is_random
 from narrowgauge.quantization import QuantizedState, local_tensor, shard_of, state_of
 from narrowgauge.recipes import RecipeLike
 
@@ -45,7 +44,7 @@ def adamw_fused(
     assert g is not None
     places = {"w": "master" if kept.master else "weight", "m": "m", "v": "v", "weight": "weight"}
     written = {"w": w, "m": m, "v": v, "weight": weight}
-    random = [k for k, to in written.items() if isinstance(to, QuantizedState) and is_random(to)]
+    random = [k for k, to in written.items() if isinstance(to, QuantizedState) and to.cast.is_random]
     keys = {name: key_of(places[name]) for name in random}
     kernels.adamw(w, g, m, v, weight, kernels.Factors.of(options, step), keys)
     state["step"].add_(1)

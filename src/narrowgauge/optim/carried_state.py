@@ -17,8 +17,7 @@ are loaded once more leave them alone (torch's `set_state_dict` loads the model 
 """
 
 from collections.abc import Iterable, Mapping
-from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -80,7 +79,7 @@ class _Kept(NamedTuple):
 
 def carried_tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
     """The recipe's state of a parameter by name, copied, because loading the model's weights changes it."""
-    own = {f"{PREFIX}{name}.{POSITION}": _as_tensor(m.position()) for name, m in _stepped(p, layers)}
+    own = {f"{PREFIX}{name}.{POSITION}": m.position() for name, m in _stepped(p, layers)}
     return own | {name: kept.saved() for name, kept in _tensors(p, layers).items()}
 
 
@@ -121,15 +120,9 @@ def local_parts(
         UserError: It is of another recipe, or of other weights than the parameter has.
     """
     kept = {name: k.tensor for name, k in _tensors(p, layers).items()}
-    kept |= {f"{PREFIX}{name}.{POSITION}": _as_tensor(m.position()) for name, m in _stepped(p, layers)}
+    kept |= {f"{PREFIX}{name}.{POSITION}": m.position() for name, m in _stepped(p, layers)}
     parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}
-    ours, theirs = ({(k, t.dtype, t.shape) for k, t in state.items()} for state in (kept, parts))
-    if different := ours ^ theirs:
-        name = min(name for name, *_ in different)
-        raise UserError(
-            f"the optimizer's state is of a model under another recipe: {name!r} differs; convert the model "
-            "with the recipe that it was saved under"
-        )
+    require_same_tensors(kept, parts)
     for prefix, weight in _weights(p, layers).items():
         record = state_of(weight)
         if record.weight is None or _is_of(record, PREFIX + prefix, parts):
@@ -142,11 +135,11 @@ def local_parts(
 
 
 def load_carried(p: torch.Tensor, layers: Layers, parts: Mapping[str, torch.Tensor]) -> None:
-    """Copy the recipe's state of a parameter back, bit for bit."""
-    for name, kept in _tensors(p, layers).items():
+    """Copy the recipe's state of a parameter back, bit for bit, if any was saved."""
+    for name, kept in _tensors(p, layers).items() if parts else ():
         kept.tensor.copy_(parts[name])
-    for i, layer in _stepped(p, layers):
-        layer.restore_position(_as_position(parts[f"{PREFIX}{i}.{POSITION}"]))
+    for i, layer in _stepped(p, layers) if parts else ():
+        layer.restore_position(parts[f"{PREFIX}{i}.{POSITION}"])
 
 
 def _is_of(record: ParamState, prefix: str, saved: Mapping[str, torch.Tensor]) -> bool:
@@ -154,30 +147,25 @@ def _is_of(record: ParamState, prefix: str, saved: Mapping[str, torch.Tensor]) -
     weight = record.require_weight()
     first, *others = weight.tensors
     names = {first: "stored"} | {name: f"weight.{name}" for name in others}
-
-    def like(t: torch.Tensor, name: str) -> torch.Tensor:
-        return saved[prefix + names[name]].view(t.dtype).to(t.device)
-
-    scratch = copy(weight)
-    scratch.gauge, scratch.prefetched = None, None
-    scratch.tensors = {name: like(t, name).clone() for name, t in weight.tensors.items()}
+    scratch = weight.like(weight.cast)
+    for name, t in scratch.tensors.items():
+        t.copy_(saved[prefix + names[name]].view(t.dtype))
     values, now = scratch.read().clone(), weight.read()
     scratch.write(values)  # on every process, as the processes with its shards compute its scale together
     return any(torch.allclose(x, now, rtol=0, atol=0, equal_nan=True) for x in (values, scratch.read()))
 
 
-def _as_tensor(position: Mapping[str, Any]) -> torch.Tensor:
-    """A layer's `position` as int64 [6 + 2 streams]; -1 stands for None."""
-    numbers = [position["step"], *position["length"]]
-    flags = [position["is_set"], position["hears_optimizer"], position["is_told"]]
-    keys = [word for key in position["keys"] for word in key]
-    return torch.tensor([*(-1 if n is None else n for n in numbers), *map(int, flags), *keys])
+def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """Require the same names, shapes and dtypes.
 
-
-def _as_position(tensor: torch.Tensor) -> dict[str, Any]:
-    step, *rest = tensor.tolist()
-    numbers, flags, words = [step, *rest[:2]], rest[2:5], rest[5:]
-    at, steps, decay = (None if n == -1 else n for n in numbers)
-    keys = [words[i : i + 2] for i in range(0, len(words), 2)]
-    known = dict(zip(("is_set", "hears_optimizer", "is_told"), map(bool, flags), strict=True))
-    return {"step": at, "length": [steps, decay], "keys": keys, **known}
+    Raises:
+        UserError: It is the state of another model or recipe; the first difference is named.
+    """
+    for key in sorted(current.keys() | saved.keys()):
+        both = (f"{s[key].dtype} {tuple(s[key].shape)}" if key in s else "absent" for s in (saved, current))
+        there, here = both
+        if here != there:
+            raise UserError(
+                f"the state is of another model or recipe: {key!r} is {there} there and {here} here; use the "
+                "model and recipe that it was saved with"
+            )

@@ -20,8 +20,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.optim.state_writer import Write
 from narrowgauge.quantization import state_of
 
-#: Writes that wait until the weights are written.
-Feedback = Callable[[], list[Write]]
+Feedback = Callable[[], Write]  # a write that waits until the weight is written
 
 
 def fed_back(

@@ -92,11 +92,7 @@ def _why_not(p: torch.Tensor) -> str:
 
 
 def require_dense_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse sparse and nested gradients before anything is changed.
-
-    Raises:
-        UserError: A parameter has such a gradient.
-    """
+    """Refuse sparse and nested gradients, before anything is changed."""
     for p in parameters:
         if state_of(p).gradient is None and p.grad is not None and p.grad.layout != torch.strided:
             raise UserError(

@@ -13,6 +13,7 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.nn.step_state import Stepped
+from narrowgauge.optim.carried_state import require_same_tensors
 from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.quantization import state_of, stored_tensor
 
@@ -42,11 +43,12 @@ def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
         model: A model that `convert` has changed.
 
     Returns:
-        Tensors, not copied, and plain numbers, in three groups: low-precision weights, tensors of
-        `recipe_tensors`, and positions.
+        Tensors in three groups: low-precision weights and tensors of `recipe_tensors`, not copied, and
+        positions.
     """
+    named = model.named_parameters()
     return {
-        "stored": _stored_weights(model),
+        "stored": {name: stored_tensor(p) for name, p in named if state_of(p).weight is not None},
         "recipe": recipe_tensors(model),
         "position": {name: layer.position() for name, layer in _layers(model).items()},
     }
@@ -93,42 +95,13 @@ def load_recipe_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         layer.restore_position(state["position"][name])
 
 
-def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The model's state, by kind, after checking that it has the names and shapes of another state."""
-    current: dict[str, Mapping[str, Any]] = {
-        "stored": _stored_weights(model),
-        "recipe": recipe_tensors(model),
-        "position": _layers(model),
-    }
-    for kind, existing in current.items():
-        if different := sorted(existing.keys() ^ state.get(kind, {}).keys()):
-            raise UserError(
-                f"the state is of another model or recipe: {different[0]!r} is in only one of the two; "
-                "convert the model with the recipe that it was saved under"
-            )
-        for name, own in existing.items():
-            ours, theirs = (_form(x) for x in (own, state[kind][name]))
-            if ours != theirs:
-                raise UserError(
-                    f"the state is of another model or recipe: {name!r} is {theirs} there and {ours} here; "
-                    "convert the model with the recipe that it was saved under"
-                )
+def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's `recipe_state`, after checking that another one has the same names, shapes and dtypes."""
+    current = recipe_state(model)
+    for kind, tensors in current.items():
+        require_same_tensors(tensors, state.get(kind, {}))
     return current
-
-
-def _form(x: torch.Tensor | Stepped | Mapping[str, Any]) -> str:
-    """What has to be equal in two states of one recipe: dtype and shape, or the number of random streams."""
-    if isinstance(x, torch.Tensor):
-        return f"{x.dtype} {tuple(x.shape)}"
-    position = x.position() if isinstance(x, Stepped) else x
-    return f"a layer of {len(position['keys'])} random streams"
 
 
 def _layers(model: torch.nn.Module) -> dict[str, Stepped]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Stepped)}
-
-
-def _stored_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The codes or values of the weights that are stored in casts."""
-    named = model.named_parameters()
-    return {name: stored_tensor(p) for name, p in named if state_of(p).weight is not None}

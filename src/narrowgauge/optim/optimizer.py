@@ -13,7 +13,7 @@ recipe rounds weights stochastically, so is this one; otherwise the optimizer ke
 (`half_precision.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.groups import members_of, require_dense_gradients, require_served
 from narrowgauge.optim.half_precision import is_half, rounded_in_place, wide_values
 from narrowgauge.optim.saved_state import SavedOptimizer
-from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, is_random, write_all
+from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, write_all
 from narrowgauge.quantization import (
     Cast,
     QuantizedState,
@@ -167,11 +167,12 @@ class Optimizer(SavedOptimizer):
             self._update_plain(plain, group)
         step_of = self._step_numbers([p for p, *_ in narrow])
         for batch, next_batch in pairwise([*batches(narrow), []]):
-            for p, *_ in next_batch:
-                self._fetch(p)
-            feedbacks: list[Feedback] = []
-            write_all([w for i in batch for w in self._update_narrow(*i, step_of[i[0]], feedbacks)])
-            write_all([write for feedback in feedbacks for write in feedback()])
+            for p, *_ in next_batch:  # copied from the host while this one is updated
+                for state in (*self.moments(p).values(), *state_of(p).by_place().values()):
+                    state.fetch()
+            updated = [self._update_narrow(*item, step_of[item[0]]) for item in batch]
+            write_all([write for writes, _ in updated for write in writes])
+            write_all([feedback() for _, feedback in updated if feedback])
         for gradient in (state_of(p).gradient for p, *_ in narrow):
             if gradient is not None:
                 gradient.waits = False
@@ -201,17 +202,9 @@ class Optimizer(SavedOptimizer):
         algorithm.apply(batch, group)
 
     def _update_narrow(
-        self,
-        p: torch.Tensor,
-        group: Mapping[str, Any],
-        first_stream: int,
-        number: int,
-        feedbacks: list[Feedback],
-    ) -> Iterator[Write]:
-        """Update a parameter whose state is not fp32, or on the host; yields the tensors to write.
-
-        Tensors that have to be written after the weight are added to `feedbacks`.
-        """
+        self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int, number: int
+    ) -> tuple[list[Write], Feedback | None]:
+        """Update a parameter whose state is not fp32, or on the host; returns what is to be written."""
         s, kept = self.state[p], state_of(p)
         algorithm = self.algorithms[group["algorithm"]]
 
@@ -220,7 +213,7 @@ class Optimizer(SavedOptimizer):
 
         fused = None if is_half(p) else algorithm.fused_update
         if fused is not None and fused(p, s, group, number, key_of):
-            return
+            return [], None
         self._ensure_master(p)
         g = gradient_of(p)
         assert g is not None
@@ -234,27 +227,26 @@ class Optimizer(SavedOptimizer):
 
         def write(place: str, to: QuantizedState, x: torch.Tensor) -> Write:
             tensor = first_stream + _WRITTEN.index(place)
-            return to, x, random_stream(self.seed, number, tensor, p.device) if is_random(to) else None
+            return to, x, random_stream(self.seed, number, tensor, p.device) if to.cast.is_random else None
 
-        if weight is not None and weight.cast.state.feedback:
-            into, m, v = s["m"], moments.pop("m"), moments["v"]
-            feedbacks.append(lambda: [write("m", into, fed_back(m, v, w - weight.read(), group, number))])
-        written = {place: (s[place], x) for place, x in moments.items()}
-        for place, (to, x) in {**written, "master": (master, w), "weight": (weight, w)}.items():
-            if to is not None:
-                yield write(place, to, x)
+        def feedback() -> Write:
+            assert weight is not None
+            error = w - weight.read()
+            return write("m", s["m"], fed_back(moments["m"], moments["v"], error, group, number))
+
+        is_fed_back = weight is not None and weight.cast.state.feedback
+        now = [place for place in moments if place != "m" or not is_fed_back]
+        written = {place: (s[place], moments[place]) for place in now}
+        written |= {"master": (master, w), "weight": (weight, w)}
         if weight is None and w is not local:
             local.copy_(w)
+        writes = [write(place, to, x) for place, (to, x) in written.items() if to is not None]
+        return writes, feedback if is_fed_back else None
 
     def _is_plain(self, p: torch.Tensor) -> bool:
         """Whether all state of a parameter is fp32 and on its device, so that it can be updated in place."""
         is_wide = p.dtype == torch.float32 and not state_of(p).by_place()
         return is_wide and all(m.cast == FP32 and not m.on_host for m in self.moments(p).values())
-
-    def _fetch(self, p: torch.Tensor) -> None:
-        """Start copying a parameter's state from the host while another parameter is updated."""
-        for state in (*self.moments(p).values(), *state_of(p).by_place().values()):
-            state.fetch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, including low-precision ones."""
@@ -278,7 +270,7 @@ class Optimizer(SavedOptimizer):
     def recast(self, p: torch.Tensor, place: str, cast: Cast) -> None:
         """Store a moment in another cast from now on; its values are rounded once."""
         old: QuantizedState = self.state[p][place]
-        new = QuantizedState(old.shape, cast, old.device, old.on_host, old.shard)
+        new = old.like(cast)
         if p.device.type != "meta":
             new.write(old.read())
         self.state[p][place] = new

@@ -1,6 +1,7 @@
 """Saves and restores the state of an optimizer bit for bit.
 
-A saved state is checked against the optimizer before anything is copied.
+A saved state is checked against the optimizer before anything is copied. That of `torch.optim.AdamW` is taken
+as well: its moments are rounded once to the recipe's casts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,15 @@ from narrowgauge.optim.carried_state import (
     layers_of,
     load_carried,
     local_parts,
+    require_same_tensors,
 )
+from narrowgauge.optim.groups import require_served
 from narrowgauge.optim.sharded_state import as_saved
 from narrowgauge.quantization import QuantizedState, local_tensor
 from narrowgauge.recipes import Recipe
 
-MASTER = ".master.values"  # suffix of the name of a 16-bit parameter's master (`half_precision.py`)
+TORCHS = {"m": "exp_avg", "v": "exp_avg_sq"}  # its moments in the state of torch's AdamW
+OPTIONS = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # that both have
 
 
 class SavedOptimizer(torch.optim.Optimizer):
@@ -50,10 +54,7 @@ class SavedOptimizer(torch.optim.Optimizer):
             UserError: It is the state of another model or of another recipe; the first difference is named.
         """
         current = self.tensors(names)
-        absent = {k for k in current.keys() - saved.keys() if k.endswith(MASTER)}  # from an older release
-        require_same_tensors({k: t for k, t in current.items() if k not in absent}, saved)
-        for key in absent:
-            current[key].zero_()  # it restarts from the parameter
+        require_same_tensors(current, saved)
         for key, tensor in saved.items():
             current[key].copy_(tensor)
 
@@ -79,30 +80,36 @@ class SavedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a `state_dict` back without changing dtypes, as torch's method would.
 
-        Load the model's first. A state of an older release carries nothing of the recipe's.
+        Load the model's first.
 
         Raises:
-            UserError: It is the state of another model, recipe, division into groups, or of other weights
-                than the model has; nothing was changed.
+            UserError: It is the state of another model, recipe, algorithm, division into groups, or of other
+                weights than the model has; nothing was changed.
         """
         require_same_groups(self.param_groups, state_dict["param_groups"])
         groups = state_dict["param_groups"]
-        # torch's functions for checkpoints name parameters; an older state numbers them, and has no list.
-        keys = [key for group in groups for key in group.get("params", ())] or range(len(self.parameters()))
-        states = {p: state_dict["state"].get(key, {}) for p, key in zip(self.parameters(), keys, strict=True)}
-        own: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in states}
+        keys = [key for group in groups for key in group["params"]]  # names in checkpoints of torch
+        states = {
+            p: {name: torch.as_tensor(t) for name, t in state_dict["state"].get(key, {}).items()}
+            for p, key in zip(self.parameters(), keys, strict=True)
+        }
+        if any("exp_avg" in state for state in states.values()) or not any(states.values()):
+            require_torchs_adamw(self.param_groups, groups)
+            states = {p: _from_torch(state, self.moments(p)) for p, state in states.items()}
+            groups = [{key: group[key] for key in OPTIONS if key in group} for group in groups]
+        own: dict[str, torch.Tensor] = {}
         carried: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in states}
-        for p, state in states.items():
+        for i, (p, state) in enumerate(states.items()):
             for key, t in state.items():
-                (carried if key.startswith(PREFIX) else own)[p][key] = local_tensor(t)
-        layers, names = layers_of(states), {p: str(i) for i, p in enumerate(states)}
-        is_carried = any(carried.values())
-        if is_carried:
-            carried = {p: local_parts(p, layers, state) for p, state in carried.items()}
-        self.restore(names, {f"{names[p]}.{key}": t for p, state in own.items() for key, t in state.items()})
-        for p in states if is_carried else ():
-            load_carried(p, layers, carried[p])
-        for group, options in zip(self.param_groups, deepcopy(state_dict["param_groups"]), strict=True):
+                is_recipes = key.startswith(PREFIX)
+                (carried[p] if is_recipes else own)[key if is_recipes else f"{i}.{key}"] = local_tensor(t)
+        layers = layers_of(states)
+        if any(carried.values()):
+            carried = {p: local_parts(p, layers, parts) for p, parts in carried.items()}
+        self.restore({p: str(i) for i, p in enumerate(states)}, own)
+        for p, parts in carried.items():
+            load_carried(p, layers, parts)
+        for group, options in zip(self.param_groups, deepcopy(groups), strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,37 +131,37 @@ class SavedOptimizer(torch.optim.Optimizer):
         return {"step": self.state[p]["step"]} | moments
 
 
-def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    """Require the same names, shapes and dtypes.
+def _from_torch(
+    state: Mapping[str, torch.Tensor], moments: Mapping[str, QuantizedState]
+) -> dict[str, torch.Tensor]:
+    """A parameter's tensors, from those of torch's AdamW; zeros before its first step."""
+    ours = {"step": state.get("step", torch.zeros(())).float()}
+    for place, kept in moments.items():
+        rounded = kept.like(kept.cast)
+        if (name := TORCHS.get(place, "")) in state:
+            x = local_tensor(state[name])
+            require_same_tensors({name: torch.empty(kept.shape, dtype=x.dtype, device="meta")}, {name: x})
+            rounded.write(x.to(kept.device).float())
+        ours |= {f"{place}.{key}": t for key, t in rounded.tensors.items()}
+    return ours
 
-    Raises:
-        UserError: It is the state of another model or of another recipe; the first difference is named.
-    """
-    if unknown := sorted(saved.keys() - current.keys()) or sorted(current.keys() - saved.keys()):
-        owner = "the checkpoint" if unknown[0] in saved else "this optimizer"
-        raise UserError(
-            f"the checkpoint is of another optimizer: only {owner} has {unknown[0]!r}; use the run's "
-            "configuration, or `narrowgauge convert` to continue under another recipe"
-        )
-    for key, tensor in saved.items():
-        if tensor.dtype != current[key].dtype or tensor.shape != current[key].shape:
-            saved_as, kept_as = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, current[key]))
+
+def require_torchs_adamw(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Require that AdamW updates all groups, and that torch's optimizer updated them by the same formula."""
+    for group, options in zip(current, saved, strict=True):
+        require_served(options, ())
+        is_adam = options.get("decoupled_weight_decay") is False and options["weight_decay"]
+        if is_adam or group["algorithm"] != "adamw":
             raise UserError(
-                f"the checkpoint's optimizer state {key!r} is {saved_as}, but this recipe stores it as "
-                f"{kept_as}; use the run's recipe, or `narrowgauge convert` to continue under another"
+                f"the state of {'torch.optim.Adam with weight decay' if is_adam else 'AdamW'} is not one of "
+                f"{group['algorithm']}: load it into the same optimizer, or begin with new moments"
             )
 
 
 def require_same_groups(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Require the same division of parameters into groups.
-
-    Raises:
-        UserError: The number of groups, or of parameters in a group, differs.
-    """
-    sizes = [len(group["params"]) for group in current]
-    # An older state does not record the sizes of its groups.
-    saved_sizes = [len(g["params"]) if "params" in g else n for g, n in zip(saved, sizes, strict=False)]
-    if len(saved) != len(current) or saved_sizes != sizes:
+    """Require the same division of parameters into groups."""
+    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (current, saved))
+    if saved_sizes != sizes:
         raise UserError(
             f"the saved optimizer has {len(saved)} groups of {saved_sizes} parameters, and this one has "
             f"{len(current)} of {sizes}: make the optimizer with the groups that were saved"

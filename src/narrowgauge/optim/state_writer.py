@@ -46,8 +46,3 @@ def write_all(writes: list[Write]) -> None:
     amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [to.shard for to, _ in sharing]))
     for to, x, random in writes:
         to.write(x, random, amax=next(amaxes) if to.shares_scale else None)
-
-
-def is_random(state: QuantizedState) -> bool:
-    """Whether writing the tensor needs random bits."""
-    return state.cast.is_random

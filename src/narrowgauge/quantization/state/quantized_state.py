@@ -107,6 +107,10 @@ class QuantizedState:
         blank = _BLANK[key].items()
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in blank}
 
+    def like(self, cast: Cast) -> "QuantizedState":
+        """Zeros in a cast, of the same shape and in the same place."""
+        return QuantizedState(self.shape, cast, self.device, self.on_host, self.shard)
+
     @property
     def nbytes(self) -> int:
         """The memory of the stored tensors, in bytes."""
