@@ -50,7 +50,6 @@ def test_a_longer_example_runs(name, source, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.filterwarnings("ignore:each of .* layers such as")  # nanochat's layers cast their weights
 @pytest.mark.parametrize("name", CLONED)
 def test_a_program_trains_as_it_was_cloned(name, source, tmp_path, monkeypatch, capsys):
     cloned(CLONED[name], monkeypatch)

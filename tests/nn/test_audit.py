@@ -47,4 +47,5 @@ def test_the_table_has_a_line_for_each_layer():
     assert str(ng.audit(m)).splitlines() == [
         "layer  cast                             calls  gradient  note",
         "0      e4m3 x e4m3, weight fp16-scaled  0      no        never called; no gradient waits",
+        "converted 1 of 1 (0 of them kept wide), left 0 as they are",
     ]

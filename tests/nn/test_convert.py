@@ -102,13 +102,20 @@ def test_a_block_that_stands_twice_in_a_model_is_converted_once():
     assert isinstance(block.up, Linear)
 
 
-def test_a_linear_alone_becomes_a_new_layer():
-    layer = torch.nn.Linear(8, 4).eval()
-    converted = convert(layer, "mxfp4")
-    assert isinstance(converted, Linear)
-    assert converted.weight is layer.weight
-    assert converted.bias is layer.bias
-    assert not converted.training
+@pytest.mark.parametrize("recipe", ["mxfp4", "msamp-o2"])
+def test_a_layer_alone_is_converted_in_place(recipe):
+    layer, seen = torch.nn.Linear(32, 4).eval(), []
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    weight, bias = layer.weight, layer.bias
+    convert(layer, "fp8")
+    assert convert(layer, recipe) is layer
+    assert type(layer) is Linear
+    assert layer.weight is weight
+    assert layer.bias is bias
+    assert not layer.training
+    assert layer.recipe.name == recipe
+    layer(torch.ones(2, 32)).sum().backward()
+    assert seen == ["forward"]
 
 
 def test_training_flags_are_preserved_layer_by_layer():
@@ -172,16 +179,16 @@ def test_a_keep_that_matches_nothing_is_refused_before_anything_changes():
 
 
 def test_a_model_without_linear_layers_is_refused():
-    with pytest.raises(UserError, match=r"no torch\.nn\.Linear in Embedding: a recipe has nothing to act on"):
+    with pytest.raises(UserError, match=r"no torch\.nn\.Linear in Embedding that a recipe could replace: "):
         convert(torch.nn.Embedding(3, 3), "fp8")
 
 
 def test_attention_that_reads_its_weights_itself_is_left_alone_and_named():
     attention = torch.nn.MultiheadAttention(8, 2)
-    with pytest.raises(UserError, match=r"no torch\.nn\.Linear in MultiheadAttention"):
+    with pytest.raises(UserError, match=r"no torch\.nn\.Linear in MultiheadAttention that a recipe could"):
         convert(attention, "fp8")
     model = torch.nn.ModuleDict({"attention": attention, "out": torch.nn.Linear(8, 8)})
-    with pytest.warns(UserWarning, match=r"71% .* no recipe reaches, such as 'attention\.in_proj_weight'"):
+    with pytest.warns(UserWarning, match=r"80% of their elements .* 'attention\.in_proj_weight', because"):
         convert(model, "fp8")
     assert narrow(model) == {"out"}
 

@@ -1,11 +1,13 @@
 """Blocks and heads of any model, by its structure: what `last_blocks` and `head` mean in it."""
 
+import functools
+
 import pytest
 import torch
 import transformers
 from torch.nn import Embedding, LayerNorm, ModuleDict, ModuleList, ReLU, Sequential
 
-from narrowgauge import convert, kept_layers
+from narrowgauge import audit, convert, kept_layers
 from narrowgauge.nn import Linear
 from narrowgauge.recipes import parse_recipe
 
@@ -70,6 +72,47 @@ def test_blocks_of_several_stacks_are_counted_through_the_model():
     assert kept(model_of(**parts), FIRST) == {"encoder.0.up", "encoder.0.down"}
 
 
+class UNet(torch.nn.Module):
+    """As diffusers registers its blocks: the middle after the way up, which it computes before."""
+
+    def __init__(self):
+        super().__init__()
+        self.down_blocks = ModuleList(Mlp() for _ in range(3))
+        self.up_blocks = ModuleList(Mlp() for _ in range(3))
+        self.mid_block = model_of(attentions=ModuleList([Mlp()]), resnets=ModuleList([Mlp(), Mlp()]))
+
+    def forward(self, x):
+        for block in self.down_blocks:
+            x = block(x)
+        x = self.mid_block(x)
+        for block in self.up_blocks:
+            x = block(x)
+        return x
+
+
+class Wrapped(UNet):
+    @functools.wraps(UNet.forward)
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class InParts(UNet):
+    """A forward method that names only some of the blocks: the order of the model holds."""
+
+    def forward(self, x):
+        return self.mid_block(self.run(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "last"), [(UNet, "up_blocks.2"), (Wrapped, "up_blocks.2"), (InParts, "mid_block.resnets.1")]
+)
+def test_last_blocks_are_those_that_the_forward_pass_names_last(kind, last):
+    assert kept(kind(), LAST) == {f"{last}.up", f"{last}.down"}
+    kept_before = {r.layer for r in audit(kind(), LAST) if r.note.startswith("kept")}
+    assert kept_before == {f"{last}.up", f"{last}.down"}
+    assert kept(kind(), FIRST) == {"down_blocks.0.up", "down_blocks.0.down"}
+
+
 def test_blocks_in_a_sequence_are_its_members_of_one_class():
     model = Sequential(plain(8), LayerNorm(16), Mlp(), Mlp(), Mlp(), LayerNorm(16))
     assert kept(model, LAST) == {"4.up", "4.down"}
@@ -126,6 +169,7 @@ def small(kind, **more):
 
 
 def test_t5_keeps_the_end_of_its_decoder():
+    """The share is one of all blocks, so that it is two of the decoder's four (15 % of eight)."""
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 4, "num_heads": 2, "vocab_size": 64}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
     wide = kept(model, NVFP4)

@@ -185,32 +185,6 @@ def test_a_recipe_with_state_in_casts_is_refused_before_anything_changes():
     assert not any(isinstance(m, Linear) for m in model.modules())
 
 
-class Grouped(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router = torch.nn.Linear(8, 4)
-        self.w1 = torch.nn.Parameter(torch.ones(4, 8, 8))
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (Grouped(), "88% of the parameters of Grouped are in matrices that no recipe reaches, such as 'w1'"),
-        (torch.nn.TransformerEncoderLayer(16, 2, 32), "46% .* such as 'self_attn.in_proj_weight'"),
-        (torch.nn.Sequential(torch.nn.LSTM(8, 8), torch.nn.Linear(8, 8)), "such as '0.weight_ih_l0'"),
-    ],
-)
-def test_matrices_that_no_recipe_reaches_are_named(model, words):
-    with pytest.warns(UserWarning, match=words):
-        convert(model, "mxfp8")
-
-
-def test_positions_and_convolutions_are_no_matrices_of_a_recipe():
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2), torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8))
-    model.positions = torch.nn.Parameter(torch.ones(1, 4, 8))
-    convert(model, "mxfp8")  # a warning is an error here
-
-
 @pytest.mark.tier("thorough")  # short: optim/test_carried_state.py
 def test_both_state_dicts_carry_the_state_of_experts():
     """Their weights are one parameter, with which no layer multiplies as a whole."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
+    from narrowgauge.nn.audit import audit as audit
     from narrowgauge.nn.convert import apply_recipe as apply_recipe
     from narrowgauge.nn.convert import convert as convert
     from narrowgauge.nn.convert import discard_step as discard_step
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from narrowgauge.nn.shards import PooledSequences as PooledSequences
     from narrowgauge.nn.step_state import Stepped as Stepped
     from narrowgauge.nn.transformer.attention import NarrowAttention as NarrowAttention
-    from narrowgauge.nn.transformer.audit import audit as audit
     from narrowgauge.nn.transformer.outline import outline_of as outline_of
     from narrowgauge.nn.transformer.residual import NarrowResidual as NarrowResidual
 else:

@@ -6,6 +6,7 @@ If the recipe narrows attention or the residual stream, the model's modules for 
 
 from collections import Counter
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 
@@ -17,10 +18,9 @@ from narrowgauge.nn.loop_checks import leave_fast_path
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Conversion, Stepped
 from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_layers, outline_of
-from narrowgauge.nn.transformer.own_forward import untouched_layers
+from narrowgauge.nn.transformer.reach import matmul_weights, reasons, untouched_layers, warn_of_left
 from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_places
 from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
-from narrowgauge.nn.transformer.unreached import hidden_layers, hidden_text, warn_of_unreached
 from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import (
     ModelPlan,
@@ -38,7 +38,11 @@ WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp
 
 
 def convert(
-    model: torch.nn.Module, recipe: RecipeLike, keep: str | Sequence[str] = (), backend: str = "auto"
+    model: torch.nn.Module,
+    recipe: RecipeLike,
+    keep: str | Sequence[str] = (),
+    backend: str = "auto",
+    also: Sequence[type[torch.nn.Module]] = (),
 ) -> torch.nn.Module:
     """Make the Linears of any module compute under a recipe; parameters stay the same objects.
 
@@ -50,10 +54,12 @@ def convert(
             that the recipe keeps. A pattern is compared with the full name and with its last component;
             `head` is the layer that produces the model's output, whatever its name.
         backend: "auto" (native on a device that has the recipe's formats), "native", or "emulated".
+        also: Subclasses of `torch.nn.Linear` with a forward method of their own that only multiplies, as
+            nanochat's, which casts its weight to the dtype of the input: they are converted as well.
 
     Returns:
-        The model (a new module only if the model itself is a Linear). A model that is already under a recipe
-        changes to the new one. `kept_layers` lists what stays wide in it.
+        The model itself. A model that is already under a recipe changes to the new one. `audit` lists what
+        each layer computes in, before (`audit(model, recipe)`) and after; `kept_layers` what stays wide.
 
     Raises:
         UserError: The model has no linear layer, a `keep` pattern or a rule of the recipe matches none, a
@@ -63,36 +69,48 @@ def convert(
             casts and the weights of experts are stacked.
 
     Warns:
-        UserWarning: No recipe can reach some matrices, such as in `torch.nn.MultiheadAttention` and in
-            layers in plain lists; or some layers override the forward pass (`own_forward.py`).
+        UserWarning: More than a few of the model's matmul weights stay as they are (`transformer/reach.py`).
     """
-    keep = (keep,) if isinstance(keep, str) else keep
-    return convert_but(model, (), recipe, keep, backend)
+    return convert_but(model, (), recipe, keep, backend, also)
 
 
 def convert_but(
     model: torch.nn.Module,
     left_out: Container[str],
     recipe: RecipeLike,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     backend: str = "auto",
+    also: Sequence[type[torch.nn.Module]] = (),
 ) -> torch.nn.Module:
     """Like `convert`, but leaves the layers with some names unchanged."""
-    recipe = recipe_named(recipe)
-    outline = _outline(model, left_out)
+    plan = plan_of(model, recipe, keep, left_out, also)
+    _apply(model, plan, backend)
+    warn_of_left(model)
+    return model
+
+
+def plan_of(
+    model: torch.nn.Module,
+    recipe: RecipeLike,
+    keep: str | Sequence[str] = (),
+    left_out: Container[str] = (),
+    also: Sequence[type[torch.nn.Module]] = (),
+) -> ModelPlan:
+    """The recipe of each layer, as `convert` would apply it."""
+    recipe, keep = recipe_named(recipe), (keep,) if isinstance(keep, str) else keep
+    outline = _outline(model, left_out, also)
     for pattern in keep:
         names = [*outline.layer_names, *outline.untouched]
         if not any(matches(name, pattern) for name in names):
             raise UserError(f"keep={pattern!r} matches no linear layer{nearest(pattern, names)}")
     require_matches(recipe, outline)
-    converted = _apply(model, recipe.in_high_precision(keep) if keep else recipe, outline, backend)
-    warn_of_unreached(converted)
-    return converted
+    return resolve(recipe.in_high_precision(keep) if keep else recipe, outline)
 
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe, backend: str = "auto") -> torch.nn.Module:
     """Like `convert`, for part of a model: rules may name layers of the other parts."""
-    return _apply(model, recipe, _outline(model, ()), backend)
+    _apply(model, resolve(recipe, _outline(model)), backend)
+    return model
 
 
 def kept_layers(model: torch.nn.Module) -> list[str]:
@@ -101,36 +119,36 @@ def kept_layers(model: torch.nn.Module) -> list[str]:
     return [name for name, m in layers.items() if not (isinstance(m, Linear) and m.recipe.is_narrow)]
 
 
-def _outline(model: torch.nn.Module, left_out: Container[str]) -> Outline:
+def _outline(
+    model: torch.nn.Module, left_out: Container[str] = (), also: Sequence[type[torch.nn.Module]] = ()
+) -> Outline:
     """The outline of a model to convert, except for some layers.
 
     Raises:
         UserError: It has no layer that a recipe could replace.
     """
     layers = linear_layers(model)
-    untouched = untouched_layers({name: m for name, m in layers.items() if name not in left_out})
+    untouched = untouched_layers({name: m for name, m in layers.items() if name not in left_out}, also)
     stay = {*untouched, *(name for name in layers if name in left_out)}
     if len(stay) < len(layers):
         return outline_of(model, stay)
-    hidden = list(hidden_layers(model))
-    why = f" ({hidden_text(hidden)})" if hidden else ""
-    why = " that it could replace: all override the forward pass" if untouched else why
+    left = reasons(w for w in matmul_weights(model, also) if w.why)
     raise UserError(
-        f"no torch.nn.Linear in {type(model).__name__}{why}: a recipe has nothing to act on; "
-        "convert the module that holds the linear layers"
+        f"no torch.nn.Linear in {type(model).__name__} that a recipe could replace"
+        f"{left and f' ({left})'}: convert the module that holds the linear layers, or name their subclass "
+        "in convert(..., also=(Subclass,)) if its forward pass is a plain matmul"
     )
 
 
-def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: str) -> torch.nn.Module:
-    """Put every layer of an outline, and the other places of a recipe, under it."""
+def _apply(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
+    """Put every layer of a plan, and the other places of its recipe, under it."""
+    recipe = plan.recipe
     refuse_unreachable(model, recipe)
     if recipe.times_state:
         raise UserError(
             f"a rule of recipe {recipe.name!r} changes state from a step on, which `narrowgauge train` does "
             "and convert does not; take the rule's time or its state away"
         )
-    plan = resolve(recipe, outline)
-    recipe = plan.recipe
     modules = dict(model.named_modules())
     stacks = {name: m for name, m in modules.items() if is_stacked(m)}
     for name in stacks:
@@ -139,10 +157,7 @@ def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: st
     for device in {layer.weight.device for layer in layers}:  # before anything is changed
         verified_backend(recipe, device, backend)
     leave_fast_path(model)
-    converted = _replace(model, plan, backend)
-    if is_linear(model):
-        return converted[0]
-    first = len(converted)
+    first = _convert_layers(model, plan, backend)
     for name, experts in stacks.items():
         stack = StackedExperts.of(experts)
         stack.use(recipe, name, plan.parts, first, backend)
@@ -153,27 +168,28 @@ def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: st
     for module in model.modules():
         if isinstance(module, Stepped):
             module.join(conversion)
-    return model
 
 
-def _replace(model: torch.nn.Module, plan: ModelPlan, backend: str) -> list[Linear]:
-    """Put each layer under its recipe, in place; the new layers in the order of their random streams."""
+def _convert_layers(model: torch.nn.Module, plan: ModelPlan, backend: str) -> int:
+    """Put each layer under its recipe, in the order of their random streams; the number of layers.
+
+    The layer stays the same object, so that whoever holds it, the caller included, holds the converted one.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
-    converted: dict[torch.nn.Module, Linear] = {}
+    names = (name for name in plan.outline.layers if name in modules)  # others are of stacked experts
+    layers: dict[str, Any] = {name: layer for name in names if is_linear(layer := modules[name])}
     shared = _shared_parameters(model)
-    for first, names in plan.outline.layers.items():
-        layer = modules.get(first)
-        if layer is None or not is_linear(layer):
-            continue  # part of stacked experts
-        layer_recipe = plan.parts[first]
+    for index, (name, layer) in enumerate(layers.items()):
+        recipe = plan.parts[name]
         if layer.weight in shared:
-            layer_recipe = layer_recipe.with_places(WIDE_WEIGHT)
-        new = Linear(layer, layer_recipe, len(converted), _is_transposed(layer), plan.recipe, backend)
-        converted[layer] = new.train(layer.training)
-        for name, _ in names:
-            if name and modules.get(name) is layer:  # skip roles
-                put(model, name, new)
-    return list(converted.values())
+            recipe = recipe.with_places(WIDE_WEIGHT)
+        before = torch.nn.Module.__new__(type(layer))
+        before.__dict__, layer.__dict__ = vars(layer), {}
+        layer.__class__ = Linear
+        is_transposed = before.spec.transposed if isinstance(before, Linear) else is_conv1d(before)
+        Linear.__init__(layer, before, recipe, index, is_transposed, plan.recipe, backend)
+        layer.train(before.training)
+    return len(layers)
 
 
 def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -274,7 +290,3 @@ def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if module.reduce_prescale is not None:
                 prescales |= {f"{name}.reduce.{k}": t for k, t in module.reduce_prescale.tensors.items()}
     return prescales | {f"{name}.{key}": t for name, owner in owners for key, t in owner.tensors().items()}
-
-
-def _is_transposed(layer: torch.nn.Module) -> bool:
-    return layer.spec.transposed if isinstance(layer, Linear) else is_conv1d(layer)

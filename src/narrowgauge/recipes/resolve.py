@@ -43,7 +43,7 @@ class Outline:
         blocks: The names of the repeated blocks, in the order of the model.
         attention: The attentions that a recipe can change, by name, in the form of `layers`.
         owners: All modules that own parameters, in the form of `layers`; rules about moments select these.
-        untouched: The names of linear layers that stay as they are (`nn.transformer.own_forward`).
+        untouched: The names of linear layers that stay as they are (`nn.transformer.reach`).
     """
 
     layers: Names

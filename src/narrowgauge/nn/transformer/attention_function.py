@@ -34,7 +34,7 @@ from torch import Tensor
 from narrowgauge.devices import imagined
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.transformer.attention_context import AttentionContext, Part, needs_largest
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 
 SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time, in float32
 
@@ -124,7 +124,7 @@ class _Scores:
         }
 
 
-class _NarrowAttention(torch.autograd.Function):
+class _NarrowAttention(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -145,7 +145,6 @@ class _NarrowAttention(torch.autograd.Function):
         return out.unflatten(0, q_BNTH.shape[:2])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_BNTH: Tensor) -> tuple[Tensor | None, ...]:
         q_BNTH, k_BKSH, v_BKSH, mask, largest_p = ctx.saved_tensors
         scores = _Scores(q_BNTH, k_BKSH, v_BKSH, mask, ctx.context)

@@ -1,7 +1,10 @@
 """The outline of any torch model: linear layers, repeated blocks, and the output layer.
 
-Blocks are the members of the outermost stacks, in the order of the model, stack after stack: an encoder's
-come before a decoder's. A stack is the first of these kinds that the model has:
+Blocks are the members of the outermost stacks, stack after stack, and a recipe's shares count all of them
+together. Stacks stand in the order in which a module's forward method names them, where it names them all (a
+UNet registers `mid_block` after `up_blocks`, and computes it before), else in the order of the model. So the
+last blocks are those next to the output: of an encoder and a decoder the decoder's, however many that are.
+`narrowgauge.audit(model, recipe)` lists the choice. A stack is the first of these kinds that the model has:
 
     1. a ModuleList, or a ModuleDict with numbers for keys, of modules that hold linear layers; and the
        members of one class in a Sequential, if there are several
@@ -15,6 +18,7 @@ The output head is every linear layer that shares its weight with an embedding; 
 with as many outputs as the largest embedding has rows; else the last one after the blocks.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -131,10 +135,23 @@ def _outermost(
 ) -> list[str]:
     """The names of the blocks in a module: members of stacks that are not inside another block."""
     keys, found = members(name, module, children[name]), []
-    for key, child in children[name].items():
+    for key, child in _in_order_of_use(module, children[name]):
         path = f"{name}.{key}".lstrip(".")
         found += [path] if key in keys else _outermost(child, path, children, members)
     return found
+
+
+def _in_order_of_use(
+    module: torch.nn.Module, children: Mapping[str, torch.nn.Module]
+) -> list[tuple[str, torch.nn.Module]]:
+    """The children of a module, in the order in which its forward method first names them.
+
+    In the order of the model if it does not name each that holds linear layers.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    used = {name: place for place, name in enumerate(code.co_names)} if code else {}
+    is_named = all(key in used or not _holds_linear(child) for key, child in children.items())
+    return sorted(children.items(), key=lambda pair: used.get(pair[0], -1) if is_named else 0)
 
 
 def _members_of_list(

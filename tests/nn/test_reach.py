@@ -1,6 +1,7 @@
-"""Layers that override the forward pass: replaced if it is a matmul, otherwise left alone and named."""
+"""What a recipe leaves of a model as it is: named in one warning and in the audit, unless it is little."""
 
 import functools
+import re
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import transformers
 
 from narrowgauge.errors import UserError
-from narrowgauge.nn import Linear, convert
+from narrowgauge.nn import Linear, audit, convert
 from narrowgauge.recipes import parse_recipe
 
 X = torch.arange(64.0).sin().reshape(2, 4, 8)
@@ -36,7 +37,7 @@ def test_a_forward_pass_that_was_put_on_the_instance_is_kept(recipe):
     adapters = [with_adapter(model[i]) for i in (0, 2)]
     _, said = caught_warnings(lambda: convert(model, recipe))
     assert len(said) == 1
-    assert "each of 2 layers such as '0' (Linear) had its forward pass replaced" in said[0]
+    assert "2 such as '0', because its forward pass was replaced (convert the model first" in said[0]
     assert isinstance(model[1], Linear)
     before = model(X)
     for adapter in adapters:
@@ -83,11 +84,14 @@ class Nano(torch.nn.Module):
         self.smear_gate = Casting(8, 1, bias=False)
 
 
-def test_layers_that_cast_their_weight_are_replaced_with_one_warning():
-    model, said = caught_warnings(lambda: convert(Nano(), "fp8"))
-    assert len(said) == 1
-    assert "each of 16 layers such as 'transformer.h.0.attn.c_q' (Casting)" in said[0]
-    assert "a matmul under the recipe replaces it" in said[0]
+@pytest.mark.parametrize("also", [[Casting], (torch.nn.Module, Casting)])
+def test_layers_that_cast_their_weight_are_converted_where_they_are_named(also):
+    with pytest.raises(
+        UserError, match=r"16 such as .*, because Casting overrides the forward pass\): .*also="
+    ):
+        convert(Nano(), "fp8")
+    model, said = caught_warnings(lambda: convert(Nano(), "fp8", also=also))
+    assert said == []
     layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     assert all(isinstance(m, Linear) for m in layers.values())
     assert {n for n, m in layers.items() if not m.recipe.is_narrow} == {"lm_head"}
@@ -124,28 +128,25 @@ def test_a_layer_that_computes_something_else_stays_what_it_is(kind):
     assert model["own"] is own
     assert isinstance(model["plain"], Linear)
     assert len(said) == 1
-    assert f"layer 'own' ({type(own).__name__}) overrides the forward pass" in said[0]
-    assert "stays as it is" in said[0]
+    assert f"1 such as 'own', because {type(own).__name__} overrides the forward pass" in said[0]
 
 
 def test_a_keep_may_name_what_stays_anyway_and_a_rule_may_not():
     def model():
         return torch.nn.ModuleDict({"plain": torch.nn.Linear(8, 8), "own": Doubled(8, 8)})
 
-    with pytest.warns(UserWarning, match="stays as it is"):
+    with pytest.warns(UserWarning, match="overrides the forward pass"):
         convert(model(), "mxfp8", keep="own")
     rule = parse_recipe('[[rule]]\nmodules = ["own"]\nfprop = "mxfp4"', "mine.toml")
     with (
-        pytest.warns(UserWarning, match="stays as it is"),
         pytest.raises(UserError, match=r"a \[\[rule\]\] with modules = \['own'\] matches no layer"),
     ):
         convert(model(), rule)
 
 
 def test_a_model_of_which_every_layer_computes_something_else_is_refused():
-    with (
-        pytest.warns(UserWarning, match="stays as it is"),
-        pytest.raises(UserError, match="all override the forward pass: a recipe has nothing to act on"),
+    with pytest.raises(
+        UserError, match=r"could replace \(1 such as '0', because Doubled overrides the forward"
     ):
         convert(torch.nn.Sequential(Doubled(8, 8)), "fp8")
 
@@ -155,7 +156,7 @@ def test_experts_whose_forward_pass_was_replaced_stay_what_they_are():
     model = transformers.MixtralForCausalLM(config)
     experts = model.model.layers[0].mlp.experts
     experts.forward = lambda x, *_: x
-    with pytest.warns(UserWarning, match=r"no recipe reaches, such as 'model\.layers\.0\.mlp\.experts"):
+    with pytest.warns(UserWarning, match=r"such as 'model\.layers\.0\.mlp\.experts.*multiplies with it"):
         convert(model, "mxfp8")
     assert model.model.layers[0].mlp.experts is experts
 
@@ -179,8 +180,9 @@ def test_routers_that_return_tuples_stay_what_they_are(kind):
     wide = model(ids).logits
     routers = {n: m for n, m in model.named_modules() if n.endswith(".router")}
     assert len(routers) == 2
-    _, said = caught_warnings(lambda: convert(model, "mxfp8"))
-    assert sum("each of 2 layers such as" in text and "Router" in text for text in said) == 1
+    caught_warnings(lambda: convert(model, "mxfp8"))  # of Llama 4's experts, but not of few routers
+    of = {record.layer: record.note for record in audit(model)}
+    assert all("Router overrides the forward pass" in of[name] for name in routers)
     assert all(model.get_submodule(name) is router for name, router in routers.items())
     narrow = model(ids).logits
     assert torch.isfinite(narrow).all()
@@ -206,8 +208,79 @@ def test_layers_in_plain_lists_are_named_in_one_warning():
     model = InLists()
     _, said = caught_warnings(lambda: convert(model, "mxfp4"))
     assert len(said) == 1
-    assert "4 linear layers, such as 'blocks[0].0', lie in plain Python lists" in said[0]
+    assert "4 such as 'blocks[0].0', because it lies in a plain Python list" in said[0]
     assert "torch.nn.ModuleList" in said[0]
     assert isinstance(model.seen, Linear)
-    with pytest.raises(UserError, match=r"no torch\.nn\.Linear in InLists \(4 linear layers, such as"):
+    with pytest.raises(UserError, match=r"no torch\.nn\.Linear in InLists that .* \(4 such as"):
         convert(InLists(with_plain=False), "mxfp4")
+
+
+class Own(torch.nn.Module):
+    """A module that multiplies with a parameter itself, next to one layer."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.zeros(rows, 64))
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.layer(x), self.matrix)
+
+
+def with_layer(**parts):
+    return torch.nn.ModuleDict({"layer": torch.nn.Linear(64, 64), **parts})
+
+
+def holding(**tensors):
+    model = with_layer()
+    for name, tensor in tensors.items():
+        model.register_parameter(name, torch.nn.Parameter(tensor))
+    return model
+
+
+# By kind: a model, and what the warning says; "" for silence.
+LEFT = {
+    "F.linear": (lambda: Own(6400), r"converted 1 of 2 .* 99% .*'matrix', because Own multiplies with it"),
+    "little": (lambda: Own(3), ""),
+    "convolutions": (
+        lambda: with_layer(a=torch.nn.Conv2d(64, 64, 3), b=torch.nn.Conv1d(8, 8, 3)),
+        r"90% .* 1 such as 'a\.weight', because Conv2d .* 1 such as 'b\.weight', because Conv1d",
+    ),
+    "recurrent": (lambda: with_layer(a=torch.nn.LSTM(64, 64)), r"89% .* 2 such as 'a\.weight_ih_l0'"),
+    "bilinear": (lambda: with_layer(a=torch.nn.Bilinear(8, 8, 8)), r"11% .* 'a\.weight', because Bilinear"),
+    "lists of parameters": (
+        lambda: with_layer(a=torch.nn.ParameterList([torch.zeros(64, 64)])),
+        r"50% .* 'a\.0', because ParameterList",
+    ),
+    "a stack": (lambda: holding(w1=torch.ones(4, 64, 64)), r"80% .* 'w1', because ModuleDict"),
+    "positions": (lambda: holding(position=torch.ones(1, 99, 64)), ""),
+    "embeddings": (lambda: with_layer(a=torch.nn.Embedding(999, 64), b=torch.nn.EmbeddingBag(99, 64)), ""),
+    "norms": (lambda: with_layer(a=torch.nn.LayerNorm((64, 64)), b=torch.nn.BatchNorm2d(64)), ""),
+    "kept by the recipe": (lambda: with_layer(head=torch.nn.Linear(64, 999)), ""),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_weights_that_no_recipe_reaches_are_named_where_they_are_many(kind):
+    make, words = LEFT[kind]
+    model, said = caught_warnings(lambda: convert(make(), "mxfp8"))
+    assert len(said) == bool(words)
+    assert re.search(words, "".join(said))
+    left = [record for record in audit(model) if record.cast is None]
+    assert all(record.note.startswith("not converted: ") for record in left)
+    assert f"left {len(left)} as they are" in str(audit(model)).splitlines()[-1]
+    assert bool(left) == (bool(words) or kind == "little")
+
+
+def test_what_a_recipe_would_do_is_listed_before_anything_changes():
+    def model():
+        return torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64), "b": torch.nn.Linear(64, 64)})
+
+    plain = model()
+    before = audit(plain, "msamp-o2", keep="b")
+    assert [type(m) for m in plain.values()] == [torch.nn.Linear] * 2
+    after = audit(convert(plain, "msamp-o2", keep="b"))
+    assert [(r.layer, r.cast) for r in before] == [(r.layer, r.cast) for r in after]
+    assert [r.note for r in before] == ["", "kept in bf16"]
+    assert before.summary == after.summary == "converted 2 of 2 (1 of them kept wide), left 0 as they are"
+    assert [r.layer for r in audit(Own(9), {"fprop": "mxfp8"})] == ["layer", "matrix"]

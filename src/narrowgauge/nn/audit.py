@@ -1,0 +1,139 @@
+"""The account of a model's matmul weights: what each computes in, and whether training reaches it.
+
+Call it on a converted model between a backward pass and `zero_grad`, after it has computed a real step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.nn.convert import plan_of
+from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.transformer.outline import linear_layers
+from narrowgauge.nn.transformer.reach import matmul_weights, why_left
+from narrowgauge.quantization import Cast, has_gradient, state_of
+from narrowgauge.recipes import ModelPlan, Recipe, RecipeLike
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One linear layer, or another weight of a matmul.
+
+    Attributes:
+        layer: The name of the layer, or of the weight.
+        cast: The casts of the forward matmul's operands and of the stored weight; None if not converted.
+        calls: The uncompiled forward passes since conversion; None if not converted.
+        gradient: Whether a gradient of the weight waits for an optimizer; None for a frozen weight.
+        note: What a reader should know; an empty string if nothing is unusual.
+    """
+
+    layer: str
+    cast: str | None
+    calls: int | None
+    gradient: bool | None
+    note: str
+
+
+class Audit(list[AuditRecord]):
+    """The records of a model's matmul weights; `str()` is the table."""
+
+    @property
+    def summary(self) -> str:
+        """How many of the weights are converted, kept wide by the recipe, and left as they are."""
+        converted = [r for r in self if r.cast is not None]
+        kept = sum(r.note.startswith("kept in") for r in converted)
+        left = len(self) - len(converted)
+        return (
+            f"converted {len(converted)} of {len(self)} ({kept} of them kept wide), left {left} as they are"
+        )
+
+    def __str__(self) -> str:
+        """The records as a table, one line each, and the summary."""
+        rows = [("layer", "cast", "calls", "gradient", "note")]
+        rows += [(r.layer, r.cast or "-", _text(r.calls), _text(r.gradient), r.note) for r in self]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ("  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in rows)
+        return "\n".join([*lines, self.summary])
+
+
+def audit(
+    model: torch.nn.Module,
+    recipe: RecipeLike | None = None,
+    keep: str | Sequence[str] = (),
+    also: Sequence[type[torch.nn.Module]] = (),
+) -> Audit:
+    """List each matmul weight of a model: its casts, its calls, and whether a gradient reached it.
+
+    Args:
+        model: A model that `convert` has changed, after a backward pass and before its gradients are dropped;
+            with a recipe, any model.
+        recipe: A recipe to ask about before `convert`, which then takes the same arguments: the records say
+            what each layer would compute in. Nothing is changed.
+        keep: As in `convert`.
+        also: As in `convert`.
+
+    Returns:
+        A record for each linear layer, converted or not, and for each other weight of a matmul, such as a
+        convolution's. Notes name layers that no pass called or no gradient reached, and weights that other
+        code reads.
+    """
+    if recipe is None:
+        return Audit(_records(model))
+    plan = plan_of(model, recipe, keep, also=also)
+    records = [AuditRecord(name, *_planned(plan, name)) for name in plan.outline.layers]
+    left = (w for w in matmul_weights(model, also) if w.why)
+    return Audit(records + [AuditRecord(w.name, None, None, None, f"not converted: {w.why}") for w in left])
+
+
+def _planned(plan: ModelPlan, layer: str) -> tuple[str, None, None, str]:
+    """The record of a layer under a recipe, without its name."""
+    part = plan.parts[layer]
+    is_kept = plan.recipe.is_narrow and not part.is_narrow
+    return _casts(part.casts, part), None, None, f"kept in {part.compute}" if is_kept else ""
+
+
+def _records(model: torch.nn.Module) -> Iterator[AuditRecord]:
+    layers = linear_layers(model)
+    for name, layer in layers.items():
+        if isinstance(layer, Linear):
+            yield _of_converted(name, layer)
+        else:
+            assert isinstance(layer.weight, torch.Tensor)
+            why = why_left(layer) or "it was added after the conversion"
+            yield AuditRecord(name, None, None, _gradient(layer.weight), f"not converted: {why}")
+    for weight in matmul_weights(model):
+        if weight.why and weight.name not in layers:
+            yield AuditRecord(weight.name, None, None, None, f"not converted: {weight.why}")
+
+
+def _of_converted(name: str, layer: Linear) -> AuditRecord:
+    gradient, notes = _gradient(layer.weight), []
+    if layer.model_recipe.is_narrow and not layer.recipe.is_narrow:
+        notes.append(f"kept in {layer.recipe.compute}")
+    if not layer.calls:
+        notes.append("never called")
+    if gradient is False:
+        notes.append("no gradient waits")
+    if layer.takes_other_parameter:
+        notes.append("another parameter was put in place of the stored weight")
+    if reads := state_of(layer.weight).reads:
+        notes.append(f"other code read the weight {reads} times")
+    return AuditRecord(name, _casts(layer.spec.casts, layer.recipe), layer.calls, gradient, "; ".join(notes))
+
+
+def _casts(casts: Mapping[str, Cast], recipe: Recipe) -> str:
+    """The casts of the forward matmul's operands and of the stored weight."""
+    stored = recipe.state["weight"]
+    weight = "" if stored is None or stored.name == "fp32" else f", weight {stored.name}"
+    return f"{casts['fprop.x'].name} x {casts['fprop.w'].name}{weight}"
+
+
+def _gradient(weight: torch.Tensor) -> bool | None:
+    return has_gradient(weight) if weight.requires_grad else None
+
+
+def _text(value: bool | int | None) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
