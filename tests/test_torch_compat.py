@@ -119,6 +119,25 @@ def test_a_leaf_takes_gradients_of_the_dtype_that_they_have():
     assert found == [True, False]
 
 
+def test_a_transform_is_noticed_and_so_is_the_older_batch_of_gradients():
+    found = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            found.append((compat.is_transformed(), compat.is_batched(dy)))
+            return dy
+
+    torch.autograd.functional.jacobian(Noted.apply, torch.ones(2), vectorize=True)
+    Noted.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    torch.func.vmap(lambda x: found.append(compat.is_transformed()) or x)(torch.ones(2))
+    assert found == [(False, True), (False, False), True]
+
+
 def test_trees_are_walked_through():
     tree = ([1, (2.5,)], {"a": [3]})
     assert compat.tree_leaves(tree) == [1, 2.5, 3]
@@ -436,16 +455,6 @@ def test_a_backward_pass_knows_its_node():
     y.exp().sum().backward()
     assert seen[0] is not None
     assert compat.autograd_node() is None
-
-
-def test_a_copy_without_hooks_has_parameters_of_its_own():
-    layer, seen = torch.nn.Linear(2, 1, bias=False), []
-    layer.register_forward_hook(lambda *_: seen.append(1))
-    before = layer.weight.clone()
-    copied = compat.without_hooks(layer, {"weight": torch.ones(1, 2)})
-    assert type(copied).forward(copied, torch.ones(1, 2)).item() == 2
-    assert torch.equal(layer.weight, before)
-    assert not seen
 
 
 def test_strict_determinism_is_lifted_for_an_operation_that_repeats():

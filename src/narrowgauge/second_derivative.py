@@ -1,62 +1,62 @@
-"""The refusal of second derivatives, by a sentence.
+"""The base of this package's autograd functions, which have a first derivative only.
 
-A backward pass under a recipe rounds its operands, and what rounds has no derivative. Torch's own
-`once_differentiable` refuses where the output's gradient has a graph, and treats the result as a constant
-where it has none: the penalty on the gradient of `model(x).sum()` would silently lose a term.
+A backward pass under a recipe rounds its operands, and what rounds has no derivative. Left alone, torch would
+take its result for a constant wherever the gradient of the output has no graph, and a Hessian would be zero.
+So the backward pass refuses as soon as torch is to record it (`create_graph=True`), and every transform of
+`torch.func`, which would have to record or to batch it.
 """
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from narrowgauge.errors import UserError
+from narrowgauge.torch_compat import is_batched, is_transformed
 
-Backward = Callable[..., Any]
+
+class FirstOrderFunction(torch.autograd.Function):
+    """An autograd function that is differentiated once, by `backward`; anything else raises a `UserError`."""
+
+    def __init_subclass__(cls) -> None:
+        cls.backward = staticmethod(_once(cls.backward))  # type: ignore[method-assign]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call `forward`, outside the transforms of `torch.func`."""
+        if is_transformed():
+            refuse_transforms()
+        return super().apply(*args)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        """Refuse forward-mode differentiation."""
+        refuse_transforms()
 
 
-def once_differentiable(backward: Backward) -> Backward:
-    """The `backward` of an autograd function whose results refuse to be differentiated.
-
-    Args:
-        backward: Takes the context and gradients of outputs; returns a gradient or None for each input.
-
-    Returns:
-        A function with the same arguments and values. Under `create_graph=True`, a backward pass through its
-        results raises a `UserError`.
-    """
-
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def wrapper(ctx: Any, *gradients: Any) -> Any:
-        if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
-            return backward(ctx, *gradients)
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return results
-        is_one = not isinstance(results, tuple)
-        refusing = tuple(_refusing(result) for result in ((results,) if is_one else results))
-        return refusing[0] if is_one else refusing
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise UserError(
+                    "narrowgauge's layers have no second derivative (create_graph=True, as for a gradient "
+                    "penalty or a Hessian), because their backward passes round: convert only the modules "
+                    "that it does not pass through, or approximate it by the difference of two first "
+                    "derivatives"
+                )
+            if is_transformed() or any(is_batched(dy) for dy in gradients if dy is not None):
+                refuse_transforms()
+        return backward(ctx, *gradients)
 
     return wrapper
 
 
-def _refusing(result: torch.Tensor | None) -> torch.Tensor | None:
-    return None if result is None else _Refusal.apply(result.detach().requires_grad_())
-
-
-class _Refusal(torch.autograd.Function):
-    """The identity, without a derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> None:
-        raise UserError(
-            "narrowgauge's layers have no second derivative (create_graph=True, as for a gradient penalty or "
-            "a Hessian), because their backward passes round: convert only the modules that it does not pass "
-            "through, or approximate it by the difference of two first derivatives"
-        )
+def refuse_transforms() -> NoReturn:
+    """Refuse a pass inside a transform of `torch.func`, and one whose gradients come in batches."""
+    raise UserError(
+        "torch.func (grad, vmap, jvp), batched gradients and forward-mode differentiation do not pass "
+        "through narrowgauge's layers, because their matmuls round a whole batch: call .backward() or "
+        "torch.autograd.grad, with the samples in one batch or one after another"
+    )

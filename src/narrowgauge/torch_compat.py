@@ -164,6 +164,12 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# Whether a transform of `torch.func`, such as `grad` or `vmap`, is active; and whether a tensor is batched by
+# the older `vmap` that computes batched gradients (`is_grads_batched`).
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
 @cache
 def is_in_place(func: Any) -> bool:
     """Whether an operation, as `__torch_dispatch__` receives it, writes to its first argument."""
@@ -403,14 +409,3 @@ def extension_file() -> str:
 def operation_name(func: Any) -> str:
     """The name of an operation, as `__torch_dispatch__` receives it, without namespace and overload."""
     return str(func._schema.name).partition("::")[2]
-
-
-def without_hooks(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """A shallow copy of a module with other parameters; calling its class's forward runs no hooks on it.
-
-    nn.Module keeps parameters in the private dictionary `_parameters`, which a copy would share.
-    """
-    copied = module.__new__(type(module))
-    own = {name: torch.nn.Parameter(p, requires_grad=False) for name, p in parameters.items()}
-    copied.__dict__ = {**vars(module), "_parameters": {**module._parameters, **own}}
-    return copied

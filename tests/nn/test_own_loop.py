@@ -60,9 +60,8 @@ def test_micro_batches_add_up(name):
 @row("a second derivative (gradient penalties, Hessians)")
 def test_a_second_derivative_is_refused(name):
     x = batch().requires_grad_()
-    (slope,) = torch.autograd.grad(model(name)(x).square().sum(), x, create_graph=True)
     with pytest.raises(UserError) as raised:
-        (slope.norm(dim=1) - 1).square().mean().backward()
+        torch.autograd.grad(model(name)(x).square().sum(), x, create_graph=True)
     assert is_on_page(raised.value)
 
 

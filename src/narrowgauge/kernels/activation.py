@@ -41,13 +41,12 @@ scale is NaN and its codes are meaningless.
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.formats import Format
 from narrowgauge.kernels.amax import DelayedScale, KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 
 if TYPE_CHECKING:
     from narrowgauge.kernels.triton.swiglu_codes import SwigluCodes
@@ -142,7 +141,7 @@ def gelu_reference(x: Tensor) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh")
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: Literal["swiglu", "gelu"]) -> tuple[Tensor, Tensor]:
         from narrowgauge.kernels.triton import activation as kernels
@@ -158,7 +157,6 @@ class _Activation(torch.autograd.Function):
         return y, amax
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         dx, amax = ctx.launch_backward(dy.contiguous(), x.contiguous())

@@ -43,7 +43,7 @@ from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import Format
 from narrowgauge.kernels.amax import DelayedScale, new_amax
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 
 if TYPE_CHECKING:
     from narrowgauge.kernels.triton.cross_entropy import GradientCodes
@@ -55,7 +55,7 @@ CHUNK_ELEMENTS = 2**24
 IGNORED = -100
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any, logits_TV: Tensor, y_T: Tensor, targets: int | None, overwrite: bool, z_loss: float
@@ -79,7 +79,6 @@ class _CrossEntropy(torch.autograd.Function):
         return objective, terms_2
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
         logits_TV, y_T, stats_2T = ctx.saved_tensors
         grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)

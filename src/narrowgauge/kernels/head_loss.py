@@ -52,7 +52,7 @@ from narrowgauge.kernels.cross_entropy import (
 )
 from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32
 from narrowgauge.kernels.product import aligned_rows
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 
 Add = Callable[[Tensor, Tensor], bool]
 
@@ -61,7 +61,7 @@ CHUNK_ELEMENTS = 2**29
 _TILE = 128  # tokens of a GEMM tile; chunks are full tiles
 
 
-class _HeadLoss(torch.autograd.Function):
+class _HeadLoss(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -91,7 +91,6 @@ class _HeadLoss(torch.autograd.Function):
         return objective, terms_2
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
         h_dtype, w_dtype = ctx.dtypes
         if ctx.is_late:

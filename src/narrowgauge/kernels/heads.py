@@ -51,7 +51,7 @@ from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.amax import send_back
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -117,7 +117,7 @@ def reference(
     return (q, k, v) if table is None else (rotary_reference(q, table), rotary_reference(k, table), v)
 
 
-class _SplitHeads(torch.autograd.Function):
+class _SplitHeads(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -139,7 +139,6 @@ class _SplitHeads(torch.autograd.Function):
         return q, k, v
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         from narrowgauge.kernels.triton.heads import launch_split_backward
 
@@ -153,7 +152,7 @@ class _SplitHeads(torch.autograd.Function):
         return dqkv_BTC, None if dbias_C is None else dbias_C.to(ctx.bias_dtype), None, None, None
 
 
-class _Rotary(torch.autograd.Function):
+class _Rotary(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, x_BNTH: Tensor, table: Tensor) -> Tensor:
         from narrowgauge.kernels.triton.heads import launch_rotary
@@ -162,7 +161,6 @@ class _Rotary(torch.autograd.Function):
         return launch_rotary(in_rows(x_BNTH), in_rows(table), is_back=False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None]:
         from narrowgauge.kernels.triton.heads import launch_rotary
 
@@ -170,7 +168,7 @@ class _Rotary(torch.autograd.Function):
         return launch_rotary(in_rows(grad_BNTH), in_rows(table), is_back=True), None
 
 
-class _RotaryInC(torch.autograd.Function):
+class _RotaryInC(FirstOrderFunction):
     """`rotary` of bf16 heads on a CPU."""
 
     @staticmethod
@@ -181,7 +179,6 @@ class _RotaryInC(torch.autograd.Function):
         return out_BNTH
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None]:
         (table,) = ctx.saved_tensors
         dx_BNTH = grad_BNTH.new_empty(grad_BNTH.shape)
@@ -189,7 +186,7 @@ class _RotaryInC(torch.autograd.Function):
         return dx_BNTH, None
 
 
-class _SplitHeadsInC(torch.autograd.Function):
+class _SplitHeadsInC(FirstOrderFunction):
     """`split_heads` of bf16 heads on a CPU, with positions and without a bias."""
 
     @staticmethod
@@ -206,7 +203,6 @@ class _SplitHeadsInC(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (table,) = ctx.saved_tensors
         B, _, T, H = grads[0].shape

@@ -43,7 +43,7 @@ from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 
 #: The widest row that fits the registers of one program in the backward pass.
 WIDEST = 8192
@@ -111,7 +111,7 @@ def reference(
     return y.to(out_dtype)
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNorm(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -149,7 +149,6 @@ class _AddNorm(torch.autograd.Function):
         return stream, y, amax
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         from narrowgauge.kernels.triton import norm as on_gpu
 
@@ -174,7 +173,7 @@ class _AddNorm(torch.autograd.Function):
         return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None
 
 
-class _AddNormInC(torch.autograd.Function):
+class _AddNormInC(FirstOrderFunction):
     """`add_norm` of RMSNorm on a CPU, for an fp32 stream and bf16 values -> (s, y)."""
 
     @staticmethod
@@ -193,7 +192,6 @@ class _AddNormInC(torch.autograd.Function):
         return stream, y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, above: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         stream, weight_D, scale = ctx.saved_tensors
         if dy is None:

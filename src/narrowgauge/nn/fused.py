@@ -28,13 +28,13 @@ from narrowgauge.nn.shards import LinearShards
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 from narrowgauge.torch_compat import has_hooks, reshaped
 
 _FP8 = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 
 
-class _SwigluMlp(torch.autograd.Function):
+class _SwigluMlp(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -63,7 +63,6 @@ class _SwigluMlp(torch.autograd.Function):
         return z_MD
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with autocast_disabled(dz_MD.device.type):
             return _backward(ctx, dz_MD)
@@ -109,7 +108,7 @@ def _swiglu(
     return y, amax
 
 
-class _HeadLoss(torch.autograd.Function):
+class _HeadLoss(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -129,7 +128,6 @@ class _HeadLoss(torch.autograd.Function):
         return loss_M.sum() / ctx.count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_MV, y_M, stats_2M, largest, *kept = ctx.saved_tensors
         operands, cast = ctx.operands, ctx.operands.layer.casts["dgrad.dy"]

@@ -249,13 +249,13 @@ class Linear(Stepped, SeesFSDP, Fusable):
         # Some tokens of sequences, as an expert has them, have random bits as if all were there.
         share = Fraction(len(input), self.sequence_length) if self.sequence_length else samples
         accumulation = None if torch.compiler.is_compiling() else self.accumulation
-        shards = self.shards
+        shards, record = self.shards, None if self.state_at_rest is None else self._record_at_rest()
         return Operands(
             self.spec,
             self.begin_pass(),
             share,
             {} if shards.is_whole else shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
-            WeightUse(self.spec.transposed, self._record_at_rest(), accumulation),
+            WeightUse(self.spec.transposed, record, accumulation),
             self.observer,
             input_amax,
         )

@@ -31,10 +31,10 @@ from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, kept_count
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.kept_channels import MEETS
-from narrowgauge.second_derivative import once_differentiable
+from narrowgauge.second_derivative import FirstOrderFunction
 
 
-class _LinearFunction(torch.autograd.Function):
+class _LinearFunction(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, operands: Operands
@@ -69,7 +69,6 @@ class _LinearFunction(torch.autograd.Function):
         return y_MN.to(x_MK.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with autocast_disabled(dy_MN.device.type):
             return _backward(ctx, dy_MN)

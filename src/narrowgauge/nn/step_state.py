@@ -25,7 +25,8 @@ from narrowgauge.nn.histories import History
 from narrowgauge.nn.loop_checks import MOST_STEPS_UNSET, warn_of_still_step
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
-from narrowgauge.torch_compat import is_in_backward
+from narrowgauge.second_derivative import refuse_transforms
+from narrowgauge.torch_compat import is_in_backward, is_transformed
 
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that keys repeat only after 2^32 calls
 _A_PROCESS = 2**20  # sequences, more than any pass has, so that the ranges of processes are disjoint
@@ -188,6 +189,8 @@ class Stepped:
         Returns:
             Whether a backward pass will follow.
         """
+        if is_transformed() and not torch.compiler.is_compiling():
+            refuse_transforms()  # before a key is drawn, which would belong to the transform
         is_training = torch.is_grad_enabled()
         if is_training and not self.step_is_set and not self._is_recomputing():
             if any(rule.is_timed for rule in self.recipe.rules):

@@ -30,6 +30,7 @@ from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.errors import UserError
 from narrowgauge.models import Expert, ModelConfig, Transformer, experts_of
 from narrowgauge.nn import Linear, PooledSequences
+from narrowgauge.second_derivative import FirstOrderFunction
 
 
 def check_expert_parallel(model: ModelConfig, parallel_dims: ParallelDims) -> None:
@@ -134,7 +135,7 @@ def _counts(tokens_E: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
     return counts
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(FirstOrderFunction):
     """Sends a given number of rows to each process of a group, and gathers what they send."""
 
     @staticmethod

@@ -12,71 +12,60 @@ The first two are sequence parallelism (arXiv 2205.05198), the last two the all-
 Legend: B sequences, T tokens, t = T / processes, D the model's width, N heads, n = N / processes, H head_dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from narrowgauge.collectives import comm_tag
+from narrowgauge.second_derivative import FirstOrderFunction
 from narrowgauge.torch_compat import all_gather_single, reduce_scatter_single
 
-
-class _AllGatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy_BTD: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduce_scatter(dy_BTD, ctx.group), None
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _reduce_scatter(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy_BTD: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(dy_BTD, ctx.group), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """Divides dimension `scatter` over the processes, and concatenates what they send along `gather`."""
+class _Exchange(FirstOrderFunction):
+    """A collective of one tensor, and another one for its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup
+        ctx: Any, x: torch.Tensor, there: Collective, back: Collective, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        ctx.arguments = scatter, gather, group
-        return _all_to_all(x, scatter, gather, group)
+        ctx.back, ctx.group = back, group
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        scatter, gather, group = ctx.arguments
-        return _all_to_all(dy, gather, scatter, group), None, None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(dy, ctx.group), None, None, None
 
 
 def all_gather_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, t, D] of each process -> [B, T, D], in the order of their ranks."""
-    return _AllGatherTokens.apply(x_BTD, group)
+    return _Exchange.apply(x_BTD, _all_gather, _reduce_scatter, group)
 
 
 def reduce_scatter_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, T, D] of each process -> [B, t, D], the sum over processes for this one's tokens."""
-    return _ReduceScatterTokens.apply(x_BTD, group)
+    return _Exchange.apply(x_BTD, _reduce_scatter, _all_gather, group)
 
 
 def all_to_all_heads(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, t, N, H] -> [B, T, n, H]."""
-    return _AllToAll.apply(x_BTNH, 2, 1, group)
+    return _Exchange.apply(x_BTNH, _heads, _tokens, group)
 
 
 def all_to_all_tokens(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, T, n, H] -> [B, t, N, H]."""
-    return _AllToAll.apply(x_BTNH, 1, 2, group)
+    return _Exchange.apply(x_BTNH, _tokens, _heads, group)
+
+
+def _heads(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _all_to_all(x_BTNH, 2, 1, group)
+
+
+def _tokens(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _all_to_all(x_BTNH, 1, 2, group)
 
 
 def _all_gather(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -96,6 +85,7 @@ def _reduce_scatter(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def _all_to_all(x: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Divide dimension `scatter` over the processes, and concatenate what they send along `gather`."""
     sent = torch.stack(x.chunk(group.size(), scatter))
     received = torch.empty_like(sent)
     with comm_tag("activations"):

@@ -21,6 +21,7 @@ from narrowgauge.devices import GpuWork, is_shape_only, tell
 from narrowgauge.kernels.attention.in_order import attend_in_order, takes
 from narrowgauge.kernels.dispatch import attention_backends, chosen_attention, is_slow
 from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.second_derivative import FirstOrderFunction
 
 
 def document_mask(position_BT: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None =
         )
 
 
-class _MetaAttention(torch.autograd.Function):
+class _MetaAttention(FirstOrderFunction):
     """A stand-in for fused attention on the meta device: keeps its operands, its output, one fp32 per row.
 
     Torch has no fused attention for the meta device and would hold all T x T scores.

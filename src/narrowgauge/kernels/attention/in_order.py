@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.dispatch import is_traced
 from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share
+from narrowgauge.second_derivative import FirstOrderFunction
 
 LANES = 16  # of a sum over a row, and the unit of head_dim
 _LOWEST = -87.0  # below it e^x counts as zero
@@ -65,7 +65,7 @@ def attend_in_order(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
     return y_BNTH
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(FirstOrderFunction):
     """Keeps its operands, its result, and m and 1 / l of each row."""
 
     @staticmethod
@@ -77,7 +77,6 @@ class _Attention(torch.autograd.Function):
         return y_BTNH, stats_BNT2
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
         q_BNTH, k_BKSH, v_BKSH, y_BTNH, stats_BNT2 = ctx.saved_tensors
         function = _backward_operator if is_traced() else backward
