@@ -145,7 +145,7 @@ def test_ddp_around_wide_gradients_is_not(group):
     wrapped(torch.randn(4, 64)).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.* in matrices that no recipe reaches")  # its attention's
+@pytest.mark.filterwarnings("ignore:converted .* matmul weights")  # its attention's
 @pytest.mark.parametrize("name", ["mxfp4", "msamp-o2"])
 def test_torchs_encoder_computes_under_the_recipe_in_evaluation_too(name):
     torch.manual_seed(0)
