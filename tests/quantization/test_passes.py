@@ -126,13 +126,6 @@ def test_a_pass_starts_no_threads_beside_torchs():
     assert (ran.stdout.split(), ran.returncode) == (["0"], 0), ran.stderr
 
 
-@needs_c
-def test_what_autograd_follows_is_left_to_torch():
-    x = torch.randn(32, 32, requires_grad=True)
-    emulate(x, make_cast("mxfp4"), -1, torch.float32)[0].sum().backward()
-    assert x.grad is not None
-
-
 @pytest.mark.tier("thorough")
 @needs_c
 def test_a_library_that_rounds_otherwise_is_not_used(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.formats import decode, encode, format
+from narrowgauge.formats import codes_of, decode, format
 from narrowgauge.quantization import make_cast
 from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.passes import build, c_call
@@ -99,9 +99,9 @@ def test_codes_are_those_of_formats(name):
     codes = torch.arange(2**element.bits, dtype=torch.uint8).repeat(3).view(3, -1)
     values = decode(codes, element, torch.bfloat16)
     assert torch.equal(decoded(codes, element, torch.bfloat16).view(torch.int16), values.view(torch.int16))
-    assert torch.equal(encoded(values, element), encode(values, element))
-    assert encoded(values.float(), element).dtype == torch.uint8  # by `formats.encode`
-    assert torch.equal(encoded(values.T, element), encode(values.T, element))
+    assert torch.equal(encoded(values, element), codes_of(values, element))
+    assert encoded(values.float(), element).dtype == torch.uint8  # by `formats.codes_of`
+    assert torch.equal(encoded(values.T, element), codes_of(values.T, element))
 
 
 def test_a_tensor_without_storage_has_codes_without_a_call(monkeypatch):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
+    from narrowgauge.formats.codes import codes_of as codes_of
     from narrowgauge.formats.codes import decode as decode
     from narrowgauge.formats.codes import encode as encode
     from narrowgauge.formats.codes import encode_finite_ as encode_finite_
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from narrowgauge.formats.counter_rng import RandomStream as RandomStream
     from narrowgauge.formats.counter_rng import random_stream as random_stream
     from narrowgauge.formats.counter_rng import stream_key as stream_key
+    from narrowgauge.formats.dtypes import holds as holds
+    from narrowgauge.formats.dtypes import require_values as require_values
     from narrowgauge.formats.format import Format as Format
     from narrowgauge.formats.format import Specials as Specials
     from narrowgauge.formats.rounding import round_finite as round_finite

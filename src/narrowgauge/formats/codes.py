@@ -16,23 +16,29 @@ import math
 import torch
 
 from narrowgauge.devices import is_gpu
+from narrowgauge.errors import UserError
+from narrowgauge.formats.dtypes import holds
 from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import CHUNK, in_chunks
+from narrowgauge.formats.rounding import CHUNK, in_chunks, round_to
 from narrowgauge.formats.table import torch_dtype
 
 _BIAS, _MANTISSA = 127, 23  # of float32
 
 
 def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Encode values that already lie on the grid of `fmt`.
+    """The codes of a floating tensor rounded by `round_to`: uint8, int32 for formats wider than 8 bits.
 
-    Args:
-        values: A floating tensor; every element is a value of `fmt`, or NaN or infinity where it has them.
-        fmt: The format.
-
-    Returns:
-        A uint8 tensor of the same shape (int32 for formats wider than 8 bits).
+    Raises:
+        UserError: Not a dense floating tensor; an element becomes NaN, for which the format has no code.
     """
+    rounded = round_to(values, fmt)
+    if fmt.nan_code is None and not rounded.is_meta and bool(rounded.isnan().any()):
+        raise UserError(f"{fmt.name} has no code for NaN, infinity or values below its range; remove them")
+    return codes_of(rounded, fmt)
+
+
+def codes_of(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`encode` for values that already lie on the grid, or are NaN or infinity where the format has them."""
     v = values.to(torch.float32)
     codes = encode_finite_(v.clone(), fmt)
     if fmt.infinity_code is not None:
@@ -44,26 +50,15 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """`encode` for a float32 tensor of finite values; overwrites it."""
-    dtype = torch.uint8 if fmt.bits <= 8 else torch.int32
-    if not in_chunks(v):
-        return _encode_(v, fmt).to(dtype)
-    codes = torch.empty(v.shape, dtype=dtype)
-    for chunk, out in zip(v.view(-1).split(CHUNK), codes.view(-1).split(CHUNK), strict=True):
-        out.copy_(_encode_(chunk, fmt))
-    return codes
-
-
-def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Compute int32 codes in the memory of `v`."""
+    """`codes_of` for a float32 tensor of finite values; overwrites it."""
     bits = _times_power_(v, fmt.bias - _BIAS).view(torch.int32)
     sign = bits >> 31  # 0 or -1
     codes = bits.bitwise_and_(0x7FFFFFFF).bitwise_right_shift_(_MANTISSA - fmt.mantissa_bits)
     if fmt.twos_complement:  # -k is the complement of k, plus one
-        return codes.bitwise_xor_(sign).sub_(sign).bitwise_and_(2**fmt.bits - 1)
-    if fmt.signed:
+        codes.bitwise_xor_(sign).sub_(sign).bitwise_and_(2**fmt.bits - 1)
+    elif fmt.signed:
         codes.bitwise_or_(sign.bitwise_and_(1 << (fmt.bits - 1)))
-    return codes
+    return codes.to(torch.uint8 if fmt.bits <= 8 else torch.int32)
 
 
 def _times_power_(x: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -74,7 +69,9 @@ def _times_power_(x: torch.Tensor, exponent: int) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Decode uint8 codes of a format of at most 8 bits, to float32 or any dtype that holds the values."""
+    """Decode uint8 codes of a format of at most 8 bits, to a dtype that holds its values; refuse others."""
+    if not holds(dtype, fmt):
+        raise UserError(f"{dtype} does not hold every value of {fmt.name}; decode to torch.float32")
     if is_gpu(codes.device) and fmt.bits == 8 and (of_torch := torch_dtype(fmt)) is not None:
         return codes.view(of_torch).to(torch.float32).to(dtype)  # torch's conversion, exact in this direction
     if not in_chunks(codes):

@@ -54,17 +54,15 @@ class Format:
         is_plain = self.signed and self.zero and not has_codes and not self.exponent_bits
         is_used_up = self.specials is Specials.NAN_ONLY and self.exponent_bits + self.mantissa_bits == 1
         rules = (
-            (min(self.exponent_bits, self.mantissa_bits) < 0, "exponent_bits and mantissa_bits are negative"),
-            (self.bits < 2, "a sign and a magnitude, or two bits of magnitude, are the least"),
+            (min(self.exponent_bits, self.mantissa_bits, self.bits - 2) < 0, "it needs two bits or more"),
             (has_codes and not self.exponent_bits, "special codes need an exponent bit"),
             (is_ieee and not self.mantissa_bits, "NaN differs from infinity in a mantissa bit; add one"),
             (is_used_up, "NaN takes its only code above zero; add a bit"),
             (self.specials is Specials.NEGATIVE_ZERO and not self.signed, "no -0 holds NaN; make it signed"),
             (self.twos_complement and not is_plain, "two's complement has a sign and no exponent"),
         )
-        for is_broken, rule in rules:
-            if is_broken:
-                raise UserError(f"format {self.name!r}: {rule}")
+        if broken := [rule for is_broken, rule in rules if is_broken]:
+            raise UserError(f"format {self.name!r}: {broken[0]}")
         compute_all(self)
 
     def __repr__(self) -> str:

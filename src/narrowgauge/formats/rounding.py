@@ -29,6 +29,7 @@ import torch
 from narrowgauge.errors import unknown
 from narrowgauge.formats import table
 from narrowgauge.formats.counter_rng import Randomness, RandomStream, uniform_for
+from narrowgauge.formats.dtypes import holds, require_values, straight_through
 from narrowgauge.formats.format import Format
 from narrowgauge.formats.table import RANDOM_BITS, ROUNDINGS
 
@@ -47,28 +48,29 @@ def round_to(
     """Round every element of a tensor to a value of a format, by the named rounding.
 
     Args:
-        x: A floating tensor of any shape.
+        x: A floating tensor of any shape. Its gradient is that of the result (straight through).
         format: A format or its name, such as "e2m1".
         rounding: "nearest-even", "half-away", "toward-zero" or "stochastic".
         generator: The source of random bits for "stochastic"; torch's default generator if None.
 
     Returns:
-        A tensor of x's shape and dtype. Finite overflow saturates; NaN stays NaN; infinity stays infinite
-        in formats that have one and becomes NaN in the others.
+        A tensor of x's shape, in x's dtype if that has every value of the format, else in float32. Finite
+        overflow saturates; NaN stays NaN; infinity becomes NaN in formats without one.
 
     Raises:
-        UserError: Unknown format or rounding.
+        UserError: Unknown format or rounding; not a dense floating tensor.
     """
+    require_values(x)
     fmt = table.known_format(format) if isinstance(format, Format) else table.format(format)
     # In fp64 where fp32's exponent range does not hold the grid and its inverse quanta.
     needs_fp64 = x.dtype == torch.float64 or fmt.exponent_bits == 8
-    x_work = x.to(torch.float64 if needs_fp64 else torch.float32)
+    x_work = x.detach().to(torch.float64 if needs_fp64 else torch.float32)
     y = round_finite(x_work, fmt, rounding, generator)
-    special = float("inf") if fmt.has_infinity else float("nan")
-    y = torch.where(x_work.isinf(), torch.copysign(torch.full_like(y, special), y), y)
+    y = torch.where(x_work.isinf(), x_work if fmt.has_infinity else float("nan"), y)
     if not fmt.signed:  # values without a code become NaN: negative ones, and zero in E8M0
         y = torch.where(x_work >= 0 if fmt.zero else x_work > 0, y, float("nan"))
-    return y.to(x.dtype)
+    y = y.to(x.dtype if holds(x.dtype, fmt) else torch.float32)
+    return straight_through(x, y) if x.requires_grad and torch.is_grad_enabled() else y
 
 
 def round_finite(

@@ -127,12 +127,7 @@ def register_format(fmt: Format) -> Format:
         )
     if fmt.name in _FAMILIES or fmt.name in _TORCH_DTYPES.values():
         raise UserError(f"format {fmt.name!r}: the name belongs to formats that ship; take another")
-    known = _FORMATS.get(fmt.name)
-    if known is not None and format_facts(known) != format_facts(fmt):
-        raise UserError(f"format {fmt.name!r}: {known!r} has this name and other facts; take another name")
-    _require_bounds(fmt)
-    _FORMATS.setdefault(fmt.name, fmt)
-    return _FORMATS[fmt.name]
+    return _FORMATS.setdefault(fmt.name, known_format(fmt))
 
 
 def own_formats() -> list[Format]:
@@ -205,6 +200,5 @@ def torch_dtype(fmt: Format) -> torch.dtype | None:
     """The torch dtype with the same bits; None where torch has no such element (FP6, FP4)."""
     import torch  # here, so that the table can be read without torch
 
-    name = _TORCH_DTYPES.get(fmt.name)
-    dtype: torch.dtype | None = getattr(torch, name) if name else None
+    dtype: torch.dtype | None = getattr(torch, _TORCH_DTYPES.get(fmt.name, ""), None)
     return dtype

@@ -34,6 +34,7 @@ from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContex
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.passes.c_call import c_library
 from narrowgauge.quantization.passes.implementations import OPERATOR_KEYS, kernel_gap, rows_gap
+from narrowgauge.quantization.quantize import operand_dtype
 from narrowgauge.quantization.stages.clamp import quantile_ranks
 
 
@@ -273,5 +274,5 @@ def _(
     c, shape = _casts[cast], list(x.shape)
     if c.hadamard.size:
         shape[axis] = (shape[axis] + c.hadamard.size - 1) // c.hadamard.size * c.hadamard.size
-    operand = x.new_empty(shape, dtype=torch.float32 if c.has_wide_operand else dtype)
+    operand = x.new_empty(shape, dtype=operand_dtype(c, dtype))
     return operand, x.new_empty(() if c.scales_result else (0,), dtype=torch.float32)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.named_casts import state_cast_names as state_cast_names
     from narrowgauge.quantization.quantize import QTensor as QTensor
     from narrowgauge.quantization.quantize import emulate as emulate
+    from narrowgauge.quantization.quantize import operand_dtype as operand_dtype
     from narrowgauge.quantization.quantize import quantize as quantize
     from narrowgauge.quantization.quantize import quantize_in_context as quantize_in_context
     from narrowgauge.quantization.sharding.shard import ShardAxis as ShardAxis

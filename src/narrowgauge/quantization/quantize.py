@@ -12,7 +12,17 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Format, Randomness, decode, encode, format, pack, torch_dtype
+from narrowgauge.formats import (
+    Format,
+    Randomness,
+    codes_of,
+    decode,
+    format,
+    holds,
+    pack,
+    require_values,
+    torch_dtype,
+)
 from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
@@ -24,6 +34,8 @@ from narrowgauge.quantization.own_casts import values_of
 from narrowgauge.quantization.passes.rounding import round_blocks
 from narrowgauge.quantization.stages.channels import joined, may_pick, parted
 from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +77,31 @@ class QTensor:
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The stored values, computed in float32 and converted to `dtype`."""
+        """The stored values, computed in float32 and converted to `dtype`, at most its largest value.
+
+        Raises:
+            UserError: The dtype has no scales' range: it is not a floating one of 16 bits or more.
+        """
+        if dtype not in _DTYPES:
+            raise UserError(f"dtype = {dtype}: it must be one of {', '.join(map(str, _DTYPES))}")
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
         numbers = self._times_above(self._numbers(scale))
         numbers = numbers if self.mean is None else numbers + self.mean
         if self.channels is not None and self.kept is not None:
             numbers = torch.where(self.channels, self.kept, numbers)
-        return numbers.to(dtype)
+        most = torch.finfo(dtype).max
+        return numbers if dtype == torch.float32 else numbers.clamp(-most, most).to(dtype)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The operand and scale that `emulate` gives."""
+        dtype = operand_dtype(self.cast, dtype)
         if self.cast.block is None:
-            return decode(self.codes, self.cast.element).to(dtype), self.scales
+            return decode(self.codes, self.cast.element, dtype), self.scales
         numbers = self._numbers(self.blocks.align(self.scales))
         if self.cast.scales.by_row:
             return self._times_above(numbers), None
         scale = None if self.cast.scales.outer == "none" else self.tensor_scale
-        return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
+        return numbers.to(dtype), scale
 
     def _times_above(self, numbers: torch.Tensor) -> torch.Tensor:
         """Values times their second-level scale, in place."""
@@ -109,7 +129,7 @@ def quantize(
     """Quantize a tensor to the codes and scales of a cast.
 
     Args:
-        x: A floating tensor of any shape; computed with as float32.
+        x: A floating tensor of any shape; computed with as float32. The result has no gradient.
         cast: A cast, its name such as "mxfp4", a recipe's table such as
             {"element": "e2m1", "block": 16, "scale": "e5m3"}, or a format, which has one scale a tensor.
         axis: The axis that a GEMM would contract; blocks lie along it.
@@ -121,15 +141,14 @@ def quantize(
         The codes and scales; `dequantize` and `packed` are its methods.
 
     Raises:
-        UserError: Not a tensor; unknown cast, rule or rounding; a cast without scales; a shape that the
-            blocks do not fit.
+        UserError: Not a dense floating tensor; unknown cast, rule or rounding; a cast without scales; a
+            shape that the blocks do not fit.
     """
-    if not isinstance(x, torch.Tensor):
-        raise UserError(f"x is of type {type(x).__name__}: it must be a tensor; torch.tensor(x) makes one")
+    require_values(x)
     c = make_cast(cast)
     if scale_rule or rounding:
         c = c.having(scale_rule=scale_rule or c.scales.rule, rounding=rounding or c.rounding.mode)
-    return quantize_in_context(x, c, axis, QuantContext(random=generator))
+    return quantize_in_context(_as_computed(x), c, axis, QuantContext(random=generator))
 
 
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
@@ -154,7 +173,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
             if scales.block.numel()
             else torch.ones((), dtype=torch.float32, device=x.device)
         )
-    scale_codes = encode(block_scales, format(cast.scales.format)) if cast.scales.are_codes else None
+    scale_codes = codes_of(block_scales, format(cast.scales.format)) if cast.scales.are_codes else None
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
@@ -178,7 +197,14 @@ def emulate(
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
+
+    Raises:
+        UserError: Not a dense floating tensor; autograd follows it, and rounding has no gradient.
     """
+    require_values(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UserError("x requires a gradient, which emulate does not have; give x.detach()")
+    x = _as_computed(x) if cast.is_scaled else x
     if cast.channels.share:
         channels, rest, kept = _apart(x, cast, axis, dtype, context)
         values, scale = emulate(rest, cast.of_the_rest, axis, dtype, context)
@@ -196,19 +222,30 @@ def emulate(
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
-    split = blocks.split(x)
+    split, dtype = blocks.split(x), operand_dtype(cast, dtype)
     scales = scales_of(split, blocks, cast, axis, context)
     if cast.block is None and not cast.adds_to_operand:
         values = round_blocks(split, blocks, scales, cast, context, "values", dtype)
         return blocks.merge(values), scales.block.reshape(())
 
-    operand_dtype = torch.float32 if cast.has_wide_operand else dtype
-    operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, "stored", operand_dtype))
+    operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, "stored", dtype))
     if not cast.adds_to_operand:
         return operand, scales.tensor
     if scales.tensor is not None:
         _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.scales.outer_columns, axis)
     return prepared.restored(operand, cast.clamp), None
+
+
+def operand_dtype(cast: Cast, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an operand for a GEMM in `dtype`: float32 where that would round or overflow."""
+    is_short = dtype == torch.float16 and cast.block is not None  # its range is less than that of scales
+    is_wide = cast.has_wide_operand or is_short or (cast.is_scaled and not holds(dtype, cast.element))
+    return torch.float32 if is_wide else dtype
+
+
+def _as_computed(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32, if it is not in a dtype of 16 bits."""
+    return x if x.dtype in _DTYPES else x.float()
 
 
 def prepared_by(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Prepared:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.collectives import Group, all_gather_rows, comm_tag
-from narrowgauge.formats import Format, decode, encode, round_finite
+from narrowgauge.formats import Format, codes_of, decode, round_finite
 from narrowgauge.formats import format as format_named
 
 
@@ -111,4 +111,4 @@ def _tables(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
     rounded = round_finite(exact, element)
     rounded[exact.isnan()] = torch.nan
     saturates = (exact.abs() > element.max).to(torch.uint8)
-    return encode(rounded, element).to(device), saturates.to(device)
+    return codes_of(rounded, element).to(device), saturates.to(device)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from narrowgauge.devices import Device, imagined
-from narrowgauge.formats import RandomStream, encode, format
+from narrowgauge.formats import RandomStream, codes_of, format
 from narrowgauge.kernels.amax import DelayedScale, new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.launch import Launch, cdiv, launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
-from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.quantization import Cast, QTensor, operand_dtype
 from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
@@ -128,7 +128,7 @@ def quantized(
         codes, other, scales, blocks = _cast_given(
             x, cast, axis, torch.uint8, stream, signs, delayed, known, both
         )
-        scale_codes = encode(scales, format(cast.scales.format)) if cast.scales.are_codes else None
+        scale_codes = codes_of(scales, format(cast.scales.format)) if cast.scales.are_codes else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
@@ -199,8 +199,7 @@ def emulated(
     known: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result of `quantization.emulate`; `known` as for `quantized`."""
-    is_exact = cast.block is None or cast.is_exact_in_bf16
-    out_dtype = dtype if is_exact else torch.float32
+    out_dtype = operand_dtype(cast, dtype)
     if _scale_is_known_first(cast):
         values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, delayed, known)
         return values, scales if cast.block is None else None

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import Format
+from narrowgauge.formats import Format, require_values
 from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of, chunks
 from narrowgauge.quantization.cast import Cast
@@ -77,6 +77,7 @@ def gauge_operand(
     Returns:
         A float64 vector, for `figures`.
     """
+    require_values(x)
     if not cast.is_scaled:
         return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
     context = context.local()

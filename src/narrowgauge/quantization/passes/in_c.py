@@ -6,7 +6,7 @@ that autograd tracks. For meta tensors, used to estimate memory, results are all
 
 The passes of `scales.c` replace many operations on small tensors: scales of blocks from their amaxes, and
 codes of bf16 values. Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so
-codes are read from tables that `formats.encode` and `decode` fill.
+codes are read from tables that `formats.codes_of` and `decode` fill.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.formats import Format, Randomness, RandomStream, decode, encode, format
+from narrowgauge.formats import Format, Randomness, RandomStream, codes_of, decode, format
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.passes.c_call import (
@@ -231,9 +231,9 @@ def largest_finite(amax: torch.Tensor) -> torch.Tensor | None:
 
 
 def encoded(values: torch.Tensor, element: Format) -> torch.Tensor:
-    """`formats.encode` of values on the grid of a format of at most 8 bits: uint8."""
+    """`formats.codes_of` of values on the grid of a format of at most 8 bits: uint8."""
     if values.dtype != torch.bfloat16 or not has_library(values):
-        return encode(values, element)
+        return codes_of(values, element)
     return _looked_up("encode_pass", values, _codes, element, torch.uint8)
 
 
@@ -271,7 +271,7 @@ def _codes(element: Format) -> torch.Tensor:
     """
     with unobserved():
         every = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-        return encode(every, element)
+        return codes_of(every, element)
 
 
 @cache
