@@ -22,7 +22,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 #: The verbs that compute with torch on every line.
 WITH_TORCH = {
-    *("train", "compare", "plan", "bench", "scaling", "convert", "prepare", "sample", "eval", "advise"),
+    *("train", "compare", "plan", "bench", "scaling", "convert", "sample", "eval", "advise"),
     *("export", "import", "served", "probe", "sensitivity", "search", "launch"),
 }
 
@@ -98,6 +98,9 @@ def test_a_verb_that_computes_imports_no_other_verb(tmp_path):
     [
         ("advise --model gpt2-124m --cluster 40900", "unknown cluster '40900'; the nearest is 'rtx4090'"),
         ("advise --model gtp2-124m --cluster rtx4090", "unknown model 'gtp2-124m'"),
+        ("train --data /nope", "data source '/nope' does not exist: there is no '/nope'"),
+        ("scaling --data .", "data source '.' leads to no file that can be read"),
+        ("prepare /nope --out x", "data source '/nope' does not exist: there is no '/nope'"),
         ("plan --cluster h1000", "unknown cluster 'h1000'; the nearest is 'h100'"),
     ],
 )

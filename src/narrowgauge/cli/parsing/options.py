@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from narrowgauge import training
+from narrowgauge import data, training  # each name is imported on first use
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import GROUPS
@@ -77,6 +77,13 @@ def key_names() -> dict[str, str]:
     """The key of each unambiguous name: the short options, endings of keys, synonyms."""
     names = {name: keys[0] for name, keys in other_names(training.config_keys()).items() if len(keys) == 1}
     return names | {name.replace("-", "_"): key for name, key in names.items()} | SHORT
+
+
+def require_sources(options: argparse.Namespace) -> None:
+    """Refuse a source of data that is not there, before torch is imported."""
+    source = config_values(options).get("data", {}).get("source")
+    if isinstance(source, str) and (absent := data.why_absent(source)):
+        raise UserError(absent)
 
 
 def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

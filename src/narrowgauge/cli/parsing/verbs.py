@@ -50,7 +50,7 @@ VERBS: Mapping[str, Verb] = {
         "machine:run_scaling",
     ),
     "convert": Verb("copy a run's newest state to a new run under another recipe", "train:run_convert"),
-    "prepare": Verb("turn documents into token files", "prepare:run"),
+    "prepare": Verb("turn documents into token files", "prepare:run", has_torch=False),
     "sample": Verb("generate text with a run or a model of another program", "models:sample"),
     "eval": Verb("evaluate a run or a model of another program: losses and scores", "models:evaluate"),
     "export": Verb("write a run's model for other programs", "models:export"),

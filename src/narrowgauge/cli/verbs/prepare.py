@@ -5,14 +5,7 @@ import argparse
 from rich.console import Console
 
 from narrowgauge.cli.options import OWN
-from narrowgauge.data import (
-    TOKEN_LAYOUTS,
-    Options,
-    check_name,
-    export_tokens,
-    open_data,
-    prepare,
-)
+from narrowgauge.data import TOKEN_LAYOUTS, Options, check_name, export_tokens, open_data, prepare
 from narrowgauge.errors import unknown
 from narrowgauge.runs.monitor.progress import Display
 
@@ -25,13 +18,9 @@ def run(options: argparse.Namespace) -> None:
     console = Console()
     chosen = Options(options.val_fraction, options.dedup, options.tolerant, options.text_key)
     with Display(console, 1, 1) as display:
+        out = options.out if options.layout == OWN else None
         corpus = prepare(
-            options.source,
-            options.tokenizer,
-            options.out if options.layout == OWN else None,
-            display.stage,
-            options=chosen,
-            workers=options.workers,
+            options.source, options.tokenizer, out, display.stage, options=chosen, workers=options.workers
         )
         if options.layout != OWN:
             export_tokens(open_data(str(corpus.directory)), options.layout, options.out, options.name)
