@@ -1,6 +1,7 @@
 """Advice: the printed line plans, nothing in its space is better, and what is missing is refused."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from itertools import product
@@ -107,6 +108,17 @@ def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
     searched = space(card(tmp_path, "10MB"))
     assert searched.best() is None
     assert len(searched.planned) == 6, "of each loss the fastest, the smallest, and that of one micro-batch"
+
+
+@pytest.mark.tier("thorough")
+def test_a_no_follows_from_all_recipes_of_narrower_state_and_names_what_fits(tmp_path):
+    """msamp-o3 takes the least of all that ship; it is not among those that are compared where all fit."""
+    need = space(card(tmp_path), "msamp-o3").least().needed
+    given = {"model": "debug", "tokens": 10**6, "batch_size": 2, "sequence_length": 256}
+    found = advised(cluster=card(tmp_path, f"{need}B"), **given)
+    assert [answer.recipe for answer in found.answers] == ["msamp-o3"]
+    tight = ng.advise(cluster=card(tmp_path, f"{need - 10**5}B"), recipes=["bf16"], **given).refused
+    assert re.search(r"the least is .*, bf16 with .*; it fits with .*--data.sequence_length 128", tight)
 
 
 @pytest.fixture

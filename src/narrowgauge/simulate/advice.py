@@ -1,21 +1,28 @@
 """Configuration changes that lower the memory of a step, and the smallest change with which it fits."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.simulate.memory import Memory
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_parameters
+from narrowgauge.recipes import OFFLOADABLE, STATE_PLACES, Recipe, recipe, recipe_names
+from narrowgauge.simulate.memory import STATE, Memory
 from narrowgauge.simulate.memory_estimate import estimate_memory
 from narrowgauge.simulate.step import ALONE
 from narrowgauge.training.config.config import Config, make_config
 
-
-@dataclass
-class _Change:
-    options: str  # on the command line
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    parallel_dims: ParallelDims | None = None
+Change = Mapping[str, Any]  # values by key
+_COSTS = (
+    "training.chunked_loss",
+    "training.micro_batch_size",
+    "training.recompute",
+    "recipe.offload",
+)  # in time
+_SHORTEST = 128  # tokens of a sequence
 
 
 def cheaper(
@@ -32,21 +39,15 @@ def cheaper(
     Returns:
         Pairs of command-line options and the expected memory with them.
     """
-    changes = _settings(config, has_host)
-    if len(changes) > 1:
-        together = _Change(" ".join(c.options for c in changes))
-        for change in changes:
-            for section, values in change.values.items():
-                together.values[section] = together.values.get(section, {}) | values
-        changes.append(together)
-    if not config.training.recompute:
-        changes.append(_Change("--training.recompute selective", {"training": {"recompute": "selective"}}))
-    if wider:
-        changes += _wider(config, parallel_dims)
-    return [
-        (c.options, estimate_memory(_changed(config, c.values), c.parallel_dims or parallel_dims))
-        for c in changes
-    ]
+    settings = _settings(config, has_host)
+    changes: list[Change] = [{key: value} for key, value in settings.items()]
+    changes += [settings] * (len(settings) > 1)
+    changes += [] if config.training.recompute else [{"training.recompute": "selective"}]
+    if wider and (names := narrower_recipes(config)):
+        changes.append({"recipe.name": min(names, key=lambda name: _bits(recipe(name), ("weight",)))})
+    found = [(_options(c), estimate_memory(_changed(config, c), parallel_dims)) for c in changes]
+    meshes = _meshes(config, parallel_dims) if wider else {}
+    return found + [(options, estimate_memory(config, dims)) for options, dims in meshes.items()]
 
 
 def fitting(
@@ -54,88 +55,161 @@ def fitting(
     fits: Callable[[Memory], bool],
     has_host: bool = True,
     parallel_dims: ParallelDims = ALONE,
+    recipes: Sequence[str] = (),
 ) -> tuple[str, Memory] | None:
-    """The smallest change with which a step fits: settings before recipes, the cheapest in time first.
+    """The smallest change with which a step fits: settings first, then recipes, then shorter sequences.
 
-    Settings are added until the step fits, and those that turn out to be unnecessary are dropped. Only if all
-    of them together do not suffice, a recipe of narrower state is chosen.
+    Each recipe is tried with all settings that lower the memory, so nothing fits if none of these does. Of a
+    combination that fits, the settings that turn out to be unnecessary are dropped.
 
     Args:
         config: the configuration to change.
         fits: whether a step's memory fits.
         has_host: whether the host's memory is separate from the device's.
         parallel_dims: the mesh of the run.
+        recipes: other recipes to choose from; none for all that ship.
 
     Returns:
         Command-line options and the expected memory with them; None if nothing makes it fit.
     """
+    known: dict[str, Memory] = {}
 
-    def tried(changes: Sequence[_Change]) -> tuple[str, Memory]:
-        values: dict[str, dict[str, Any]] = {}
-        for change in changes:
-            for section, of_section in change.values.items():
-                values[section] = values.get(section, {}) | of_section
-        memory = estimate_memory(_changed(config, values), parallel_dims)
-        return " ".join(change.options for change in changes), memory
+    def tried(change: Change) -> Memory:
+        options = _options(change)
+        if options not in known:
+            known[options] = estimate_memory(_changed(config, change), parallel_dims)
+        return known[options]
 
-    settings = _settings(config, has_host)
-    for recipe in [[], *([change] for change in _narrower_recipes(config))]:
-        if not fits(tried([*settings, *recipe])[1]):
-            continue
-        needed = list(settings)
-        for change in reversed(settings):  # the most expensive first
-            fewer = [c for c in needed if c is not change]
-            if fits(tried([*fewer, *recipe])[1]):
-                needed = fewer
-        return tried([*recipe, *needed])
-    return None
+    def first(changes: Sequence[Change]) -> Change | None:
+        """The first change that fits together with settings."""
+        for change, corner in product(changes, _corners(config, has_host, parallel_dims)):
+            together = {**change, **corner}
+            with suppress(UserError):  # a recipe that this model or these places do not allow
+                if fits(tried(together)):
+                    return together
+        return None
+
+    places = _on_device(has_host)
+    changes = [
+        {"recipe.name": name} if name else {}
+        for name, one in _recipes(config, recipes).items()
+        if fits(_weights_alone(config, _bits(one, places) / 8 / parallel_dims.size))
+    ]
+    found, whole = first(changes), config.data.sequence_length
+    lengths = [whole >> n for n in range(1, whole.bit_length()) if whole >> n >= _SHORTEST]
+    if found is None and lengths and first([c | {"data.sequence_length": lengths[-1]} for c in changes]):
+        shorter = ([{**c, "data.sequence_length": length} for c in changes] for length in lengths)
+        found = next(filter(None, map(first, shorter)))
+    if found is None:
+        return None
+    for key in reversed(_COSTS):  # the most expensive first
+        fewer = {name: value for name, value in found.items() if name != key}
+        if fits(tried(fewer)):
+            found = fewer
+    return _options(found), tried(found)
 
 
-def _settings(config: Config, has_host: bool) -> list[_Change]:
+def narrower_recipes(config: Config, names: Sequence[str] = ()) -> list[str]:
+    """Recipes with a place of state narrower than the configuration's; those of the narrowest state first.
+
+    Recipes whose state is alike count once. `names` are those to choose from; none for all that ship.
+    """
+    own, found = config.spec.recipe, dict[tuple[int, ...], str]()
+    for name in names or recipe_names():
+        bits = tuple(_bits(recipe(name), (place,)) for place in own.state)
+        if any(b < _bits(own, (place,)) for b, place in zip(bits, own.state, strict=True)):
+            found.setdefault(bits, name)
+    return [found[bits] for bits in sorted(found, key=sum)]
+
+
+def least_bytes(config: Config, has_host: bool) -> tuple[float, float]:
+    """The least bytes of a device's state for each parameter: under the configuration's recipe, under any."""
+    of_recipe = [_bits(one, _on_device(has_host)) / 8 for one in _recipes(config).values()]
+    return of_recipe[0], min(of_recipe)
+
+
+def _recipes(config: Config, names: Sequence[str] = ()) -> dict[str, Recipe]:
+    """The configuration's recipe as "", then those of narrower state that its other values allow."""
+    found = {"": config.spec.recipe}
+    for name in narrower_recipes(config, names):
+        with suppress(UserError):
+            found[name] = _changed(config, {"recipe.name": name}).spec.recipe
+    return found
+
+
+def _on_device(has_host: bool) -> list[str]:
+    """The places of state that no setting moves off the device."""
+    return [place for place in STATE_PLACES if not (has_host and place in OFFLOADABLE)]
+
+
+def _weights_alone(config: Config, bytes_each: float) -> Memory:
+    parameters = count_parameters(config.spec.model)
+    return Memory(dict.fromkeys(STATE, 0) | {"weights": int(parameters * bytes_each)}, {}, parameters)
+
+
+def _bits(of: Recipe, places: Sequence[str]) -> int:
+    """The bits of an element in some places of state together, in the layers where they are fewest."""
+    layers = (of.state, *(of.state | rule.state for rule in of.rules))
+    kept = ([cast for place in places if (cast := state[place]) is not None] for state in layers)
+    return min(sum(cast.element.bits for cast in casts) for casts in kept)
+
+
+def _settings(config: Config, has_host: bool) -> Change:
     """The settings that lower the peak, the cheapest in time first."""
-    changes = []
-    if not config.training.chunked_loss:
-        changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
-    if config.training.micro_batch_size > 1:
-        changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
-    if config.training.recompute is not True:
-        changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
-    if has_host and not config.spec.recipe.offload:
-        options = "--recipe.offload master,grad,m,v"
-        changes.append(_Change(options, {"recipe": {"offload": "master,grad,m,v"}}))
-    return changes
+    wanted = dict(zip(_COSTS, (True, 1, True, ",".join(OFFLOADABLE)), strict=True))
+    if not has_host or set(config.spec.recipe.offload) == set(OFFLOADABLE):
+        del wanted["recipe.offload"]
+    return _new(config, wanted)
 
 
-def _narrower_recipes(config: Config) -> list[_Change]:
-    """Recipes of narrower state, the widest first; none if the user changed places of the recipe."""
-    own = config.spec.recipe.state
-    if own["m"] is None or config.recipe.places:
-        return []
-    if any(c.element.bits < 32 for c in own.values() if c is not None):
-        return []
-    return [_Change(f"--recipe {name}", {"recipe": {"name": name}}) for name in ("msamp-o2", "msamp-o3")]
+def _new(config: Config, wanted: Change) -> Change:
+    """The values that a configuration does not have already."""
+    tables = config.model_dump()
+    split = {key: key.split(".") for key in wanted}
+    return {
+        key: wanted[key] for key, (section, name) in split.items() if tables[section].get(name) != wanted[key]
+    }
 
 
-def _wider(config: Config, parallel_dims: ParallelDims) -> list[_Change]:
-    """Other meshes of the same processes, twice as many processes, narrower state."""
-    changes = []
+def _corners(config: Config, has_host: bool, parallel_dims: ParallelDims) -> Iterator[Change]:
+    """The settings among which the least memory of a recipe lies.
+
+    A chunked loss keeps the gradient of the head instead of logits, and a single micro-batch has no gradients
+    of others to add to; either may take less or more.
+    """
+    share = config.training.batch_size // parallel_dims.data
+    sizes = dict.fromkeys((1, share)) if parallel_dims.pipeline == 1 else (1,)
+    for size, chunked in product(sizes, (True, False)):
+        freely = _new(config, {"training.micro_batch_size": size, "training.chunked_loss": chunked})
+        yield {
+            key: value for key, value in _settings(config, has_host).items() if key not in _COSTS[:2]
+        } | freely
+
+
+def _meshes(config: Config, parallel_dims: ParallelDims) -> dict[str, ParallelDims]:
+    """Other meshes of the same processes, and twice as many processes, by their options."""
+    meshes = {}
     if parallel_dims.shard > 1 and parallel_dims.zero < 3:
-        changes.append(_Change("--parallel.zero 3", parallel_dims=replace(parallel_dims, zero=3)))
+        meshes["--parallel.zero 3"] = replace(parallel_dims, zero=3)
     if parallel_dims.replicate > 1:
         options = f"--parallel.replicate 1 --parallel.shard {parallel_dims.data}"
-        changes.append(
-            _Change(options, parallel_dims=replace(parallel_dims, replicate=1, shard=parallel_dims.data))
-        )
+        meshes[options] = replace(parallel_dims, replicate=1, shard=parallel_dims.data)
     twice = replace(parallel_dims, shard=2 * parallel_dims.shard)
     if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
-        options = f"--devices {twice.size} --parallel.shard {twice.shard}"
-        changes.append(_Change(options, parallel_dims=twice))
-    return changes + _narrower_recipes(config)[-1:]  # the narrowest
+        meshes[f"--devices {twice.size} --parallel.shard {twice.shard}"] = twice
+    return meshes
 
 
-def _changed(config: Config, values: dict[str, dict[str, Any]]) -> Config:
+def _options(change: Change) -> str:
+    """A change on the command line."""
+    words = {key.removesuffix(".name"): f"{value}" for key, value in change.items()}
+    return " ".join(f"--{key} {v.lower() if v in ('True', 'False') else v}" for key, v in words.items())
+
+
+def _changed(config: Config, change: Change) -> Config:
     tables = config.model_dump()
     tables["recipe"] |= tables["recipe"].pop("places")
-    for section, changes in values.items():
-        tables[section] |= changes
+    for key, value in change.items():
+        section, name = key.split(".")
+        tables[section][name] = value
     return make_config(tables)

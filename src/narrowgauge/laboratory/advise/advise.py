@@ -2,13 +2,15 @@
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from narrowgauge.cluster import Cluster, Price, cluster_name, cluster_names, load_cluster, parse_price
 from narrowgauge.cluster.launch.site import site_names
-from narrowgauge.cluster.plan.plan import make_plan
+from narrowgauge.cluster.plan.plan import make_plan, room_of
+from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.forecast import Forecast, Forecaster
@@ -17,11 +19,12 @@ from narrowgauge.laboratory.advise.space import Point, Setting, Space, layouts
 from narrowgauge.laboratory.settings import Values
 from narrowgauge.models import count_block_weights, model_config
 from narrowgauge.models.published import Published, published
-from narrowgauge.recipes import choose_backend, recipe
+from narrowgauge.recipes import choose_backend, recipe, recipe_names
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.hardware import device_name
-from narrowgauge.simulate import WholeCount
-from narrowgauge.training import make_config
+from narrowgauge.simulate import WholeCount, fitting
+from narrowgauge.simulate.advice import narrower_recipes
+from narrowgauge.training import Config, make_config
 from narrowgauge.training.config.micro_batch import fitting_sizes
 from narrowgauge.training.config.named import published_config
 from narrowgauge.units import human_count, parse_count
@@ -104,18 +107,22 @@ def advise(
     def answered(point: Point, one: str, dims: ParallelDims) -> Answer:
         return _answer(point, one, dims, line, (budget, limit), hour, forecast)
 
-    candidates, lost = {}, {}
-    for one in recipes or RECIPES:
-        if why := _unfit(one, machine, bool(recipes)):
-            lost[one] = why
-        else:
-            candidates[one] = layouts(devices, machine.devices_per_node, sized.heads, sized.layers)
-    answers, least = _search(candidates, defaults, machine, answered, lost, show)
-    return _advice(answers, least, lost, notes, machine, (budget, limit), model, devices)
+    shapes = layouts(devices, machine.devices_per_node, sized.heads, sized.layers)
+    unfit = {one: _unfit(one, machine, bool(recipes)) for one in recipes or RECIPES}
+    lost = {one: why for one, why in unfit.items() if why}
+    candidates = [one for one in unfit if one not in lost]
+    answers, least = _search(candidates, shapes, defaults, machine, answered, lost, show)
+    base = make_config(_put(defaults, micro_batch_size=defaults["training"]["batch_size"]))
+    if not answers and not recipes:  # then all that may fit, emulated or not
+        others = [one for one in narrower_recipes(base) if one not in candidates]
+        answers, more = _search(others, shapes, defaults, machine, answered, lost, show)
+        least += more
+    return _advice(answers, least, lost, notes, machine, (budget, limit), model, devices, base)
 
 
 def _search(
-    candidates: Mapping[str, Sequence[ParallelDims]],
+    candidates: Sequence[str],
+    shapes: Sequence[ParallelDims],
     defaults: Values,
     machine: Cluster,
     answered: Callable[[Point, str, ParallelDims], Answer],
@@ -127,7 +134,7 @@ def _search(
     least: list[tuple[Point, str, ParallelDims]] = []
     batch = defaults["training"]["batch_size"]
     counts: dict[str, dict[Setting, WholeCount]] = {name: {} for name in candidates}
-    for name, dims in ((name, dims) for name, found in candidates.items() for dims in found):
+    for name, dims in product(candidates, shapes):
         label = f"{name} {dims.text}".strip()
         if not fitting_sizes(batch, dims):
             lost[label] = f"{dims.data} processes cannot share a batch of {batch} in {dims.pipeline} stages"
@@ -158,6 +165,7 @@ def _advice(
     budget: tuple[float | None, float],
     model: str,
     devices: int,
+    base: Config,
 ) -> Advice:
     """Order the answers, and give the reasons."""
     tokens, limit = budget
@@ -168,6 +176,8 @@ def _advice(
         device = machine.device or machine.title
         fewest = make_plan(point.config, dims.size, machine).fewest
         more = f"; it fits on {fewest.parallel_dims.size} of these devices" if fewest else ""
+        if way := _native_way(base, machine, dims):
+            more += f"; it fits with {way}"
         least_text = f"{point.needed / 2**30:.1f} GiB, {name} with {point.setting.words}"
         return Advice(
             [],
@@ -195,7 +205,20 @@ def _advice(
     chosen = [replace(answer, why=_why(answer, first)) for answer, _, _ in known[:FIRST]]
     for answer, _, dims in known[FIRST:]:
         lost[f"{answer.recipe} {dims.text}".strip()] = _why(answer, first)
-    return Advice(chosen, None, _changes(known, first, machine), lost, notes)
+    changes = _changes(known, first, machine)
+    if choose_backend(recipe(first.recipe), machine.facts).name == "emulated":
+        way = _native_way(base, machine, known[0][2])
+        changes += [f"it fits without emulation with {way}"] if way else []
+    return Advice(chosen, None, changes, lost, notes)
+
+
+def _native_way(base: Config, machine: Cluster, dims: ParallelDims) -> str:
+    """What makes a recipe fit that the machine multiplies natively, with its memory; "" if nothing does."""
+    room = room_of(base, machine)
+    natives = [one for one in recipe_names() if choose_backend(recipe(one), machine.facts).name == "native"]
+    with imagine(machine.facts):
+        found = fitting(base, lambda m: room.fits(m, dims), machine.facts.is_gpu, dims, natives)
+    return "" if found is None else f"{found[0]} ({room.needed(found[1], dims) / 2**30:.1f} GiB)"
 
 
 def _too_long(answer: Answer, limit: float) -> str:
@@ -380,8 +403,13 @@ def _defaults(
         "training": {"batch_size": batch_size or batch, "device": "cpu"},
         "recipe": {"name": "bf16"},
     }
-    make_config({**values, "training": {**values["training"], "micro_batch_size": 1}})
+    make_config(_put(values, micro_batch_size=1))
     return values, notes
+
+
+def _put(values: Values, **training: int) -> Values:
+    """Values with others of the section `training`."""
+    return {**values, "training": {**values["training"], **training}}
 
 
 def _tokens(tokens: float | str | None) -> float | None:

@@ -12,6 +12,7 @@ from narrowgauge.models import count_parameters
 from narrowgauge.recipes import device_facts
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.simulate import ALONE, Memory, Room, cheaper, estimate_memory, fitting
+from narrowgauge.simulate.advice import least_bytes
 from narrowgauge.training.config.config import Config
 from narrowgauge.units import human_bytes
 
@@ -31,10 +32,11 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
         UserError: the state alone exceeds the device's memory, or the step exceeds `memory_limit`.
     """
     parameters = count_parameters(config.spec.model)
-    least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
+    share = parameters / (parallel_dims.size // parallel_dims.replicate)
+    own, least = (share * size for size in least_bytes(config, has_host=device.type != "cpu"))
     available = hardware.total_memory(device)
-    if least > available:  # too large even for making the estimate
-        raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
+    if least > available:  # so no change is tried
+        raise UserError(f"{_too_large(config, parameters, own, device)}; choose a smaller --model")
     with imagine(device_facts(device)):
         return _require_fit(config, device, parallel_dims, available)
 
@@ -54,13 +56,6 @@ def _require_fit(config: Config, device: torch.device, parallel_dims: ParallelDi
             f"{_advice(config, room, parallel_dims)}"
         )
     return memory
-
-
-def _least_bytes(config: Config) -> float:
-    """Lower bound of the device's bytes of state per parameter."""
-    recipe = config.spec.recipe
-    kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
-    return sum(c.element.bits / 8 for c in kept)
 
 
 def _too_large(config: Config, parameters: int, state: float, device: torch.device) -> str:
