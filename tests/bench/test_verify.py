@@ -208,9 +208,3 @@ def test_a_backward_pass_that_does_not_repeat_is_seen(monkeypatch):
     with pytest.raises(Disagreement, match="values of the gradient of q are wrong"):
         found["attention"].run(CPU)
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_what_excludes_each_other_is_refused(capsys):
-    assert main(["bench", "--verify", "--count", "h200"]) == 2
-    said = "narrowgauge: --verify and --count exclude each other: --verify runs on this device\n"
-    assert capsys.readouterr().err == said

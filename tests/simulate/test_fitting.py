@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from narrowgauge.simulate import cheaper, estimate_memory, fitting
-from narrowgauge.simulate.advice import least_bytes
+from narrowgauge.simulate.advice import least_state
 from narrowgauge.training import make_config
 
 ALL = "master,grad,m,v"
@@ -70,5 +70,6 @@ def test_state_is_offloaded_as_far_as_it_goes(given, more):
 
 def test_the_least_state_is_that_of_the_narrowest_recipe():
     """The weights of 8 bits, with the rest in the host's memory; else the state of MS-AMP."""
-    assert least_bytes(config("fp8"), has_host=True) == (4, 1)
-    assert least_bytes(config("fp8"), has_host=False) == (16, (16 + 8 + 8 + 16) / 8)
+    for has_host, own, least in ((True, 4, 1), (False, 16, (16 + 8 + 8 + 16) / 8)):
+        state = least_state(config("fp8"), has_host)
+        assert (state[""], min(state.values())) == (own, least)

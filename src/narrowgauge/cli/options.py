@@ -114,7 +114,6 @@ def _cluster_option(p: KeyParser, text: str) -> None:
 def _bench(p: KeyParser) -> None:
     p.add_argument("--rounds", metavar="N", default="5", help="timed steps of each program (5)")
     p.add_argument("--peers", metavar="A,B", help="programs to compare with; none: time narrowgauge only")
-    p.add_argument("--count", metavar="GPU", nargs="?", const="", help="count a step on another GPU (h200)")
     p.add_argument(
         "--verify",
         action="store_true",

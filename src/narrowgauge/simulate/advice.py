@@ -89,16 +89,17 @@ def fitting(
                     return together
         return None
 
-    places = _on_device(has_host)
+    own = count_parameters(config.spec.model) / parallel_dims.size
+    weights = {name: int(own * size) for name, size in least_state(config, has_host, recipes).items()}
     changes = [
         {"recipe.name": name} if name else {}
-        for name, one in _recipes(config, recipes).items()
-        if fits(_weights_alone(config, _bits(one, places) / 8 / parallel_dims.size))
+        for name, size in weights.items()
+        if fits(Memory(dict.fromkeys(STATE, 0) | {"weights": size}, {}, int(own)))
     ]
     found, whole = first(changes), config.data.sequence_length
     lengths = [whole >> n for n in range(1, whole.bit_length()) if whole >> n >= _SHORTEST]
-    if found is None and lengths and first([c | {"data.sequence_length": lengths[-1]} for c in changes]):
-        shorter = ([{**c, "data.sequence_length": length} for c in changes] for length in lengths)
+    shorter = [[c | {"data.sequence_length": length} for c in changes] for length in lengths]
+    if found is None and shorter and first(shorter[-1]):
         found = next(filter(None, map(first, shorter)))
     if found is None:
         return None
@@ -122,34 +123,22 @@ def narrower_recipes(config: Config, names: Sequence[str] = ()) -> list[str]:
     return [found[bits] for bits in sorted(found, key=sum)]
 
 
-def least_bytes(config: Config, has_host: bool) -> tuple[float, float]:
-    """The least bytes of a device's state for each parameter: under the configuration's recipe, under any."""
-    of_recipe = [_bits(one, _on_device(has_host)) / 8 for one in _recipes(config).values()]
-    return of_recipe[0], min(of_recipe)
+def least_state(config: Config, has_host: bool, names: Sequence[str] = ()) -> dict[str, float]:
+    """Bytes of a device's state for each parameter that no setting lowers, by the name of the recipe.
 
-
-def _recipes(config: Config, names: Sequence[str] = ()) -> dict[str, Recipe]:
-    """The configuration's recipe as "", then those of narrower state that its other values allow."""
-    found = {"": config.spec.recipe}
+    "" stands for the configuration's own recipe; the others are those of narrower state that it allows.
+    """
+    places = [place for place in STATE_PLACES if not (has_host and place in OFFLOADABLE)]
+    recipes = {"": config.spec.recipe}
     for name in narrower_recipes(config, names):
         with suppress(UserError):
-            found[name] = _changed(config, {"recipe.name": name}).spec.recipe
-    return found
-
-
-def _on_device(has_host: bool) -> list[str]:
-    """The places of state that no setting moves off the device."""
-    return [place for place in STATE_PLACES if not (has_host and place in OFFLOADABLE)]
-
-
-def _weights_alone(config: Config, bytes_each: float) -> Memory:
-    parameters = count_parameters(config.spec.model)
-    return Memory(dict.fromkeys(STATE, 0) | {"weights": int(parameters * bytes_each)}, {}, parameters)
+            recipes[name] = _changed(config, {"recipe.name": name}).spec.recipe
+    return {name: _bits(one, places) / 8 for name, one in recipes.items()}
 
 
 def _bits(of: Recipe, places: Sequence[str]) -> int:
     """The bits of an element in some places of state together, in the layers where they are fewest."""
-    layers = (of.state, *(of.state | rule.state for rule in of.rules))
+    layers = (of.state, *({**of.state, **rule.state} for rule in of.rules))
     kept = ([cast for place in places if (cast := state[place]) is not None] for state in layers)
     return min(sum(cast.element.bits for cast in casts) for casts in kept)
 
@@ -165,10 +154,8 @@ def _settings(config: Config, has_host: bool) -> Change:
 def _new(config: Config, wanted: Change) -> Change:
     """The values that a configuration does not have already."""
     tables = config.model_dump()
-    split = {key: key.split(".") for key in wanted}
-    return {
-        key: wanted[key] for key, (section, name) in split.items() if tables[section].get(name) != wanted[key]
-    }
+    split = ((*key.split("."), value) for key, value in wanted.items())
+    return {f"{table}.{key}": value for table, key, value in split if tables[table].get(key) != value}
 
 
 def _corners(config: Config, has_host: bool, parallel_dims: ParallelDims) -> Iterator[Change]:
@@ -180,10 +167,8 @@ def _corners(config: Config, has_host: bool, parallel_dims: ParallelDims) -> Ite
     share = config.training.batch_size // parallel_dims.data
     sizes = dict.fromkeys((1, share)) if parallel_dims.pipeline == 1 else (1,)
     for size, chunked in product(sizes, (True, False)):
-        freely = _new(config, {"training.micro_batch_size": size, "training.chunked_loss": chunked})
-        yield {
-            key: value for key, value in _settings(config, has_host).items() if key not in _COSTS[:2]
-        } | freely
+        freely = {"training.micro_batch_size": size, "training.chunked_loss": chunked}
+        yield _new(config, {**_settings(config, has_host), **freely})
 
 
 def _meshes(config: Config, parallel_dims: ParallelDims) -> dict[str, ParallelDims]:

@@ -1,11 +1,11 @@
-"""The count of a step on a GPU: totals of its parts, and the largest sinks.
+"""The count of a step on a GPU: totals of its parts.
 
 A step is its first micro-batch, which casts weights for all of them and finds no gradients; any number of
 further ones, which are alike; and the update. Three micro-batches are simulated, and the second stands for
 all further ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,26 +87,6 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
-class Sink:
-    """A place where time goes: one operation in one function of the program, in a micro-batch."""
-
-    site: str
-    name: str
-    launches: int
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Held:
-    """Memory that is alive at the peak: made by one operation in one function of the program."""
-
-    site: str
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class StepCount:
     """What a step costs on an imagined GPU.
 
@@ -123,7 +103,6 @@ class StepCount:
         waits: (place, times) at which the host waits in a micro-batch.
         update_waits: the number of waits in the update.
         peak_bytes: the most bytes that are alive.
-        held: those bytes by (place, operation) that made them.
         state_bytes: bytes on the device between steps.
         speeds: the speeds that turn the count into seconds.
     """
@@ -140,7 +119,6 @@ class StepCount:
     waits: Sequence[tuple[str, int]]
     update_waits: int
     peak_bytes: int
-    held: Mapping[tuple[str, str], int]
     state_bytes: int
     speeds: Speeds
 
@@ -170,21 +148,6 @@ class StepCount:
         """Tokens a second."""
         return self.micro_batches * self.tokens / self.step_seconds(calibrated)
 
-    def sinks(self) -> list[Sink]:
-        """The places where a micro-batch's time goes at calibrated speeds, the largest first."""
-        speeds = self._speeds(calibrated=True)
-        groups: dict[tuple[str, str], list[Event]] = {}
-        for event in self.micro:
-            groups.setdefault((event.site, event.name), []).append(event)
-        totals = {key: Total.of(events, 0, 0, speeds) for key, events in groups.items()}
-        found = [Sink(*key, t.launches, t.bytes, t.seconds) for key, t in totals.items()]
-        return sorted(found, key=lambda sink: -sink.seconds)
-
-    def largest_held(self) -> list[Held]:
-        """What is alive at the peak, the largest first."""
-        found = [Held(*maker, size) for maker, size in self.held.items() if size]
-        return sorted(found, key=lambda held: -held.bytes)
-
     def _speeds(self, calibrated: bool) -> Speeds:
         return self.speeds.calibrated() if calibrated else self.speeds
 
@@ -198,13 +161,11 @@ class StepCount:
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
             "peak_bytes": self.peak_bytes,
-            "held_at_peak": [vars(held) for held in self.largest_held()],
             "micro_batch": {name: self.micro_batch(c).as_json() for name, c in at.items()},
             "update": {name: self.of_update(c).as_json() for name, c in at.items()},
             "step_seconds": {name: self.step_seconds(c) for name, c in at.items()},
             "tokens_per_s": {name: self.tokens_per_s(c) for name, c in at.items()},
-            "waits": [{"place": place, "times": times} for place, times in self.waits],
-            "sinks": [vars(sink) for sink in self.sinks()],
+            "waits": self.waits,
         }
 
 
@@ -244,10 +205,9 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
         [e for e in recorder.events if e.phase == UPDATE],
         recorder.functions[first],
         recorder.functions[counted],
-        [(place, n) for (phase, place), n in recorder.waits.most_common() if phase == counted],
+        [(place, n) for (phase, place), n in recorder.waits.items() if phase == counted],
         sum(n for (phase, _), n in recorder.waits.items() if phase == UPDATE),
         recorder.live.peak,
-        recorder.live.held_at_peak(),
         step.state_bytes,
         speeds,
     )

@@ -5,8 +5,6 @@ and at the tensor's next use.
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +17,12 @@ from narrowgauge.torch_compat import local_tensor, storage_key
 
 
 class _Storage:
-    """A live storage: its bytes since `LiveBytes.begin`, its bytes from before, and its maker."""
+    """A live storage: its bytes since `LiveBytes.begin`, and its bytes from before."""
 
-    __slots__ = ("before", "maker", "new", "reference")
+    __slots__ = ("before", "new", "reference")
 
-    def __init__(self, reference: Any, new: int, before: int, maker: Hashable) -> None:
-        self.reference, self.new, self.before, self.maker = reference, new, before, maker
+    def __init__(self, reference: Any, new: int, before: int) -> None:
+        self.reference, self.new, self.before = reference, new, before
 
 
 class LiveBytes:
@@ -33,15 +31,12 @@ class LiveBytes:
     Attributes:
         alive: the bytes alive now, in storages allocated since `begin`.
         peak: the most bytes that were alive since `begin` or `begin_peak`.
-        held: the bytes by maker, if makers are named.
     """
 
     def __init__(self, device: str, allocation: int = 1) -> None:
         """Count storages on a type of device, in whole multiples of `allocation` bytes."""
         self.device, self.allocation = device, allocation
         self.alive = self.peak = 0
-        self.held: Counter[Hashable] = Counter()
-        self._held_at_peak: Counter[Hashable] | None = None  # None: memory has only grown since the peak
         self._storages: dict[int, _Storage] = {}
 
     def begin(self) -> None:
@@ -49,26 +44,25 @@ class LiveBytes:
         for known in self._storages.values():
             known.before, known.new = known.before + known.new, 0
         self.alive = 0
-        self.held.clear()
         self.begin_peak()
 
     def begin_peak(self) -> None:
         """Record the peak from here on."""
-        self.peak, self._held_at_peak = self.alive, None
+        self.peak = self.alive
 
-    def see(self, tree: Any, is_new: bool, maker: Callable[[], Hashable] | None = None) -> None:
+    def see(self, tree: Any, is_new: bool) -> None:
         """Count the tensors of an operation: its results, which are new, or its arguments, which are not."""
         if isinstance(tree, torch.Tensor):
-            self._see(tree, is_new, maker)
+            self._see(tree, is_new)
         elif isinstance(tree, (list, tuple)):
             for branch in tree:
                 if branch is not None and not isinstance(branch, (int, float, str)):
-                    self.see(branch, is_new, maker)
+                    self.see(branch, is_new)
         elif isinstance(tree, dict):
             for branch in tree.values():
-                self.see(branch, is_new, maker)
+                self.see(branch, is_new)
 
-    def _see(self, tensor: torch.Tensor, is_new: bool, maker: Callable[[], Hashable] | None) -> None:
+    def _see(self, tensor: torch.Tensor, is_new: bool) -> None:
         t = _with_memory(tensor)
         if t is None or t.device.type != self.device:
             return
@@ -79,34 +73,22 @@ class LiveBytes:
             if size != known.new + known.before:
                 self._resize(known, size)
             return
-        made_by = maker() if is_new and maker is not None else None
         reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._storages[key] = _Storage(reference, size if is_new else 0, 0 if is_new else size, made_by)
+        self._storages[key] = _Storage(reference, size if is_new else 0, 0 if is_new else size)
         if is_new:
-            self._grow(size, made_by)
+            self._grow(size)
 
     def _resize(self, known: _Storage, size: int) -> None:
         """Count a storage whose size changed; all of it was allocated since."""
         grown, known.new, known.before = size - known.new, size, 0
-        self._grow(grown, known.maker)
+        self._grow(grown)
 
-    def _grow(self, size: int, maker: Hashable) -> None:
-        if size < 0:
-            self._keep_peak()
+    def _grow(self, size: int) -> None:
         self.alive += size
-        self.held[maker] += size
-        if self.alive > self.peak:
-            self.peak, self._held_at_peak = self.alive, None
+        self.peak = max(self.peak, self.alive)
 
     def _forget(self, key: int) -> None:
-        known = self._storages.pop(key)
-        self._keep_peak()
-        self.alive -= known.new
-        self.held[known.maker] -= known.new
-
-    def _keep_peak(self) -> None:
-        if self._held_at_peak is None and self.alive == self.peak:
-            self._held_at_peak = self.held.copy()
+        self.alive -= self._storages.pop(key).new
 
     def update_all(self) -> None:
         """Update the sizes of all storages."""
@@ -116,10 +98,6 @@ class LiveBytes:
                 size = -(-storage.nbytes() // self.allocation) * self.allocation
                 if size != known.new + known.before:
                     self._resize(known, size)
-
-    def held_at_peak(self) -> Mapping[Any, int]:
-        """The bytes that were alive at the peak, by maker."""
-        return self.held if self._held_at_peak is None else self._held_at_peak
 
 
 def _with_memory(x: torch.Tensor) -> torch.Tensor | None:

@@ -69,13 +69,12 @@ class Recorder(TorchDispatchMode):
         functions: calls of Python autograd functions, by phase.
     """
 
-    def __init__(self, device: str = "meta", allocation: int = 1, names_makers: bool = False) -> None:
+    def __init__(self, device: str = "meta", allocation: int = 1) -> None:
         """Record tensors on a type of device.
 
         Args:
             device: the type of device.
             allocation: the device allocates whole multiples of this many bytes.
-            names_makers: whether `live` counts by the (place, operation) that made a tensor.
         """
         super().__init__()
         self.phase = ""
@@ -83,7 +82,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.waits: Counter[tuple[str, str]] = Counter()
         self.functions: Counter[str] = Counter()
-        self._names_makers, self._result = names_makers, meta_result if device == "meta" else _run
+        self._result = meta_result if device == "meta" else _run
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -99,7 +98,7 @@ class Recorder(TorchDispatchMode):
         known, out = self._of_host(func, args, kwargs)
         if not known:
             out = self._result(func, args, kwargs)
-        self.live.see(out, True, (lambda: (_site(), operation_name(func))) if self._names_makers else None)
+        self.live.see(out, is_new=True)
         if self.phase:
             cost = cost_of(func, args, kwargs, out)
             if cost is not None:

@@ -79,7 +79,7 @@ def simulate_step(
     }
     size = (t.micro_batch_size, config.data.sequence_length)
     is_counted = count_on is not None
-    recorder = Recorder(allocation=_GPU_ALLOCATION if is_counted else 1, names_makers=is_counted)
+    recorder = Recorder(allocation=_GPU_ALLOCATION if is_counted else 1)
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_mesh(parallel_dims, rank))
         mesh.micro_batches = micro_batches

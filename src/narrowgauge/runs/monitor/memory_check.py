@@ -12,7 +12,7 @@ from narrowgauge.models import count_parameters
 from narrowgauge.recipes import device_facts
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.simulate import ALONE, Memory, Room, cheaper, estimate_memory, fitting
-from narrowgauge.simulate.advice import least_bytes
+from narrowgauge.simulate.advice import least_state
 from narrowgauge.training.config.config import Config
 from narrowgauge.units import human_bytes
 
@@ -33,10 +33,12 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
     """
     parameters = count_parameters(config.spec.model)
     share = parameters / (parallel_dims.size // parallel_dims.replicate)
-    own, least = (share * size for size in least_bytes(config, has_host=device.type != "cpu"))
+    state = least_state(config, has_host=device.type != "cpu")
     available = hardware.total_memory(device)
-    if least > available:  # so no change is tried
-        raise UserError(f"{_too_large(config, parameters, own, device)}; choose a smaller --model")
+    if share * min(state.values()) > available:  # so no change is tried
+        raise UserError(
+            f"{_too_large(config, parameters, share * state[''], device)}; choose a smaller --model"
+        )
     with imagine(device_facts(device)):
         return _require_fit(config, device, parallel_dims, available)
 
