@@ -220,7 +220,6 @@ TOML = {
     "section": ("[trainin]\nsteps = 3", ["unknown section 'trainin'", "'training'"]),
     "key": ("[training]\nstep = 3", ["unknown key 'training.step'", "'training.steps'"]),
     "place": ("[recipe]\nfprop = {q = 'bf16'}", ["unknown key 'recipe.fprop.q'"]),
-    "a grid": ("[sweep]\n'training.seed' = [1, 2]", ["section 'sweep' is a grid", "`narrowgauge compare`"]),
     "outside a section": ("steps = 3", ["steps = 3", "outside", "[training]"]),
     "outside: a synonym": ("learning_rate = 1e-3", ["learning_rate = 0.001", "[optimizer]", "lr"]),
     "outside: of several": ("every = 3", ["every = 3", "[validation]", "[checkpoint]"]),

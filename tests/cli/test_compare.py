@@ -196,14 +196,13 @@ def test_seeds_that_come_later_find_the_runs_that_are_there(narrowgauge, compare
 
 
 @pytest.mark.tier("thorough")  # the README's lines compare
-def test_a_variant_in_a_sweep_from_a_file(narrowgauge, compare, look, tmp_path, refused):
-    file = tmp_path / "sweep.toml"
-    file.write_text("[sweep]\noptimizer.lr = [1e-3, 4e-3]\n")
-    refused(narrowgauge("train", file, "--out", tmp_path / "run"), "'sweep'")
-    ended = narrowgauge(*compare(""), file, "--variant", "hp:recipe=fp8,recipe.wgrad.x=bf16")
+def test_variants_of_a_recipe_and_of_the_learning_rate(narrowgauge, compare, look, tmp_path):
+    rates = {"slow": 0.001, "hot": 0.004}
+    variants = [f"{name}:recipe=fp8,recipe.wgrad.x=bf16,lr={lr}" for name, lr in rates.items()]
+    ended = narrowgauge(*compare(""), "--variant", variants[0], "--variant", variants[1])
     assert ended.code == 0, ended.err
-    for lr in (0.001, 0.004):
-        run = look(tmp_path / "both" / f"hp,lr={lr}")
+    for name, lr in rates.items():
+        run = look(tmp_path / "both" / name)
         assert run.status["status"] == "done"
         assert max(run.column("lr")) == lr
         assert tomllib.loads((run.path / "config.toml").read_text())["recipe"]["wgrad.x"] == "bf16"

@@ -10,7 +10,6 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.experiment.design import make_measured
-from narrowgauge.experiment.grid import take_sweep
 from narrowgauge.experiment.jobs import collect_rows, jobs_of, require_same
 from narrowgauge.runs.loop.two_losses import keep_losses
 from narrowgauge.runs.run_directory import RunDirectory
@@ -36,13 +35,12 @@ recipe.dgrad = { dy = { cast = "mxfp4", rounding = "stochastic" } }
 
 
 def ladder_of(text, arms="", **changes):
-    values, grid = take_sweep(tomllib.loads(text))
-    values, all_arms = take_arms(values)
+    values, all_arms = take_arms(tomllib.loads(text))
     values, table = take_experiment(values)
     table |= changes
     require_order(table, all_arms)
     seeds = "".join(f"{seed}," for seed in table.get("seeds", []))
-    return make_measured(values, choose_arms(all_arms, arms), grid, seeds, table)
+    return make_measured(values, choose_arms(all_arms, arms), seeds, table)
 
 
 def test_a_group_is_finished_before_the_next_and_a_seed_before_the_next():

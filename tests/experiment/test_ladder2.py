@@ -72,7 +72,7 @@ def test_every_part_is_an_experiment_with_its_null_arms(file):
     for name, tables in ladder2.read_parts(file).items():
         values, arms = take_arms(tables)
         values, table = take_experiment(values)
-        found = make_measured(values, arms[:3], {}, "1,2", table)
+        found = make_measured(values, arms[:3], "1,2", table)
         assert found.arms[0] == "bf16", name
         assert (found.chains[0].fork is not None) == ("fork" in table)
         assert found.runs[0].config.training.rounding_seed == -1

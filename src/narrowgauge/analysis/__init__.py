@@ -6,10 +6,8 @@ from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
     from narrowgauge.analysis.budget import Budget as Budget
-    from narrowgauge.analysis.budget import bits_budget as bits_budget
     from narrowgauge.analysis.budget import flops_budget as flops_budget
     from narrowgauge.analysis.budget import require_solver as require_solver
-    from narrowgauge.analysis.budget import time_budget as time_budget
     from narrowgauge.analysis.forks import Forks as Forks
     from narrowgauge.analysis.forks import alone as alone
     from narrowgauge.analysis.pace import pace as pace

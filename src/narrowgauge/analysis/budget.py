@@ -1,16 +1,7 @@
-"""The budgets of a search: a quantity of an assignment, and the range that it must lie in.
+"""The budget of a search: the share of all FLOPs in formats of at most 4 bits, X to X + 0.05.
 
-With s_i the share of all FLOPs in GEMM i, f_i its format, e(f) the bits of an element of f, b(f) these plus
-its part of a block's scale, and r(f) the FLOP/s of GEMMs in f on a device:
-
-    share of FLOPs    sum of s_i over the GEMMs with e(f_i) of at most 4    X to X + 0.05
-    effective bits    sum of s_i b(f_i)                                     at most X
-    GEMM time         sum of s_i r(widest) / r(f_i)                         at most X
-
-All three are sums over GEMMs, so one solver serves them all. Both operands of a GEMM have its format.
-ModelOpt's `auto_quantize(effective_bits=...)` takes the mean over weights. Here it is over FLOPs, since a
-GEMM of a training step has two operands, and only one of the six places of a layer is stored. GEMM time
-leaves out the casts, which `plan` reports.
+It is a sum over GEMMs, each of which has one format for both operands. It is over FLOPs, not over weights,
+since a GEMM of a training step has two operands, and only one of the six places of a layer is stored.
 """
 
 from collections.abc import Mapping
@@ -18,7 +9,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import format
 from narrowgauge.quantization import Cast
 
 NARROW_BITS = 4
@@ -66,34 +56,6 @@ def flops_budget(casts: Mapping[str, Cast], share: float) -> Budget:
     return Budget(f"--budget {share}", "of the FLOPs in 4 bits", amounts, share, min(1.0, share + TOLERANCE))
 
 
-def bits_budget(casts: Mapping[str, Cast], bits: float) -> Budget:
-    """The budget of the mean number of bits per operand element.
-
-    Raises:
-        UserError: Even the narrowest of the formats has more bits.
-    """
-    amounts = {name: _bits(cast) for name, cast in casts.items()}
-    return _at_most(f"--effective-bits {bits}", "bits an element", amounts, bits)
-
-
-def time_budget(casts: Mapping[str, Cast], share: float, speeds: Mapping[str, float], device: str) -> Budget:
-    """The budget of a share of the time that all GEMMs take in the widest format.
-
-    Args:
-        casts: The formats by name.
-        share: The share of that time, above 0.
-        speeds: FLOP/s of GEMMs in each format on the device.
-        device: The name of the device's file.
-
-    Raises:
-        UserError: Even the fastest of the formats takes more.
-    """
-    widest = widest_of(casts)
-    amounts = {name: speeds[widest] / speeds[name] for name in casts}
-    words = f"of the GEMM time in {widest} on {device}"
-    return _at_most(f"--gemm-time {share}", words, amounts, share)
-
-
 def widest_of(casts: Mapping[str, Cast]) -> str:
     """The name of the format with the most bits; the last of equals."""
     return max(reversed(list(casts)), key=lambda name: casts[name].element.bits)
@@ -107,20 +69,3 @@ def require_solver() -> None:
     """
     if find_spec("scipy") is None:
         raise UserError("search needs scipy, which is not installed; pip install scipy")
-
-
-def _bits(cast: Cast) -> float:
-    """Bits of an element and its share of a block's scale; scales of rows and tensors are negligible."""
-    elements = cast.block[0] * cast.block[1] if cast.block else 0
-    return cast.element.bits + (format(cast.scales.format).bits / elements if elements else 0)
-
-
-def _at_most(option: str, words: str, amounts: Mapping[str, float], most: float) -> Budget:
-    """A budget with only an upper limit."""
-    least = min(amounts, key=lambda name: amounts[name])
-    if not most >= amounts[least] - EPSILON:  # refuses NaN as well
-        raise UserError(
-            f"{option} is out of reach: everything in {least} has {amounts[least]:.4g} {words}; take more, "
-            "or add a narrower format to --formats"
-        )
-    return Budget(option, words, amounts, 0.0, most)

@@ -6,8 +6,8 @@ as the sum of the costs of its two places (`sensitivity`): a place of the forwar
 the loss; one of the backward pass costs the share of the steps' progress that it takes, times the loss that
 this progress is worth (`pace`). Negative costs count as zero, because a loss that falls by rounding is
 chance. Costs of different places are assumed to add up. A GEMM of a layer with K inputs and N outputs takes
-2 M N K FLOPs for M tokens, the same for all three GEMMs. `budget.py` defines amount[f]: 1 for the formats of
-at most 4 bits and 0 for others, or bits, or time.
+2 M N K FLOPs for M tokens, the same for all three GEMMs.  amount[f] is 1 for the formats of at most 4 bits
+and 0 for others.
 
 Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
 head, as the shipped low-precision recipes do: a prediction from single steps was wrong about it
@@ -28,9 +28,9 @@ narrow), and `random`.
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor
+from math import floor
 
 import numpy as np
 
@@ -147,23 +147,22 @@ def solve(choices: Choices, budget: Budget) -> Assignment:
         ]
         above = _milp(choices, amounts, budget, max(budget.amounts.values()))
         if above is None:
-            most = _told(choices.amount(_uniform(choices), budget), floor)
+            most = _told(choices.amount(_uniform(choices), budget))
             raise UserError(
                 f"{budget.option}: the most that can be reached is {most} {budget.words}; "
                 "ask for less, or keep fewer layers (--keep)"
             )
         amount = choices.amount(dict(zip(choices.shares, above, strict=True)), budget)
-        reached = _told(amount, floor if budget.low else ceil)
         raise UserError(
             f"{budget.option}: no choice of whole GEMMs has {budget.low:.2f} to {budget.high:.2f} "
-            f"{budget.words}; the next above has {reached}, so take that"
+            f"{budget.words}; the next above has {_told(amount)}, so take that"
         )
     return dict(zip(choices.shares, chosen, strict=True))
 
 
-def _told(amount: float, rounded: Callable[[float], int]) -> str:
-    """An amount in three digits, rounded to the side on which a budget of that value can be met."""
-    return f"{rounded(round(1000 * amount, 6)) / 1000:.3f}"
+def _told(amount: float) -> str:
+    """An amount in three digits, rounded down, so that a budget of that value can be met."""
+    return f"{floor(round(1000 * amount, 6)) / 1000:.3f}"
 
 
 def _milp(choices: Choices, costs: Sequence[float], budget: Budget, high: float) -> list[str] | None:
@@ -240,8 +239,7 @@ def _narrowed(choices: Choices, order: Sequence[Gemm], budget: Budget) -> Assign
         if budget.holds(amount):
             break
         after = amount + choices.shares[gemm] * step
-        passes_it = after > budget.high + EPSILON if step > 0 else after < budget.low - EPSILON
-        if not passes_it:
+        if after <= budget.high + EPSILON:
             assignment[gemm] = choices.narrowest
             amount = after
     return assignment

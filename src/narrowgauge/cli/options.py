@@ -75,13 +75,6 @@ def _compare(p: KeyParser) -> None:
         help="lengths at which to compare; each branches off one trunk and decays the learning rate",
     )
     p.add_argument("--arms", default="", metavar="A,B", help="run only these arms of the file's [arms] table")
-    p.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=A,B,...",
-        help="try each value of a key, such as optimizer.lr=1e-3,2e-3; repeatable",
-    )
     p.add_argument("--jobs", type=positive_integer, metavar="N", help="number of parallel runs (1)")
     p.add_argument("--dry-run", action="store_true", help="print runs, tokens and hours, and exit")
     _watched(p)
@@ -280,14 +273,8 @@ def _forks(p: KeyParser) -> None:
 def _search(p: KeyParser) -> None:
     _subject(p, batches=4)
     p.add_argument("--formats", required=True, metavar="A,B,C", help="casts to choose from: mxfp4,mxfp8,bf16")
-    budget = p.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--budget", type=float, metavar="X", help="minimum share of the FLOPs in 4 bits")
-    budget.add_argument(
-        "--effective-bits", type=float, metavar="X", help="maximum bits per element, over FLOPs"
-    )
-    text = "largest share of the GEMM time in the widest format, on --cluster"
-    budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
-    _cluster_option(p, "with --gemm-time: a shipped cluster or a .toml file")
+    text = "minimum share of the FLOPs in 4 bits"
+    p.add_argument("--budget", type=float, required=True, metavar="X", help=text)
     text = "nats that twice the steps would remove from the loss (the run's)"
     p.add_argument("--loss-per-doubling", type=float, metavar="NATS", help=text)
     text = f"layers that stay in the widest format, '' for none ({HEAD})"

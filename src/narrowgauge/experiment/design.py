@@ -124,16 +124,14 @@ class Experiment:
         return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
 
 
-def make_comparison(
-    values: Mapping[str, Any], arms: Sequence[Variant], grid: Mapping[str, list[Any]], seeds: str
-) -> Experiment:
+def make_comparison(values: Mapping[str, Any], arms: Sequence[Variant], seeds: str) -> Experiment:
     """The experiment of one rung and one job: every point is a run with its given values.
 
     Raises:
         UserError: a configuration is invalid, or there are fewer than two runs.
     """
     chains = []
-    for point in make_points(values, arms, grid, seeds):
+    for point in make_points(values, arms, seeds):
         arm, _ = _arm_of(point)
         chains.append(Chain(arm, point.config.training.seed, RungRun(point.name, 1, point.config, None), ()))
     return _experiment(chains)
@@ -142,7 +140,6 @@ def make_comparison(
 def make_measured(
     values: Mapping[str, Any],
     arms: Sequence[Variant],
-    grid: Mapping[str, list[Any]],
     seeds: str,
     table: Mapping[str, Any],
 ) -> Experiment:
@@ -153,7 +150,7 @@ def make_measured(
     """
     rungs = _rungs(table.get("rungs", []))
     values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
-    points = make_points(values, arms, grid, seeds)
+    points = make_points(values, arms, seeds)
     chains = [_chain(point, rungs, table) for point in points]
     if "fork" in table:
         chains = _forked(chains, _positive(table, "fork", 1))

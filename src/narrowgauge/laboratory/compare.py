@@ -14,7 +14,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.experiment.design import Experiment, make_comparison, make_measured
 from narrowgauge.experiment.gate import Gate, GateResult, gate_results, parse_gate
-from narrowgauge.experiment.grid import RECIPE, Variant, take_sweep
+from narrowgauge.experiment.grid import RECIPE, Variant
 from narrowgauge.experiment.jobs import require_same, state_of
 from narrowgauge.experiment.run import print_plan, recorded_runs, run_experiment, with_equal_threads
 from narrowgauge.laboratory.chart import curves
@@ -108,7 +108,6 @@ def compare(
     out: str | Path | None = None,
     *,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
-    sweep: Mapping[str, Sequence[Any]] | None = None,
     rungs: Sequence[int] = (),
     jobs: int = 0,
     gate: str | float | None = None,
@@ -126,7 +125,6 @@ def compare(
         seeds: The number of seeds of each, or which; None for the seed of the configuration.
         out: The directory of the runs; None for one named after the model. Finished runs there are reused.
         variants: Further runs with other values of some keys: `{"hot": {"optimizer.lr": 4e-3}}`.
-        sweep: Lists of values of keys, in every combination: `{"optimizer.lr": [1e-3, 2e-3]}`.
         rungs: Steps after which each is measured, with its learning rate decayed.
         jobs: Runs side by side; 0 for one after the other.
         gate: The largest acceptable gap: nats, or text such as "0.25%".
@@ -153,8 +151,7 @@ def compare(
         named.append(Variant(name, {RECIPE: recipe_name(one, path / f"{name}.recipe.toml")}))
     others = [Variant(name, keys) for name, keys in (variants or {}).items()]
     text = "" if seeds is None else str(seeds) if isinstance(seeds, int) else "".join(f"{s}," for s in seeds)
-    grid = {key: list(choices) for key, choices in (sweep or {}).items()}
-    experiment = experiment_of(values, named, others, grid, text, rungs=list(rungs), jobs=jobs)
+    experiment = experiment_of(values, named, others, text, rungs=list(rungs), jobs=jobs)
     limit = None if gate is None else parse_gate(str(gate))
     return run_comparison(experiment, path, Console(quiet=quiet), limit, expected, has_logs=True, here=here)
 
@@ -163,33 +160,29 @@ def experiment_of(
     values: Mapping[str, Any],
     recipes: Sequence[Variant],
     variants: Sequence[Variant],
-    grid: Mapping[str, list[Any]],
     seeds: str,
     chosen: str = "",
     rungs: Sequence[Any] = (),
     jobs: int = 0,
 ) -> Experiment:
-    """The experiment of some values, which may have [sweep], [arms] and [experiment], and of more variants.
+    """The experiment of some values, which may have [arms] and [experiment], and of more variants.
 
     Raises:
         UserError: something in them is wrong.
     """
-    values, swept = take_sweep(values)
-    axes = {**swept, **grid}
     values, arms = take_arms(values)
     values, table = take_experiment(values)
     require_order(table, arms)
-    free = [arm for arm in choose_arms(arms, chosen) if not arm.keys.keys() & axes.keys()]
-    everything = [*recipes, *free, *variants]  # an arm that sets a swept key is impossible
+    everything = [*recipes, *choose_arms(arms, chosen), *variants]
     seeds = seeds or "".join(f"{seed}," for seed in table.get("seeds", []))
     if not (rungs or table or jobs):
-        return make_comparison(values, everything, axes, seeds)
+        return make_comparison(values, everything, seeds)
     if rungs:
         table["rungs"] = list(rungs)
     table.setdefault("rungs", [make_config(values).training.steps])
     if jobs:
         table["jobs"] = jobs
-    return make_measured(values, everything, axes, seeds, table)
+    return make_measured(values, everything, seeds, table)
 
 
 def run_comparison(

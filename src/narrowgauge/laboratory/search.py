@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,7 +20,6 @@ from narrowgauge.analysis import (
     alone,
     backward_costs,
     baselines,
-    bits_budget,
     choices_of,
     flops_budget,
     forward_costs,
@@ -32,9 +30,7 @@ from narrowgauge.analysis import (
     require_solver,
     solve,
     step_metric,
-    time_budget,
 )
-from narrowgauge.cluster import load_cluster
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import make_comparison
 from narrowgauge.experiment.grid import RECIPE, Variant
@@ -60,48 +56,6 @@ from narrowgauge.runs.run_directory import RunDirectory
 
 WIDE = "bf16"
 HEAD = "head"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What a recipe may cost; exactly one is given.
-
-    Attributes:
-        flops: The least share of the FLOPs in formats of at most 4 bits.
-        bits: The most bits of an element, over FLOPs.
-        gemm_time: The largest share of the GEMM time in the widest format, on `cluster`.
-        cluster: A shipped cluster, or a .toml file.
-    """
-
-    flops: float | None = None
-    bits: float | None = None
-    gemm_time: float | None = None
-    cluster: str | None = None
-
-    def budget(self, casts: Mapping[str, Cast]) -> Budget:
-        """The budget over some casts.
-
-        Raises:
-            UserError: It is out of reach, none or two are given, or time without a cluster.
-        """
-        if (self.gemm_time is None) != (self.cluster is None):
-            raise UserError("--gemm-time and --cluster belong together, as in --gemm-time 0.5 --cluster b200")
-        if sum(one is not None for one in (self.flops, self.bits, self.gemm_time)) != 1:
-            raise UserError("search needs one of budget, effective_bits and gemm_time, as in budget=0.5")
-        if self.bits is not None:
-            return bits_budget(casts, self.bits)
-        if self.gemm_time is not None:
-            cluster = load_cluster(str(self.cluster))
-            formats = {
-                n: cluster.narrow_format(c.element.bits) if c.is_scaled else cluster.format_for(n)
-                for n, c in casts.items()
-            }
-            speeds = {
-                name: cluster.speed(found or cluster.format_for("bf16")) for name, found in formats.items()
-            }
-            return time_budget(casts, self.gemm_time, speeds, str(self.cluster))
-        assert self.flops is not None
-        return flops_budget(casts, self.flops)
 
 
 class Found(Result):
@@ -170,12 +124,9 @@ class Found(Result):
 def search(
     run: str | Path,
     formats: Sequence[str],
-    budget: float | None = None,
+    budget: float,
     out: str | Path = "found.toml",
     *,
-    effective_bits: float | None = None,
-    gemm_time: float | None = None,
-    cluster: str | None = None,
     keep: Sequence[str] = (HEAD,),
     loss_per_doubling: float | None = None,
     fork_steps: int | None = None,
@@ -192,11 +143,8 @@ def search(
     Args:
         run: A run directory, a Hugging Face folder, or an llm.c model.
         formats: The casts to choose from, such as ["mxfp4", "mxfp8", "bf16"].
-        budget: The least share of the FLOPs in 4 bits.
+        budget: The least share of the FLOPs in at most 4 bits.
         out: The recipe's file.
-        effective_bits: In place of `budget`: the most bits an element, over FLOPs.
-        gemm_time: In place of `budget`: the largest share of the GEMM time in the widest format.
-        cluster: With `gemm_time`, the machine: a shipped cluster, or a .toml file.
         keep: Layers that stay in the widest format.
         loss_per_doubling: Nats that twice the steps would remove from the loss; None for the run's own.
         fork_steps: Measure the cost of each GEMM by training, in forks of this length from the run's
@@ -218,7 +166,7 @@ def search(
     casts, path, file = _casts(formats), run_path(run), Path(out)
     require_solver()
     forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
-    limit = Limit(budget, effective_bits, gemm_time, cluster).budget(casts)
+    limit = flops_budget(casts, budget)
     _require_name(file, check)
     shown: AbstractContextManager[Progress] = nullcontext(show or _silent)
     with shown if console is None else progress(console, "search") as report:
@@ -404,7 +352,7 @@ def _check(found: Found, probed: Probed, seeds: str, steps: int | str | None, co
     values["recipe"] = {"backend": probed.trained.config.recipe.backend}
     if steps:
         values["training"]["steps"] = steps
-    experiment = make_comparison(values, variants, {}, seeds)
+    experiment = make_comparison(values, variants, seeds)
     train_runs(experiment, folder, console)
     paths = [folder / run.name for run in experiment.runs]
     write_report(paths, folder / "report.html")

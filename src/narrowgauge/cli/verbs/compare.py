@@ -8,7 +8,7 @@ from rich.console import Console
 from narrowgauge.cli.parsing.options import config_values, key_names
 from narrowgauge.experiment.design import Experiment
 from narrowgauge.experiment.gate import parse_gate
-from narrowgauge.experiment.grid import parse_sweeps, parse_variant, recipe_variants
+from narrowgauge.experiment.grid import parse_variant, recipe_variants
 from narrowgauge.laboratory.compare import experiment_of, plan_comparison, run_comparison
 
 
@@ -41,7 +41,6 @@ def read_plan(options: argparse.Namespace) -> Experiment:
         config_values(options),
         recipe_variants(options.recipes),
         [parse_variant(text, names) for text in options.variant],
-        parse_sweeps(options.sweep, names),
         options.seeds,
         options.arms,
         [int(word) if word.strip().isdecimal() else word for word in words],

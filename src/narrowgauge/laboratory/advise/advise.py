@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -92,8 +93,7 @@ def advise(
             f"whole nodes; take {devices // machine.devices_per_node * machine.devices_per_node}"
         )
     hour = parse_price("--price", price) if price else machine.device_hour
-    missing = _missing(budget, hours, money, hour is not None)
-    if missing:
+    if missing := _missing(budget, hours, money, hour is not None):
         return Advice([], missing, notes=notes)
     limit = min(
         hours or math.inf, math.inf if money is None or hour is None else money / hour.amount / devices
@@ -101,16 +101,13 @@ def advise(
     line = _Line(model, name, machine.devices_per_node, defaults, found, None if data is None else str(data))
     size, forecaster = count_block_weights(sized), Forecaster()
 
-    def forecast(one: str, trained: float) -> Forecast:
-        return forecaster.forecast(recipe(one), size, trained, one)
-
     def answered(point: Point, one: str, dims: ParallelDims) -> Answer:
+        forecast = partial(forecaster.forecast, recipe(one), size, name=one)
         return _answer(point, one, dims, line, (budget, limit), hour, forecast)
 
     shapes = layouts(devices, machine.devices_per_node, sized.heads, sized.layers)
-    unfit = {one: _unfit(one, machine, bool(recipes)) for one in recipes or RECIPES}
-    lost = {one: why for one, why in unfit.items() if why}
-    candidates = [one for one in unfit if one not in lost]
+    lost = {one: why for one in recipes or RECIPES if (why := _unfit(one, machine, bool(recipes)))}
+    candidates = [one for one in recipes or RECIPES if one not in lost]
     answers, least = _search(candidates, shapes, defaults, machine, answered, lost, show)
     base = make_config(_put(defaults, micro_batch_size=defaults["training"]["batch_size"]))
     if not answers and not recipes:  # then all that may fit, emulated or not
@@ -285,7 +282,7 @@ def _answer(
     line: "_Line",
     budget: tuple[float | None, float],
     price: Price | None,
-    forecast: Callable[[str, float], Forecast],
+    forecast: Callable[[float], Forecast],
 ) -> Answer:
     """The answer of a planned point: its tokens, days and cost, and the lines that train and plan it."""
     t = point.config.training
@@ -306,7 +303,7 @@ def _answer(
         days=days,
         cost=None if price is None else days * 24 * dims.size * price.amount,
         currency="" if price is None else price.currency,
-        forecast=forecast(name, float(steps * per_step)),
+        forecast=forecast(float(steps * per_step)),
         why="",
     )
 

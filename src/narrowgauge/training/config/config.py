@@ -275,10 +275,6 @@ def _user_error(error: ValidationError) -> UserError:
         return cause  # already complete
     where = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
-        if where == "sweep":
-            return UserError(
-                "section 'sweep' is a grid for `narrowgauge compare`; a run has one value of each key"
-            )
         if len(first["loc"]) == 1:
             above = [e for e in error.errors() if e["type"] == first["type"] and len(e["loc"]) == 1]
             return _unknown_section({str(e["loc"][0]): e["input"] for e in above})
