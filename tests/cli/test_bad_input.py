@@ -55,9 +55,9 @@ LINES = {
         ["eval", "{run}", "--prompt", "x"],
         ["'--prompt'; sample has it, eval does not"],
     ),
-    "option of three verbs": (
+    "option of two verbs": (
         ["train", "--cluster", "h100"],
-        ["unknown option '--cluster'; advise, plan and search have it, train does not"],
+        ["unknown option '--cluster'; advise and plan have it, train does not"],
     ),
     "key of another verb": (
         ["eval", "{run}", "--lr", "1"],
