@@ -140,7 +140,7 @@ def test_transformers_opens_it(tmp_path, name, within):
     ours = Transformer(model.config)
     weights = plain(model)
     for counterpart in name_map(model.config):
-        weights[counterpart.ours] = counterpart.join(lambda n: expected(model, n)[0])
+        weights[counterpart.ours] = counterpart.join(lambda n: expected(model, n)[0], tmp_path)
     ours.load_state_dict(weights)
     ids = torch.arange(40)[None] % 160
     expected_logits = ours(ids)

@@ -19,6 +19,7 @@ the dtype of the activations, which moves 0.2 to 6 % of the codes in bf16. Any d
 (Source: vllm-project/compressed-tensors 0.20, `quantization/quant_scheme.py`, `utils/helpers.py`.)
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -100,9 +101,18 @@ def needs_scale(x: Cast) -> bool:
 
 def scale_of_amax(x: Cast, amax: float) -> InputScale:
     """The scale of a cast that `needs_scale`."""
-    largest = torch.tensor(amax, dtype=torch.float32)
-    aim = x.element.max if x.block is None else x.element.max * 448.0
+    largest, aim = torch.tensor(amax, dtype=torch.float32), _aim(x)
     return InputScale(float(largest / aim), float(aim / largest))
+
+
+def amax_of_scale(x: Cast, scale: float, divides: bool) -> float:
+    """The largest input that a stored scale reaches; `divides` if it is `InputScale.encode`."""
+    return _aim(x) * scale if not divides else _aim(x) / scale if scale else math.inf
+
+
+def _aim(x: Cast) -> float:
+    """The magnitude to which the largest input is scaled."""
+    return x.element.max if x.block is None else x.element.max * 448.0
 
 
 def recorded_scale(layer: Linear) -> InputScale | None:

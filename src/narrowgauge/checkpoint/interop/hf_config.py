@@ -149,7 +149,7 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
     require(values, "hidden_act", ("silu", "swish"), where)
     require(values, "use_sliding_window", (False,), where)
     if family == "mistral":
-        require({"sliding_window": 4096} | values, "sliding_window", (None,), where)
+        require({"sliding_window": 4096, **values}, "sliding_window", (None,), where)
     biased = values.get("attention_bias", False) if family == "llama" else False
     if family == "llama" and values.get("mlp_bias", False) != biased:
         raise UserError(

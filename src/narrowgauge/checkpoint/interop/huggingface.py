@@ -83,7 +83,7 @@ def read_folder(folder: Path) -> ExternalModel:
                 f"{folder} has a tensor {min(extra)!r}, for which its {CONFIG} has no place; "
                 "give a plain language model"
             )
-        tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name])) for pair in pairs}
+        tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name]), folder) for pair in pairs}
         if config.tied_head and _HEAD in stored:
             _require_tied(folder, weights.read(stored[_HEAD]), tensors["embedding.weight"])
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None

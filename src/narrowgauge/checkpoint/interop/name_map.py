@@ -51,9 +51,16 @@ class NamePair:
         for name, part in zip(self.theirs, parts, strict=True):
             yield name, part.T if self.transposed else part
 
-    def join(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Our tensor, from the external ones that `read` returns by name."""
+    def join(self, read: Callable[[str], torch.Tensor], origin: Path) -> torch.Tensor:
+        """Our tensor, from the external ones that `read` returns by name; a `UserError` if they misfit."""
         parts = [read(name) for name in self.theirs]
+        shapes = [tuple(part.shape) for part in parts]
+        if self.rows and shapes != [(rows, *shapes[-1][1:]) for rows in self.rows]:
+            raise UserError(
+                f"{origin}: {', '.join(self.theirs)} have the shapes {shapes}, but its configuration "
+                f"requires {', '.join(map(str, self.rows))} rows of one length; give weights and "
+                "configuration of one model"
+            )
         parts = [part.T if self.transposed else part for part in parts]
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 

@@ -31,6 +31,7 @@ import torch
 
 from narrowgauge.checkpoint.interop.expert_stacks import PARTS, stacked_weights
 from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
+from narrowgauge.checkpoint.interop.sound_scales import require_sound
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, format, unpack
 
@@ -76,8 +77,8 @@ class QuantizedFolder:
             weight, precision = dequantize(parts, self.block)
         except (ValueError, RuntimeError) as error:
             raise UserError(
-                f"the weights of {name.removesuffix('.weight')!r} in {self.files.folder} are in no layout "
-                f"that is read: {error}; give the unquantized model"
+                f"the weights of {name.removesuffix('.weight')!r} in {self.files.folder} cannot be decoded: "
+                f"{error}; give the unquantized model"
             ) from None
         self.files.precisions.add(precision)
         return self.files.require_finite(weight, name)
@@ -117,7 +118,7 @@ def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tup
         (N, K) float32, and "fp8", "mxfp8", "mxfp6", "mxfp4" or "nvfp4".
 
     Raises:
-        ValueError: The tensors are in no layout of this module.
+        ValueError: The tensors are in no layout of this module, or have scales that no quantizer makes.
     """
     codes = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
     scale = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts.get("weight_scale")
@@ -127,13 +128,14 @@ def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tup
         raise ValueError(f"the codes have {codes.ndim} dimensions")
     if codes.dtype == torch.float8_e4m3fn:
         if _is_e8m0(scale):
-            return codes.float() * _each(_e8m0(scale), codes.shape), "mxfp8"
-        return codes.float() * _fp8_scale(scale.float(), codes.shape, block), "fp8"
+            return _product(codes.float(), _each(_e8m0(scale), codes.shape)), "mxfp8"
+        return _product(codes.float(), _fp8_scale(scale.float(), codes.shape, block)), "fp8"
     if codes.dtype != torch.uint8 or scale.ndim != 2:
         raise ValueError(f"codes are {codes.dtype}, scales {scale.dtype} in {scale.ndim} dimensions")
     if scale.dtype == torch.float8_e4m3fn:
         q_NK = decode(unpack(codes, format("e2m1"), 2 * codes.shape[1]), format("e2m1"))
-        return q_NK * _each(_nvfp4_scale(scale.float(), parts), q_NK.shape), "nvfp4"
+        scale, of_tensor = _nvfp4_scale(scale.float(), parts)
+        return _product(q_NK, _each(scale, q_NK.shape), of_tensor), "nvfp4"
     if not _is_e8m0(scale):
         raise ValueError(f"packed codes have scales of {scale.dtype}")
     width = 32 * scale.shape[1]
@@ -141,15 +143,29 @@ def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tup
     if kind == "mxfp6" and codes.shape[1] * 4 != width * 3:
         raise ValueError(f"{codes.shape[1]} bytes a row do not hold {width} codes of 4 or 6 bits")
     q_NK = decode(unpack(codes, format(name), width), format(name))
-    return q_NK * _each(_e8m0(scale), q_NK.shape), kind
+    return _product(q_NK, _each(_e8m0(scale), q_NK.shape)), kind
 
 
-def _nvfp4_scale(scale: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The float32 scale of each block, combined with the scale of the tensor."""
+def _product(q: torch.Tensor, scale: torch.Tensor, of_tensor: float | None = None) -> torch.Tensor:
+    """The values of codes times their scales, which are checked; `of_tensor` is a factor of all scales."""
+    weight = q * scale
+
+    def inverted() -> float:
+        other = weight / of_tensor**2 if of_tensor else q / scale
+        return float(other.abs().nan_to_num(0, 0, 0).max())
+
+    require_sound(q, weight, float(scale.min()), inverted)
+    return weight
+
+
+def _nvfp4_scale(scale: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """The float32 scale of each block, combined with the scale of the tensor; and the latter as a factor."""
     if "weight_global_scale" in parts:
-        return scale / parts["weight_global_scale"].float()
+        divisor = parts["weight_global_scale"].float()
+        return scale / divisor, float(1 / divisor.max())
     if "weight_scale_2" in parts:
-        return scale * parts["weight_scale_2"].float()
+        factor = parts["weight_scale_2"].float()
+        return scale * factor, float(factor.max())
     raise ValueError("there is neither a weight_global_scale nor a weight_scale_2")
 
 

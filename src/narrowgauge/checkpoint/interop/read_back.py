@@ -1,17 +1,60 @@
-"""Reads an export back, with the readers of `import`, before it is published.
+"""Compares the files of an export with what they should hold.
 
-The readers share only the tables of names and formats with the writers: they decode what the layout's own
-program would find there.
+    require_read_back     the values that `import` decodes, with those that the run multiplies
+    different_tensors     what is stored, byte for byte, with another export of the same run
+    wrong_input_scales    the scales of activations, with the inputs of the run
+
+An export is read back before it is published. Files that come later, such as those that will be deployed, are
+compared with a new export. The readers share only the tables of names and formats with the writers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from narrowgauge.checkpoint.interop.activations import amax_of_scale
+from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE
+from narrowgauge.checkpoint.interop.gguf.reader import open_gguf
+from narrowgauge.checkpoint.interop.name_map import name_map
+from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer
+from narrowgauge.nn import Linear
 
 #: A decoded weight is an element times at most two scales: four roundings in float32.
 _BOUND = 2.0**-21
+_OTHER_BYTES = "another"
+#: The scales of a layer's activations, as compressed-tensors and ModelOpt call them.
+INPUT_SCALES = ("input_global_scale", "input_scale")
+
+
+class Difference(NamedTuple):
+    """A tensor of an export that is not that of the run: what is there, and what should be."""
+
+    name: str
+    found: str
+    expected: str
+
+    @property
+    def is_of_form(self) -> bool:
+        """Whether type or shape differ, or the tensor is on one side alone."""
+        return not self.found.startswith(_OTHER_BYTES)
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.found}, and should be {self.expected}"
+
+
+class _Stored(NamedTuple):
+    """A tensor of a file: its type and shape as text, and its bytes."""
+
+    form: str
+    data: NDArray[np.uint8]
 
 
 def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -34,3 +77,81 @@ def require_read_back(found: Mapping[str, torch.Tensor], expected: Mapping[str, 
                 f"{share:.2g} of its norm, so nothing was kept; report this fault with the run's recipe.toml "
                 "and export with another --to"
             )
+
+
+def different_tensors(found: Path, expected: Path) -> list[Difference]:
+    """The tensors of an export that are not those of another: names, types, shapes and bytes.
+
+    Scales of activations depend on a text, and only have to be there: `wrong_input_scales` judges them.
+    """
+    with _stored(found) as theirs, _stored(expected) as ours:
+        differences = []
+        for name in {**ours, **theirs}:
+            if name not in theirs or name not in ours:
+                there, wanted = (side[name]().form if name in side else "missing" for side in (theirs, ours))
+                differences.append(Difference(name, there, wanted))
+                continue
+            their, our = theirs[name](), ours[name]()
+            if their.form != our.form:
+                differences.append(Difference(name, their.form, our.form))
+            elif not name.endswith(INPUT_SCALES) and not np.array_equal(their.data, our.data):
+                share = float(np.mean(their.data != our.data))
+                differences.append(Difference(name, f"{_OTHER_BYTES} in {share:.1%} of its bytes", our.form))
+        return differences
+
+
+def has_input_scales(folder: Path) -> bool:
+    """Whether an export stores scales of activations."""
+    if (folder / GGUF_FILE).is_file():
+        return False
+    with TensorFolder(folder) as files:
+        return any(name.endswith(INPUT_SCALES) for name in files.file_of)
+
+
+def wrong_input_scales(
+    folder: Path, model: Transformer, amaxes: Mapping[str, float], within: float = 8.0
+) -> list[Difference]:
+    """The scales of activations that are missing, or reach neither as far as the inputs nor about so.
+
+    Args:
+        folder: An export with such scales.
+        model: The run's model.
+        amaxes: The largest magnitude of the input of each layer that has a scale, by our names.
+        within: The factor by which a scale may reach farther or less far: that of one text from another.
+    """
+    found = []
+    with TensorFolder(folder) as files:
+        for pair in name_map(model.config):
+            ours = pair.ours.removesuffix(".weight")
+            for theirs in pair.theirs if pair.ours.endswith(".weight") and ours in amaxes else ():
+                names = [f"{theirs.removesuffix('weight')}{part}" for part in INPUT_SCALES]
+                name = next((name for name in names if name in files.file_of), None)
+                wanted = f"a scale that reaches about {amaxes[ours]:.3g}"
+                if name is None:
+                    found.append(Difference(names[-1], "missing", wanted))
+                    continue
+                scale = float(files.read_stored(name).max())
+                layer = model.get_submodule(ours)
+                assert isinstance(layer, Linear)
+                x = layer.spec.casts["fprop.x"]
+                reach = amax_of_scale(x, scale, divides=name.endswith(INPUT_SCALES[0]))
+                if not amaxes[ours] / within <= reach <= amaxes[ours] * within:
+                    found.append(Difference(name, f"{scale:.3g}, which reaches {reach:.3g}", wanted))
+    return found
+
+
+@contextmanager
+def _stored(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Functions that read each tensor of an export, by name."""
+    if (folder / GGUF_FILE).is_file():
+        tensors = open_gguf(folder / GGUF_FILE).tensors
+        yield {t.name: partial(_Stored, f"{t.type} {t.shape}", t.data) for t in tensors}
+        return
+
+    def read(name: str) -> _Stored:
+        tensor = files.read_stored(name)
+        form = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        return _Stored(form, tensor.reshape(-1).view(torch.uint8).numpy())
+
+    with TensorFolder(folder) as files:
+        yield {name: partial(read, name) for name in files.file_of}

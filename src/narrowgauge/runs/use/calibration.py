@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from narrowgauge.checkpoint.interop.activations import InputScale, needs_scale, recorded_scale, scale_of_amax
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.data import validation_batches
 from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear
@@ -31,13 +32,7 @@ def activation_scales(trained: TrainedRun, source: str) -> dict[str, InputScale]
     Raises:
         UserError: No layer can store a scale, or a layer has none in that source.
     """
-    layers = {
-        name: module
-        for name, module in trained.model.named_modules()
-        if isinstance(module, Linear)
-        and module.spec.casts["fprop.w"].is_scaled
-        and needs_scale(module.spec.casts["fprop.x"])
-    }
+    layers = layers_with_scales(trained.model)
     if not layers:
         raise UserError(
             "no layer of this run has activations whose scale is stored (NVFP4, or FP8 with one scale), so "
@@ -60,9 +55,15 @@ def activation_scales(trained: TrainedRun, source: str) -> dict[str, InputScale]
     return {name: scale for name, scale in scales.items() if scale is not None}
 
 
+def layers_with_scales(model: torch.nn.Module) -> dict[str, Linear]:
+    """The layers whose input can have a stored scale."""
+    layers = narrow_layers(model)
+    return {n: layer for n, layer in layers.items() if needs_scale(layer.spec.casts["fprop.x"])}
+
+
 def _measured(trained: TrainedRun, source: str, layers: dict[str, Linear]) -> dict[str, InputScale | None]:
     dataset, length = run_data(trained, source), trained.config.data.sequence_length
-    with _amaxes(layers) as amaxes, torch.no_grad():
+    with input_amaxes(layers) as amaxes, torch.no_grad():
         for number, window in enumerate(validation_batches(dataset.train, 1, length, sequences=SEQUENCES)):
             trained.go_to_sample(number)
             trained.model(window.x_BT)
@@ -79,7 +80,7 @@ def _measured(trained: TrainedRun, source: str, layers: dict[str, Linear]) -> di
 
 
 @contextmanager
-def _amaxes(layers: dict[str, Linear]) -> Iterator[dict[str, float]]:
+def input_amaxes(layers: dict[str, Linear]) -> Iterator[dict[str, float]]:
     """The largest magnitude of the inputs of layers, in what runs meanwhile."""
     found: dict[str, float] = {}
 

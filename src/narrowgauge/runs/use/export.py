@@ -11,11 +11,17 @@ multiplies.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from narrowgauge.checkpoint import save
-from narrowgauge.checkpoint.interop.activations import InputScale, before_the_casts, in_llama_cpp
+from narrowgauge.checkpoint.interop.activations import (
+    InputScale,
+    amax_of_scale,
+    before_the_casts,
+    in_llama_cpp,
+)
 from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.gguf.model import (
@@ -24,11 +30,17 @@ from narrowgauge.checkpoint.interop.gguf.model import (
     read_gguf_model,
     write_gguf_model,
 )
-from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, write_folder
+from narrowgauge.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG, write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.modelopt import write_modelopt
-from narrowgauge.checkpoint.interop.read_back import require_read_back
-from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
+from narrowgauge.checkpoint.interop.read_back import (
+    Difference,
+    different_tensors,
+    has_input_scales,
+    require_read_back,
+    wrong_input_scales,
+)
+from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES, inside, read_json
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import staged_directory
@@ -36,7 +48,7 @@ from narrowgauge.nn import DTYPES
 from narrowgauge.recipes.exchange import TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, READERS
 from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.runs.use.calibration import activation_scales
+from narrowgauge.runs.use.calibration import activation_scales, layers_with_scales
 from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open_run
 
 #: The formats that hold the codes and scales of the forward matmul.
@@ -45,9 +57,10 @@ QUANTIZED = ("compressed-tensors", "modelopt")
 
 @dataclass(frozen=True)
 class Export:
-    """The run that was exported, and sentences on what the format holds in another way."""
+    """The run that was exported, its new folder, and sentences on what the format holds in another way."""
 
     run: TrainedRun
+    folder: Path
     remarks: tuple[str, ...] = ()
 
 
@@ -76,7 +89,7 @@ def export_run(
     """
     require_format(to, dtype, shard_bytes, calibrate)
     source = open_run(run, "cpu")
-    return Export(source, tuple(export_model(source, to, out, dtype, shard_bytes, calibrate)))
+    return Export(source, out, tuple(export_model(source, to, out, dtype, shard_bytes, calibrate)))
 
 
 def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str | None) -> None:
@@ -114,48 +127,97 @@ def export_model(
     """`export_run` of a run that is open; returns the sentences."""
     scales = {} if calibrate is None else activation_scales(source, calibrate)
     with staged_directory(out) as folder:
-        if to == "gguf":
-            remarks = _write_gguf(folder, source, None if dtype is None else DTYPES[dtype])
-        else:
-            stored = DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")]
-            remarks = _write(folder, source, to, stored, shard_bytes, scales)
+        remarks = write_export(folder, source, to, dtype, shard_bytes, scales)
+        try:
+            _read_back(folder, source, to, dtype, scales)
+        except UserError as error:  # about a folder that is then deleted
+            raise UserError(str(error).replace(str(folder), str(out))) from error
         if to in ("llmc", "gguf") and source.tokenizer_file is not None:
             source.tokenizer.save(folder / "tokenizer.json")
     return remarks
 
 
-def _write(
+def write_export(
     folder: Path,
     source: TrainedRun,
     to: str,
-    dtype: torch.dtype,
-    shard_bytes: int,
-    scales: Mapping[str, InputScale],
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    scales: Mapping[str, InputScale] | None = None,
 ) -> list[str]:
-    config, weights = source.config.spec.model, source.weights()
-    expected = {name: weight.to(dtype).float() for name, weight in weights.items()}
-    settings = (source.tokenizer_file, dtype, shard_bytes, source.special_tokens)
-    remarks = before_the_casts(source.model)
-    if to == "hf":
-        write_folder(folder, config, weights, *settings)
-    elif to in QUANTIZED:
+    """Fill an empty folder with the files of a format; returns the sentences on what is held otherwise."""
+    model, weights = source.model, source.weights()
+    if to == "gguf":
+        settings = (source.tokenizer_file, _plain_dtype(to, dtype), source.special_tokens)
+        return write_gguf_model(folder / GGUF_FILE, model, weights, *settings) + in_llama_cpp(model)
+    stored = _plain_dtype(to, dtype)
+    assert stored is not None
+    folder_settings = (source.tokenizer_file, stored, shard_bytes, source.special_tokens)
+    if to in QUANTIZED:
         write = write_compressed if to == "compressed-tensors" else write_modelopt
-        remarks = write(folder, source.model, weights, *settings, scales)
-        narrow = narrow_layers(source.model)
-        expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
+        return write(folder, model, weights, *folder_settings, scales)
+    if to == "hf":
+        write_folder(folder, model.config, weights, *folder_settings)
     else:
-        write_llmc(folder / "model.bin", config, weights, dtype)
+        write_llmc(folder / "model.bin", model.config, weights, stored)
+    return before_the_casts(model)
+
+
+def _plain_dtype(to: str, dtype: str | None) -> torch.dtype | None:
+    """The dtype of weights without codes; None for the narrower of bf16 and fp32 that is exact."""
+    if to == "gguf":
+        return None if dtype is None else DTYPES[dtype]
+    return DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")]
+
+
+def _read_back(
+    folder: Path, source: TrainedRun, to: str, dtype: str | None, scales: Mapping[str, InputScale]
+) -> None:
+    """Refuse files that do not hold what the run multiplies, or the scales of activations."""
+    model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
+    if to == "gguf":
+        found = read_gguf_model(folder / GGUF_FILE, model.config)
+        require_read_back(found, expected_values(model, weights, stored))
+        return
+    expected = {name: weight.to(stored).float() for name, weight in weights.items()}
+    if to in QUANTIZED:
+        narrow = narrow_layers(model)
+        expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
+        casts = {name: layer.spec.casts["fprop.x"] for name, layer in narrow.items()}
+        amaxes = {name: amax_of_scale(casts[name], s.decode, divides=False) for name, s in scales.items()}
+        for wrong in wrong_input_scales(folder, model, amaxes, within=1 + 2.0**-20):
+            raise UserError(f"the exported files were read back, and {wrong}; nothing was kept")
     require_read_back(read_external_model(folder).tensors, expected)
-    return remarks
 
 
-def _write_gguf(folder: Path, source: TrainedRun, dtype: torch.dtype | None) -> list[str]:
-    path, weights = folder / GGUF_FILE, source.weights()
-    settings = (source.tokenizer_file, dtype, source.special_tokens)
-    remarks = write_gguf_model(path, source.model, weights, *settings) + in_llama_cpp(source.model)
-    found = read_gguf_model(path, source.config.spec.model)
-    require_read_back(found, expected_values(source.model, weights, dtype))
-    return remarks
+def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[Difference]:
+    """The tensors of an export that are not those of its run, in whichever dtype its plain weights are.
+
+    Raises:
+        UserError: A tensor is missing, too many, or of another type or shape.
+    """
+    has_scales = to in QUANTIZED and has_input_scales(folder)
+    scales = dict.fromkeys(layers_with_scales(source.model), InputScale(1.0, 1.0)) if has_scales else {}
+    found: list[list[Difference]] = []
+    for dtype in (None, *DTYPES):
+        with TemporaryDirectory() as temporary:
+            write_export(Path(temporary), source, to, dtype, scales=scales)
+            found.append(different_tensors(folder, Path(temporary)))
+        if not found[-1]:
+            break
+    fewest = min(found, key=len)
+    for difference in fewest:
+        if difference.is_of_form:
+            raise UserError(f"{folder} is not an export of {source.path}: {difference}; export it again")
+    return fewest
+
+
+def format_of(folder: Path) -> str:
+    """The format of an export of `hf`, `gguf` or `QUANTIZED`."""
+    if (folder / GGUF_FILE).is_file():
+        return "gguf"
+    quantization = read_json(inside(folder, CONFIG)).get("quantization_config") or {}
+    return str(quantization.get("quant_method", "hf"))
 
 
 def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: str = "stdlib") -> Path:

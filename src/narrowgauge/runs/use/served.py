@@ -1,150 +1,121 @@
-"""Compares a trained model with itself behind a server: the same text through both, token by token.
+"""Compares a trained model with itself behind a server: its files first, then one text through both.
 
-Three forward passes read the held-out text of the run:
+Files that were exported earlier are compared with a new export, tensor by tensor: one other code or scale is
+a difference, whatever the loss. Then three forward passes read the held-out text of the run:
 
     trainer    the run's, under its recipe
     file       the weights of the exported file in float32 arithmetic, by our model
     server     the server's, from the same file
 
-The difference between trainer and server is what a user gets. It has two parts: file and server differ by
-the server's arithmetic, and widely if it reads a weight or a scale wrong; trainer and file differ by the
-formats of training's inputs, if the file has the codes and scales of training, which is checked.
-Log-probabilities are compared over the whole vocabulary, in float64. Of a server that opens its layers, each
-is compared by itself in the first sequence (`served_layers.py`).
+The difference between trainer and server is what a user gets. File and server differ by the server's
+arithmetic, and widely if it reads a weight or a scale wrong; trainer and file differ by the formats of
+training's inputs. Log-probabilities are compared over the whole vocabulary, in float64.
 """
 
+import json
 import math
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from narrowgauge.checkpoint.interop.activations import input_formats
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE, read_gguf_model
+from narrowgauge.checkpoint.interop.read_back import (
+    Difference,
+    has_input_scales,
+    is_same,
+    wrong_input_scales,
+)
 from narrowgauge.data import validation_batches
 from narrowgauge.data.cache import Progress
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.json_lines import strict_json
-from narrowgauge.models import Transformer
 from narrowgauge.runs.choices import SERVERS
-from narrowgauge.runs.use.export import export_run
-from narrowgauge.runs.use.served_layers import (
-    LayerDifference,
-    first,
-    layer_differences,
-    layer_names,
-    same_weights,
-)
+from narrowgauge.runs.use.calibration import input_amaxes, layers_with_scales
+from narrowgauge.runs.use.export import differences_from_run, export_run, format_of
 from narrowgauge.runs.use.servers import Server, require_installed
-from narrowgauge.runs.use.trained_model import TrainedRun, open_run, run_data
+from narrowgauge.runs.use.trained_model import TrainedRun, open_run, plain_model, run_data
 from narrowgauge.t_interval import Interval, interval
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
 
-#: The columns of `Served.rows`.
-HEAD = ("", "loss", "server less it", "KL", "largest", "log p off by", "largest", "same top")
+_HEAD = ("", "loss", "server less it", "KL", "largest", "log p off by", "largest", "same top")
+_ROW = "{:8}  {:>9}  {:>14}  {:>8}  {:>8}  {:>12}  {:>8}  {:>8}"
+_LISTED = 5  # tensors that the text names; JSON has all
 
 
 @dataclass
 class Compared:
-    """Two forward passes over the same tokens.
+    """Two forward passes over the same tokens: numbers of each sequence, then of each position."""
 
-    Attributes:
-        differences: The second's mean loss of each sequence less the first's, in nats per token.
-        kl_mean: The mean of KL(first, second) over positions, in nats.
-        kl_max: The largest.
-        change_mean: The mean change of the log-probability of the token that follows, as a magnitude.
-        change_max: The largest.
-        same_top: The share of positions with the same likeliest token.
-    """
-
-    differences: list[float] = field(default_factory=list)
-    kl_mean: float = 0.0
-    kl_max: float = 0.0
-    change_mean: float = 0.0
-    change_max: float = 0.0
-    same_top: float = 0.0
+    differences: list[float] = field(default_factory=list)  #: the second's mean loss less the first's, nats
+    kl: list[float] = field(default_factory=list)  #: KL(first, second), in nats
+    change: list[float] = field(default_factory=list)  #: of the log-probability of the token that follows
+    same_top: list[float] = field(default_factory=list)  #: 1 where both have the same likeliest token
 
     def add(self, first: torch.Tensor, second: torch.Tensor, targets: torch.Tensor) -> None:
         """Add a sequence, from log-probabilities (T, V) in float64 and the ids that follow (T,)."""
-        n, index = len(self.differences), targets[:, None]
-        change = second.gather(1, index)[:, 0] - first.gather(1, index)[:, 0]
-        kl = (first.exp() * (first - second)).sum(-1)
-        same = (first.argmax(-1) == second.argmax(-1)).double().mean()
-        for name, value in (("kl_mean", kl.mean()), ("change_mean", change.abs().mean()), ("same_top", same)):
-            setattr(self, name, (getattr(self, name) * n + float(value)) / (n + 1))
-        self.kl_max = _largest(self.kl_max, kl)
-        self.change_max = _largest(self.change_max, change.abs())
+        change = (second - first).gather(1, targets[:, None])[:, 0]
         self.differences.append(-float(change.mean()))
+        self.kl += (first.exp() * (first - second)).sum(-1).tolist()
+        self.change += change.abs().tolist()
+        self.same_top += (first.argmax(-1) == second.argmax(-1)).double().tolist()
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers for programs."""
+        """The numbers for programs: means and largest values over positions, NaN if one is not a number."""
+        kl, change, same = (torch.tensor(v).double() for v in (self.kl, self.change, self.same_top))
+        kinds = {"kl": kl, "log_probability_change": change}
         return {
             "difference": interval(self.differences).as_json(),
-            "kl": {"mean": self.kl_mean, "max": self.kl_max},
-            "log_probability_change": {"mean": self.change_mean, "max": self.change_max},
-            "same_top_token": self.same_top,
+            **{name: {"mean": float(v.mean()), "max": float(v.max())} for name, v in kinds.items()},
+            "same_top_token": float(same.mean()),
         }
 
 
 @dataclass(frozen=True)
 class Served:
-    """What `served` found.
+    """What `served` found; losses are in nats per token."""
 
-    Attributes:
-        run: The run, and its step.
-        server: The name and version of the server, and the format it reads.
-        sequences: (sequences, tokens of each).
-        losses: Nats per token of "trainer", "file" and "server".
-        to_trainer: Trainer and server.
-        to_file: File and server.
-        texts: (texts that the server's tokenizer gives other ids, texts); None without a tokenizer.
-        margin: The largest difference of the loss that counts as equal, in nats per token.
-        weights: (narrow weights of the file with the codes and scales of training, narrow weights).
-        inputs: The formats of the inputs of linear layers in training; none if all are wide.
-        layers: The linear layers one by one, in the order of a pass; none if the server opens none.
-    """
-
-    run: tuple[Path, int]
-    server: tuple[str, str, str]
-    sequences: tuple[int, int]
-    losses: dict[str, float]
-    to_trainer: Compared
-    to_file: Compared
-    texts: tuple[int, int] | None
-    margin: float
-    weights: tuple[int, int]
-    inputs: tuple[str, ...] = ()
-    layers: tuple[LayerDifference, ...] = ()
+    run: tuple[Path, int]  #: the run, and its step
+    server: tuple[str, str, str]  #: its name, its version, the format it reads
+    sequences: tuple[int, int]  #: their number, and the tokens of each
+    losses: dict[str, float]  #: of "trainer", "file" and "server"
+    to_trainer: Compared  #: trainer and server
+    to_file: Compared  #: file and server
+    texts: tuple[int, int] | None  #: (texts with other ids in the server, texts); None without a tokenizer
+    margin: float  #: the largest difference of the loss that counts as equal
+    weights: tuple[int, int]  #: (narrow weights with the codes and scales of training, narrow weights)
+    inputs: tuple[str, ...] = ()  #: the formats of the inputs of linear layers in training, where narrow
+    different: tuple[Difference, ...] = ()  #: the tensors of the file that are not those of the run
 
     @property
     def verdict(self) -> str:
-        """Whether the server's loss is the trainer's: `EQUAL`, `DIFFERENT` or `UNDECIDED`.
+        """Whether the server's model is the trainer's: `EQUAL`, `DIFFERENT` or `UNDECIDED`.
 
-        It is `EQUAL` if the 95 % interval of the difference over sequences lies within the margin and the
-        tokenizers give the same ids, and `UNDECIDED` if the interval crosses the margin.
+        It is `EQUAL` if all tensors of the file are the run's, the 95 % interval of the difference over
+        sequences lies within the margin and the tokenizers give the same ids, and `UNDECIDED` if the interval
+        crosses the margin.
         """
-        return self._judge(self.to_trainer)
+        return DIFFERENT if self.different else self._judge(self.to_trainer)
 
     @property
     def file_verdict(self) -> str:
-        """The same of the file: if it is not `EQUAL`, the server or the export is at fault."""
+        """The same of the loss of the file: if it is not `EQUAL`, the server or the export is at fault."""
         return self._judge(self.to_file)
 
     @property
     def of_inputs(self) -> Interval | None:
         """What narrow inputs in training make of the difference, in nats per token, over sequences.
 
-        It is the file's loss less the trainer's: the same weights, and wide inputs. None if weights differ,
+        It is the file's loss less the trainer's: the same weights, and wide inputs. None if tensors differ,
         if the server computes otherwise than the file, or if inputs are wide in training.
         """
-        if not self.inputs or self.weights[0] < self.weights[1] or self.file_verdict != EQUAL:
+        if not self.inputs or self.different or self.file_verdict != EQUAL:
             return None
         pairs = zip(self.to_trainer.differences, self.to_file.differences, strict=True)
         return interval([of_trainer - of_file for of_trainer, of_file in pairs])
@@ -159,89 +130,55 @@ class Served:
 
     def as_json(self) -> dict[str, Any]:
         """The result for programs."""
-        name, version, format = self.server
-        return strict_json(
-            {
-                **{"run": str(self.run[0]), "step": self.run[1]},
-                **{"server": name, "version": version, "format": format},
-                **{"sequences": self.sequences[0], "sequence_length": self.sequences[1]},
-                **{"losses": self.losses, "margin": self.margin},
-                **{"verdict": self.verdict, "file_verdict": self.file_verdict},
-                "trainer_and_server": self.to_trainer.as_json(),
-                "file_and_server": self.to_file.as_json(),
-                **{"equal_weights": self.weights[0], "weights": self.weights[1], "inputs": self.inputs},
-                "inputs_alone": None if self.of_inputs is None else self.of_inputs.as_json(),
-                "texts_with_other_ids": None if self.texts is None else self.texts[0],
-                "first_other_tensor": first(self.layers, "has_other_weight"),
-                "first_other_layer": first(self.layers, "disagrees"),
-                "layers": [layer.as_json() for layer in self.layers],
-            }
-        )
-
-    def subject(self) -> str:
-        """What was compared, in one line."""
-        name, version, format = self.server
-        count, length = self.sequences
-        return (
-            f"{self.run[0]} at step {self.run[1]}, {count} sequences of {length} tokens, "
-            f"served by {name} {version} from {format}"
-        )
-
-    def rows(self) -> list[list[str]]:
-        """The numbers of the passes as texts, with `HEAD`."""
-        rows = []
-        for which, c in (("trainer", self.to_trainer), ("file", self.to_file)):
-            mean = interval(c.differences).mean
-            numbers = [f"{self.losses[which]:.5f}", f"{mean:+.5f}", f"{c.kl_mean:.2g}", f"{c.kl_max:.2g}"]
-            rows.append([which, *numbers, f"{c.change_mean:.2g}", f"{c.change_max:.2g}", f"{c.same_top:.2%}"])
-        return [*rows, ["server", f"{self.losses['server']:.5f}", *[""] * 6]]
-
-    def sentences(self) -> list[str]:
-        """The verdicts."""
-        lines = []
-        if self.texts is not None:
-            lines.append(f"{self.texts[0]} of {self.texts[1]} texts have other ids in the server")
-        for which, c, verdict in (
-            ("trainer", self.to_trainer, self.verdict),
-            ("file", self.to_file, self.file_verdict),
-        ):
-            d = interval(c.differences)
-            lines.append(
-                f"server and {which}: {verdict} within {self.margin:g} nats per token "
-                f"({d.mean:+.5f}, 95 % {d.low:+.5f} to {d.high:+.5f})"
-            )
-        if self.weights[1]:
-            lines.append(
-                f"{self.weights[0]} of {self.weights[1]} narrow weights of the file have the codes and "
-                "scales of training"
-            )
-        if self.of_inputs is not None:
-            d, names = self.of_inputs, " and ".join(self.inputs)
-            lines.append(
-                f"of the difference, inputs that training rounds to {names} make {d.mean:+.5f} "
-                f"(95 % {d.low:+.5f} to {d.high:+.5f}), and the server's arithmetic makes the rest"
-            )
-        if not self.layers:
-            return [*lines, f"layers: not compared, because {self.server[0]} does not open its layers here"]
-        tensor, layer = first(self.layers, "has_other_weight"), first(self.layers, "disagrees")
-        if tensor:
-            lines.append(f"first tensor that is not the trainer's: {tensor}")
-        if layer:
-            lines.append(
-                f"first layer whose output is not the trainer's, with its inputs or wide ones: {layer}"
-            )
-        if not (tensor or layer):
-            lines.append(f"layers: all {len(self.layers)} agree, each on the server's input")
-        return lines
+        names = ("run", "step", "server", "version", "format", "sequences", "sequence_length")
+        subject = (str(self.run[0]), self.run[1], *self.server, *self.sequences)
+        values = {
+            **dict(zip(names, subject, strict=True)),
+            **{"losses": self.losses, "margin": self.margin},
+            **{"verdict": self.verdict, "file_verdict": self.file_verdict},
+            "trainer_and_server": self.to_trainer.as_json(),
+            "file_and_server": self.to_file.as_json(),
+            **{"equal_weights": self.weights[0], "weights": self.weights[1], "inputs": self.inputs},
+            "inputs_alone": None if self.of_inputs is None else self.of_inputs.as_json(),
+            "texts_with_other_ids": None if self.texts is None else self.texts[0],
+            "first_other_tensor": self.different[0].name if self.different else None,
+            "other_tensors": [difference._asdict() for difference in self.different],
+        }
+        return json.loads(json.dumps(values), parse_constant=lambda _: None)  # strict, without NaN
 
     def table(self) -> str:
         """The result as text."""
-        widths = (8, 9, 14, 8, 8, 12, 8, 8)
-        lines = [self.subject(), ""]
-        for name, *cells in (HEAD, *self.rows()):
-            texts = [f"{name:8}", *(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))]
-            lines.append("  ".join(texts).rstrip())
-        return "\n".join([*lines, "", *self.sentences()])
+        (run, step), (count, length), (name, version, format) = self.run, self.sequences, self.server
+        subject = f"{run} at step {step}, {count} sequences of {length} tokens, served by {name} {version}"
+        lines = [f"{subject} from {format}", "", _ROW.format(*_HEAD)]
+        for which, c in (("trainer", self.to_trainer), ("file", self.to_file)):
+            n, mean = c.as_json(), f"{interval(c.differences).mean:+.5f}"
+            numbers = [f"{v:.2g}" for name in ("kl", "log_probability_change") for v in n[name].values()]
+            top = f"{n['same_top_token']:.2%}"
+            lines.append(_ROW.format(which, f"{self.losses[which]:.5f}", mean, *numbers, top))
+        return "\n".join([*lines, f"{'server':8}  {self.losses['server']:>9.5f}", "", *self._sentences()])
+
+    def _sentences(self) -> Iterator[str]:
+        if self.different:
+            yield f"different: {len(self.different)} tensors of the files are not those of the run"
+            yield from (f"{difference}" for difference in self.different[:_LISTED])
+        if self.texts is not None:
+            yield f"{self.texts[0]} of {self.texts[1]} texts have other ids in the server"
+        for which, c in (("trainer", self.to_trainer), ("file", self.to_file)):
+            d = interval(c.differences)
+            yield (
+                f"losses of server and {which}: {self._judge(c)} within {self.margin:g} nats per token "
+                f"({d.mean:+.5f}, 95 % {d.low:+.5f} to {d.high:+.5f})"
+            )
+        if self.weights[1]:
+            equal, all = self.weights
+            yield f"{equal} of {all} narrow weights of the file have the codes and scales of training"
+        if (alone := self.of_inputs) is not None:
+            yield (
+                f"of the difference, inputs that training rounds to {' and '.join(self.inputs)} make "
+                f"{alone.mean:+.5f} (95 % {alone.low:+.5f} to {alone.high:+.5f}), and the server's "
+                "arithmetic makes the rest"
+            )
 
 
 def served(
@@ -255,25 +192,18 @@ def served(
     margin: float = 0.01,
     progress: Progress | None = None,
 ) -> Served:
-    """Compare a run with itself behind a server on this machine.
+    """Compare a run with itself behind a server on this machine; the arguments are the options of the verb.
 
-    Args:
-        run: A run, or any model that `open_run` opens.
-        server: One of `SERVERS`.
-        format: The format of `export` that the server reads; None for the server's first.
-        folder: An export of this run, to be served as it is; None for a new one in a temporary folder.
-        data: A source of text; None for the run's.
-        sequences: The number of held-out sequences, at least 2.
-        sequence_length: Their tokens; None for the run's.
-        margin: The largest difference of the loss that counts as equal, in nats per token.
-        progress: Called with the stage of preparing the text.
+    `folder` is an export of this run, to be served as it is; None for a new one in a temporary folder.
 
     Raises:
-        UserError: An argument is invalid, the run cannot be exported, or the server fails.
+        UserError: An argument is invalid, the run cannot be exported, `folder` is not its export, or the
+            server fails.
     """
     if server not in SERVERS:
         raise unknown("server", server, list(SERVERS))
-    if format is not None and format not in SERVERS[server]:
+    format = format or (SERVERS[server][0] if folder is None else format_of(folder))
+    if format not in SERVERS[server]:
         raise unknown(f"format of {server}", format, list(SERVERS[server]))
     if sequences < 2 or not margin > 0:
         raise UserError(
@@ -281,62 +211,37 @@ def served(
             "more than 0, such as 16 and 0.01"
         )
     require_installed(server)  # before the text is prepared, and a large model is exported
-    format = format or SERVERS[server][0]
     trained = open_run(run, "cpu")
     length = sequence_length or trained.config.data.sequence_length
     windows = list(validation_batches(run_data(trained, data, progress).val, 1, length, sequences=sequences))
-    with _exported(trained, format, folder) as files, Server(server, files, length) as program:
-        plain = _plain(files, trained)
-        version, losses = program.version(), dict.fromkeys(("trainer", "file", "server"), 0.0)
+    with TemporaryDirectory() as temporary, input_amaxes(layers_with_scales(trained.model)) as amaxes:
+        files = folder or export_run(trained.path, format, Path(temporary) / "served").folder
+        different = [] if folder is None else differences_from_run(folder, trained, format)
+        plain = plain_model(read_external_model(files))
+        losses = dict.fromkeys(("trainer", "file", "server"), 0.0)
         to_trainer, to_file = Compared(), Compared()
-        for number, window in enumerate(windows):
-            ids, targets = window.x_BT, window.y_BT[0]
-            trained.go_to_sample(number)
-            with torch.no_grad():
-                passes = {"trainer": trained.model(ids)[0], "file": plain(ids)[0]}
-            theirs = torch.from_numpy(program.logits(ids[0].tolist()))
-            if theirs.shape != passes["file"].shape:
-                raise UserError(
-                    f"{server} gives logits of shape {tuple(theirs.shape)}, and the run "
-                    f"{tuple(passes['file'].shape)}; serve an export of this run"
-                )
-            logs = {name: t.double().log_softmax(-1) for name, t in (passes | {"server": theirs}).items()}
-            for name, log in logs.items():
-                losses[name] -= float(log.gather(1, targets[:, None]).mean()) / len(windows)
-            to_trainer.add(logs["trainer"], logs["server"], targets)
-            to_file.add(logs["file"], logs["server"], targets)
-        trained.go_to_sample(0)
-        opened = program.layers(windows[0].x_BT[0].tolist(), layer_names(trained.model))
-        layers = layer_differences(trained, opened)
-        texts = _other_ids(trained, program, [window.x_BT[0].tolist() for window in windows])
-        weights, inputs = same_weights(trained, plain), tuple(input_formats(trained.model))
-    of_run, of_server = (run, trained.step), (server, version, format)
-    subject = (of_run, of_server, (len(windows), length))
-    return Served(*subject, losses, to_trainer, to_file, texts, margin, weights, inputs, tuple(layers))
-
-
-@contextmanager
-def _exported(trained: TrainedRun, format: str, folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        out = Path(temporary) / "served"
-        export_run(trained.path, format, out)
-        yield out
-
-
-def _plain(folder: Path, trained: TrainedRun) -> Transformer:
-    """Our model in float32, with the weights of the files."""
-    if (folder / GGUF_FILE).is_file():
-        weights = read_gguf_model(folder / GGUF_FILE, trained.config.spec.model)
-    else:
-        weights = dict(read_external_model(folder).tensors)
-    model = Transformer(trained.config.spec.model)
-    if not torch.equal(weights["embedding.weight"], weights["head.weight"]):
-        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())  # no longer tied
-    model.load_state_dict(weights)
-    return model.eval()
+        with Server(server, files, length) as program:
+            version = program.ask("version")
+            for number, window in enumerate(windows):
+                ids, targets = window.x_BT, window.y_BT[0]
+                trained.go_to_sample(number)
+                with torch.no_grad():
+                    passes = {"trainer": trained.model(ids)[0], "file": plain(ids)[0]}
+                passes["server"] = torch.from_numpy(program.ask("logits", ids[0].tolist()))
+                logs = {name: t.double().log_softmax(-1) for name, t in passes.items()}
+                for name, log in logs.items():
+                    losses[name] -= float(log.gather(1, targets[:, None]).mean()) / len(windows)
+                to_trainer.add(logs["trainer"], logs["server"], targets)
+                to_file.add(logs["file"], logs["server"], targets)
+            texts = _other_ids(trained, program, [window.x_BT[0].tolist() for window in windows])
+        if folder is not None and has_input_scales(folder):
+            different += wrong_input_scales(folder, trained.model, amaxes)
+    narrow = narrow_layers(trained.model)
+    pairs = [(plain.get_parameter(f"{n}.weight"), layer.forward_weight()) for n, layer in narrow.items()]
+    weights = (sum(is_same(theirs, ours) for theirs, ours in pairs), len(pairs))
+    inputs, of_server = tuple(input_formats(trained.model)), (server, version, format)
+    subject = ((run, trained.step), of_server, (len(windows), length), losses)
+    return Served(*subject, to_trainer, to_file, texts, margin, weights, inputs, tuple(different))
 
 
 def _other_ids(trained: TrainedRun, server: Server, sequences: list[list[int]]) -> tuple[int, int] | None:
@@ -346,8 +251,4 @@ def _other_ids(trained: TrainedRun, server: Server, sequences: list[list[int]]) 
     tokenizer = trained.tokenizer
     ends = [list(takewhile(lambda i: i != tokenizer.end_of_document, ids)) for ids in sequences]
     texts = [text for ids in ends if (text := tokenizer.decode(ids))]
-    return sum(server.ids(text) != tokenizer.encode(text) for text in texts), len(texts)
-
-
-def _largest(before: float, values: torch.Tensor) -> float:
-    return max(before, float(values.max())) if bool(values.isfinite().all()) else math.nan
+    return sum(server.ask("ids", text) != tokenizer.encode(text) for text in texts), len(texts)

@@ -3,14 +3,12 @@
     llama.cpp       through llama-cpp-python, from a GGUF file
     transformers    AutoModelForCausalLM, plain weights in float32, narrow ones in the dtype of their folder;
                     also as `compressed-tensors`, the package by which it multiplies narrow weights
-    vllm            LLM.generate, whose log-probabilities of a prompt stand for logits
-
-transformers alone opens its layers (`served_layers.py`). vLLM 0.32 for CPUs was run; it has no
-kernel for NVFP4 or for FP8 under one scale, and keeps plain weights in bfloat16.
+    vllm            LLM.generate, whose log-probabilities of a prompt stand for logits; vLLM 0.32 for CPUs has
+                    no kernel for NVFP4 or for FP8 under one scale, and keeps plain weights in bfloat16
 
 A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
-values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 ends with
-a segmentation fault in them (Q8_0, on a CPU that reports AMX).
+values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 crashes
+in them (Q8_0, on a CPU that reports AMX).
 """
 
 import json
@@ -29,11 +27,10 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError
 from narrowgauge.processes import Answering, Ended
-from narrowgauge.runs.choices import SERVERS
-from narrowgauge.runs.use.served_layers import Opened
 
+Answers = Mapping[str, Callable[[Any], Any]]
 _GRACE_S = 60.0  # for libraries to end their processes, and to return what they share with others
 #: The module of each server, and how to install it.
 _MODULES = {
@@ -45,28 +42,16 @@ _MODULES = {
 
 
 def require_installed(name: str) -> None:
-    """Check that the package of a server is there.
-
-    Raises:
-        UserError: It is not.
-    """
+    """Check that the package of a server is there; a `UserError` if not."""
     module, package = _MODULES[name]
     if find_spec(module) is None:
         raise UserError(f"{name} is not installed here; python -m pip install {package}")
 
 
 class Server:
-    """A server of the model in a folder; use it in a `with` block."""
+    """A server of the model in a folder, for sequences of up to `length` tokens; use it in a `with` block."""
 
     def __init__(self, name: str, folder: Path, length: int) -> None:
-        """Start it for sequences of up to `length` tokens.
-
-        Raises:
-            UserError: The name is unknown, or the server is not installed.
-        """
-        if name not in SERVERS:
-            raise unknown("server", name, list(SERVERS))
-        require_installed(name)
         self.name, self._folder = name, TemporaryDirectory()
         self._words = Path(self._folder.name) / "words"
         self._process = Answering(
@@ -80,39 +65,24 @@ class Server:
         self._process.end(grace_s=_GRACE_S)
         self._folder.cleanup()
 
-    def version(self) -> str:
-        """The version of its package."""
-        return str(self._ask("version", None))
+    def ask(self, question: str, value: object = None) -> Any:
+        """An answer of the server.
 
-    def logits(self, ids: list[int]) -> NDArray[np.float32]:
-        """The logits after each token of a sequence: (T, V)."""
-        found: NDArray[np.float32] = self._ask("logits", ids)
-        return found
-
-    def layers(self, ids: list[int], names: list[str]) -> dict[str, Opened]:
-        """The named layers that the server opens, in a pass over a sequence."""
-        return {name: Opened(*parts) for name, parts in self._ask("layers", (ids, names)).items()}
-
-    def ids(self, text: str) -> list[int]:
-        """The ids of a text, without those that begin one."""
-        return list(self._ask("ids", text))
-
-    def _ask(self, question: str, value: object) -> Any:
+        version           of its package
+        logits   ids      float32 (T, V), after each token
+        ids      text     without those that begin a text
+        """
         try:
             return self._process.ask((question, value))
         except Ended as ended:
             words = self._words.read_text(errors="replace") if self._words.exists() else ""
+            found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", words)
+            lines = [found.group()] if found else ended.traceback.strip().splitlines()
+            reason = lines[-1] if lines else f"its process ended with code {ended.code}"
             raise UserError(
-                f"{self.name} did not serve the model: {_reason(words, ended)}; try another --with or --to, "
-                f"or report it to {self.name}"
+                f"{self.name} did not serve the model: {reason}; try another --with or --to, or report it to "
+                f"{self.name}"
             ) from None
-
-
-def _reason(words: str, ended: Ended) -> str:
-    """Why a server ended, in a line: the first error among its words, else the error of its process."""
-    found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", words)
-    lines = [found.group()] if found else ended.traceback.strip().splitlines()
-    return lines[-1] if lines else f"its process ended with code {ended.code}"
 
 
 @contextmanager
@@ -123,20 +93,16 @@ def _serving(
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     torch.set_num_threads(threads)
-    if name == "llama.cpp":
-        answers = _llama_cpp(Path(folder), length, threads)
-    elif name == "vllm":
-        answers = _vllm(Path(folder), length)
-    else:
-        answers = _transformers(Path(folder))
+    serve = {"llama.cpp": _llama_cpp, "vllm": _vllm}.get(name, _transformers)
+    answers = serve(Path(folder), length)
     try:
         yield lambda request: answers[request[0]](request[1])
     finally:
         answers.get("end", lambda _: None)(None)
 
 
-def _llama_cpp(folder: Path, length: int, threads: int) -> Mapping[str, Callable[[Any], object]]:
-    module = import_module("llama_cpp")
+def _llama_cpp(folder: Path, length: int) -> Answers:
+    module, threads = import_module("llama_cpp"), torch.get_num_threads()
     defaults = module.llama_cpp.llama_model_default_params
 
     def without_repacking() -> Any:
@@ -156,12 +122,11 @@ def _llama_cpp(folder: Path, length: int, threads: int) -> Mapping[str, Callable
     return {
         "version": lambda _: module.__version__,
         "logits": logits,
-        "layers": lambda _: {},  # its Python package has no outputs of layers
         "ids": lambda text: model.tokenize(text.encode("utf-8"), add_bos=False, special=False),
     }
 
 
-def _vllm(folder: Path, length: int) -> Mapping[str, Callable[[Any], object]]:
+def _vllm(folder: Path, length: int) -> Answers:
     module = import_module("vllm")
     model = module.LLM(model=str(folder), max_model_len=length + 2, max_logprobs=-1, enforce_eager=True)
     asked = module.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
@@ -175,13 +140,12 @@ def _vllm(folder: Path, length: int) -> Mapping[str, Callable[[Any], object]]:
     return {
         "version": lambda _: module.__version__,
         "logits": logits,
-        "layers": lambda _: {},
         "ids": lambda text: model.get_tokenizer().encode(text, add_special_tokens=False),
         "end": lambda _: model.llm_engine.engine_core.shutdown(),  # its processes outlive this one
     }
 
 
-def _transformers(folder: Path) -> Mapping[str, Callable[[Any], object]]:
+def _transformers(folder: Path, _: int) -> Answers:
     module = import_module("transformers")
     is_narrow = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     dtype = "auto" if is_narrow else torch.float32
@@ -196,42 +160,5 @@ def _transformers(folder: Path) -> Mapping[str, Callable[[Any], object]]:
         tokenizer = module.AutoTokenizer.from_pretrained(folder)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def version(_: object) -> str:
-        if not is_narrow:
-            return str(module.__version__)
-        package = metadata.version("compressed-tensors")
-        return f"{module.__version__} with compressed-tensors {package}"
-
-    return {
-        "version": version,
-        "logits": logits,
-        "layers": lambda asked: _opened_layers(model, logits, *asked),
-        "ids": ids,
-    }
-
-
-def _opened_layers(
-    model: torch.nn.Module, run: Callable[[list[int]], object], ids: list[int], names: list[str]
-) -> dict[str, tuple[object, ...]]:
-    """The parts of `Opened` of the named layers that the model has."""
-    found: dict[str, tuple[object, ...]] = {}
-
-    def hook(name: str) -> Callable[..., None]:
-        def see(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            x, y = (t.float().reshape(-1, t.shape[-1]).numpy().copy() for t in (inputs[0], output))
-            weight, values = getattr(layer, "weight", None), None
-            if weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
-                is_linear = isinstance(layer, torch.nn.Linear)  # transformers' Conv1D keeps (K, N)
-                values = (weight if is_linear else weight.T).detach().float().numpy()
-            found[name] = (x, y, values)
-
-        return see
-
-    modules = dict(model.named_modules())
-    handles = [modules[n].register_forward_hook(hook(n)) for n in names if n in modules]
-    try:
-        run(ids)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+    package = f" with compressed-tensors {metadata.version('compressed-tensors')}" if is_narrow else ""
+    return {"version": lambda _: module.__version__ + package, "logits": logits, "ids": ids}

@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.checkpoint.interop.gguf.blocks import (
+    PLAIN,
     StoredRows,
     code_rows,
     plain_rows,
@@ -52,6 +53,7 @@ from narrowgauge.checkpoint.interop.gguf.tokenizer import tokenizer_keys
 from narrowgauge.checkpoint.interop.hf_config import family_of
 from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, tokens_around_a_text
 from narrowgauge.checkpoint.interop.name_map import NamePair, stored_names
+from narrowgauge.checkpoint.interop.sound_scales import require_sound
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
@@ -138,12 +140,12 @@ def read_gguf_model(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     def read(name: str) -> torch.Tensor:
         if match := _STACKED.fullmatch(name):
             return stacks[f"{match[1]}.weight"][int(match[2])]
-        values = values_of(_scaled(name, rows))
+        values = _decoded(name, _scaled(name, rows))
         order = _order(name, config, arch)
         return values if order is None else values[torch.from_numpy(np.argsort(order))]
 
     pairs = [p for p in gguf_map(config) if p.ours != "head.weight" or "output.weight" in rows]
-    tensors = {pair.ours: pair.join(read) for pair in pairs}
+    tensors = {pair.ours: pair.join(read, path) for pair in pairs}
     return tensors | {"head.weight": tensors.get("head.weight", tensors["embedding.weight"])}
 
 
@@ -311,15 +313,40 @@ def scale_name(name: str) -> str:
 
 def _scaled(name: str, rows: Mapping[str, StoredRows]) -> StoredRows:
     scale = rows.get(scale_name(name)) if name.endswith("weight") else None
-    return rows[name] if scale is None else replace(rows[name], scale=float(values_of(scale)))
+    if scale is None:
+        return rows[name]
+    if scale.shape != (1,):
+        raise UserError(
+            f"{scale_name(name)!r} has the shape {scale.shape}, and one scale is read; fetch the file again"
+        )
+    return replace(rows[name], scale=float(values_of(scale)))
+
+
+def _decoded(name: str, rows: StoredRows) -> torch.Tensor:
+    """The values of rows; a `UserError` if no quantizer makes their scale."""
+    q, factor = values_of(replace(rows, scale=None)), rows.scale
+    weight = q if factor is None else q * factor
+    if rows.type in PLAIN and factor is None:
+        return weight
+    inverted = (lambda: float((q / factor).abs().max())) if factor else lambda: 0.0
+    is_missing = factor is None and rows.type == "NVFP4"
+    try:
+        require_sound(q, weight, 1.0 if factor is None else factor, None if is_missing else inverted)
+    except ValueError as error:
+        raise UserError(f"the weight {name!r} cannot be decoded: {error}; fetch the file again") from None
+    return weight
 
 
 def _unstacked(name: str, rows: Mapping[str, StoredRows]) -> list[torch.Tensor]:
     """The matrix of each expert of a stack."""
     stack, scale = rows[name], rows.get(scale_name(name))
-    scales = [None] * stack.shape[0] if scale is None else values_of(scale).tolist()
     experts, N = stack.shape[:2]
+    if scale is not None and scale.shape != (experts,):
+        raise UserError(
+            f"{scale_name(name)!r} has the shape {scale.shape}, and one scale of each of {experts} "
+            "experts is read; fetch the file again"
+        )
+    scales = [None] * experts if scale is None else values_of(scale).tolist()
     data = stack.data.reshape(experts, N, -1)
-    return [
-        values_of(StoredRows(stack.type, d, stack.shape[1:], s)) for d, s in zip(data, scales, strict=True)
-    ]
+    matrices = [StoredRows(stack.type, d, stack.shape[1:], s) for d, s in zip(data, scales, strict=True)]
+    return [_decoded(f"{name}, expert {i}", matrix) for i, matrix in enumerate(matrices)]

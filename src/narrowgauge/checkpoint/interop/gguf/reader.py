@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from narrowgauge.checkpoint.interop.gguf.blocks import PLAIN, READABLE, StoredRows, plain_rows, values_of
-from narrowgauge.checkpoint.interop.gguf.container import GgufError, GgufTensor, read_gguf
+from narrowgauge.checkpoint.interop.gguf.container import GgufError, GgufFile, GgufTensor, read_gguf
 from narrowgauge.checkpoint.interop.gguf.model import (
     ROPE_FREQUENCIES,
     gguf_map,
@@ -44,18 +44,24 @@ _ORIGINAL_POSITIONS = 8192  # of Llama 3.1 and 3.2
 _INPUT_SCALE = ".input_scale"
 
 
-def read_gguf_external(path: Path) -> ExternalModel:
-    """The model in a GGUF file; nothing in it is executed.
-
-    Raises:
-        UserError: The file is damaged, or holds something that would be lost.
-    """
+def open_gguf(path: Path) -> GgufFile:
+    """The keys and tensors of a file; a `UserError` if it is damaged."""
     try:
         file = read_gguf(path)
     except GgufError as error:
         raise UserError(f"{path} cannot be read: {error}; fetch it again") from None
     for name, fault in file.faults:
         raise UserError(f"{path} cannot be read: tensor {name!r}: {fault}; fetch it again")
+    return file
+
+
+def read_gguf_external(path: Path) -> ExternalModel:
+    """The model in a GGUF file; nothing in it is executed.
+
+    Raises:
+        UserError: The file is damaged, or holds something that would be lost.
+    """
+    file = open_gguf(path)
     tensors = {tensor.name: tensor for tensor in file.tensors}
     config = _config(path, file.metadata, tensors)
     require_layers(config, len(tensors), path)

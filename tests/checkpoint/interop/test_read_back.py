@@ -1,0 +1,246 @@
+"""An export of which one part is destroyed differs from a sound one: every format, every part."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from narrowgauge.checkpoint.interop.activations import needs_scale, scale_of_amax
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
+from narrowgauge.checkpoint.interop.external_model import read_external_model
+from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, read_gguf, write_gguf
+from narrowgauge.checkpoint.interop.gguf.model import write_gguf_model
+from narrowgauge.checkpoint.interop.huggingface import write_folder
+from narrowgauge.checkpoint.interop.modelopt import write_modelopt
+from narrowgauge.checkpoint.interop.read_back import different_tensors, wrong_input_scales
+from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import convert
+
+FORMATS = {
+    "compressed-tensors, nvfp4": "nvfp4",
+    "compressed-tensors, fp8": "fp8",
+    "compressed-tensors, mxfp8": "mxfp8",
+    "modelopt, nvfp4": "nvfp4",
+    "modelopt, fp8": "fp8",
+    "gguf, nvfp4": "nvfp4",
+    "gguf, mxfp4": "mxfp4",
+    "hf, nvfp4": "nvfp4",
+}
+#: The layer that is destroyed, and the one that it is swapped with, by the format's names.
+LAYER, OTHER = "model.layers.1.self_attn.k_proj", "model.layers.0.self_attn.k_proj"
+GGUF_LAYER, GGUF_OTHER = "blk.1.attn_k", "blk.0.attn_k"
+CODES = ("weight_packed", "weight")
+GLOBAL = ("weight_global_scale", "weight_scale_2", "scale")
+INPUT = ("input_global_scale", "input_scale")
+AMAX = 3.0
+
+
+def model_under(recipe):
+    sizes = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
+    model = Transformer(model_config("debug", **sizes))
+    initialize(model, 0)
+    return convert(model, recipe)
+
+
+def scales_of(model):
+    layers = {name: layer.spec.casts["fprop.x"] for name, layer in narrow_layers(model).items()}
+    return {name: scale_of_amax(x, AMAX) for name, x in layers.items() if needs_scale(x)}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """The folder of a format, written once, and its model."""
+    made = {}
+
+    def of(kind):
+        if kind not in made:
+            to, model = kind.split(",")[0], model_under(FORMATS[kind])
+            folder = tmp_path_factory.mktemp("sound")
+            names = dict(model.named_parameters(remove_duplicate=False))
+            weights = {key: t.float() for key, t in model.state_dict().items() if key in names}
+            settings = (weights, None, torch.float32)
+            if to == "gguf":
+                write_gguf_model(folder / "model.gguf", model, *settings)
+            elif to == "hf":
+                write_folder(folder, model.config, *settings, SHARD_BYTES)
+            else:
+                write = write_compressed if to == "compressed-tensors" else write_modelopt
+                write(folder, model, *settings, SHARD_BYTES, None, scales_of(model))
+            made[kind] = folder, model
+        return made[kind]
+
+    return of
+
+
+def destroyed(folder, how):
+    """A copy of an export in which `how` changed the tensors; GGUF's are rows of bytes."""
+    out = folder.with_name(folder.name + "-destroyed")
+    out.mkdir(exist_ok=True)
+    if not (folder / "model.gguf").exists():
+        tensors = load_file(folder / "model.safetensors")
+        how(tensors)
+        contiguous = {name: t.contiguous() for name, t in tensors.items()}
+        save_file(contiguous, out / "model.safetensors", {"format": "pt"})
+        (out / "config.json").write_text((folder / "config.json").read_text())
+        return out
+    file = read_gguf(folder / "model.gguf")
+    known = {t.name: t for t in file.tensors}
+    tensors = {name: torch.from_numpy(t.data.copy()).view(t.shape[0], -1) for name, t in known.items()}
+    how(tensors)
+    (out / "model.gguf").unlink(missing_ok=True)
+    changed = []
+    for name, t in tensors.items():
+        kind, shape = (known[name].type, known[name].shape) if name in known else ("F32", (len(t),))
+        shape = shape if len(t) == shape[0] else shape[::-1]
+        changed.append(GgufTensor(name, kind, shape, t.reshape(-1).numpy()))
+    write_gguf(out / "model.gguf", file.metadata, changed)
+    return out
+
+
+def part_of(tensors, layer, parts):
+    return next((f"{layer}.{part}" for part in parts if f"{layer}.{part}" in tensors), None)
+
+
+def layers_in(tensors):
+    return (GGUF_LAYER, GGUF_OTHER) if f"{GGUF_LAYER}.weight" in tensors else (LAYER, OTHER)
+
+
+def codes(tensors):
+    name = part_of(tensors, layers_in(tensors)[0], CODES)
+    tensors[name].view(-1).view(torch.uint8)[5] ^= 0x21
+    return name
+
+
+def changed(parts, change):
+    """Changes the scales of the layer that are called so; GGUF's are the bytes of fp32."""
+
+    def how(tensors):
+        name = part_of(tensors, layers_in(tensors)[0], parts)
+        if name is not None:
+            t = tensors[name]
+            numbers = t.view(torch.float32) if name.endswith(".scale") else t
+            new = change(numbers.float()).to(numbers.dtype)
+            tensors[name] = new.view(torch.uint8) if name.endswith(".scale") else new
+        return name
+
+    return how
+
+
+def missing(tensors):
+    name = part_of(tensors, layers_in(tensors)[0], ("weight_scale", "scale", "weight"))
+    del tensors[name]
+    return name
+
+
+def extra(tensors):
+    name = f"{layers_in(tensors)[0]}.k_scale"
+    tensors[name] = torch.ones(1, 4, dtype=torch.uint8) if "blk" in name else torch.ones(1)
+    return name
+
+
+def transposed(tensors):
+    layer = layers_in(tensors)[0].replace("self_attn.k_proj", "mlp.gate_proj").replace("attn_k", "ffn_gate")
+    name = part_of(tensors, layer, CODES)
+    tensors[name] = tensors[name].reshape(tensors[name].shape[::-1])
+    return name
+
+
+def swapped(tensors):
+    first, second = (part_of(tensors, layer, CODES) for layer in layers_in(tensors))
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+    return first
+
+
+PARTS = {
+    "codes": codes,
+    "scales are zero": changed(("weight_scale",), lambda t: 0 * t),
+    "a scale of the tensor is zero": changed(GLOBAL, lambda t: 0 * t),
+    "a scale of the tensor is 64 times too large": changed(GLOBAL, lambda t: 64 * t),
+    "a tensor is missing": missing,
+    "a tensor too many": extra,
+    "a shape is transposed": transposed,
+    "layers are swapped": swapped,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_destroyed_tensor_is_named(sound, kind, part):
+    folder, _ = sound(kind)
+    named = []
+    bad = destroyed(folder, lambda tensors: named.append(PARTS[part](tensors)))
+    found = [difference.name for difference in different_tensors(bad, folder)]
+    if named == [None]:  # the format has no such part
+        assert found == []
+    else:
+        assert named[0] in found
+        assert len(found) == (2 if part == "layers are swapped" else 1)
+    assert different_tensors(folder, folder) == []
+
+
+ACTIVATIONS = {
+    "zero": lambda t: t * 0,
+    "64 times": lambda t: t * 64,
+    "inverted": lambda t: 1 / t,
+    "not a number": lambda t: t * torch.nan,
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("how", ACTIVATIONS)
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind.startswith(("comp", "model"))])
+def test_a_wrong_scale_of_activations_is_named(sound, kind, how):
+    folder, model = sound(kind)
+    amaxes = dict.fromkeys(scales_of(model), AMAX / 2)  # another text than that of the calibration
+    assert wrong_input_scales(folder, model, amaxes) == []
+    if not amaxes:
+        return
+    named = []
+
+    def change(tensors):
+        named.append(part_of(tensors, LAYER, INPUT))
+        if ACTIVATIONS[how] is None:
+            del tensors[named[0]]
+        else:
+            tensors[named[0]] = ACTIVATIONS[how](tensors[named[0]])
+
+    bad = destroyed(folder, change)
+    found = wrong_input_scales(bad, model, amaxes) + different_tensors(bad, folder)
+    assert named[0] in [difference.name for difference in found]
+
+
+def inverted(t):
+    is_e8m0 = t.numel() > 1 and bool((t == t.round()).all())
+    return 254 - t if is_e8m0 else 1 / t
+
+
+#: Parts of a file, and the words for what no trained weight explains.
+REFUSED = {
+    "scales are zero": (changed(("weight_scale",), lambda t: 0 * t), "all scales are 0"),
+    "a scale of the tensor is zero": (
+        changed(("weight_scale_2", "scale"), lambda t: 0 * t),
+        "all scales are 0",
+    ),
+    "scales are negative": (changed(("weight_scale_2", "scale"), lambda t: -t), "a scale is negative"),
+    "scales are inverted": (changed((*GLOBAL, "weight_scale"), inverted), "with the reciprocal"),
+    "a scale is missing": (missing, "no weight_scale|scale of the tensor is missing|only fp32|has no tensor"),
+    "a shape is transposed": (transposed, "scales of shape|its configuration requires"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if not kind.startswith("hf")])
+def test_import_refuses_a_scale_that_no_quantizer_makes(sound, kind, wrong):
+    folder, _ = sound(kind)
+    how, words = REFUSED[wrong]
+    named = []
+    bad = destroyed(folder, lambda tensors: named.append(how(tensors)))
+    if named == [None]:
+        assert read_external_model(bad).tensors
+        return
+    with pytest.raises(UserError, match=words) as error:
+        read_external_model(bad)
+    assert re.search(r"blocks\.1|layers\.1|blk\.1", str(error.value)), error.value
