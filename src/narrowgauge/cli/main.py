@@ -6,6 +6,7 @@ line has been parsed; if torch is missing or cannot be imported, the message giv
 
 import io
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -21,6 +22,7 @@ from narrowgauge.operating_system import require_posix
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    warnings.formatwarning = lambda message, *_, **__: f"narrowgauge: warning: {message}\n"
     for stream in (sys.stdout, sys.stderr):  # a character that a terminal lacks ends no run
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             stream.reconfigure(errors="replace")

@@ -62,6 +62,17 @@ def test_the_held_out_part_is_found_by_name():
     assert names("e/w_train_*.bin") == (["e/w_train_000001.bin"], ["e/w_val_000001.bin"])
 
 
+def test_documents_and_further_tokens_beside_token_files_are_named():
+    """A folder with a token file is a source of tokens, and its lines were left out in silence."""
+    write("a/x.bin", "a/more/y.bin")
+    Path("a/z.jsonl").write_text('{"text": "document"}')
+    Path("a/tokenizer.json").write_text("{}")
+    with pytest.warns(
+        UserWarning, match=r"'a' leaves out 2 of 3 files .*: y\.bin, z\.jsonl; convert what is"
+    ):
+        assert names("a") == (["a/x.bin"], [])
+
+
 def test_what_holds_no_tokens_is_left_to_others():
     os.makedirs("text")
     Path("text/a.txt").write_text("words and words\n" * 100)

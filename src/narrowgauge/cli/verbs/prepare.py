@@ -15,9 +15,8 @@ def run(options: argparse.Namespace) -> None:
     if options.layout not in (OWN, *TOKEN_LAYOUTS):
         raise unknown("layout", options.layout, (OWN, *TOKEN_LAYOUTS))
     check_name(options.name, options.layout)
-    console = Console()
     chosen = Options(options.val_fraction, options.dedup, options.tolerant, options.text_key)
-    with Display(console, 1, 1) as display:
+    with Display(Console(), 1, 1) as display:
         out = options.out if options.layout == OWN else None
         corpus = prepare(
             options.source, options.tokenizer, out, display.stage, options=chosen, workers=options.workers
@@ -34,5 +33,4 @@ def run(options: argparse.Namespace) -> None:
     if facts.rejected:
         lines.append(f"set aside {facts.rejected:,} records: {corpus.directory / 'rejected.jsonl'}")
     lines.append(f"train on it: narrowgauge train --data {options.out}")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    display.log("\n".join(lines))

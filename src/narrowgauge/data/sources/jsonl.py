@@ -7,6 +7,7 @@ wherever it occurs, in whichever file.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from narrowgauge.data.sources.byte_stream import ByteStream, chunks_of
 from narrowgauge.data.sources.records import (
@@ -26,10 +27,10 @@ class Lines:
     """Complete lines of a file, numbered from `first_line`."""
 
     path: str
+    key: str
     data: bytes
     first_line: int
     size: int
-    key: str
 
     def records(self) -> Iterator[Document | Rejected]:
         """A document for each line; lines of white space are skipped."""
@@ -68,8 +69,4 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
     if not file.path.stat().st_size:
         yield Refusal(Rejected(str(file.path), "is empty", "download it again, or leave it out"))
         return
-
-    def lines(data: bytes, first_line: int, size: int) -> Lines:
-        return Lines(str(file.path), data, first_line, size, key)
-
-    yield from chunks_of(ByteStream(file.path), b"\n", "is a line", lines)
+    yield from chunks_of(ByteStream(file.path), b"\n", "is a line", partial(Lines, str(file.path), key))

@@ -109,13 +109,13 @@ def find_files(source: str, text_key: str) -> tuple[Input, ...]:
         paths = map(Path, set(glob.iglob(str(path), recursive=True)))
     else:
         raise _missing(source, path)
-    found = [file for file in _sorted(root, paths) if _is_visible_file(file)]
+    found = visible_files(root, paths)
     files = _of_data(found, text_key)
     if not files:
         raise UserError(
             f"data source {source!r} leads to no file that can be read: such a file ends in {READABLE}"
         )
-    _warn_of_the_rest(source, found, files)
+    warn_of_the_rest(source, [file.path for file in found], [file.path for file in files])
     return tuple(files)
 
 
@@ -134,16 +134,16 @@ def _of_data(found: list[Input], text_key: str) -> list[Input]:
     return [file for file in typed if not is_beside(file.path)] or typed
 
 
-def _warn_of_the_rest(source: str, found: list[Input], files: list[Input]) -> None:
-    names = {file.name for file in files}
-    rest = {file.name: file.path.stat().st_size for file in found if file.name not in names}
+def warn_of_the_rest(source: str, found: list[Path], files: list[Path]) -> None:
+    """Warn of the files that were found in a source and are not among those that are read."""
+    sizes = {path: path.stat().st_size for path in found}
+    rest = sorted(sizes.keys() - {*files}, key=lambda path: (-sizes[path], path))
     if rest:
-        share = sum(rest.values()) / max(sum(file.path.stat().st_size for file in found), 1)
-        largest = sorted(rest, key=lambda name: -rest[name])[:4]
+        share = sum(map(sizes.__getitem__, rest)) / max(sum(sizes.values()), 1)
         warnings.warn(
             f"data source {source!r} leaves out {len(rest)} of {len(found)} files ({share:.0%} of the "
-            "bytes), which hold no documents or are of a type that is not read: "
-            f"{', '.join(largest)}{' ...' * (len(rest) > len(largest))}; convert those that are data",
+            "bytes), which hold nothing to train on or are of a type that is not read: "
+            f"{', '.join(path.name for path in rest[:4])}{' ...' * (len(rest) > 4)}; convert what is data",
             stacklevel=2,
         )
 
@@ -151,6 +151,11 @@ def _warn_of_the_rest(source: str, found: list[Input], files: list[Input]) -> No
 def _sorted(root: Path, paths: Iterable[Path]) -> list[Input]:
     named = (Input(path.relative_to(root).as_posix(), path) for path in paths)
     return sorted(named, key=lambda file: file.name)
+
+
+def visible_files(root: Path, paths: Iterable[Path] | None = None) -> list[Input]:
+    """The files in order, without hidden ones; None: those below the root."""
+    return [file for file in _sorted(root, paths or _below(root)) if _is_visible_file(file)]
 
 
 def _below(root: Path) -> Iterator[Path]:

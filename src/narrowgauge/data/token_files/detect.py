@@ -32,14 +32,7 @@ from narrowgauge.data.token_files.token_file import HEADER_BYTES, Tokens, open_t
 BARE, NUMPY = "bare uint16", "numpy"
 _LLM_C = {LlmcMagic.TOKENS: "llm.c uint16", LlmcMagic.LLAMA3_TOKENS: "llm.c uint32"}
 # gzip, zstd, bzip2, xz, zip, parquet, PNG, JPEG, PDF, ELF, HDF5, SQLite, UTF-16 of either order
-_NOT_TOKENS: tuple[bytes, ...] = (
-    b"\x1f\x8b",
-    b"\x28\xb5\x2f\xfd",
-    b"BZh",
-    b"\xfd7zXZ",
-    ZIP,
-    b"PAR1",
-)
+_NOT_TOKENS: tuple[bytes, ...] = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", ZIP, b"PAR1")
 _NOT_TOKENS += (b"\x89PNG", b"\xff\xd8\xff", b"%PDF", b"\x7fELF", b"\x89HDF", b"SQLite")
 _NOT_TOKENS += (b"\xff\xfe", b"\xfe\xff")
 _PRINTABLE = bytes([9, 10, 13, *range(32, 127)])

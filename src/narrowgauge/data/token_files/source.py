@@ -2,8 +2,8 @@
 
 A source is a token file, a directory or a glob; Megatron's two files may also be named by their common name
 without a suffix. In a directory, files that end in .bin or .npy are examined, but not those in sub-folders;
-their content decides (`detect.py`). All files of a source have one layout. They are read in the order of
-their names, one after the other.
+their content decides (`detect.py`); a warning names these, and documents beside them. All files of a source
+have one layout. They are read in the order of their names, one after the other.
 
 **Held out** is, by the first rule that matches:
 
@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from narrowgauge.data.cache import Progress
-from narrowgauge.data.sources.paths import file_type
+from narrowgauge.data.sources.paths import LINES, TABLE, file_type, visible_files, warn_of_the_rest
 from narrowgauge.data.token_files.detect import BARE, OpenFile, layout_of, open_file
 from narrowgauge.data.token_files.statistics import token_statistics
 from narrowgauge.data.token_files.token_file import check_ids, unfit
@@ -69,7 +69,12 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
         if path.is_dir():
             candidates = sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.name[0] != ".")
             files = [p for p in candidates if p.is_file() and _is_tokens(p)]
-            return _by_name(source, files) if files else None
+            if not files:
+                return None
+            others = [file.path for file in visible_files(path) if file.path.suffix != ".json"]
+            found = [p for p in others if p.suffix in _ENDINGS or file_type(p) in (LINES, TABLE)]
+            warn_of_the_rest(source, found, candidates)
+            return _by_name(source, files)
         if not path.exists() and glob.has_magic(source):
             files = _matches(source)
             if not files:
