@@ -36,8 +36,7 @@ def scales_of(
     random = context.random_over_grid(blocks, cast, axis) if cast.scales.rounding == "stochastic" else None
     if not cast.scales.correction:
         return _best(split, blocks, axis, amax, over, cast, context, random)
-    nearest = cast.having(scale_rounding="nearest-even", correct="")
-    best = _best(split, blocks, axis, amax, over, nearest, context, None)
+    best = _best(split, blocks, axis, amax, over, cast.uncorrected, context, None)
     return _corrected(best, split, blocks, axis, cast, context, random)
 
 

@@ -198,15 +198,21 @@ class Cast:
         """The magnitude, in units of the scale, that a block's amax is mapped to."""
         return self.element.max * self.scales.headroom
 
-    @property
+    @computed_once
     def to_nearest(self) -> "Cast":
         """The cast with elements and scales rounded to nearest."""
-        return self.having(rounding="nearest-even", scale_rounding="nearest-even")
+        changes = {"rounding": "nearest-even", "scale_rounding": "nearest-even"}
+        return self.having(**changes) if self.is_random else self
 
-    @property
+    @computed_once
     def of_the_rest(self) -> "Cast":
         """The cast of the channels that are not kept in another one."""
-        return replace(self, channels=_CHANNELS)
+        return self if self.channels == _CHANNELS else replace(self, channels=_CHANNELS)
+
+    @computed_once
+    def uncorrected(self) -> "Cast":
+        """The cast whose scales a correction starts from."""
+        return self.having(scale_rounding="nearest-even", correct="") if self.scales.correction else self
 
     @property
     def is_exact_in_bf16(self) -> bool:

@@ -31,7 +31,7 @@ def block_errors(
     above = over if is_nvfp4 else scales.tensor
     divisor = cast.target * cast.element.max * cast.scales.headroom if is_nvfp4 else 1.0
     if in_c.takes(split, blocks, cast, is_whole=True):
-        rounding = in_c.Rounding.of(scales, cast, context.random_over(blocks))
+        rounding = in_c.Rounding(scales.encode, scales.divides, cast, context.random_over(blocks))
         judged = in_c.Judged(scales.block, above, divisor, cast.choice.by, contracted)
         return blocks.align(in_c.errors(split, blocks, rounding, judged))
     seen = round_blocks(split, blocks, scales, cast, context, "stored", torch.float32)
@@ -60,7 +60,7 @@ def projection_sums(
     assert cast.block is not None
     is_seen = scales.finite & (scales.block != 0)
     if cast.block[1] <= in_c.TILE and in_c.takes(split, blocks, cast, is_whole=True):
-        rounding = in_c.Rounding.of(scales, cast, context.random_over(blocks))
+        rounding = in_c.Rounding(scales.encode, scales.divides, cast, context.random_over(blocks))
         above, below = in_c.projections(split, blocks, rounding, is_seen)
     else:
         elements = round_blocks(split, blocks, scales, cast, context, "values", torch.float32)

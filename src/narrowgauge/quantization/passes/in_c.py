@@ -52,11 +52,6 @@ class Rounding(NamedTuple):
     cast: Cast
     random: Randomness
 
-    @classmethod
-    def of(cls, scales: Scales, cast: Cast, random: Randomness) -> "Rounding":
-        """The rounding under some scales."""
-        return cls(scales.encode, scales.divides, cast, random)
-
 
 class Judged(NamedTuple):
     """The inputs of a block's error: `passes.errors.block_errors`."""

@@ -40,7 +40,7 @@ def round_blocks(
     random, out = context.random_over(blocks), None
     if in_c.takes(split, blocks, cast, dtype):
         block = scales.finite if result == "codes" else scales.block
-        rounding = in_c.Rounding.of(scales, cast, random)
+        rounding = in_c.Rounding(scales.encode, scales.divides, cast, random)
         return in_c.rounded(split, blocks, rounding, result, block, dtype)
     # A torch.Generator draws in order, so all elements must be rounded at once.
     in_order = cast.rounding.mode == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
