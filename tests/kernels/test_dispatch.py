@@ -57,18 +57,15 @@ def launches(function):
 
 
 def test_every_launch_is_on_the_device_of_its_tensors():
-    """Triton launches on the current device, and a model may be on another; one door sees to that.
-
-    Only launches on the current device go past Triton (tests/test_host.py).
-    """
+    """Triton launches on the current device, and a model may be on another; one door sees to that."""
     found = {}
     for path in (Path(kernels.__file__).parent / "triton").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and launches(node):
                 found[f"{path.name}:{node.name}"] = node
-    assert list(found) == ["launch.py:_by_triton"]
-    (guard,) = [node for node in ast.walk(found["launch.py:_by_triton"]) if isinstance(node, ast.With)]
-    assert ast.unparse(guard.items[0]) == "torch.cuda.device_of(first)"
+    assert list(found) == ["launch.py:__call__"]
+    (guard,) = [node for node in ast.walk(found["launch.py:__call__"]) if isinstance(node, ast.With)]
+    assert ast.unparse(guard.items[0]) == "torch.cuda.device_of(args[0])"
     assert len(launches(guard)) == 1
 
 
