@@ -120,7 +120,7 @@ def adamw(
 def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
     """The new (w', m', v') in plain torch, from fp32 tensors of one shape."""
     f = factors
-    weight_1, weight_2 = (torch.tensor(x, dtype=torch.float32) for x in (f.weight_1, f.weight_2))
+    weight_1, weight_2 = torch.tensor([f.weight_1, f.weight_2], dtype=torch.float32, device="cpu")
     m = fma(g - m, weight_1, m) if f.from_m else fma(g - m, weight_1 - 1, g)
     v = fma(g * weight_2, g, v * f.beta_2)
     root = v.double().sqrt().float()  # torch may use a library's fp32 root, which can be off by an ulp

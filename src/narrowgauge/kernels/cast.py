@@ -227,7 +227,7 @@ def _emulate_as_operator(
     key = offset = None
     if cast.is_random and isinstance(context.random, RandomStream):
         key, offset = context.random.key, context.random.offset
-        offset = offset if isinstance(offset, torch.Tensor) else torch.tensor(offset)
+        offset = offset if isinstance(offset, torch.Tensor) else torch.tensor(offset, device="cpu")
     name = _name_of(cast)
     values, scale = _operator(x, name, axis, dtype, key, offset, context.signs, context.scale, context.held)
     return values, scale if scale.ndim == 0 else None
@@ -264,7 +264,7 @@ def _operator(
     with torch.no_grad():
         values, of_tensor = emulate_in_torch(x, _casts[cast], axis, dtype, context)
     assert (of_tensor is not None) == _casts[cast].scales_result, cast
-    return values.contiguous(), torch.zeros(0) if of_tensor is None else of_tensor
+    return values.contiguous(), values.new_zeros(0, dtype=torch.float32) if of_tensor is None else of_tensor
 
 
 @_operator.register_fake

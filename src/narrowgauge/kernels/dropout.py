@@ -38,8 +38,8 @@ class Dropout(nn.Module):
         self.p, self.tensor, self.is_positioned = p, tensor, False
         # Tensors, so that code is not recompiled every step; not buffers, which data parallelism would
         # overwrite with its first process's.
-        self.key = torch.zeros(2, dtype=torch.int32)
-        self.first_sample = torch.zeros((), dtype=torch.int64)
+        self.key = torch.zeros(2, dtype=torch.int32, device="cpu")
+        self.first_sample = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def set_position(self, seed: int, step: int, first_sample: int, device: torch.device) -> None:
         """Set the step, and the sequence at which the next pass begins."""

@@ -68,12 +68,12 @@ def starting_values(
     for name, shape in shapes.items():
         module, role = name.rsplit(".", 1)
         if role == "bias":
-            yield name, torch.zeros(shape)
+            yield name, torch.zeros(shape, device="cpu")
         elif module.endswith("norm"):
-            yield name, torch.ones(shape)
+            yield name, torch.ones(shape, device="cpu")
         else:
             std = initial_std_of(config, module, shape)
-            yield name, torch.empty(shape).normal_(0.0, std, generator=generator)
+            yield name, torch.empty(shape, device="cpu").normal_(0.0, std, generator=generator)
 
 
 def initial_std_of(config: ModelConfig, module: str, shape: torch.Size) -> float:

@@ -56,10 +56,11 @@ def product_failure(
     `shape` is (M rows, K contracted columns, N columns).
     """
     M, K, N = shape
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     operands, wide = [], []
     for cast, rows in ((x_cast, M), (w_cast, N)):
-        x_RK = torch.randn(rows, K, dtype=torch.float32, generator=generator) * torch.arange(1, K + 1)
+        x_RK = torch.empty(rows, K, dtype=torch.float32, device="cpu").normal_(generator=generator)
+        x_RK *= torch.arange(1, K + 1, device="cpu")
         # A GEMM does not depend on how its values were made; random bits would come from torch's generator.
         plain = cast.having(hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
         q = quantize_in_context(x_RK.to(device), plain, -1, DEFAULT_CONTEXT)

@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import torch
 
-from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
@@ -164,7 +163,7 @@ class Stepped:
         numbers = [-1 if n is None else n for n in (self.step, *self.length)]
         flags = [self.step_is_set, self.hears_optimizer, self.counts_calls]
         keys = [] if self.keys is None else self.keys.flatten().tolist()
-        return torch.tensor([*numbers, *flags, *keys])
+        return torch.tensor([*numbers, *flags, *keys], device="cpu")
 
     def restore_position(self, position: torch.Tensor) -> None:
         """Restore a `position`, between two steps."""
@@ -267,13 +266,10 @@ class Stepped:
     def _set_keys(self, seed: int, step: int, first_sample: int) -> None:
         if self.is_random:
             words = [stream_key(seed, step, i) for i in self._stream_ids()]
-            device = self._device()
-            if is_gpu(device):  # from pinned memory, so that the host does not wait for the GPU
-                keys = torch.tensor(words, dtype=torch.int32)
-                keys = keys.pin_memory() if device.type == "cuda" else keys
-                self.keys = keys.to(device, non_blocking=True)
-            else:
-                self.keys = torch.tensor(words, dtype=torch.int32, device=device)
+            device, keys = self._device(), torch.tensor(words, dtype=torch.int32, device="cpu")
+            if device.type == "cuda":  # from pinned memory, so that the host does not wait for the GPU
+                keys = keys.pin_memory()
+            self.keys = keys.to(device, non_blocking=True)
             self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
 
     def _use_own_samples(self) -> None:

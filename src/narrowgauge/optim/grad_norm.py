@@ -27,7 +27,7 @@ def clip_grad_norm(
     require_dense_gradients(parameters)
     norms = _norms(parameters, norm_type)
     if not norms and model_group is None:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     total = _global_norm(norms, norm_type, model_group).float()
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -59,7 +59,7 @@ def _global_norm(
     norms: Mapping[torch.Tensor, torch.Tensor], norm_type: float, model_group: ModelGroup | None
 ) -> torch.Tensor:
     """The norm of all gradients of the model, given the norms of this process; 0-dim float64."""
-    device = next(iter(norms), torch.zeros(())).device
+    device = next(iter(norms), torch.zeros((), device="cpu")).device
     if model_group is None:
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
         for p, norm in norms.items():

@@ -88,10 +88,10 @@ class SavedOptimizer(torch.optim.Optimizer):
         """
         require_same_groups(self.param_groups, state_dict["param_groups"])
         groups = state_dict["param_groups"]
-        keys = [key for group in groups for key in group["params"]]  # names in checkpoints of torch
+        saved = [state_dict["state"].get(key, {}) for group in groups for key in group["params"]]  # or names
         states = {
-            p: {name: torch.as_tensor(t) for name, t in state_dict["state"].get(key, {}).items()}
-            for p, key in zip(self.parameters(), keys, strict=True)
+            p: {name: torch.as_tensor(t, device=getattr(t, "device", "cpu")) for name, t in of.items()}
+            for p, of in zip(self.parameters(), saved, strict=True)
         }
         if any("exp_avg" in state for state in states.values()) or not any(states.values()):
             require_torchs_adamw(self.param_groups, groups)
@@ -135,7 +135,7 @@ def _from_torch(
     state: Mapping[str, torch.Tensor], moments: Mapping[str, QuantizedState]
 ) -> dict[str, torch.Tensor]:
     """A parameter's tensors, from those of torch's AdamW; zeros before its first step."""
-    ours = {"step": state.get("step", torch.zeros(())).float()}
+    ours = {"step": state.get("step", torch.zeros((), device="cpu")).float()}
     for place, kept in moments.items():
         rounded = kept.like(kept.cast)
         if (name := TORCHS.get(place, "")) in state:

@@ -73,7 +73,7 @@ def values_of(name: str, x: torch.Tensor, axis: int) -> torch.Tensor:
 def _check(name: str, function: Function, dtype: torch.dtype) -> None:
     import torch
 
-    x = torch.linspace(-3.0, 3.0, 8 * 64).reshape(8, 64).to(dtype)
+    x = torch.linspace(-3.0, 3.0, 8 * 64, device="cpu").reshape(8, 64).to(dtype)
     before = x.clone()
     with torch.no_grad():
         first, second = function(x), function(before.clone())

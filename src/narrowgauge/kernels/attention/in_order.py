@@ -159,10 +159,10 @@ def _call(name: str, tensors: dict[str, Tensor], stats_BNT2: Tensor) -> None:
 
 def reference_forward(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of `forward`, term by term."""
-    scale, T = torch.tensor(q_BNTH.shape[3] ** -0.5), q_BNTH.shape[2]
+    scale, T = torch.tensor(q_BNTH.shape[3] ** -0.5, device="cpu"), q_BNTH.shape[2]
     q_BKGTH, (k_BKSH, v_BKSH) = _grouped(q_BNTH, k_BKSH), (k_BKSH.float(), v_BKSH.float())
     z_BKGTS = _multiply_in_order(q_BKGTH, k_BKSH[:, :, None].transpose(3, 4))
-    seen_TS = torch.ones(T, T, dtype=torch.bool).tril()
+    seen_TS = torch.ones(T, T, dtype=torch.bool, device=q_BNTH.device).tril()
     m_BKGT = z_BKGTS.masked_fill(~seen_TS, float("-inf")).amax(-1) * scale
     e_BKGTS = (exponential(z_BKGTS * scale - m_BKGT[..., None])).masked_fill(~seen_TS, 0)
     l_BKGT = 1 / _row_sum(e_BKGTS)
@@ -176,13 +176,13 @@ def reference_backward(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, y_BTNH: Tensor, stats_BNT2: Tensor, grad_BTNH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The twin of `backward`, term by term."""
-    scale, T = torch.tensor(q_BNTH.shape[3] ** -0.5), q_BNTH.shape[2]
+    scale, T = torch.tensor(q_BNTH.shape[3] ** -0.5, device="cpu"), q_BNTH.shape[2]
     q_BKGTH, y_BKGTH, g_BKGTH = (
         _grouped(x, k_BKSH) for x in (q_BNTH, y_BTNH.transpose(1, 2), grad_BTNH.transpose(1, 2))
     )
     k_BKSH, v_BKSH = k_BKSH.float(), v_BKSH.float()
     m_BKGT1, l_BKGT1 = stats_BNT2.unflatten(1, q_BKGTH.shape[1:3])[..., None].unbind(-2)
-    seen_TS = torch.ones(T, T, dtype=torch.bool).tril()
+    seen_TS = torch.ones(T, T, dtype=torch.bool, device=q_BNTH.device).tril()
     z_BKGTS = _multiply_in_order(q_BKGTH, k_BKSH[:, :, None].transpose(3, 4))
     dp_BKGTS = _multiply_in_order(g_BKGTH, v_BKSH[:, :, None].transpose(3, 4))
     p_BKGTS = exponential(z_BKGTS * scale - m_BKGT1).masked_fill(~seen_TS, 0) * l_BKGT1
@@ -223,7 +223,7 @@ def _grouped(x_BNTH: Tensor, k_BKSH: Tensor) -> Tensor:
 
 def _multiply_in_order(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, adding the terms of each sum in their order."""
-    out = torch.zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    out = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     for i in range(a.shape[-1]):
         out += a[..., i : i + 1] * b[..., i : i + 1, :]
     return out
@@ -231,7 +231,7 @@ def _multiply_in_order(a: Tensor, b: Tensor) -> Tensor:
 
 def _row_sum(x: Tensor) -> Tensor:
     """The sum over the last axis: 16 lanes in order, then pairwise."""
-    lanes = torch.zeros(*x.shape[:-1], LANES)
+    lanes = x.new_zeros(*x.shape[:-1], LANES)
     for piece in torch.nn.functional.pad(x, (0, -x.shape[-1] % LANES)).split(LANES, -1):
         lanes += piece
     while lanes.shape[-1] > 1:

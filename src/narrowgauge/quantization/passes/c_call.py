@@ -163,9 +163,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 def _is_right(found: ctypes.CDLL) -> bool:
     """Whether a library rounds as torch does; in another thread, where torch.export makes no fake tensors."""
-    x = torch.linspace(-7.5, 7.5, 4099) * torch.linspace(0, 2, 4099) ** 8
-    random = torch.linspace(0, 1 - 2.0**-24, 4099)
-    encode, ones = torch.tensor(0.875, dtype=torch.float32), torch.ones(1, dtype=torch.float32)
+    ramp = torch.arange(4099, dtype=torch.float32, device="cpu") / 4099
+    x, random = (ramp * 15 - 7.5) * (2 * ramp) ** 8, ramp
+    ones, encode = torch.ones_like(ramp[:1]), torch.full_like(ramp[0], 0.875)
     for rounding in ROUNDINGS:
         for name in ("e2m1", "e4m3", "int8"):
             out = torch.empty_like(x)

@@ -46,9 +46,8 @@ class ShardAxis:
     @computed_once
     def global_indices(self) -> torch.Tensor:
         """Index of each local entry in the global dimension, int64, on the CPU."""
-        return torch.cat(
-            [torch.arange(a, a + n) for a, n in self.segments] or [torch.zeros(0, dtype=torch.int64)]
-        )
+        pieces = [torch.arange(a, a + n, device="cpu") for a, n in self.segments]
+        return torch.cat(pieces or [torch.arange(0, device="cpu")])
 
     def is_aligned_to(self, block: int) -> bool:
         """Whether each block of `block` global entries is entirely local or entirely remote."""

@@ -71,7 +71,7 @@ def _from_counts(counts: torch.Tensor, rank: int) -> torch.Tensor:
     negative, positive = counts[2**15 :].flip(0), counts[: 2**15]
     position = int(torch.searchsorted(torch.cat([negative, positive]).cumsum(0), rank, right=True))
     word = position - 2**15 if position >= 2**15 else -1 - position
-    return torch.tensor(word, dtype=torch.int16).view(torch.bfloat16) + 0.0
+    return torch.tensor(word, dtype=torch.int16, device="cpu").view(torch.bfloat16) + 0.0
 
 
 def clamp_by_hand(x: np.ndarray, quantile: float) -> np.ndarray:

@@ -105,7 +105,7 @@ def code_values(name: str) -> tuple[float, ...]:
         parts = 2**e if signed else 2 ** (e + 1)
         middles = [0.1 + 0.9 * (i + 0.5) / parts for i in range(parts)]
         values += [10.0 ** (e - DECADES + 1) * m * s for m in middles for s in ((1, -1) if signed else (1,))]
-    return tuple(torch.tensor(sorted(values), dtype=torch.float32).tolist())
+    return tuple(torch.tensor(sorted(values), dtype=torch.float32, device="cpu").tolist())
 
 
 @cache
@@ -113,10 +113,11 @@ def _borders(name: str) -> torch.Tensor:
     """The largest float32 for each code but the last: half way to the next value, rounded down."""
     import torch
 
-    values = torch.tensor(code_values(name), dtype=torch.float64)
+    values = torch.tensor(code_values(name), dtype=torch.float64, device="cpu")
     middle = (values[:-1] + values[1:]) / 2
-    border, below = middle.float(), torch.tensor(-torch.inf, dtype=torch.float32)
-    return torch.where(border.double() > middle, torch.nextafter(border, below), border)
+    border = middle.float()
+    below = torch.nextafter(border, torch.full_like(border, -torch.inf))
+    return torch.where(border.double() > middle, below, border)
 
 
 def to_codes(x: torch.Tensor, name: str) -> torch.Tensor:
