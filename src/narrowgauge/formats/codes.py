@@ -76,7 +76,7 @@ def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
         return codes.view(of_torch).to(torch.float32).to(dtype)  # torch's conversion, exact in this direction
     if not in_chunks(codes):
         return _decode(codes, fmt).to(dtype)
-    values = torch.empty(codes.shape, dtype=dtype)
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for chunk, out in zip(codes.view(-1).split(CHUNK), values.view(-1).split(CHUNK), strict=True):
         out.copy_(_decode(chunk, fmt))
     return values
