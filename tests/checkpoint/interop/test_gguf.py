@@ -9,7 +9,7 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 
 from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
-from narrowgauge.checkpoint.interop.gguf.blocks import code_rows, plain_rows, type_of, values_of
+from narrowgauge.checkpoint.interop.gguf.blocks import READABLE, code_rows, plain_rows, type_of, values_of
 from narrowgauge.checkpoint.interop.gguf.container import TYPES, GgufTensor, read_gguf, write_gguf
 from narrowgauge.checkpoint.interop.gguf.model import (
     expected_values,
@@ -217,20 +217,21 @@ def test_a_head_of_other_values_is_not_tied(tmp_path):
     assert torch.equal(found.tensors["embedding.weight"], expected["embedding.weight"])
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4"])
+@pytest.mark.tier("thorough", keep=("Q4_K", "Q4_0", "MXFP4"))
+@pytest.mark.parametrize("kind", READABLE)
 def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
     reason = "gguf, the package of llama.cpp, writes the file, and is not installed"
     gguf = pytest.importorskip("gguf", reason=reason)
     draw = np.random.default_rng(0)
-    shapes = {"token_embd": (40, 64), "output": (40, 64), "output_norm": (64,)}
-    block = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
-    block |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
-    shapes |= {f"blk.0.{name}": shape for name, shape in (block | dict.fromkeys(NORMS, (64,))).items()}
+    shapes = {"token_embd": (40, 256), "output": (40, 256), "output_norm": (256,)}
+    block = {"attn_q": (256, 256), "attn_k": (128, 256), "attn_v": (128, 256), "attn_output": (256, 256)}
+    block |= {"ffn_gate": (256, 256), "ffn_up": (256, 256), "ffn_down": (256, 256)}
+    shapes |= {f"blk.0.{name}": shape for name, shape in (block | dict.fromkeys(NORMS, (256,))).items()}
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_embedding_length(64)
+    writer.add_embedding_length(256)
     writer.add_block_count(1)
     writer.add_context_length(32)
-    writer.add_feed_forward_length(96)
+    writer.add_feed_forward_length(256)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -238,14 +239,18 @@ def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
     expected = {}
     for name, shape in shapes.items():
         number = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
-        data = gguf.quants.quantize(draw.normal(size=shape).astype(np.float32), number)
+        try:
+            data = gguf.quants.quantize(draw.normal(size=shape).astype(np.float32), number)
+        except NotImplementedError:  # any bytes without an infinite fp16
+            _, block, size = TYPES[kind]
+            data = draw.integers(256, size=(shape[0], shape[1] // block * size)).astype(np.uint8) & 0x3B
         writer.add_tensor(f"{name}.weight", data, raw_dtype=number)
         expected[name] = torch.from_numpy(gguf.quants.dequantize(data, number).astype(np.float32))
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
     model = read_external_model(tmp_path / "model.gguf")
-    assert (model.config.heads, model.config.kv_heads, model.config.head_dim) == (4, 2, 16)
+    assert (model.config.heads, model.config.kv_heads, model.config.head_dim) == (4, 2, 64)
     assert model.config.norm_eps == 1e-5
     assert torch.equal(model.tensors["embedding.weight"], expected["token_embd"])
     assert torch.equal(model.tensors["blocks.0.down.weight"], expected["blk.0.ffn_down"])
@@ -295,7 +300,7 @@ LOST = {
     "architecture": (lambda m, t: m.update({"general.architecture": "gemma"}), "unknown architecture"),
     "scaling": (lambda m, t: m.update({"llama.rope.scaling.type": "yarn"}), "scaled by 'yarn'"),
     "head": (lambda m, t: m.update({"llama.attention.value_length": 16}), "has one width"),
-    "type": (lambda m, t: other_type(t, "blk.0.attn_q.weight", "Q6_K"), "stored as Q6_K"),
+    "type": (lambda m, t: other_type(t, "blk.0.attn_q.weight", "Q8_K"), "stored as Q8_K"),
     "extra": (
         lambda m, t: other_name(t, "output_norm.weight", "blk.0.more.weight"),
         "has no tensor 'output_norm",

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.checkpoint.interop.gguf.container import TYPES
+from narrowgauge.data.sources.records import package
 from narrowgauge.formats import decode, format
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
@@ -110,9 +111,13 @@ def values_of(rows: StoredRows) -> torch.Tensor:
     if dtype := PLAIN.get(rows.type):
         bits = np.int32 if rows.type == "F32" else np.int16
         return torch.from_numpy(data.view(bits).copy()).view(dtype).float().reshape(rows.shape)
-    _, _, size = TYPES[rows.type]
-    blocks = data.reshape(N, -1, size)
-    values = torch.from_numpy(_UNPACK[rows.type](blocks)).reshape(rows.shape)
+    if unpack := _UNPACK.get(rows.type):
+        found = unpack(data.reshape(N, -1, TYPES[rows.type][2]))
+    else:
+        library = package("gguf", f"a weight of GGUF's type {rows.type}")
+        with np.errstate(all="ignore"):  # the reader refuses what is not finite
+            found = library.quants.dequantize(data.reshape(N, -1), library.GGMLQuantizationType[rows.type])
+    values = torch.from_numpy(found).reshape(rows.shape)
     return values if rows.scale is None else values * rows.scale
 
 
@@ -145,11 +150,8 @@ def _q8_0(blocks: Bytes) -> NDArray[np.float32]:
     return np.ascontiguousarray(blocks[..., 2:]).view(np.int8).astype(np.float32) * d
 
 
-def _q4_0(blocks: Bytes) -> NDArray[np.float32]:
-    d = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
-    return (_halves(blocks[..., 2:]).astype(np.float32) - 8) * d
-
-
-_UNPACK = {"MXFP4": _mxfp4, "NVFP4": _nvfp4, "Q8_0": _q8_0, "Q4_0": _q4_0}
-#: The types that `values_of` reads.
-READABLE = (*PLAIN, *_UNPACK)
+#: The types that are written: decoded here, where a scale that is not a number makes values that are none.
+_UNPACK = {"MXFP4": _mxfp4, "NVFP4": _nvfp4, "Q8_0": _q8_0}
+_NOT_DECODED = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K", "Q1_0")
+#: The types that `values_of` reads, others than those above by the package of llama.cpp.
+READABLE = tuple(kind for kind in TYPES if kind not in _NOT_DECODED)

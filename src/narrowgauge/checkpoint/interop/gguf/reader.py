@@ -1,7 +1,8 @@
 """Reads a model from a GGUF file of any program: configuration, weights and tokenizer, from the file alone.
 
     keys `ARCH.*` and the names of tensors      the configuration
-    BF16, F16, F32, Q8_0, Q4_0, MXFP4, NVFP4    the weights, as float32
+    BF16, F16, F32, Q8_0, MXFP4, NVFP4          the weights, as float32
+    Q4_K, Q6_K, IQ4_XS and 17 more              the same, decoded by the package gguf
     keys `tokenizer.ggml.*`                     the tokenizer, of the rules that GGUF names (`tokenizer.py`)
 
 GGUF has no key for three choices. Biases follow from the tensors that are there. A head is tied if it is
