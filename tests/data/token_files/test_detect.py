@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_token_file, write_megatron, write_token_file, write_token_shards
+from narrowgauge.data import open_data, open_token_file, write_megatron, write_token_file, write_token_shards
 from narrowgauge.data.token_files.detect import layout_of, open_file
 from narrowgauge.errors import UserError
 
@@ -137,6 +137,8 @@ def test_numpys_own_files_state_their_dtype(tmp_path, dtype):
     for array in (LETTERS.astype("f4"), LETTERS.reshape(-1, 2)):
         np.save(tmp_path / "x.npy", array)
         assert layout_of(tmp_path / "x.npy") is None
+        with pytest.raises(UserError, match=r"x\.npy' as text or as tokens: .* or one row of integers"):
+            open_data(str(tmp_path / "x.npy"))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,14 @@ def foreign(end, special=True):
 
 
 @pytest.mark.parametrize(
-    ("end", "special"), [("<|endoftext|>", False), ("</s>", True), ("<|end_of_text|>", False)]
+    ("end", "special"),
+    [
+        ("<|endoftext|>", False),
+        ("</s>", True),
+        ("<|end_of_text|>", False),
+        ("<|bos|>", True),
+        ("[EOS]", False),
+    ],
 )
 def test_a_tokenizer_from_elsewhere_is_read_without_its_traps(tmp_path, end, special):
     library = foreign(end, special)

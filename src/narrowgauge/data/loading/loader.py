@@ -4,14 +4,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Self
 
 from narrowgauge.data.loading.batch import Batch, Source, training_batch
 from narrowgauge.data.token_files.token_stream import as_mixture
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """An iterator over training batches, prefetched in the background; use it as a context manager.
 
     Batches depend only on the seed and the sample numbers, never on `workers` or `prefetch`: a run that
@@ -50,15 +50,7 @@ class Loader:
         for _ in range(prefetch):
             self._submit_next()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Self:

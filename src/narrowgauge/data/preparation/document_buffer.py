@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from narrowgauge.data.preparation.document_filter import TRAIN, DocumentFilter
@@ -44,9 +43,7 @@ class DocumentBuffer:
         self._file = self._path.open("w+b")
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
         self._path.unlink()
 

@@ -16,10 +16,9 @@ digests of all texts are stored on disk, sixteen bytes for each document, so tha
 import hashlib
 import json
 import sqlite3
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from narrowgauge.data.preparation.encode import EncodedDocument
 from narrowgauge.data.sources.records import Rejected
@@ -44,7 +43,7 @@ def is_held_out(digest: bytes, share: float) -> bool:
     return r % 10 * _B + r // 10 < share * 10 * _B
 
 
-class SeenTexts:
+class SeenTexts(AbstractContextManager["SeenTexts"]):
     """The digests of all texts so far, in a temporary file."""
 
     def __init__(self, path: Path) -> None:
@@ -54,12 +53,7 @@ class SeenTexts:
         self._database.execute("CREATE TABLE seen (content BLOB PRIMARY KEY) WITHOUT ROWID")
         self._database.execute("BEGIN")
 
-    def __enter__(self) -> "SeenTexts":
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._database.close()
 
     def add(self, content: bytes) -> bool:
@@ -109,9 +103,7 @@ class DocumentFilter:
             self._stack.enter_context(self._seen)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     @property

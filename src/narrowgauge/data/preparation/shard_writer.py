@@ -7,7 +7,6 @@ does so in that copy.
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -44,9 +43,7 @@ class ShardWriter:
         self._files = {side: (self.directory / f"{side}.ids").open("wb") for side in (TRAIN, VAL)}
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for file in self._files.values():
             file.close()
 

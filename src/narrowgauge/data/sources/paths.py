@@ -92,7 +92,10 @@ def find_files(source: str, text_key: str) -> tuple[Input, ...]:
     if path.is_file():
         type_ = file_type(path) or _type_by_content(path, text_key)
         if type_ is None:
-            raise UserError(f"cannot read {source!r}: a source ends in {READABLE}; rename or convert it")
+            raise UserError(
+                f"cannot read {source!r} as text or as tokens: text ends in {READABLE}, and tokens are "
+                "uint16 ids or one row of integers in a .npy; rename or convert it"
+            )
         return (Input(path.name, path, type_),)
     if path.is_dir():
         if (path / "config.toml").is_file() and (path / "metrics.jsonl").is_file():
