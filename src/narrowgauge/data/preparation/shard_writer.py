@@ -6,6 +6,7 @@ does so in that copy.
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, rank
-from narrowgauge.data.preparation.encode import EncodedBatch, EncodedDocument
+from narrowgauge.data.preparation.encode import EncodedBatch
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype, write_token_shards
 
 MOST_TOKENS = 1 << 30  # in one token file
 _COPY = 1 << 22  # tokens copied at once
+_RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,7 @@ class ShardWriter:
     def __init__(self, directory: Path, vocab_size: int, document_filter: DocumentFilter) -> None:
         self.directory, self.vocab_size, self.document_filter = directory, vocab_size, document_filter
         self.tokens = {TRAIN: 0, VAL: 0}
-        self._lowest: DocumentSpan | None = None
-        self._highest: DocumentSpan | None = None
+        self._extremes = list[DocumentSpan]()  # the document of the lowest rank, and of the highest
         self._files: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> "ShardWriter":
@@ -54,16 +55,11 @@ class ShardWriter:
         for document in batch.documents:
             if (side := self.document_filter.side(document)) is not None:
                 self._files[side].write(batch.ids[at : at + document.tokens].data)
-                self._note(side, document)
+                span = DocumentSpan(rank(document.digest), self.tokens[side], document.tokens)
+                spans = [*self._extremes, span]
+                self._extremes = [min(spans, key=_RANK), max(spans, key=_RANK)]
                 self.tokens[side] += document.tokens
             at += document.tokens
-
-    def _note(self, side: str, document: EncodedDocument) -> None:
-        span = DocumentSpan(rank(document.digest), self.tokens[side], document.tokens)
-        if self._lowest is None or span.rank < self._lowest.rank:
-            self._lowest = span
-        if self._highest is None or span.rank > self._highest.rank:
-            self._highest = span
 
     def write(self) -> dict[str, dict[str, TokenFile]]:
         """Write the token files, delete the files of ids, and return the facts of each side by file name."""
@@ -72,8 +68,7 @@ class ShardWriter:
         documents, moved = self.document_filter.documents, None
         empty = next((side for side in (TRAIN, VAL) if not documents[side]), None)
         if empty:
-            moved = self._lowest if empty == VAL else self._highest
-            assert moved is not None
+            moved = self._extremes[0 if empty == VAL else 1]
             documents[empty] += 1
             documents[TRAIN if empty == VAL else VAL] -= 1
         files = {side: self._token_files(side, empty, moved) for side in (TRAIN, VAL)}
