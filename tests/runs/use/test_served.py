@@ -168,7 +168,7 @@ def test_a_destroyed_scale_is_different_whatever_the_loss(train, tmp_path, what)
     assert found.weights[1] - found.weights[0] == 1  # q, k and v are one weight of ours
     assert found.of_inputs is None
     assert found.as_json()["first_other_tensor"] == f"{layer}.{part}"
-    assert f"{layer}.{part} is another" in found.table()
+    assert f"{layer}.{part} has other bytes" in found.table()
 
 
 @pytest.mark.tier("thorough")

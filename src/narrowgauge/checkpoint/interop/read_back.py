@@ -29,7 +29,7 @@ from narrowgauge.nn import Linear
 
 #: A decoded weight is an element times at most two scales: four roundings in float32.
 _BOUND = 2.0**-21
-_OTHER_BYTES = "another"
+_OTHER_BYTES = "other bytes"
 #: The scales of a layer's activations, as compressed-tensors and ModelOpt call them.
 INPUT_SCALES = ("input_global_scale", "input_scale")
 
@@ -47,6 +47,8 @@ class Difference(NamedTuple):
         return not self.found.startswith(_OTHER_BYTES)
 
     def __str__(self) -> str:
+        if not self.is_of_form:
+            return f"{self.name} has {self.found} than the run's"
         return f"{self.name} is {self.found}, and should be {self.expected}"
 
 
@@ -96,7 +98,7 @@ def different_tensors(found: Path, expected: Path) -> list[Difference]:
                 differences.append(Difference(name, their.form, our.form))
             elif not name.endswith(INPUT_SCALES) and not np.array_equal(their.data, our.data):
                 share = float(np.mean(their.data != our.data))
-                differences.append(Difference(name, f"{_OTHER_BYTES} in {share:.1%} of its bytes", our.form))
+                differences.append(Difference(name, f"{_OTHER_BYTES} ({share:.1%} of them)", our.form))
         return differences
 
 

@@ -160,7 +160,7 @@ class Served:
 
     def _sentences(self) -> Iterator[str]:
         if self.different:
-            yield f"different: {len(self.different)} tensors of the files are not those of the run"
+            yield f"different: tensors of the files that are not the run's: {len(self.different)}"
             yield from (f"{difference}" for difference in self.different[:_LISTED])
         if self.texts is not None:
             yield f"{self.texts[0]} of {self.texts[1]} texts have other ids in the server"
