@@ -50,6 +50,14 @@ no rows: every mark is `=`.
 """
 CAUSES = """Why a library differs without a fault, first match first. The causes of `F` are in
 [found in others](found-in-others.md), with reproductions; `conformance/causes.csv` has all."""
+PEERS = """## Their tests, with narrowgauge's casts
+
+`python conformance/peers.py` runs tests of other libraries with narrowgauge's casts in the place of theirs:
+ml_dtypes' conversions (a case is a number) and TransformerEngine's kernels (`te`; a case is a test). nanochat
+has no tests of FP8, so its quantization of tensors is compared.
+
+| library | version | cases | agree | differ |
+|---|---|---|---|---|"""
 Row = dict[str, str]
 
 
@@ -80,6 +88,8 @@ def page() -> str:
         counts = [sum(_mark(r, causes) == m for r in rows if r["library"] == name) for m in "=vFrtox"]
         day = "" if date == newest else f" ({date})"
         parts[-1] += f"\n| {name} | {version}{day} | " + " | ".join(map(str, counts)) + " |"
+    peers = [" | ".join(row.values()) for row in read("peers.csv")]
+    parts.append("\n".join([PEERS, *(f"| {line} |".replace("_", "\\_") for line in peers)]))
     rows = [r for r in rows if r["library"] != "narrowgauge"]
     for heading, pattern in TABLES.items():
         parts.append(_table(heading, [r for r in rows if fnmatchcase(r["format"], pattern)], causes))
