@@ -150,6 +150,23 @@ def test_what_is_no_recipe_is_refused_in_a_sentence(call):
         call(3)
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"params": "x"}, "params = x: predict needs the parameters without embeddings, such as 1.9e9"),
+        ({"params": [1e9]}, r"params = \[1"),
+        ({"params": -1}, "params = -1"),
+        ({"tokens": [1]}, r"tokens = \[1\]: predict needs the tokens of training, such as 38e9"),
+        ({"atlas": 3}, "atlas 3 cannot be read"),
+        ({"runs": 3}, "--runs 3 cannot be read"),
+        ({"probe": 3}, "3 cannot be read"),
+    ],
+)
+def test_a_forecast_of_what_is_no_number_or_file_is_refused_in_a_sentence(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        ng.predict("mxfp4", **{"params": "1B", "tokens": 2e10} | given)
+
+
 @pytest.mark.parametrize("call", [ng.format, ng.recipe, ng.advise])
 def test_what_is_no_name_is_an_unknown_name(call):
     with pytest.raises(UserError, match=r"unknown (format|recipe|model) '?3"):

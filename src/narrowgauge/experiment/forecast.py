@@ -19,14 +19,15 @@ from narrowgauge.recipes import Recipe, RecipeLike, load_recipe, recipe_list, re
 from narrowgauge.recipes import recipe as named_recipe
 from narrowgauge.report import read_runs
 from narrowgauge.report.verdict.expected import own_points
+from narrowgauge.units import parse_count
 
 Named = RecipeLike
 
 
 def predict(
     recipe: Named | Sequence[Named],
-    params: float | None = None,
-    tokens: float | None = None,
+    params: float | str | None = None,
+    tokens: float | str | None = None,
     atlas: str | Path | Atlas | None = None,
     *,
     model: str | None = None,
@@ -38,8 +39,8 @@ def predict(
     Args:
         recipe: A shipped recipe or a scheme of the atlas by name, a `.toml` file, a dictionary with its
             keys, a `Recipe`, or several.
-        params: Parameters without embeddings, such as 1.9e9.
-        tokens: Tokens of training, such as 38e9.
+        params: Parameters without embeddings, such as 1.9e9 or "1.9B".
+        tokens: Tokens of training, such as 38e9 or "38B".
         atlas: Points in place of those that ship: a file of the same columns, or an `Atlas`.
         model: A named model in place of `params`; its weights in linear layers of blocks count.
         runs: A folder of `compare`, or run directories with the reference first; their gaps become points.
@@ -60,17 +61,17 @@ def predict(
         if recipes.setdefault(name, found) != found:
             raise UserError(f"two recipes are named {name}; give each another name, as in name = 'mine'")
     size = _size(params, model)
-    if tokens is None or not 1 <= tokens < 1e18:
+    if not (length := parse_count(str(tokens))):
         raise UserError(f"tokens = {tokens}: predict needs the tokens of training, such as 38e9")
     points, of_runs = ([], {}) if runs is None else _points_of(runs)
     forecaster = Forecaster(
-        atlas if isinstance(atlas, Atlas) or atlas is None else read_atlas(atlas),
+        atlas if isinstance(atlas, Atlas) or atlas is None else read_atlas(str(atlas)),
         points,
-        None if probe is None else read_probe_file(Path(probe)),
+        None if probe is None else read_probe_file(Path(str(probe))),
         {**of_runs, **recipes},
     )
     return Forecasts(
-        [forecaster.forecast(one, size, tokens, name) for name, one in recipes.items()], forecaster
+        [forecaster.forecast(one, size, length, name) for name, one in recipes.items()], forecaster
     )
 
 
@@ -88,24 +89,22 @@ def _named(one: Named) -> tuple[str, Recipe]:
     return text, named_recipe(text)
 
 
-def _size(params: float | None, model: str | None) -> float:
+def _size(params: float | str | None, model: str | None) -> float:
     if (params is None) == (model is None):
         raise UserError(
             "predict needs the size: params, such as 1.9e9, or the name of a model, such as llama3-8b"
         )
     if model is not None:
         return float(count_block_weights(model_config(name=model)))
-    assert params is not None
-    if not 1 <= params < 1e15:
-        raise UserError(
-            f"params = {params:g}: predict needs the parameters without embeddings, such as 1.9e9"
-        )
-    return float(params)
+    if not (found := parse_count(str(params))):
+        raise UserError(f"params = {params}: predict needs the parameters without embeddings, such as 1.9e9")
+    return found
 
 
 def _points_of(runs: str | Path | Sequence[str | Path]) -> tuple[list[Observed], Mapping[str, Recipe]]:
     """The gaps of the user's runs, and their recipes."""
-    paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(path) for path in runs]
+    several = runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
+    paths = [Path(str(path)) for path in several]
     found = [run for path in paths for run in _run_directories(path)]
     points, recipes = own_points(read_runs(found))
     if not points:

@@ -53,10 +53,7 @@ from narrowgauge.forecast.law import (
 from narrowgauge.forecast.setting import NEW, Hint, Observed, Part, Setting
 from narrowgauge.recipes import GEMMS
 
-NOISE_PRIOR = (
-    0.1,
-    3.0,
-)  # deviation in percent of a pair at 100 million parameters, and its degrees of freedom
+NOISE_PRIOR = (0.1, 3.0)  # deviation of a pair at 100 million parameters in percent, degrees of freedom
 SCATTER_PRIOR = (0.03, 4.0)  # of a point about the law, as a share of its gap
 _INFORMATION = (TAILS + 1) / (TAILS + 3)  # of one point on its mean, over that of a Gaussian
 _ROUNDS, _ENOUGH = 200, 2e-3
@@ -132,18 +129,24 @@ class _Fit:
         for _ in range(_ROUNDS):
             if max(self._step(), self._update_variances()) < _ENOUGH:
                 break
-        noise = dict(zip(self.names, map(float, self.noise), strict=True))
         return Law(
             curve=self.curve,
             columns=self.columns,
             theta=self.theta,
             covariance=self.covariance,
             deviations=self.deviations,
-            noise=noise,
+            noise=dict(zip(self.names, map(float, self.noise), strict=True)),
+            typical=self._typical_noise(),
             scatter=self.scatter,
             evidence=self._evidence(),
             observed=self.observed,
         )
+
+    def _typical_noise(self) -> float:
+        """The mean deviation of a pair over families, each at its sizes, of those that state no errors."""
+        logs, free = np.log(self.noise[self.family] * self.of_size), self.stated == 0
+        means = [logs[o].mean() for f in range(len(self.names)) if (o := (self.family == f) & free).any()]
+        return math.exp(float(np.mean(means))) if means else NOISE_PRIOR[0]
 
     def _step(self) -> float:
         """One step of Fisher's scoring; returns the largest change of a coefficient."""

@@ -245,8 +245,7 @@ def divergence(recipe: Described, setting: Setting, of: Recipe) -> str:
     if recipe.tail == 0 and setting.params >= _DIVERGED_AT[0] and setting.tokens >= _DIVERGED_AT[1]:
         return (
             "a 12 B model diverged when every linear layer was in NVFP4 (arXiv 2509.25149); the gap "
-            "is that of runs "
-            "that do not. Keep the last blocks wide"
+            "is that of runs that do not. Keep the last blocks wide"
         )
     return ""
 

@@ -116,6 +116,7 @@ class Law:
         covariance: Their covariance.
         deviations: The deviation of each group of effects.
         noise: The deviation in percent of a pair at 100 million parameters, by family.
+        typical: That of a family without points, at any size.
         scatter: The deviation of a point about the law, as a share of its gap.
         evidence: The logarithm of the probability of the points, up to a constant, for the choice of a curve.
         observed: The points that it was fitted to.
@@ -127,6 +128,7 @@ class Law:
     covariance: Array
     deviations: Mapping[str, float]
     noise: Mapping[str, float]
+    typical: float
     scatter: float
     evidence: float
     observed: Sequence[Observed] = field(default=(), repr=False)
@@ -207,8 +209,8 @@ class Law:
         return self.deviations.get(str(column[0]), 1.0) * prior_of(column)[1]
 
     def _noise_of(self, setting: Setting) -> float:
-        typical = math.exp(sum(map(math.log, self.noise.values())) / len(self.noise))
-        return self.noise.get(setting.family, typical) * noise_of_size(setting.params)
+        own = self.noise.get(setting.family)
+        return self.typical if own is None else own * noise_of_size(setting.params)
 
 
 def row_of(setting: Setting, part: Part) -> dict[Column, float]:

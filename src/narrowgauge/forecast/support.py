@@ -50,8 +50,7 @@ def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | Non
     if beyond and not any(one.setting.recipe == name for one in kin):
         return (
             f"{name} has {beyond}, of which no published run shows the cost at several sizes; measure "
-            f"it with "
-            f"narrowgauge compare --recipes bf16,{name}"
+            f"it with narrowgauge compare --recipes bf16,{name}"
         )
     if not setting.parts:
         return None
@@ -66,17 +65,15 @@ def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | Non
         sizes = [one.setting.params for one in kin]
         return (
             f"{human_count(setting.params)} parameters are {far.params:.0f} times beyond the runs that "
-            f"support "
-            f"{name}, {human_count(min(sizes))} to {human_count(max(sizes))}; the law is trusted up to "
-            f"{MOST_PARAMS:.0f} times: add runs nearer to it by --runs"
+            f"support {name}, {human_count(min(sizes))} to {human_count(max(sizes))}; the law is trusted up "
+            f"to {MOST_PARAMS:.0f} times: add runs nearer to it by --runs"
         )
     if far.tokens_per_param > MOST_LENGTH:
         lengths = [one.setting.tokens_per_param for one in kin]
         return (
             f"{setting.tokens_per_param:,.3g} tokens per parameter are {far.tokens_per_param:.0f} "
-            f"times beyond the runs "
-            f"that support {name}, {min(lengths):.2g} to {max(lengths):,.0f}; the law is trusted up to "
-            f"{MOST_LENGTH:.0f} times: add runs nearer to it by --runs"
+            f"times beyond the runs that support {name}, {min(lengths):.2g} to {max(lengths):,.0f}; the law "
+            f"is trusted up to {MOST_LENGTH:.0f} times: add runs nearer to it by --runs"
         )
     return None
 
@@ -110,8 +107,7 @@ def _coarser(setting: Setting, kin: Sequence[Observed]) -> str | None:
         if part.noise is not None and noise and part.noise > COARSER * max(noise):
             return (
                 f"{part.gemm} of {setting.recipe} has {part.noise / max(noise):.1f} times the noise of "
-                f"the coarsest "
-                "casts that anyone has published a run of; measure it with narrowgauge compare"
+                "the coarsest casts that anyone has published a run of; measure it with narrowgauge compare"
             )
     return None
 

@@ -251,6 +251,16 @@ def test_the_smallest_number_of_devices_is_found():
     assert fewest_devices(big, ParallelDims(), memory, memory.state // 100, lambda *_: False) is None
 
 
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize("mesh", [{}, {"pipeline": 2}, {"pipeline": 2, "chunks": 2}], ids=str)
+def test_a_pipeline_waits_for_its_stages_less_the_chunks_it_runs_them_in(mesh):
+    """(P - 1) / (m x chunks) of the time that a process computes, with m = 8 micro-batches."""
+    dims, values = ParallelDims(**mesh), config("bf16", SMALL | {"layers": 4})
+    time = estimate(values, dims, load_cluster("h100"), estimate_step(values, dims))
+    busy = time.products + time.casts + time.passes
+    assert time.bubble == pytest.approx(busy * (dims.pipeline - 1) / (8 * dims.chunks))
+
+
 @pytest.mark.parametrize("text", ["", "many", "-1B", "0", "nan", "1e30"])
 def test_what_is_no_number_of_tokens_is_refused(text):
     with pytest.raises(UserError, match="300B, 1T"):

@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.experiment.power import Plan, power_text, seeds_for_equality, smallest_gap
 from narrowgauge.report.verdict.critical import critical_value
-from narrowgauge.report.verdict.rule import Spread, judge, pooled_spread
+from narrowgauge.report.verdict.rule import MARGIN, Judgement, Spread, judge, pooled_spread
 from narrowgauge.t_interval import t_quantile
 
 
@@ -150,6 +150,17 @@ def test_an_arm_that_computes_the_same_says_nothing_of_the_others():
     found = judge({**gaps, "same": by_seed([0.0, 0.0, 0.0])}, ["a", "same"])
     assert found["a"].spread == judge(gaps, ["a"])["a"].spread
     assert (found["same"].half_width, found["same"].is_equal) == (0.0, True)
+
+
+@pytest.mark.parametrize("arms", [1, 3, 7])
+def test_equality_divides_its_five_percent_over_the_family(arms):
+    """Two one-sided tests of a gap just inside the margin, and one just outside it."""
+    spread = Spread(0.1, 10)
+    quantile = {1: 1.8125, 3: 2.4660, 7: 2.9601}[arms]  # Student's at 5, 5 / 3 and 5 / 7 %, 10 degrees
+    reach = quantile * 0.1 / 2  # of four seeds
+    for mean, expected in ((MARGIN - reach - 1e-3, True), (MARGIN - reach + 1e-3, False)):
+        assert Judgement(4, mean, arms, spread).is_equal is expected
+        assert Judgement(4, -mean, arms, spread).is_equal is expected
 
 
 def test_what_is_known_only_raises_and_loses_weight_with_every_seed():
