@@ -45,13 +45,17 @@ reduce_scatter_single: Callable[..., Any] = (
 # Copies many tensors in few GPU launches: (destinations, sources), two lists.
 copy_each: Callable[..., Any] = torch._foreach_copy_
 
-# `__torch_function__` for tensor subclasses that only define `__torch_dispatch__`; the public one wraps every
-# result in the subclass.
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
 # The context of a `__torch_function__` in which its operations do not come back to it.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+
+
+class Wrapper(torch.Tensor):
+    """The base of tensors without memory of their own, whose operations all reach `__torch_dispatch__`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # the public one wraps every result
+
+    def __init__(self, *_: object) -> None:
+        """Nothing more than `__new__` has made."""
 
 
 def wrapper_subclass(

@@ -153,8 +153,8 @@ def bits_of_ranks(recipe, wrapper, says_samples=False):
     They can differ by their random bits only. Returns whether each gradient is the same on all ranks.
     """
     model = net(recipe)
-    if wrapper == "ddp":
-        trained = DistributedDataParallel(ng.prepare_ddp(model))
+    if "ddp" in wrapper:
+        trained = DistributedDataParallel(ng.prepare_ddp(model) if wrapper == "ddp" else model)
         quiet = trained.no_sync
     else:
         trained, quiet = cut(model, ng.fully_shard), nullcontext

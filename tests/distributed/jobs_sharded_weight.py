@@ -120,22 +120,6 @@ def masters_after_loading(recipe, folder):
     return all(torch.equal(t, before[name]) for name, t in recipe_tensors(model).items())
 
 
-def copied_by_an_optimizer(recipe):
-    """How many elements move if an optimizer computes small updates elsewhere and copies the results.
-
-    Each of the updates alone is far below half of the last bit of most weights.
-    """
-    model = sharded(narrow(recipe))
-    before = whole(model[0].weight).clone()
-    for step in range(4):
-        model(idioms.batch(step)).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(p.detach() * (1 - 2.0**-11))
-        model.zero_grad()
-    return (whole(model[0].weight) != before).float().mean().item()
-
-
 def seen_by_the_next_pass(recipe):
     """Whether a pass right after a write, and after parameters were replaced, has the new weights."""
     alone, model, same = narrow(recipe), sharded(narrow(recipe)), []

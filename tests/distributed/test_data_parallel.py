@@ -30,7 +30,7 @@ def test_replicas_stay_equal_whatever_a_loop_does(ranks, name):
     assert ranks(2, "jobs_data_parallel.ddp_with_eyes", recipe=name) == [True, True]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "unprepared ddp", "fsdp"])
 def test_ranks_draw_bits_of_their_own_in_a_loop_that_says_no_step(ranks, wrapper):
     """The last layer's output gradient is the same everywhere, and so are weights: only bits are left."""
     for found in ranks(2, "jobs_data_parallel.bits_of_ranks", recipe="quartet", wrapper=wrapper):

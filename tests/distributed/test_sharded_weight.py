@@ -45,12 +45,6 @@ def test_masters_survive_weights_that_the_model_has_already(ranks, name, tmp_pat
     assert found == [True, True]
 
 
-def test_an_optimizer_that_copies_its_results_rounds_as_the_recipe_does(ranks):
-    """A quarter of the weights' last bit, four times, with random bits: some weights move."""
-    for moved in ranks(2, "jobs_sharded_weight.copied_by_an_optimizer", recipe="bf16-sr"):
-        assert 0.1 < moved < 0.9
-
-
 def test_offloading_by_torch_is_refused():
     model = ng.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), "msamp-o2", keep=[])
     with pytest.raises(UserError, match="leave offload_policy out"):

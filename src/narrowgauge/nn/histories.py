@@ -34,6 +34,7 @@ from narrowgauge.recipes.kept_channels import CHOOSES
 from narrowgauge.torch_compat import copy_each
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+_DTYPES = {"squares": torch.float64, "sums": torch.float64, "chosen": torch.bool}  # others are float32
 
 
 class History(torch.nn.Module):
@@ -44,13 +45,25 @@ class History(torch.nn.Module):
         self.cast = cast
         self.reset("cpu")
 
-    def reset(self, device: torch.device | str) -> None:
-        """Return to the state before the first step, on a device."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of the state, by name."""
         raise NotImplementedError
+
+    def reset(self, device: torch.device | str) -> None:
+        """Allocate the state before the first step, on a device."""
+        for name, shape in self.shapes().items():
+            tensor = torch.empty(shape, dtype=_DTYPES.get(name, torch.float32), device=device)
+            self.register_buffer(name, tensor, persistent=False)
+        self.renew()
+
+    def renew(self) -> None:
+        """Return to the state before the first step, in the same tensors."""
+        for name, tensor in self.tensors().items():
+            tensor.fill_(name == "scale")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state by name; the tensors themselves, not copies."""
-        raise NotImplementedError
+        return {name: getattr(self, name) for name in self.shapes()}
 
     def discard_step(self) -> None:
         """Forget what was recorded in this step, so that its end changes nothing."""
@@ -82,16 +95,9 @@ class AmaxHistory(History):
     entries: torch.Tensor
     scale: torch.Tensor
 
-    def reset(self, device: torch.device | str) -> None:
-        """Return to the state before the first step, on a device."""
-        self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
-        entries = torch.zeros(self.cast.amax.history, dtype=torch.float32, device=device)
-        self.register_buffer("entries", entries, persistent=False)
-        self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device), persistent=False)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name; the tensors themselves, not copies."""
-        return {"amax": self.amax, "entries": self.entries, "scale": self.scale}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of the state, by name."""
+        return {"amax": (), "entries": (self.cast.amax.history,), "scale": ()}
 
     @torch.no_grad()
     def update(self, x: torch.Tensor) -> None:
@@ -120,14 +126,9 @@ class HeldAmax(AmaxHistory):
     held: torch.Tensor
     age: torch.Tensor
 
-    def reset(self, device: torch.device | str) -> None:
-        """Return to the state before the first step, on a device."""
-        for name in ("amax", "held", "age"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.float32, device=device), persistent=False)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name: the amax, and the number of steps since it was measured."""
-        return {"amax": self.amax, "held": self.held, "age": self.age}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the step's amax, the one that is held, and the number of steps since then."""
+        return {"amax": (), "held": (), "age": ()}
 
     def current(self) -> torch.Tensor:
         """The amax that is held in this step; 0 if each tensor uses its own."""
@@ -155,18 +156,9 @@ class ChannelChoice(History):
         self.channels = channels
         super().__init__(cast)
 
-    def reset(self, device: torch.device | str) -> None:
-        """Return to the state before the first step, on a device."""
-        for name in ("squares", "sums"):
-            zeros = torch.zeros(self.channels, dtype=torch.float64, device=device)
-            self.register_buffer(name, zeros, persistent=False)
-        none = torch.zeros(self.channels, dtype=torch.bool, device=device)
-        self.register_buffer("chosen", none, persistent=False)
-        self.register_buffer("age", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name: squares of this step, their sums over steps, the choice, its age in steps."""
-        return {"squares": self.squares, "sums": self.sums, "chosen": self.chosen, "age": self.age}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the squares of this step, their sums over steps, the choice, its age in steps."""
+        return {**dict.fromkeys(("squares", "sums", "chosen"), (self.channels,)), "age": ()}
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, shard: TensorShard | None) -> None:

@@ -48,10 +48,11 @@ from narrowgauge.quantization import (
     local_part,
     state_of,
 )
+from narrowgauge.quantization.state.parameter_state import wide_moment
 from narrowgauge.quantization.state.saved_weight import saved_weight
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
-from narrowgauge.torch_compat import SeesFSDP, reshaped
+from narrowgauge.torch_compat import SeesFSDP, local_tensor, reshaped
 
 
 class Linear(Stepped, SeesFSDP, Fusable):
@@ -316,6 +317,14 @@ class Linear(Stepped, SeesFSDP, Fusable):
         """Whether any value of this layer, or of its gradient on the wire, depends on the step."""
         return super().follows_step() or self.reduce_prescale is not None
 
+    def lost(self, optimizer: torch.optim.Optimizer, is_fresh: bool) -> Iterator[str]:
+        """What an optimizer does not keep of this layer's recipe, each as the rest of a sentence."""
+        weight = self._parameters.get("weight")
+        if weight is not None and (cast := wide_moment(weight, optimizer, self.recipe.state)):
+            yield f"keeps moments in float32, and the recipe in {cast.name!r}: use narrowgauge.AdamW with it"
+        if not (is_fresh or self.hears_optimizer or self.step_is_set) and self.follows_step():
+            yield "goes on, but random bits and histories begin anew: resume with narrowgauge.load_state_dict"
+
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""
         for history in self.histories.values():
@@ -392,7 +401,14 @@ class Linear(Stepped, SeesFSDP, Fusable):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a plain weight, rounding it to the format that stores it."""
         key, weight = f"{prefix}weight", self._own_weight()
-        is_replaced = self.takes_other_parameter
+        is_replaced, given = self.takes_other_parameter, state_dict.get(key)
+        if given is not None and self.histories and self.has_run and not self.weight.is_meta:
+            own = local_tensor(self.weight)
+            if given.shape == self.weight.shape and not torch.equal(
+                own, local_part(given, self.weight).to(own)
+            ):
+                for history in self.histories.values():  # of other weights
+                    history.renew()
         if weight is not None and key in state_dict and state_dict[key].shape == weight.shape:
             state_of(weight).load(local_part(state_dict[key], weight))
             state_dict = state_dict | {key: weight.detach()}

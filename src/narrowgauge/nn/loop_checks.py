@@ -10,33 +10,23 @@ called `set_step` once and never again, a warning is raised.
 
 import warnings
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowgauge.collectives import broadcast_bytes
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import ParamState, state_of
 from narrowgauge.torch_compat import active_ddp
 
-
-class CountsSteps(Protocol):
-    """A layer that counts the steps of optimizers."""
-
-    def optimizer_stepped(self) -> None:
-        """Count a step of an optimizer."""
-
-
-#: Optimizer steps after one `set_step` before a warning. Adversarial training takes a few on purpose.
-MOST_STEPS_UNSET = 10
-
-_COUNTING: WeakKeyDictionary[CountsSteps, None] = WeakKeyDictionary()  # in order
+_COUNTING: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in order
+_FRESH: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()  # optimizers; None once they are checked
 _SENT: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # wrappers whose masters are sent
 
 
-def count_steps(layer: CountsSteps) -> None:
+def count_steps(layer: Any) -> None:
     """From now on, notify a layer of each step of any optimizer in this process.
 
     The optimizer may belong to another model. Its step then also ends a step of this layer, which has no
@@ -46,29 +36,29 @@ def count_steps(layer: CountsSteps) -> None:
     _listen_to_optimizers()
 
 
-def counting_layers() -> list[CountsSteps]:
+def counting_layers() -> list[Any]:
     """The living layers that `count_steps` has seen, of all models, the oldest first."""
     return list(_COUNTING)
 
 
 @cache
 def _listen_to_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_state)
     register_optimizer_step_post_hook(_notify_layers)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once of what an optimizer does not keep of recipes; ours, and one without state, are fresh."""
+    is_fresh = _FRESH.setdefault(optimizer, not optimizer.state or hasattr(optimizer, "recipe"))
+    if optimizer.state and is_fresh is not None:
+        _FRESH[optimizer] = None
+        for text in dict.fromkeys(t for layer in counting_layers() for t in layer.lost(optimizer, is_fresh)):
+            warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=2)
 
 
 def _notify_layers(*_: Any) -> None:
     for layer in counting_layers():
         layer.optimizer_stepped()
-
-
-def warn_of_still_step(step: int | None, taken: int) -> None:
-    """Warn that a loop has set a step and has taken several since without setting another."""
-    warnings.warn(
-        f"{taken} optimizer steps were taken since narrowgauge.set_step set step {step}; random bits, "
-        "delayed scales and rules still belong to that step: call narrowgauge.set_step before each "
-        "forward pass, or narrowgauge.step after each update",
-        stacklevel=2,
-    )
 
 
 def send_masters(record: ParamState | None) -> None:

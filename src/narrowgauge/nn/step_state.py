@@ -9,6 +9,7 @@ random bits, and a step ends when an optimizer takes one (`loop_checks.count_ste
 called.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,12 +22,13 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
 from narrowgauge.nn.histories import History
-from narrowgauge.nn.loop_checks import MOST_STEPS_UNSET, warn_of_still_step
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.second_derivative import refuse_transforms
-from narrowgauge.torch_compat import is_in_backward, is_transformed
+from narrowgauge.torch_compat import active_ddp, is_in_backward, is_transformed
 
+#: Optimizer steps after one `set_step` before a warning. Adversarial training takes a few on purpose.
+MOST_STEPS_UNSET = 10
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that keys repeat only after 2^32 calls
 _A_PROCESS = 2**20  # sequences, more than any pass has, so that the ranges of processes are disjoint
 
@@ -92,7 +94,8 @@ class Stepped:
         is_random: Whether any of its casts needs random bits.
         keys: int32, a key for each random stream; None if no cast is random.
         first_sample: The index in the global batch of the first sequence of the pass.
-        process: The index of this process among the data-parallel processes.
+        process: The index of this process among the data-parallel processes; None until it is known.
+        has_run: Whether it has recorded gradients since it was made or its position was restored.
         histories: The state of places from earlier steps; a module without operands has none.
         observer: Sees the operands of the layer; attached for one step.
         step: The optimizer step; None before the first.
@@ -111,7 +114,8 @@ class Stepped:
     is_random: bool
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
-    process: int = 0
+    process: int | None = None
+    has_run = False
     histories: Mapping[str, History] = MappingProxyType({})
     observer: Observer | None = None
     step: int | None = None
@@ -155,19 +159,14 @@ class Stepped:
         self._set_keys(seed, step, first_sample)
 
     def position(self) -> torch.Tensor:
-        """The position of training, which determines random bits and the next forward pass.
-
-        Returns:
-            int64 [6 + 2 streams]: step and length (-1 stands for None), three flags, the keys.
-        """
-        numbers = [-1 if n is None else n for n in (self.step, *self.length)]
-        flags = [self.step_is_set, self.hears_optimizer, self.counts_calls]
+        """The position of training, int64: step and length (-1 stands for None), three flags, keys."""
+        at = (self.step, *self.length, self.step_is_set, self.hears_optimizer, self.counts_calls)
         keys = [] if self.keys is None else self.keys.flatten().tolist()
-        return torch.tensor([*numbers, *flags, *keys], device="cpu")
+        return torch.tensor([*(-1 if n is None else int(n) for n in at), *keys], device="cpu")
 
     def restore_position(self, position: torch.Tensor) -> None:
         """Restore a `position`, between two steps."""
-        self.begins_step = True
+        self.begins_step, self.has_run = True, False
         self.step, *length = (None if n == -1 else n for n in position[:3].tolist())
         self.length = (length[0], length[1])
         self.step_is_set, self.hears_optimizer, self.counts_calls = map(bool, position[3:6].tolist())
@@ -202,11 +201,13 @@ class Stepped:
             if not torch.compiler.is_compiling():
                 if self.begins_step:  # passes of earlier steps have been recomputed by now, or never will be
                     self.awaits_backward = min(self.awaits_backward, 1)
-                self.begins_step = False
+                self.begins_step, self.has_run = False, True
+                if self.process is None and self.keys is not None and (ddp := active_ddp()) is not None:
+                    self.use_process(ddp.process_group.rank())
             if self.keys is not None:  # a new tensor, because a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
         elif is_training and not torch.compiler.is_compiling():
-            self.begins_step = False
+            self.begins_step, self.has_run = False, True
         return is_training
 
     def step_taken(self) -> None:
@@ -226,7 +227,12 @@ class Stepped:
         if self.step_is_set and not self.begins_step and self.follows_step():
             self.steps_unset += 1
             if self.steps_unset == MOST_STEPS_UNSET:
-                warn_of_still_step(self.step, self.steps_unset)
+                warnings.warn(
+                    f"{self.steps_unset} optimizer steps were taken since narrowgauge.set_step set step "
+                    f"{self.step}; random bits, delayed scales and rules still belong to that step: call "
+                    "narrowgauge.set_step before each forward pass, or narrowgauge.step after each update",
+                    stacklevel=2,
+                )
         self.begins_step = self.hears_optimizer = True
 
     def follows_step(self) -> bool:
@@ -275,7 +281,7 @@ class Stepped:
     def _use_own_samples(self) -> None:
         """Use the samples of this process, if the loop does not set the samples of a pass."""
         if self.first_sample is not None and not self.step_is_set:
-            self.first_sample = torch.full_like(self.first_sample, self.process * _A_PROCESS)
+            self.first_sample = torch.full_like(self.first_sample, (self.process or 0) * _A_PROCESS)
 
     def _stream_ids(self) -> list[int]:
         """The tensor ids of the random streams."""

@@ -56,9 +56,9 @@ from narrowgauge.quantization.state.parameter_state import (
     set_plain_gradient,
 )
 from narrowgauge.torch_compat import (
+    Wrapper,
     accept_any_gradient,
     attach_fsdp_extension,
-    disabled_torch_function,
     has_hooks,
     is_accumulated,
     is_called_after_accumulation,
@@ -83,7 +83,7 @@ _VIEWS = {
 }
 
 
-class GatheredWeight(torch.Tensor):
+class GatheredWeight(Wrapper):
     """A full weight (N, K) in its transfer format; its dtype is float32, so that its gradient is float32.
 
     Attributes:
@@ -99,8 +99,6 @@ class GatheredWeight(torch.Tensor):
     is_operand: bool
     one: torch.Tensor | None = None  # made once
 
-    __torch_function__ = disabled_torch_function
-
     @staticmethod
     def __new__(
         cls, numbers: torch.Tensor, scale: torch.Tensor | None, cast: Cast, is_operand: bool
@@ -109,9 +107,6 @@ class GatheredWeight(torch.Tensor):
         self = wrapper_subclass(cls, numbers.shape, numbers.stride(), torch.float32, numbers.device)
         self.numbers, self.scale, self.cast, self.is_operand = numbers, scale, cast, is_operand
         return self
-
-    def __init__(self, *_: object) -> None:
-        """Nothing more."""
 
     def wide(self) -> torch.Tensor:
         """The weight's values: float32 where it has a scale, else the numbers themselves."""

@@ -39,20 +39,13 @@ from narrowgauge.quantization import (
     shard_of,
     state_of,
 )
-from narrowgauge.quantization.state.parameter_state import drop_gradient
+from narrowgauge.quantization.state.parameter_state import drop_gradient, is_large
 from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.recipes import recipe as recipe_named
 
-SMALLEST_NARROW = 4096  # elements of the smallest matrix with low-precision moments
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.operands`)
 _WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
-
-
-def is_large(p: torch.Tensor) -> bool:
-    """Whether a parameter is large enough for low-precision moments."""
-    shard = shard_of(p)
-    return p.ndim >= 2 and (p.numel() if shard is None else shard.shape.numel()) >= SMALLEST_NARROW
 
 
 class Optimizer(SavedOptimizer):

@@ -19,8 +19,8 @@ from narrowgauge.distributed.parallel.tensor_parallel import COLUMN_SHARDED, row
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 from narrowgauge.nn import EqualShare
-from narrowgauge.optim.optimizer import SMALLEST_NARROW
 from narrowgauge.quantization import Cast, ShardAxis, full_axis
+from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW
 from narrowgauge.recipes import DIMENSIONS, Recipe
 from narrowgauge.recipes.resolve import operands_of
 

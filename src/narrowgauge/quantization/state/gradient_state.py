@@ -18,7 +18,7 @@ from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 from narrowgauge.quantization.state.prescale import PreScale, Prescaled, prescaled
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 from narrowgauge.torch_compat import (
-    disabled_torch_function,
+    Wrapper,
     has_result,
     operation_name,
     tree_leaves,
@@ -133,7 +133,7 @@ def add_all(
         g.count_sum()
 
 
-class NarrowGradient(torch.Tensor):
+class NarrowGradient(Wrapper):
     """A gradient that is stored in a cast, as autograd holds it: float32, of the parameter's shape.
 
     Autograd adds to it; each sum is rounded once, with the random bits of the layer's last pass. Any other
@@ -143,8 +143,6 @@ class NarrowGradient(torch.Tensor):
 
     state: GradientState
     add_sum: Callable[[GradientState, torch.Tensor, RandomStream | None], None]
-
-    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(
@@ -157,9 +155,6 @@ class NarrowGradient(torch.Tensor):
         self = wrapper_subclass(cls, like.shape, like.stride(), torch.float32, like.device)
         self.state, self.add_sum = state, add_sum
         return self
-
-    def __init__(self, *_: object) -> None:
-        """Nothing more."""
 
     def values(self) -> torch.Tensor:
         """The gradient as new float32 values."""

@@ -32,9 +32,9 @@ from narrowgauge.quantization.state.parameter_state import (
     state_of,
 )
 from narrowgauge.torch_compat import (
+    Wrapper,
     as_shard,
     attach_hooks_again,
-    disabled_torch_function,
     has_result,
     is_collective,
     is_in_place,
@@ -54,7 +54,7 @@ _OF_FSDP = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _OWN = ("narrowgauge", "views", "_is_param", "_local_tensor", "_spec")  # attributes that make a tensor
 
 
-class NarrowTensor(torch.Tensor):
+class NarrowTensor(Wrapper):
     """A weight, or a view of one, whose values are stored in a cast.
 
     Attributes:
@@ -65,8 +65,6 @@ class NarrowTensor(torch.Tensor):
     narrowgauge: ParamState
     views: tuple[View, ...]
 
-    __torch_function__ = disabled_torch_function
-
     @staticmethod
     def __new__(
         cls, like: torch.Tensor, record: ParamState, dtype: torch.dtype, views: tuple[View, ...] = ()
@@ -75,9 +73,6 @@ class NarrowTensor(torch.Tensor):
         self = wrapper_subclass(cls, like.shape, like.stride(), dtype, record.device)
         self.narrowgauge, self.views = record, views
         return self
-
-    def __init__(self, *_: object) -> None:
-        """Nothing more."""
 
     def stored_values(self) -> torch.Tensor:
         """What a GEMM multiplies with: the stored tensor, or float32 values if it has scales."""

@@ -35,6 +35,7 @@ from narrowgauge.quantization.state.gradient_state import GradientState, NarrowG
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 from narrowgauge.torch_compat import FSDPExtension
 
+SMALLEST_NARROW = 4096  # elements of the smallest matrix with low-precision moments
 _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries
 _PLAIN: Any = torch.Tensor.grad  # the descriptor, which subclasses may hide
 
@@ -178,6 +179,26 @@ def shard_of(p: torch.Tensor) -> TensorShard | None:
     """The shard of a parameter that this process holds; None if it holds the full parameter."""
     shard = state_of(p).shard
     return None if shard is None or shard.is_full else shard
+
+
+def is_large(p: torch.Tensor) -> bool:
+    """Whether a parameter is large enough for low-precision moments."""
+    shard = shard_of(p)
+    return p.ndim >= 2 and (p.numel() if shard is None else shard.shape.numel()) >= SMALLEST_NARROW
+
+
+def wide_moment(
+    p: torch.Tensor, optimizer: torch.optim.Optimizer, casts: Mapping[str, Cast | None]
+) -> Cast | None:
+    """The cast of a parameter's moment that an optimizer keeps in float32; None if there is none."""
+    state = optimizer.state.get(p, {})
+    has_plain = any(isinstance(t, torch.Tensor) and t.shape == p.shape for t in state.values())
+    for place in ("m", "v") if is_large(p) else ():
+        cast, kept = casts[place], state.get(place)
+        is_wide = kept.cast.name == "fp32" if isinstance(kept, QuantizedState) else has_plain
+        if cast is not None and cast.name != "fp32" and is_wide:
+            return cast
+    return None
 
 
 def local_tensor(t: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.quantization.state.parameter_state import ParamState, state_of
 from narrowgauge.torch_compat import (
+    Wrapper,
     as_shard,
-    disabled_torch_function,
     has_result,
     storage_key,
     tree_leaves,
@@ -78,7 +78,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
 
 
-class SavedShard(torch.Tensor):
+class SavedShard(Wrapper):
     """The values of a shard in a state dict, copied; a write to the whole DTensor reaches the weight as well.
 
     All processes write to a DTensor together, as the scale that they share requires. A checkpoint that is
@@ -92,17 +92,12 @@ class SavedShard(torch.Tensor):
     copied: torch.Tensor
     record: ParamState
 
-    __torch_function__ = disabled_torch_function
-
     @staticmethod
     def __new__(cls, values: torch.Tensor, record: ParamState) -> "SavedShard":
         """Show values that are a copy of a record's."""
         self = wrapper_subclass(cls, values.shape, values.stride(), values.dtype, values.device)
         self.copied, self.record = values, record
         return self
-
-    def __init__(self, *_: object) -> None:
-        """Nothing more."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

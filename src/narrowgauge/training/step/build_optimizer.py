@@ -8,8 +8,8 @@ import torch
 from narrowgauge.models import Transformer
 from narrowgauge.nn import outline_of
 from narrowgauge.optim import AdamW, Muon, Optimizer, parameter_groups
-from narrowgauge.optim.optimizer import is_large
 from narrowgauge.quantization import ensure_state
+from narrowgauge.quantization.state.parameter_state import is_large
 from narrowgauge.recipes import Recipe, resolve
 from narrowgauge.training.plan import OptimizerPlan, TrainingPlan
 
