@@ -52,7 +52,7 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 class Wrapper(torch.Tensor):
     """The base of tensors without memory of their own, whose operations all reach `__torch_dispatch__`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # the public one wraps every result
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # the public one wraps every result
 
     def __init__(self, *_: object) -> None:
         """Nothing more than `__new__` has made."""

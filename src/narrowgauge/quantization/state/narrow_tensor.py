@@ -16,9 +16,10 @@ for an optimizer is changed by this package's alone, and any other write to it i
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -292,7 +293,8 @@ def _view(x: NarrowTensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     return [NarrowTensor(each, record, dtype, (*views, nth(i))) for i, each in enumerate(result)]
 
 
-class _Padding(NamedTuple):
+@dataclass(frozen=True)
+class _Padding:
     """The view of a shard with rows of zeros after its own, which a slice takes off again.
 
     FSDP2 makes all shards of a parameter as long as the longest, and then keeps such a slice.
