@@ -83,7 +83,7 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
         VERBS[verb].load()(options)
         return []
     if not hasattr(options, "config"):
-        made = verb in ("import", "convert") and options.out
+        made = verb == "import" and options.out
         return [options.out] if made else []
     if options.config and not options.config.exists():
         options.config.touch()  # a reader's own, and the page does not show it

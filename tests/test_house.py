@@ -211,7 +211,6 @@ SEE_THE_CONFIGURATION = {
     "runs.monitor.memory_check",
     "runs.run_directory",
     "runs.use.branch",
-    "runs.use.convert",
     "runs.use.trained_model",
 }
 

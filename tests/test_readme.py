@@ -45,7 +45,7 @@ def test_every_verb_is_shown():
     assert {words[0] for page in PAGES.values() for words in commands(page)} == {
         *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
         *("runs", "watch", "models"),
-        *("export", "import", "plan", "advise", "convert", "doctor", "launch"),
+        *("export", "import", "plan", "advise", "doctor", "launch"),
         *("probe", "sensitivity", "search"),
     }
 

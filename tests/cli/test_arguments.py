@@ -282,3 +282,31 @@ def test_a_file_of_a_windows_editor_is_read(tmp_path):
     file.write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 3\r\n")
     options = read_line(["train", str(file)])
     assert make_config(config_values(options)).training.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        (
+            "train --allow-change optimizer.lr --allow-change training.steps",
+            "allow_change",
+            "optimizer.lr,training.steps",
+        ),
+        ("compare --recipes bf16,fp8 --recipes mxfp4", "recipes", "bf16,fp8,mxfp4"),
+        ("compare --rungs 100 --rungs 200,300", "rungs", "100,200,300"),
+        ("compare --arms a --arms b", "arms", "a,b"),
+        ("bench --peers te --peers torchao", "peers", "te,torchao"),
+        ("scaling --procs 1 --procs 2", "procs", "1,2"),
+        ("probe runs/x --recipes fp8 --recipes mxfp8", "recipes", "fp8,mxfp8"),
+        ("search runs/x --formats mxfp4 --formats bf16 --budget 0.5 --out m.toml", "formats", "mxfp4,bf16"),
+        ("search runs/x --formats a --budget 0.5 --out m.toml --keep head --keep b", "keep", "head,b"),
+        ("predict --recipe fp8 --recipe nvfp4 --params 1B --tokens 1B", "recipe", "fp8,nvfp4"),
+        ("train --log.sinks wandb --log.sinks trackio", "log.sinks", "wandb,trackio"),
+        ("train --recipe.keep head --recipe.keep blocks.0.*", "recipe.keep", "head,blocks.0.*"),
+        ("compare --seeds 3 --seeds 5", "seeds", "5"),
+        ("train --betas 0.9,0.95 --betas 0.8,0.9", "optimizer.betas", "0.8,0.9"),
+        ("train --steps 3 --steps 5", "training.steps", "5"),
+    ],
+)
+def test_a_list_that_is_given_twice_is_one_list_and_a_value_is_the_last(line, name, value):
+    assert getattr(read_line(line.split()), name) == value

@@ -40,10 +40,11 @@ LINES = {
         ["export", "{run}", "--to", "hf", "--out", "/proc/none"],
         ["/proc/none", "cannot be written", "--out"],
     ),
-    "convert: nowhere": (
-        ["convert", "{run}", "--recipe", "bf16", "--out", "/proc/none"],
+    "branch: nowhere": (
+        ["train", "--branch", "{run}", "--steps", "9", "--recipe", "bf16", "--out", "/proc/none"],
         ["/proc/none", "cannot be written", "--out"],
     ),
+    "branch: no run": (["train", "--branch", "/no/such"], ["/no/such", "config.toml"]),
     "formats: a family": (["formats", "fp8"], ["unknown format 'fp8'", "e4m3 and e5m2"]),
     "formats: torch's name": (["formats", "float8_e4m3fn"], ["'float8_e4m3fn'", "the nearest is 'e4m3'"]),
     "allowed: key": (

@@ -65,7 +65,7 @@ def test_a_comparison_and_the_same_line_again(narrowgauge, compare, look, tmp_pa
     assert ended.out.count("report: ") == ended.out.count("arithmetic ") == 1, "the runs leave theirs out"
 
     at = words.index("bf16,mxfp8")
-    again = narrowgauge(*words[:at], "bf16,", "mxfp8", *words[at + 1 :])  # as a shell cuts "bf16, mxfp8"
+    again = narrowgauge(*words[:at], "bf16", "--recipes", "mxfp8", *words[at + 1 :])
     assert again.code == 0, again.err
     assert again.out.count("is done; to train again") == 2
     assert again.out[again.out.rindex("\nrun  ") :] == table
@@ -164,7 +164,6 @@ def test_what_every_recipe_would_refuse_is_said_once(narrowgauge, compare, refus
     refused(
         narrowgauge(*compare("bf16,fp8", {"data.source": tmp_path / "no"})), "data source", tmp_path / "no"
     )
-    (tmp_path / "both").rename(tmp_path / "away")
     (tmp_path / "both").touch()
     refused(narrowgauge(*compare("bf16,fp8")), tmp_path / "both", "cannot be written")
 

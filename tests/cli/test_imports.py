@@ -22,7 +22,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 #: The verbs that compute with torch on every line.
 WITH_TORCH = {
-    *("train", "compare", "plan", "bench", "scaling", "convert", "sample", "eval", "advise"),
+    *("train", "compare", "plan", "bench", "scaling", "sample", "eval", "advise"),
     *("export", "import", "served", "probe", "sensitivity", "search", "launch"),
 }
 

@@ -12,7 +12,6 @@ ARITHMETIC = (ast.Mult, ast.Sub, ast.Pow, ast.FloorDiv, ast.Mod, ast.MatMult)
 #: Counts of processes and a unit, which a verb checks before it calls anything.
 CHECKED = {
     "launch": {"options.nodes * per_node", "t.batch_size // dims.data", "job.nodes - 1"},
-    "models": {"options.shard_gb * 1000000000.0"},
 }
 ABOUT_DEVICES = {"torch.device", "torch.cuda.is_available"}
 

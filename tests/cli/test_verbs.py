@@ -24,7 +24,6 @@ def test_no_verb_and_help_explain(narrowgauge):
             "formats",
             "plan",
             "scaling",
-            "convert",
             "doctor",
             "runs",
             "models",
@@ -202,12 +201,13 @@ def test_a_limit_ends_a_run_before_it_begins(narrowgauge, refused, line, tmp_pat
 
 
 def test_a_run_goes_on_under_another_recipe(narrowgauge, finished, look, tmp_path, refused):
-    ended = narrowgauge("convert", finished, "--recipe", "msamp-o2", "--out", tmp_path / "new")
+    words = ("train", "--branch", finished, "--recipe", "msamp-o2", "--out", tmp_path / "new")
+    refused(narrowgauge(*words), "a branch at step 6", "has no step left", "raise --steps")
+    ended = narrowgauge(*words, "--steps", "8")
     assert ended.code == 0, ended.err
-    assert "after step 6, under recipe msamp-o2" in ended.out
-    more = narrowgauge("train", tmp_path / "new" / "config.toml", "--out", tmp_path / "new")
-    assert more.code == 0, more.err
+    assert "after step 6" in ended.out
     assert look(tmp_path / "new").status["status"] == "done"
-    again = narrowgauge("convert", finished, "--recipe", "bf16", "--out", tmp_path / "new")
+    assert [event["step"] for event in look(tmp_path / "new").events("convert")] == [6]
+    again = narrowgauge(*words[:3], "--recipe", "bf16", "--steps", "8", "--out", tmp_path / "new")
     assert again.code == 2
-    assert "is there already, and nothing is ever overwritten" in again.err
+    assert "recipe.name = 'msamp-o2', and now it is 'bf16'" in again.err

@@ -145,6 +145,9 @@ def test_a_mistake_in_a_line_is_answered_without_torch(command):
     code, out, err = command("absent", "train", "--stpes", "5")
     assert (code, out) == (2, "")
     assert err.startswith("narrowgauge: unknown option '--stpes'; the nearest is '--steps'")
+    for words in (["train"], ["compare"], ["eval", "run"], ["sensitivity", "run", "--to", "mxfp4"]):
+        code, _, err = command("absent", *words, "--data", "/no/such")
+        assert (code, err.split(":")[:2]) == (2, ["narrowgauge", " data source '/no/such' does not exist"])
 
 
 def test_one_process_of_a_job_says_it(command):

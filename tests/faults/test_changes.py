@@ -95,5 +95,7 @@ def test_state_of_another_kind_is_refused_until_it_is_converted(runs, narrowgaug
             assert (out / name).read_bytes() == data
         if name in ("config.toml", "recipe.toml"):
             (out / name).write_bytes(data)
-    converted = narrowgauge("convert", out, "--recipe", "msamp-o2", "--out", tmp_path / "converted")
+    converted = narrowgauge(
+        *("train", "--branch", out, "--recipe", "msamp-o2", "--steps", "13", "--out", tmp_path / "converted")
+    )
     assert converted.code == 0, converted.err

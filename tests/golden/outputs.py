@@ -16,6 +16,9 @@ from typing import Any
 import narrowgauge as ng
 from golden.cells import LIKE_GPT2, run_of
 from golden.runs import Worker, checkpoint_of, lines_of, sha
+from narrowgauge.runs import branch_run
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.branch import with_recipe
 
 Tree = Any
 
@@ -112,7 +115,10 @@ def prepared(worker: Worker) -> Tree:
 def checkpoints(worker: Worker) -> Tree:
     """Every file of the last checkpoint of some runs, and of a run that was converted."""
     saved = {name: checkpoint_of(run_of(worker, name)) for name in (MSAMP, "fp8, shard 2")}
-    commands(worker, ("convert", run_of(worker, MSAMP), "--recipe", "nvfp4", "--out", "converted"))
+    config = with_recipe(RunDirectory(run_of(worker, MSAMP)).config(), "nvfp4")
+    longer = config.training.model_copy(update={"steps": config.training.steps + 1})
+    config = config.model_copy(update={"training": longer})
+    branch_run(run_of(worker, MSAMP), None, config, worker.directory / "converted")
     saved["msamp-o3 converted to nvfp4"] = checkpoint_of(worker.directory / "converted")
     return {name: files_of(checkpoint, in_parts) for name, checkpoint in saved.items()}
 

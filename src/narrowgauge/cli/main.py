@@ -74,12 +74,10 @@ def _verb(words: list[str]) -> int | None:
     from rich.console import Console
 
     from narrowgauge.cli.line import read_line
+    from narrowgauge.cli.parsing.options import require_sources
 
     options = read_line(words)
-    if words[0] in ("train", "scaling"):
-        from narrowgauge.cli.parsing.options import require_sources
-
-        require_sources(options)
+    require_sources(options)
     with Console(stderr=True).status("starting ..."):  # on a terminal; torch takes seconds to import
         action = _loaded(verb)
     return action(options)

@@ -23,7 +23,7 @@ FOLDER = Path("runs")
 def _train(p: KeyParser) -> None:
     p.add_argument(
         "--allow-change",
-        metavar="KEY[,KEY]",
+        metavar="KEY,...",
         default="",
         help="allow these keys to differ from the run in --out",
     )
@@ -36,8 +36,8 @@ def _train(p: KeyParser) -> None:
         default=0,
         help=f"profile STEPS steps ({PROFILED}) into DIR/profile, for Perfetto",
     )
-    text = "continue from a checkpoint of RUN with another schedule"
-    p.add_argument("--branch", metavar="RUN@STEP", help=text)
+    text = "begin at a checkpoint of RUN (the newest)"
+    p.add_argument("--branch", metavar="RUN[@STEP]", help=text)
     _watched(p)
 
 
@@ -119,17 +119,11 @@ def _bench(p: KeyParser) -> None:
 
 
 def _scaling(p: KeyParser) -> None:
-    p.add_argument("--procs", metavar="1,2,4", default="", help="numbers of processes, ascending")
+    p.add_argument("--procs", metavar="N,...", default="", help="numbers of processes, ascending")
     p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="seconds per number and mode (5)")
     p.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that share the seconds (3)")
     p.add_argument("--json", action="store_true", help="print JSON (scaling.json) instead of a table")
     p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # for its own processes
-
-
-def _convert(p: KeyParser) -> None:
-    p.add_argument("run", metavar="RUN", type=Path, help="a run directory")
-    p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
-    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
 
 
 _SOURCES = (
@@ -210,7 +204,6 @@ def _export(p: KeyParser) -> None:
     p.add_argument("--to", required=True, metavar="FORMAT", help=" | ".join(EXPORT_FORMATS))
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; bf16 for quantized weights)")
-    p.add_argument("--shard-gb", type=float, default=5.0, help="size of each safetensors file in GB (5)")
     text = f"store activation scales: measured on a text, or '{RECORDED}' by delayed scaling"
     p.add_argument("--calibrate", metavar="SOURCE", help=text)
 
@@ -318,7 +311,7 @@ def _advise(p: KeyParser) -> None:
 
 def _predict(p: KeyParser) -> None:
     p.add_argument(
-        "--recipe", required=True, metavar="R[,R]", help="recipes, schemes of the atlas, .toml files"
+        "--recipe", required=True, metavar="R,...", help="recipes, schemes of the atlas, .toml files"
     )
     size = p.add_mutually_exclusive_group(required=True)
     size.add_argument("--params", metavar="N", help="parameters without embeddings, as in 1.9B")
@@ -327,7 +320,7 @@ def _predict(p: KeyParser) -> None:
     )
     p.add_argument("--tokens", required=True, metavar="D", help="training tokens, as in 38e9 or 38B")
     text = "your own: a folder of compare, or run directories with the reference first"
-    p.add_argument("--runs", type=Path, nargs="+", metavar="DIR", help=text)
+    p.add_argument("--runs", action="extend", type=Path, nargs="+", metavar="DIR", help=text)
     text = "what probe --json printed, of the recipe and of one with points, such as nvfp4"
     p.add_argument("--probe", type=Path, metavar="FILE", help=text)
     p.add_argument(
@@ -406,7 +399,6 @@ OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
     "bench": _bench,
     "doctor": add_doctor_options,
     "scaling": _scaling,
-    "convert": _convert,
     "prepare": _prepare,
     "sample": _sample,
     "eval": _eval,

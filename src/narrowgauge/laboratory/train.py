@@ -131,7 +131,7 @@ def train_config(
     console: Console,
     allowed: Sequence[str] = (),
     profile: int = 0,
-    branch: tuple[Path, int] | None = None,
+    branch: tuple[Path, int | None] | None = None,
     say: Callable[[str], object] = lambda text: None,
     is_watched: bool = False,
 ) -> Training:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from narrowgauge.runs.loop.validation import validation_loss as validation_loss
     from narrowgauge.runs.monitor.hardware import choose_device as choose_device
     from narrowgauge.runs.use.branch import branch_run as branch_run
-    from narrowgauge.runs.use.convert import convert_run as convert_run
     from narrowgauge.runs.use.trained_model import TrainedRun as TrainedRun
     from narrowgauge.runs.use.trained_model import open_run as open_run
 else:

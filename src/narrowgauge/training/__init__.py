@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from narrowgauge.training.config.config import load_values as load_values
     from narrowgauge.training.config.config import make_config as make_config
     from narrowgauge.training.config.diff import to_toml as to_toml
-    from narrowgauge.training.config.keys import Key as Key
+    from narrowgauge.training.config.synonyms import Key as Key
     from narrowgauge.training.step.replica_check import Corrupted as Corrupted
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

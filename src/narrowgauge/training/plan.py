@@ -82,6 +82,15 @@ class TrainingPlan:
             steps=self.steps, kind=s.kind, warmup_steps=s.warmup_steps, decay_fraction=s.decay_fraction
         )
 
+    @property
+    def warning(self) -> str:
+        """A sentence where the learning rate never reaches its peak; "" where it does."""
+        warmup = self.schedule.warmup_steps
+        words = (
+            f"the warm-up of {warmup} steps is longer than the run of {self.steps}: the rate stays below lr"
+        )
+        return f"{words}; set --schedule.warmup_steps" if warmup > self.steps else ""
+
     def in_force(self, raises: Sequence[Raise], step: int) -> "TrainingPlan":
         """The plan with the recipe in effect after `step` steps."""
         recipe = self.spec.recipe.with_rules([r.rule(self.spec.recipe) for r in raises])

@@ -34,12 +34,16 @@ def test_a_new_run_takes_the_free_cores(cores, here, others, free):
     cores(here, others)
     number, words = threads_of([])
     assert number == free
+    assert words.startswith(f"threads: {free}")
     assert (f"threads: {free} of {here}" in words) == (free != here)
 
 
 def test_the_user_decides(cores):
     cores(2, others=1.0, asked="2")
-    assert threads_of([]) == (2, "")
+    assert threads_of([]) == (
+        2,
+        "threads: 2; the last digits depend on it, and --training.threads N pins it",
+    )
     cores(1, asked="1")
     number, words = threads_of([STARTED | {"threads": 2}])
     assert number == 1
@@ -48,12 +52,10 @@ def test_the_user_decides(cores):
 
 def test_the_configuration_pins_the_number(cores):
     cores(8, others=7.0, asked="4")
-    assert threads_of([], pinned=2) == (2, "")
-    assert threads_of([STARTED | {"threads": 2}], pinned=2) == (2, "")
+    assert threads_of([], pinned=2) == (2, "threads: 2, as configured")
+    assert threads_of([STARTED | {"threads": 2}], pinned=2) == (2, "threads: 2, as before")
     cores(1)
-    assert threads_of([STARTED | {"threads": 2}], pinned=2) == (2, ""), (
-        "its digits matter more than its speed"
-    )
+    assert threads_of([STARTED | {"threads": 2}], pinned=2)[0] == 2, "its digits matter more than its speed"
     number, words = threads_of([STARTED | {"threads": 3}], pinned=2)
     assert number == 2
     assert "the run had 3" in words
@@ -62,20 +64,20 @@ def test_the_configuration_pins_the_number(cores):
 def test_the_line_about_fewer_threads_says_what_follows(cores):
     cores(2, others=1.0)
     assert threads_of([])[1] == (
-        "threads: 1 of 2, since other programs use 1.0 cores; the last digits of losses depend on the "
-        "number, and --training.threads N pins it"
+        "threads: 1 of 2, since other programs use 1.0 cores; the last digits depend on it, and "
+        "--training.threads N pins it"
     )
 
 
 def test_a_resumed_run_keeps_its_number(cores):
     """The number decides over the order of sums, so over last digits."""
     cores(8, others=7.0)
-    assert threads_of([STARTED | {"threads": 8}, {"step": 1}]) == (8, "")
+    assert threads_of([STARTED | {"threads": 8}, {"step": 1}]) == (8, "threads: 8, as before")
     assert threads_of([STARTED | {"threads": 5}]) == (5, "threads: 5, as before")
     number, words = threads_of([STARTED | {"threads": 9}])
     assert number == 8
     assert "last digits may differ" in words
-    assert threads_of([STARTED]) == (8, "")  # from before it was recorded
+    assert threads_of([STARTED])[0] == 8  # from before it was recorded
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells what others compute")

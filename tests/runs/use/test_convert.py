@@ -9,14 +9,22 @@ import torch
 from narrowgauge.checkpoint import newest_valid
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import master_or_weight
-from narrowgauge.runs import convert_run, run
+from narrowgauge.runs import branch_run, run
 from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.branch import with_recipe
 from narrowgauge.runs.use.export import export_run, import_model
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 from support.fault_table import case
 
 WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.steps": 8, "checkpoint.every": 4}
+
+
+def convert(before, recipe, after, steps=9):
+    """Branch off the newest checkpoint of a run, under another recipe; returns its step."""
+    config = with_recipe(RunDirectory(before).config(own_recipe=True), recipe)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
+    return branch_run(before, None, config, after)
 
 
 def session_of(path):
@@ -38,7 +46,7 @@ def session_of(path):
 def test_the_numbers_stay(train, tmp_path, first, second, rtol):
     before = train("before", WIDE | {"recipe.name": first})
     after = tmp_path / "after"
-    assert convert_run(before, second, after) == 8
+    assert convert(before, second, after) == 8
     a, b = session_of(before), session_of(after)
     for (name, p), q in zip(a.model.named_parameters(), b.model.parameters(), strict=True):
         torch.testing.assert_close(master_or_weight(q), master_or_weight(p), rtol=rtol, atol=0, msg=name)
@@ -63,7 +71,7 @@ def test_a_stopped_run_goes_on(train, look, tmp_path):
             file.unlink()
         newer.rmdir()
     after = tmp_path / "after"
-    assert convert_run(before, "msamp-o2", after) == 4
+    assert convert(before, "msamp-o2", after, 8) == 4
     assert json.loads((after / "status.json").read_text())["status"] == "preempted"
     run(RunDirectory(after).config(), after)
     assert look(after).status["status"] == "done"
@@ -79,11 +87,11 @@ def test_only_an_empty_directory_is_filled(train, tmp_path):
     with pytest.raises(
         UserError, match="is there already, and nothing is ever overwritten; name another with --out"
     ):
-        convert_run(before, "bf16", before)
+        convert(before, "bf16", before)
     with pytest.raises(UserError, match="is not a run directory"):
-        convert_run(tmp_path / "nothing", "bf16", tmp_path / "new")
+        convert(tmp_path / "nothing", "bf16", tmp_path / "new")
     with pytest.raises(UserError, match="unknown recipe 'bf17'"):
-        convert_run(before, "bf17", tmp_path / "new")
+        convert(before, "bf17", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -91,7 +99,7 @@ def test_an_imported_model_has_nothing_to_convert(train, tmp_path):
     export_run(train("run", WIDE), "hf", tmp_path / "hf")
     imported = import_model(tmp_path / "hf", tmp_path / "imported")
     with pytest.raises(UserError, match="is an imported model, with weights and no optimizer; start from it"):
-        convert_run(imported, "msamp-o2", tmp_path / "new")
+        convert(imported, "msamp-o2", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -117,7 +125,7 @@ def test_state_that_a_rule_has_changed_by_then_is_written_as_it_is_kept_then(tra
     recipe = tmp_path / "later.toml"
     recipe.write_text('m = "e4m3"\nv = "e4m3"\n[[rule]]\nfrom_step = 3\nm = "fp32"\nv = "fp32"\n')
     after = tmp_path / "after"
-    convert_run(before, str(recipe), after)
+    convert(before, str(recipe), after)
     a, b = session_of(before), session_of(after)
     for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
         for place, moment in b.optimizer.moments(q).items():
@@ -132,7 +140,10 @@ def test_where_state_lies_is_kept_and_what_is_left_out_is_said(narrowgauge, trai
         "recipe.wgrad.x": "e4m3",
     }
     before, after = train("before", WIDE | {"training.steps": 4} | places), tmp_path / "after"
-    done = narrowgauge("convert", before, "--recipe", "mxfp8", "--out", after)
+    words = ("--recipe", "mxfp8", "--recipe.dgrad.w", "bf16", "--steps", "5")
+    done = narrowgauge("train", "--branch", before, *words, "--out", after)
     assert done.code == 0, done.err
-    assert "left out: recipe.gather, recipe.wgrad.x, set on top of the old recipe" in done.out
-    assert RunDirectory(after).config().spec.recipe.offload == ("m", "v")
+    assert "left out: recipe.gather, recipe.wgrad.x, set over the trunk's recipe" in done.out
+    config = RunDirectory(after).config()
+    assert config.spec.recipe.offload == ("m", "v")
+    assert dict(config.recipe.places) == {"offload": "m,v", "dgrad.w": "bf16"}

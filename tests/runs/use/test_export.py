@@ -19,9 +19,10 @@ from narrowgauge.recipes import recipe_names
 from narrowgauge.runs import open_run, run, validation_loss
 from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.use import export
-from narrowgauge.runs.use.convert import convert_run
+from narrowgauge.runs.use.branch import branch_run
 from narrowgauge.runs.use.export import export_run, import_model
 from narrowgauge.runs.use.trained_model import run_data
+from narrowgauge.training import make_config
 
 IDS = torch.arange(30)[None] % 257
 GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
@@ -141,7 +142,9 @@ def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path,
     values["model"] = {"weights": str(tmp_path / "imported")}
     del values["data"]["tokenizer"]
     run(values, tmp_path / "tuned", Console(file=io.StringIO()))
-    convert_run(tmp_path / "tuned", "fp8-row", tmp_path / "converted")
+    values["training"] = {**values["training"], "steps": 2}
+    values["recipe"] = {"name": "fp8-row"}
+    branch_run(tmp_path / "tuned", None, make_config(values), tmp_path / "converted")
     for name in ("hf", "imported", "tuned", "converted"):
         for to in ("hf", "compressed-tensors") if name in ("tuned", "converted") else ("hf",):
             out = tmp_path / f"{name} as {to}"

@@ -240,3 +240,10 @@ def test_a_rule_that_waits_for_a_decay_needs_a_schedule_that_has_one(tmp_path):
         make_config(values)
     values |= {"schedule": {"kind": "wsd"}, "training": {"steps": 500}}
     assert make_config(values).plan.decay_start == 401
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 100), (1, 2), (100, 100), (20, 0)])
+def test_a_warm_up_that_outlasts_the_run_is_said(steps, warmup):
+    plan = make_config({"training": {"steps": steps}, "schedule": {"warmup_steps": warmup}}).plan
+    says = f"the warm-up of {warmup} steps is longer than the run"
+    assert plan.warning.startswith(says) == bool(plan.warning) == (warmup > steps)

@@ -211,7 +211,7 @@ def _compare(path: Path, tensor: str, entry: Entry, local: LocalTensor) -> None:
     if (dtype := STORABLE[entry.dtype]) != local.tensor.dtype:
         raise UserError(
             f"{path} keeps {tensor} as {dtype}, and this run as {local.tensor.dtype}; use the recipe it was "
-            "made with, or narrowgauge convert"
+            "made with, or narrowgauge train --branch"
         )
 
 

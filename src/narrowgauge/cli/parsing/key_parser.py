@@ -52,7 +52,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "narrowgauge import model.gguf --out runs/theirs --data text.txt",
     ),
     "served": ("narrowgauge served runs/mine --with llama.cpp",),
-    "convert": ("narrowgauge convert runs/mine --recipe mxfp8 --out runs/mxfp8",),
     "probe": ("narrowgauge probe runs/mine --recipes mxfp8,nvfp4",),
     "sensitivity": ("narrowgauge sensitivity runs/mine --to mxfp4",),
     "search": ("narrowgauge search runs/mine --formats mxfp4,mxfp8,bf16 --budget 0.5 --out found.toml",),
@@ -70,7 +69,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "bench": ("narrowgauge bench --model gpt2-debug --recipe fp8 --peers none",),
     "scaling": ("narrowgauge scaling --procs 1,2 --device cpu --seconds 5",),
 }
-LIST = "A,B"  # in the metavar of an option that takes names separated by commas
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)[\w.+-]*\Z")  # also -1e-3, which argparse takes for an option
 _LONG_WITH_ONE_DASH = re.compile(r"-[a-z][\w-]+")
 
@@ -193,24 +191,7 @@ class KeyParser(Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words, with each option under its canonical name."""
-        words = [self._named(word) for word in args or ()]
-        return super().parse_known_args(self._whole_lists(words), namespace)
-
-    def _whole_lists(self, words: Sequence[str]) -> list[str]:
-        """The words, with a list that the shell split after its commas joined again: `bf16, fp8`."""
-        whole: list[str] = []
-        for word in words:
-            before = whole[-1] if whole else ""
-            name = before.split("=")[0] if before.startswith("--") else "".join(whole[-2:-1])
-            action = self._option_string_actions.get(name)
-            takes = str(action.metavar) if action is not None else ""
-            is_cut = before.endswith(",") or (word.startswith(",") and before != name)
-            fits = word.strip(",").isdecimal() if takes.startswith("N|") else not word.startswith("-")
-            if LIST in takes and is_cut and fits:
-                whole[-1] += word
-            else:
-                whole.append(word)
-        return whole
+        return super().parse_known_args([self._named(word) for word in args or ()], namespace)
 
     def _named(self, word: str) -> str:
         """The word, with another name of an option replaced by its canonical name."""

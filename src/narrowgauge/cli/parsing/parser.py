@@ -15,6 +15,16 @@ from narrowgauge.errors import UserError, nearest, unknown
 _OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
 
 
+class _Store(argparse.Action):
+    """Stores the value of an option; a list (`A,B` or `KEY,...`) continues what the option has already."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, self.default)
+        is_list = str(self.metavar).endswith(",...") or self.metavar in ("A,B", "A,B,C")
+        is_more = is_list and before is not self.default
+        setattr(namespace, self.dest, f"{before},{values}" if is_more else values)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence and name the nearest option."""
 
@@ -23,6 +33,7 @@ class Parser(argparse.ArgumentParser):
         self._words: Sequence[str] = ()
         for kind, read in ((int, _integer), (float, _number), (Path, _path)):
             self.register("type", kind, read)  # the same types, with sentences as errors
+        self.register("action", None, _Store)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words, and keep them: an option that seems to be missing may be misspelt among them."""

@@ -49,7 +49,6 @@ VERBS: Mapping[str, Verb] = {
         "train on 1 to N processes: speed-up, efficiency, communication",
         "machine:run_scaling",
     ),
-    "convert": Verb("copy a run's newest state to a new run under another recipe", "train:run_convert"),
     "prepare": Verb("turn documents into token files", "prepare:run", has_torch=False),
     "sample": Verb("generate text with a run or a model of another program", "models:sample"),
     "eval": Verb("evaluate a run or a model of another program: losses and scores", "models:evaluate"),
@@ -99,7 +98,7 @@ VERBS: Mapping[str, Verb] = {
 #: The verbs by what they are for, in the order of the help; a verb in no group stands under "more".
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "plan": ("advise", "plan", "predict", "doctor"),
-    "data and models": ("prepare", "import", "export", "served", "convert", "sample", "eval"),
+    "data and models": ("prepare", "import", "export", "served", "sample", "eval"),
     "train": ("train", "compare", "launch"),
     "look": ("watch", "report", "runs", "probe", "sensitivity", "search"),
     "measure this machine": ("bench", "scaling"),

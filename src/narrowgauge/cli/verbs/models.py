@@ -97,10 +97,7 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """Write a model for another program."""
-    size = options.shard_gb * 1e9
-    if not 1 <= size < 2**63:
-        raise UserError(f"--shard-gb {options.shard_gb} must be the size of a file, such as 5")
-    exported = export_run(options.run, options.to, options.out, options.dtype, int(size), options.calibrate)
+    exported = export_run(options.run, options.to, options.out, options.dtype, calibrate=options.calibrate)
     _print(f"{options.out}: {options.run} after step {exported.run.step}, as {options.to}")
     for remark in exported.remarks:
         _print(remark)

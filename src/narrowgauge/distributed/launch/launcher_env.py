@@ -46,9 +46,7 @@ def number(environ: Mapping[str, str], *names: str) -> int | None:
             try:
                 return int(environ[name])
             except ValueError:
-                raise UserError(
-                    f"{name} is {environ[name]!r}, which is not a whole number; unset it"
-                ) from None
+                raise UserError(f"{name} is {environ[name]!r}, which is no whole number; unset it") from None
     return None
 
 
@@ -85,15 +83,10 @@ def _from_torchrun(environ: Mapping[str, str], outer: LaunchInfo) -> LaunchInfo:
     node = number(environ, "GROUP_RANK", "NODE_RANK")
     if node is None:
         node = same.node if same else rank // local_size
-    return LaunchInfo(
-        "torchrun",
-        rank,
-        size,
-        local_rank if local_rank is not None else (same.local_rank if same else 0),
-        local_size,
-        node,
-        max(nodes, -(-size // local_size)),
-    )
+    if local_rank is None:
+        local_rank = same.local_rank if same else 0
+    nodes = max(nodes, -(-size // local_size))
+    return LaunchInfo("torchrun", rank, size, local_rank, local_size, node, nodes)
 
 
 def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -110,9 +103,8 @@ def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     local_size = max(1, number(environ, f"{prefix}_LOCAL_SIZE", "MPI_LOCALNRANKS") or size)
     # MPI does not report the node: assume that ranks fill one node after the other, the default.
     local_rank = rank % local_size if local_rank is None else local_rank
-    return LaunchInfo(
-        launcher, rank, size, local_rank, local_size, rank // local_size, -(-size // local_size)
-    )
+    node, nodes = rank // local_size, -(-size // local_size)
+    return LaunchInfo(launcher, rank, size, local_rank, local_size, node, nodes)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -124,12 +116,10 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     tasks = tasks_of_nodes(counts) if counts else []
-    local_size = tasks[node] if node < len(tasks) and sum(tasks) == size else -(-size // nodes)
-    local_size = max(1, local_size)
+    local_size = max(1, tasks[node] if node < len(tasks) and sum(tasks) == size else -(-size // nodes))
     local_rank = number(environ, "SLURM_LOCALID")
-    return LaunchInfo(
-        "srun", rank, size, rank % local_size if local_rank is None else local_rank, local_size, node, nodes
-    )
+    local_rank = rank % local_size if local_rank is None else local_rank
+    return LaunchInfo("srun", rank, size, local_rank, local_size, node, nodes)
 
 
 def refuse_separate_worlds(environ: Mapping[str, str], info: LaunchInfo) -> None:

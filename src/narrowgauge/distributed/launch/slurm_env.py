@@ -21,10 +21,7 @@ def expand_hosts(text: str) -> Iterator[str]:
     >>> list(expand_hosts("login,rack[1-2]n[08-09]"))
     ['login', 'rack1n08', 'rack1n09', 'rack2n08', 'rack2n09']
     """
-    if (
-        not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|,(?=[^,]))+", text)
-        or text[0] == ","
-    ):
+    if not re.fullmatch(r"(?!,)(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|,(?=[^,]))+", text):
         raise UserError(
             f"the list of hosts {text!r} is not in Slurm's form, such as node[01-04,07]; set MASTER_ADDR to "
             "the host of rank 0"

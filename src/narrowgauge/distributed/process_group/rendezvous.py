@@ -8,9 +8,10 @@ the others. Only then are process groups created, which would wait for a missing
 import json
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -20,11 +21,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from narrowgauge.distributed.launch.world import World
 from narrowgauge.distributed.process_group.failure import Failure, PeerGone
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, words_of
 from narrowgauge.signals import heed_early
 
 RENDEZVOUS = "NARROWGAUGE_RENDEZVOUS"  # in the environment: a name for each of several runs of one launcher
 _POLL_S = 0.1
+_SAY_S = 10.0  # how long a process waits before it says for whom
 NEVER = timedelta(days=30)
 MEET_S = 10.0  # how long a rank that is asked to stop waits for ranks that do not know of it yet
 
@@ -41,6 +43,13 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
         UserError: the port is taken, the host's name is unknown, or no store answers in time.
     """
     where = f"{world.master_addr}:{world.master_port}"
+    try:
+        socket.getaddrinfo(world.master_addr, world.master_port)
+    except (socket.gaierror, UnicodeError) as error:  # torch asks for minutes, and then blames the port
+        raise UserError(
+            f"no host has the name {world.master_addr!r}, at which the ranks meet ({words_of(error)}); set "
+            "MASTER_ADDR to the name or address of the host of rank 0"
+        ) from None
     if not keep:
         _wait_until_open(world, timeout_s)
     answer: Future[Store] = Future()
@@ -74,21 +83,29 @@ def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]"
 
 def _wait_until_open(world: World, timeout_s: float) -> None:
     """Wait until the port is open. PyTorch's own wait cannot be interrupted, and prints warnings."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    where, reason = f"{world.master_addr}:{world.master_port}", ""
+    about = f"rank {world.rank} waits for rank 0 at {where}, where nobody answers"
+    for _ in _moments(timeout_s, world.local_rank == 0, lambda: about):
         try:
             socket.create_connection((world.master_addr, world.master_port), timeout=5).close()
             return
-        except socket.gaierror as error:
-            reason = f"no host has the name {world.master_addr!r} ({error.strerror})"
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = words_of(error)
         heed_early(MEET_S)
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"rank {world.rank} finds no store at {world.master_addr}:{world.master_port} after "
-                f"{timeout_s:g} s: {reason}; see whether rank 0 was started and is on that host"
-            )
+    raise UserError(
+        f"rank {world.rank} finds no store at {where} after {timeout_s:g} s: {reason}; see whether rank 0 "
+        "was started and is on that host"
+    )
+
+
+def _moments(most_s: float, is_loud: bool, waits: Callable[[], str]) -> Iterator[None]:
+    """The moments of a wait for other ranks; if it takes long, `waits` says once for whom."""
+    begin = time.monotonic()
+    while (waited := time.monotonic() - begin) <= most_s:
+        yield
+        if is_loud and waited >= _SAY_S:
+            is_loud = False
+            print(f"narrowgauge: {waits()} (for up to {most_s:g} s)", file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
 
 
@@ -110,17 +127,16 @@ def register(store: Store, world: World, timeout_s: float) -> None:
             f"rank {world.rank} has joined already, as {json.loads(registered)}; give each process its own "
             "RANK, and each job its own MASTER_PORT"
         )
-    arrived = store.add("arrived", 1)
-    deadline = time.monotonic() + timeout_s
-    while True:
+    store.add("arrived", 1)
+    for _ in _moments(timeout_s, world.rank == 0, lambda: _missing(store, world)):
         if Failure.find(store) is not None:
             raise PeerGone("another rank has ended the run while this one waited for the others")
-        if arrived >= world.size:
+        if store.add("arrived", 0) >= world.size:
             return
-        if time.monotonic() > deadline:
-            raise UserError(_missing(store, world, timeout_s))
-        time.sleep(_POLL_S)
-        arrived = store.add("arrived", 0)
+    raise UserError(
+        f"after {timeout_s:g} s {_missing(store, world)}; see whether all were started, and whether "
+        "WORLD_SIZE is their number"
+    )
 
 
 def leave(store: Store) -> None:
@@ -141,14 +157,11 @@ def name_of(store: Store, rank: int) -> str:
     return f"rank {rank} ({json.loads(store.get(f'here/{rank}'))})" if known else f"rank {rank}"
 
 
-def _missing(store: Store, world: World, timeout_s: float) -> str:
+def _missing(store: Store, world: World) -> str:
     missing = [str(rank) for rank in range(world.size) if not store.check([f"here/{rank}"])]
     listed = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-    return (
-        f"after {timeout_s:g} s {world.size - len(missing)} of {world.size} ranks are here, and "
-        f"{'rank' if len(missing) == 1 else 'ranks'} {listed} missing; "
-        "see whether all were started, and whether WORLD_SIZE is their number"
-    )
+    ranks = "rank" if len(missing) == 1 else "ranks"
+    return f"{world.size - len(missing)} of {world.size} ranks are here, and {ranks} {listed} missing"
 
 
 def make_groups(world: World, device: torch.device, store: Store, hang_s: float) -> dist.ProcessGroup:

@@ -89,7 +89,7 @@ def run(
                     display.log(f"{path} is done; to train again, name another directory with --out")
                 else:
                     missing = kernels_missing(resolved.device)
-                    for sentence in (resolved.choice, missing, *resolved.placement):
+                    for sentence in (resolved.plan.warning, resolved.choice, missing, *resolved.placement):
                         if sentence:
                             display.log(sentence)
                     _train(resolved, dataset, coordinator, display, requests, changes, profile)

@@ -20,7 +20,7 @@ from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
 from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.run_directory import EVALUATION
-from narrowgauge.runs.use.convert import with_recipe
+from narrowgauge.runs.use.branch import with_recipe
 from narrowgauge.runs.use.trained_model import TrainedRun
 from narrowgauge.training.step.build_model import build_model
 

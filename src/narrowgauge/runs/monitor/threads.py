@@ -40,22 +40,19 @@ def threads_of(lines: Sequence[Mapping[str, Any]], pinned: int = 0) -> tuple[int
         pinned: The number that the configuration sets; 0 if it sets none.
 
     Returns:
-        The number, and a message about the choice; "" if it is torch's default.
+        The number, and a line about it.
     """
     here = pinned or threads_of_torch()
     recorded = next((int(line["threads"]) for line in reversed(lines) if "threads" in line), here)
     resumes = any(line.get("event") == "start" for line in lines)
-    if resumes and (pinned or recorded > here or os.environ.get("OMP_NUM_THREADS")):
-        changed = f"threads: {here}, and the run had {recorded}, {_DIGITS}"
-        return here, changed if recorded != here else ""
-    if pinned:
-        return pinned, ""
-    if resumes:
-        return recorded, f"threads: {recorded}, as before" if recorded != here else ""
+    if resumes and (pinned or recorded > here or os.environ.get("OMP_NUM_THREADS")) and recorded != here:
+        return here, f"threads: {here}, and the run had {recorded}, {_DIGITS}"
+    if pinned or resumes:
+        return (
+            pinned or recorded,
+            f"threads: {pinned or recorded}, as {'before' if resumes else 'configured'}",
+        )
     others = 0.0 if os.environ.get("OMP_NUM_THREADS") else cores_of_others()
     free = min(here, max(1, round(here - others)))
-    words = (
-        f"threads: {free} of {here}, since other programs use {others:.1f} cores; the last digits of losses "
-        "depend on the number, and --training.threads N pins it"
-    )
-    return free, words if free != here else ""
+    busy = f" of {here}, since other programs use {others:.1f} cores" if free != here else ""
+    return free, f"threads: {free}{busy}; the last digits depend on it, and --training.threads N pins it"

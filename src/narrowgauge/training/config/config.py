@@ -22,7 +22,7 @@ from narrowgauge.models import model_config
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
 from narrowgauge.toml_text import parse_toml, toml_value
 from narrowgauge.training.config.guard_section import GuardSection
-from narrowgauge.training.config.keys import Key, keys_of
+from narrowgauge.training.config.keys import keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.training.config.named import config_names, named_config
 from narrowgauge.training.config.schema import (
@@ -39,7 +39,7 @@ from narrowgauge.training.config.schema import (
     TrainingSection,
     ValidationSection,
 )
-from narrowgauge.training.config.synonyms import outside, unknown_key
+from narrowgauge.training.config.synonyms import Key, outside, unknown_key
 from narrowgauge.training.outline import require_layers
 
 if TYPE_CHECKING:
@@ -241,13 +241,12 @@ def load_values(path: Path) -> dict[str, Any]:
 
 
 # Keys that files of earlier runs have, each with the only value that it may have there; None: any.
-_GONE = {"schedule.decay_steps": 0, "checkpoint.max_failures": None, "log.sample_tokens": None}
+_GONE = {("schedule", "decay_steps"): 0, ("checkpoint", "max_failures"): None, ("log", "sample_tokens"): None}
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
     """The tables of a file without keys that earlier versions wrote and that change no digit."""
-    for name, only in _GONE.items():
-        section, _, key = name.partition(".")
+    for (section, key), only in _GONE.items():
         table = values.get(section)
         if isinstance(table, dict) and only in (None, table.get(key)):
             table.pop(key, None)

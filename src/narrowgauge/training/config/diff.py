@@ -24,8 +24,7 @@ from typing import Any
 from narrowgauge.errors import UserError
 from narrowgauge.toml_text import toml_tables
 from narrowgauge.training.config.config import Config, config_keys
-from narrowgauge.training.config.keys import Key
-from narrowgauge.training.config.synonyms import unknown_key
+from narrowgauge.training.config.synonyms import Key, unknown_key
 
 TORCH = "code.torch"
 ConfigDiff = Mapping[str, tuple[object, object]]  # key -> (old value, new value)

@@ -4,7 +4,6 @@ Help and error messages use them.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,6 +12,7 @@ from pydantic.fields import FieldInfo
 from narrowgauge.recipes import BACKENDS
 from narrowgauge.recipes.places import COMPUTE, GROUPS, PLACES
 from narrowgauge.training.config.schema import Also, Section
+from narrowgauge.training.config.synonyms import Key
 
 # The values that keys of type text take.
 _TEXTS = {
@@ -50,28 +50,11 @@ _OF_THE_MODEL = {
     "experts_per_token": "experts that a token passes through",
     "norm_topk_prob": "whether the weights of a token's experts sum to one",
     "tied_head": "whether the output head shares the embedding's weight",
+    "dropout": "in training, of embedding, attention and MLP: share of the elements (0.0)",
+    "attention_dropout": "in training, of attention's probabilities, without its fused kernels (0.0)",
+    "qk_norm": "RMSNorm over each head of queries and keys, as in Qwen3 (False)",
     "initial_std": "standard deviation of weights before training; 0: one for each role of a weight",
 }
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of the configuration.
-
-    Attributes:
-        description: What it means.
-        default: Its default as text; "" if it is empty or comes from the named model.
-        takes: The form of its value: N, X, true|false, or the allowed words.
-        alias: The name that other trainers give it; "" if it has none.
-    """
-
-    description: str
-    default: str
-    takes: str
-    alias: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.description} ({self.default})" if self.default else self.description
 
 
 def keys_of(sections: Mapping[str, type[Section]]) -> dict[str, Key]:
@@ -98,7 +81,7 @@ def _place_keys() -> dict[str, Key]:
             words = f"the cast of {', '.join(GROUPS[group])}"
             keys.setdefault(f"recipe.{group}", Key(words, "", "CAST"))
         keys[f"recipe.{place}"] = Key("the cast of this place", "", "CAST")
-    keys["recipe.offload"] = Key("of master, grad, m, v: those in the host's memory (none)", "", "m,v")
+    keys["recipe.offload"] = Key("of master, grad, m, v: those in the host's memory (none)", "", "PLACE,...")
     keys["recipe.keep"] = Key("layers in compute instead of the recipe's own (none)", "", "NAME,...")
     words = "of matmuls and of all that is not narrow"
     keys["recipe.compute"] = Key(words, "", "|".join(COMPUTE))

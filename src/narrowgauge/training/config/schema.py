@@ -66,18 +66,12 @@ class _NamedModel(Section):
 
 
 _HINTS = get_type_hints(ModelConfig)
-_SAID = {  # of keys that are not dimensions
-    "dropout": "in training, of embedding, attention and MLP: share of the elements (0.0)",
-    "attention_dropout": "in training, of attention's probabilities, without its fused kernels (0.0)",
-    "qk_norm": "RMSNorm over each head of queries and keys, as in Qwen3 (False)",
-}
 # [model] takes any dimension of the model; None stands for that of the named size.
 ModelSection = create_model(
     "ModelSection",
     __base__=_NamedModel,
     **{  # type: ignore[call-overload]
-        f.name: (_HINTS[f.name] | None, Field(None, description=_SAID.get(f.name, "of the model")))
-        for f in fields(ModelConfig)
+        f.name: (_HINTS[f.name] | None, Field(None, description="of the model")) for f in fields(ModelConfig)
     },
 )
 
@@ -155,9 +149,7 @@ class TrainingSection(Section):
 class OptimizerSection(Section):
     """The optimizer."""
 
-    name: Annotated[Literal["adamw", "muon"], Also("optimizer")] = Field(
-        "adamw", description="adamw, or muon for hidden matrices"
-    )
+    name: Annotated[Literal["adamw", "muon"], Also("optimizer")] = Field("adamw", description="the rule")
     lr: Annotated[float, Also("learning-rate")] = Field(2e-3, gt=0, description="peak learning rate")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
@@ -193,9 +185,7 @@ class ScheduleSection(Section):
     """The learning rate over time."""
 
     kind: ScheduleKind = Field("cosine", description="cosine, linear, wsd or constant")
-    warmup_steps: Annotated[int, Also("warmup-iters")] = Field(
-        100, ge=0, description="steps of the linear rise"
-    )
+    warmup_steps: Annotated[int, Also("warmup-iters")] = Field(100, ge=0, description="steps of the rise")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
 

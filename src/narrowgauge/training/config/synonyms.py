@@ -11,11 +11,31 @@ Files accept only the names of the keys, and their errors suggest the key for an
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.quantization import cast_keys
 from narrowgauge.recipes import CAST_TABLE, RECIPE_KEYS
-from narrowgauge.training.config.keys import Key
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration.
+
+    Attributes:
+        description: What it means.
+        default: Its default as text; "" if it is empty or comes from the named model.
+        takes: The form of its value: N, X, true|false, or the allowed words.
+        alias: The name that other trainers give it; "" if it has none.
+    """
+
+    description: str
+    default: str
+    takes: str
+    alias: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.description} ({self.default})" if self.default else self.description
 
 
 def plain(name: str) -> str:

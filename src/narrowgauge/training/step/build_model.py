@@ -50,7 +50,7 @@ def load_model(model: torch.nn.Module, plan: TrainingPlan, checkpoint: Checkpoin
         if name not in saved or saved[name].shape != tensor.shape:
             raise UserError(
                 f"the checkpoint of step {checkpoint.step} is of another recipe: it has no {name} as this "
-                "one keeps it; use its own, or `narrowgauge convert` to continue under another"
+                "one keeps it; use its own, or `train --branch` to continue under another"
             )
         tensor.copy_(saved[name])
 

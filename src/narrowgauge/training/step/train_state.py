@@ -106,6 +106,6 @@ class TrainState:
             if "loss_scaling" not in checkpoint.state:
                 raise UserError(
                     f"the checkpoint of step {self.step} is of another recipe: it has no loss scale, which "
-                    "this one keeps; use its own, or `narrowgauge convert` to continue under another"
+                    "this one keeps; use its own, or `train --branch` to continue under another"
                 )
             self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
