@@ -140,10 +140,8 @@ def test_random_bits_meet_what_is_cut_off(device):
         bits = (0x3F80 << 16) + (random - less).clamp(0)
         w = (torch.where(torch.arange(70) % 2 == 0, bits, bits | -(2**31))).view(torch.float32)
         ties += (random_stream(SEED, STEP, 3).uniform(shape) == (bits & 0xFFFF) * 2.0**-16).sum()
-        kinds = {"fp32": w, "fp16": w, "bf16": w}
-        ours, plain = (
-            [*(filled(x, c, device) for c, x in kinds.items()), filled(w, SR, device)] for _ in range(2)
-        )
+        kinds = (("fp32", w), ("fp16", w), ("bf16", w), ("fp32", w.abs()), (SR, w))
+        ours, plain = ([filled(x, cast, device) for cast, x in kinds] for _ in range(2))
         factors = Factors.of(OPTIONS | {"lr": 0.0}, STEP)
         updated_by_kernel(*ours, factors)
         updated_by_reference(*plain, factors)
