@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 
+from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
@@ -271,10 +272,9 @@ class Stepped:
 
     def _set_keys(self, seed: int, step: int, first_sample: int) -> None:
         if self.is_random:
-            words = [stream_key(seed, step, i) for i in self._stream_ids()]
-            device, keys = self._device(), torch.tensor(words, dtype=torch.int32, device="cpu")
-            if device.type == "cuda":  # from pinned memory, so that the host does not wait for the GPU
-                keys = keys.pin_memory()
+            device, words = self._device(), [stream_key(seed, step, i) for i in self._stream_ids()]
+            keys = torch.tensor(words, dtype=torch.int32, device="cpu" if is_gpu(device) else device)
+            keys = keys.pin_memory() if device.type == "cuda" else keys  # or the host waits for the GPU
             self.keys = keys.to(device, non_blocking=True)
             self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
 
