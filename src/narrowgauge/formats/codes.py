@@ -3,8 +3,7 @@
 A float32 is an exponent field over 23 mantissa bits; a narrow code is the same over M. Multiplying a value by
 2^(b - 127) gives it the exponent field of its code in a format of bias b. The code is then the upper bits of
 the float32; the lower bits are zero because the value lies on the grid. Subnormals of the format become
-float32 subnormals and need no special case. Decoding runs the same steps backwards. The power is multiplied
-in halves if float32 does not hold it, for a negative bias. The sign is the top bit;
+float32 subnormals and need no special case. Decoding runs the same steps backwards. The sign is the top bit;
 in two's complement (INT8, whose exponent field is empty) the code is a signed integer.
 
 Packing follows OCP MX and the hardware: two FP4 codes per byte, low nibble first; four FP6 codes in three
@@ -58,11 +57,12 @@ def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
         codes.bitwise_xor_(sign).sub_(sign).bitwise_and_(2**fmt.bits - 1)
     elif fmt.signed:
         codes.bitwise_or_(sign.bitwise_and_(1 << (fmt.bits - 1)))
+    del sign  # the result can have its memory
     return codes.to(torch.uint8 if fmt.bits <= 8 else torch.int32)
 
 
 def _times_power_(x: torch.Tensor, exponent: int) -> torch.Tensor:
-    """x 2^exponent in place, where the product is exact."""
+    """x 2^exponent in place, where the product is exact; in halves if float32 does not hold the power."""
     if abs(exponent) <= _BIAS:
         return x.mul_(2.0**exponent)
     return x.mul_(2.0 ** (exponent // 2)).mul_(2.0 ** (exponent - exponent // 2))

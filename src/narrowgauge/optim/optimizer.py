@@ -157,7 +157,8 @@ class Optimizer(SavedOptimizer):
                     number = position if index < 0 else index
                     narrow.append((p, group, _FIRST_STREAM + len(_WRITTEN) * number))
                 position += 1
-            self._update_plain(plain, group)
+            if plain:
+                self._update_plain(plain, group)
         step_of = self._step_numbers([p for p, *_ in narrow])
         for batch, next_batch in pairwise([*batches(narrow), []]):
             for p, *_ in next_batch:  # copied from the host while this one is updated
@@ -166,6 +167,7 @@ class Optimizer(SavedOptimizer):
             updated = [self._update_narrow(*item, step_of[item[0]]) for item in batch]
             write_all([write for writes, _ in updated for write in writes])
             write_all([feedback() for _, feedback in updated if feedback])
+            del updated  # float32 values, before the next batch has its own
         for gradient in (state_of(p).gradient for p, *_ in narrow):
             if gradient is not None:
                 gradient.waits = False
@@ -181,8 +183,6 @@ class Optimizer(SavedOptimizer):
 
     def _update_plain(self, plain: Tensors, group: Mapping[str, Any]) -> None:
         """Update in place, all at once, the parameters whose state is fp32 on their device."""
-        if not plain:
-            return
         states = [self.state[p] for p in plain]
         algorithm = self.algorithms[group["algorithm"]]
         batch = UpdateBatch(

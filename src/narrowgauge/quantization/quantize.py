@@ -90,7 +90,7 @@ class QTensor:
         if self.channels is not None and self.kept is not None:
             numbers = torch.where(self.channels, self.kept, numbers)
         most = torch.finfo(dtype).max
-        return numbers if dtype == torch.float32 else numbers.clamp(-most, most).to(dtype)
+        return numbers if dtype == torch.float32 else numbers.clamp_(-most, most).to(dtype)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The operand and scale that `emulate` gives."""
