@@ -37,11 +37,7 @@ _FP8 = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 class _SwigluMlp(FirstOrderFunction):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_MD: torch.Tensor,
-        w_GD: torch.Tensor,
-        v_DF: torch.Tensor,
-        both: tuple[Operands, Operands],
+        ctx: Any, x_MD: torch.Tensor, w_GD: torch.Tensor, v_DF: torch.Tensor, both: tuple[Operands, Operands]
     ) -> torch.Tensor:
         first, second = both
         compute, is_kept = first.layer.compute, not is_discarding()
@@ -131,9 +127,8 @@ class _HeadLoss(FirstOrderFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_MV, y_M, stats_2M, largest, *kept = ctx.saved_tensors
         operands, cast = ctx.operands, ctx.operands.layer.casts["dgrad.dy"]
-        compute, delayed = operands.layer.compute, None
-        if cast.amax.history:
-            delayed = operands.delayed_scale("dgrad.dy")
+        compute = operands.layer.compute
+        delayed = operands.delayed_scale("dgrad.dy") if cast.amax.history else None
         codes_MV, codes_VM, scale = gradient_codes(
             logits_MV, y_M, stats_2M, largest, grad / ctx.count, ctx.ignores, cast.element, delayed
         )

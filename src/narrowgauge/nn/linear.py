@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.devices import is_gpu
+from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import KnownAmax
 from narrowgauge.nn.fused import Fusable
@@ -32,13 +33,7 @@ from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.shards import LinearShards
 from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
-from narrowgauge.nn.weight import (
-    Accumulation,
-    WeightGather,
-    WeightUse,
-    bind,
-    make_weight_state,
-)
+from narrowgauge.nn.weight import Accumulation, WeightGather, WeightUse, bind, make_weight_state
 from narrowgauge.quantization import (
     NarrowTensor,
     ParamState,
@@ -157,6 +152,9 @@ class Linear(Stepped, SeesFSDP, Fusable):
 
         `known` is the amax of the input, from the kernel that wrote it.
         """
+        if not isinstance(input, torch.Tensor) or input.shape[-1:] != (self.in_features,):
+            found = f"shape {tuple(input.shape)}" if isinstance(input, torch.Tensor) else type(input).__name__
+            raise UserError(f"the input of a layer has {found}: give a tensor (..., {self.in_features})")
         if not torch.compiler.is_compiling():
             self.__dict__["calls"] = self.calls + 1  # a module's own way takes longer than a small launch
         if self.state_at_rest is not None and not self.is_sharded:
@@ -197,7 +195,7 @@ class Linear(Stepped, SeesFSDP, Fusable):
         is_fp32 = input.dtype == weight.dtype == self.spec.compute == torch.float32
         is_other = self.state_at_rest is not None or self.has_memory or self.spec.transposed or shares
         is_watched = self.observer is not None or self.accumulation is not None
-        is_here = input.device.type == "cpu" and type(weight) is torch.nn.Parameter
+        is_here = input.device.type == "cpu" and self.in_features > 0 and type(weight) is torch.nn.Parameter
         return is_fp32 and is_here and not (is_other or is_watched)
 
     def _plain_forward(self, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
@@ -399,19 +397,25 @@ class Linear(Stepped, SeesFSDP, Fusable):
             destination[f"{prefix}weight"] = saved_weight(weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a plain weight, rounding it to the format that stores it."""
-        key, weight = f"{prefix}weight", self._own_weight()
-        is_replaced, given = self.takes_other_parameter, state_dict.get(key)
-        if given is not None and self.histories and self.has_run and not self.weight.is_meta:
-            own = local_tensor(self.weight)
-            if given.shape == self.weight.shape and not torch.equal(
-                own, local_part(given, self.weight).to(own)
-            ):
+        """Load a plain weight, rounding it to the format that stores it.
+
+        A layer without values that is assigned some (`load_state_dict(assign=True)`) starts again where these
+        are, as after `to_empty`.
+        """
+        key, is_assigned = f"{prefix}weight", rest[0].get("assign_to_params_buffers", False)
+        given = state_dict.get(key)
+        has_all = all(p is None or prefix + name in state_dict for name, p in self._parameters.items())
+        if is_assigned and has_all and given is not None and self.weight.is_meta and not given.is_meta:
+            self.to_empty(device=given.device)
+        weight, is_replaced = self._own_weight(), self.takes_other_parameter
+        if given is not None and given.shape == self.weight.shape:
+            local, own = local_part(given, self.weight), local_tensor(self.weight)
+            if self.histories and self.has_run and not (own.is_meta or torch.equal(own, local.to(own))):
                 for history in self.histories.values():  # of other weights
                     history.renew()
-        if weight is not None and key in state_dict and state_dict[key].shape == weight.shape:
-            state_of(weight).load(local_part(state_dict[key], weight))
-            state_dict = state_dict | {key: weight.detach()}
+            if weight is not None:
+                state_of(weight).load(local)
+                state_dict = state_dict | {key: weight.detach()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if not is_replaced:
             self._bind()  # `load_state_dict(assign=True)` made another parameter

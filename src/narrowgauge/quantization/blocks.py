@@ -11,7 +11,7 @@ chunk.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class Blocks:
     @classmethod
     def of(cls, shape: Sequence[int], size: Sequence[int]) -> "Blocks":
         """The blocks of a given size on a tensor; the last along a dimension may extend past the tensor."""
-        grid = tuple([-(-n // b) if n else 0 for n, b in zip(shape, size, strict=True)])
+        grid = tuple([-(-n // b) for n, b in zip(shape, size, strict=True)])
         inner: list[int] = []
         aligned: list[int] = []
         for count, b in zip(grid, size, strict=True):
@@ -123,8 +123,9 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
         raise UserError(
             f"axis {axis} of a tensor of shape {tuple(shape)}: it must lie in [{-ndim}, {ndim - 1}]"
         )
-    if cast.block is None:
-        return Blocks.of(shape, [max(n, 1) for n in shape])
+    if cast.block is None:  # one block, also where there is no element: that of the padding
+        size = [max(n, 1) for n in shape]
+        return replace(Blocks.of(size, size), shape=tuple(shape)) if 0 in shape else Blocks.of(size, size)
     axis %= ndim
     rows, columns = cast.block
     size = [1] * ndim

@@ -140,8 +140,6 @@ class QuantContext:
         """The amaxes of the global tensor's blocks, from the magnitudes of the local elements."""
         if self.shard is None or self.scale is not None:
             return amax
-        if cast.block is None and not amax.numel():  # this process holds no element of the tensor
-            amax = amax.new_zeros([1] * amax.ndim)
         return self.shard.reduce_amax(amax, cast, axis)
 
     def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:

@@ -165,14 +165,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     scales = scales_of(split, blocks, cast, axis, context)
 
     codes = round_blocks(split, blocks, scales, cast, context, "codes", torch.uint8)
-    if cast.block is not None:
-        block_scales = scales.block.reshape(blocks.grid)
-    else:
-        block_scales = (
-            scales.block.reshape(())
-            if scales.block.numel()
-            else torch.ones((), dtype=torch.float32, device=x.device)
-        )
+    block_scales = scales.block.reshape(() if cast.block is None else blocks.grid)
     scale_codes = codes_of(block_scales, format(cast.scales.format)) if cast.scales.are_codes else None
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
