@@ -1,16 +1,6 @@
 """The record of everything quantization depends on besides the tensor and its cast.
 
-    random   the bits of stochastic rounding
-    signs    the diagonal of a Hadamard transform whose signs are redrawn every step
-    scale    an encoding scale known in advance, instead of the tensor's own
-    held     the tensor's amax from some steps ago, used in place of the current one
-    seen     a running amax over several tensors, which this tensor raises
-    channels the channels that are kept in another cast, instead of the tensor's own choice
-    shard    the position of a local tensor in a global one that several processes hold together
-    amax     the tensor's amax, if the kernel that wrote it has computed it
-    limits   the quantiles that outliers are clamped to, if a kernel has computed them
-
-Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid out on the global
+Most tensors need nothing of it (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid out on the global
 tensor, so that sharding never changes a value; whatever quantization needs to know about it is a method.
 """
 

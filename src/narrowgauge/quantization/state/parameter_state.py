@@ -125,10 +125,12 @@ class ParamState:
         return record
 
     def write(self, x: torch.Tensor) -> None:
-        """Give weight and master new values, each rounded once, to nearest."""
-        for state in (self.weight, self.master):
-            if state is not None:
-                state.write(x.to(state.device).float())
+        """Give the master new values and the weight the master's, both rounded to nearest, as in a step."""
+        if self.master is not None:
+            self.master.write(x.to(self.master.device).float())
+            x = self.master.read()
+        if self.weight is not None:
+            self.weight.write(x.to(self.weight.device).float())
 
     def load(self, x: torch.Tensor) -> None:
         """Take values from a state dict. Those that the weight has already leave its finer master alone.

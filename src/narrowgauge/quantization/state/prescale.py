@@ -49,10 +49,9 @@ class PreScale:
     def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
         """A factor of `mu`; 0 if the initial value is not known yet (`begin`)."""
         self.mu = mu
-        overflowed = torch.full((), UNUSED, dtype=torch.float32, device=device)
+        initial = {"mu": float(mu), "overflowed": UNUSED}
         self.tensors = {
-            "mu": torch.full((), float(mu), dtype=torch.float32, device=device),
-            "overflowed": overflowed,
+            name: torch.full((), x, dtype=torch.float32, device=device) for name, x in initial.items()
         }
         self._before: dict[str, torch.Tensor] = {}  # this step
 

@@ -1,0 +1,44 @@
+"""A weight that no step moves stays: under a mask of its gradient, or at a learning rate of 0."""
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.quantization import state_of
+from narrowgauge.recipes import recipe, recipe_names
+
+NARROW = [name for name in recipe_names() if recipe(name).state["weight"].name != "fp32"]
+#: Other pairs of a weight and its master than those of recipes that ship.
+PAIRS = {
+    "16 bits over 16 bits": {"weight": "bf16", "master": "fp16-scaled"},
+    "blocks over 16 bits": {"weight": "fp8-1x128", "master": "bf16"},
+}
+RECIPES = {name: name for name in NARROW} | {
+    name: recipe("msamp-o3").with_places(places) for name, places in PAIRS.items()
+}
+
+
+def trained(name, steps, lrs, is_masked=False):
+    """The stored tensors of the first weight before the first step, and after each."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)
+    model = ng.convert(torch.nn.Sequential(*layers), RECIPES[name], keep=[])
+    optimizer = ng.AdamW(model.parameters(), RECIPES[name], lr=0.0, weight_decay=0.0)
+    p = model[0].weight
+    if is_masked:
+        p.register_hook(lambda g: g * 0)
+    found = [p.detach().float().clone()]
+    for _, lr in zip(range(steps), lrs, strict=True):
+        ng.optim.set_learning_rate(optimizer, lr)
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(p.detach().float().clone())
+    assert state_of(p).weight is not None
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_masked_gradients_move_nothing(name):
+    first, *later = trained(name, 5, [1e-2] * 5, is_masked=True)
+    assert [int((w != first).sum()) for w in later] == [0] * 5
