@@ -136,6 +136,14 @@ def test_a_transform_is_noticed_and_so_is_the_older_batch_of_gradients():
     assert found == [(False, True), (False, False), True]
 
 
+def test_a_tensor_that_forward_mode_follows_is_noticed():
+    x = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        assert (compat.has_tangent([1, dual]), compat.has_tangent([1, x])) == (True, False)
+    assert not compat.has_tangent([dual])
+
+
 def test_trees_are_walked_through():
     tree = ([1, (2.5,)], {"a": [3]})
     assert compat.tree_leaves(tree) == [1, 2.5, 3]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,17 +87,12 @@ class GpuWork:
     numbers: Sequence[Any] = ()
 
 
-@dataclass
-class _Imagined:
-    facts: Device
-    listener: Callable[[GpuWork], None] | None = field(default=None)
-
-
-_imagined: list[_Imagined] = []  # innermost last; a single thread simulates
+Listener = Callable[[GpuWork], None]
+_imagined: list[tuple[Device, Listener]] = []  # innermost last; a single thread simulates
 
 
 @contextmanager
-def imagine(facts: Device | None, listener: Callable[[GpuWork], None] | None = None) -> Iterator[None]:
+def imagine(facts: Device | None, listener: Listener = lambda _: None) -> Iterator[None]:
     """Treat meta tensors as tensors on a GPU with these facts; None, or a CPU's facts, changes nothing.
 
     Args:
@@ -107,7 +102,7 @@ def imagine(facts: Device | None, listener: Callable[[GpuWork], None] | None = N
     if facts is None or not facts.is_gpu:
         yield
         return
-    _imagined.append(_Imagined(facts, listener))
+    _imagined.append((facts, listener))
     try:
         yield
     finally:
@@ -116,7 +111,7 @@ def imagine(facts: Device | None, listener: Callable[[GpuWork], None] | None = N
 
 def imagined(device: torch.device) -> Device | None:
     """The facts of the GPU that a meta device simulates; None if it simulates none."""
-    return _imagined[-1].facts if _imagined and device.type == "meta" else None
+    return _imagined[-1][0] if _imagined and device.type == "meta" else None
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -131,6 +126,4 @@ def is_shape_only(x: torch.Tensor) -> bool:
 
 def tell(work: GpuWork) -> None:
     """Report the work of a simulated GPU."""
-    listener = _imagined[-1].listener
-    if listener is not None:
-        listener(work)
+    _imagined[-1][1](work)

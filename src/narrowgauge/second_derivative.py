@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.torch_compat import is_batched, is_transformed
+from narrowgauge.torch_compat import has_tangent, is_batched, is_transformed
 
 
 class FirstOrderFunction(torch.autograd.Function):
@@ -25,14 +25,9 @@ class FirstOrderFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Call `forward`, outside the transforms of `torch.func`."""
-        if is_transformed():
+        if is_transformed() or has_tangent(args):  # torch.compile does not trace a Function with a `jvp`
             refuse_transforms()
         return super().apply(*args)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        """Refuse forward-mode differentiation."""
-        refuse_transforms()
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +41,8 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
                     "that it does not pass through, or approximate it by the difference of two first "
                     "derivatives"
                 )
-            if is_transformed() or any(is_batched(dy) for dy in gradients if dy is not None):
+            is_batch = any(is_batched(dy) for dy in gradients if dy is not None)
+            if is_batch or is_transformed() or has_tangent(gradients):
                 refuse_transforms()
         return backward(ctx, *gradients)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import ScalingType as ScalingType
@@ -134,8 +135,7 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def version_of(x: torch.Tensor) -> int:
-    """The number of in-place writes to a tensor, shared by its views and base; -1 in inference mode,
-    untracked.
+    """The number of in-place writes to a tensor, shared by its views and base; -1 in inference mode.
 
     Autograd checks saved tensors by it. There is no public name.
     """
@@ -172,6 +172,13 @@ def is_in_backward() -> bool:
 # the older `vmap` that computes batched gradients (`is_grads_batched`).
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def has_tangent(arguments: Iterable[Any]) -> bool:
+    """Whether forward-mode differentiation, whose level is private, follows a tensor among arguments."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments
+    )
 
 
 @cache
@@ -256,8 +263,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def ignore_in_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Keep DDP from broadcasting or reducing these parameters and buffers; call it before wrapping the
-    module.
+    """Keep DDP from broadcasting or reducing these parameters and buffers; call it before wrapping.
 
     The constructor has no argument for this.
     """

@@ -1,5 +1,6 @@
 """What converted layers and functions refuse on a CPU: second derivatives, and transforms of `torch.func`."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -83,5 +84,13 @@ def test_what_is_more_than_a_first_derivative_is_refused(name, way):
 
 
 def test_every_autograd_function_of_the_package_refuses():
-    own = {path.name for path in SOURCE.rglob("*.py") if "(torch.autograd.Function)" in path.read_text()}
-    assert own - {"recorder.py"} == {"second_derivative.py"}, "others derive from FirstOrderFunction"
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    own = set(re.findall(r"^ *class (\w+)\(torch\.autograd\.Function\)", text, re.MULTILINE))
+    # `_StraightThrough`, the gradient of `round_to`, is linear: it has every derivative (next test).
+    assert own == {"FirstOrderFunction", "_StraightThrough"}, "others derive from FirstOrderFunction"
+
+
+def test_the_second_derivative_of_round_to_is_that_of_what_follows():
+    x = torch.linspace(-1, 1, 4)
+    hessian = torch.autograd.functional.hessian(lambda x: ng.round_to(x, "e2m1").pow(3).sum(), x)
+    assert torch.equal(hessian, torch.diag(6 * ng.round_to(x, "e2m1")))

@@ -9,6 +9,12 @@ def _dual(f, x):
         f(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
+def _dual_gradient(f, x):
+    y = f(x.clone().requires_grad_())
+    with forward_ad.dual_level():
+        y.backward(forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
+
+
 def _slope(f, x):
     x = x.clone().requires_grad_()
     return x, torch.autograd.grad(f(x), x, create_graph=True)[0]
@@ -38,6 +44,7 @@ TRANSFORMS = {
     "func.jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
     "func.hessian": lambda f, x: torch.func.hessian(f)(x),
     "forward mode": _dual,
+    "forward mode over backward": _dual_gradient,
     "batched gradients": lambda f, x: functional.jacobian(lambda x: f(x)[None], x, vectorize=True),
 }
 WAYS = SECOND | TRANSFORMS
