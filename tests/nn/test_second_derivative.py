@@ -86,8 +86,8 @@ def test_what_is_more_than_a_first_derivative_is_refused(name, way):
 def test_every_autograd_function_of_the_package_refuses():
     text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
     own = set(re.findall(r"^ *class (\w+)\(torch\.autograd\.Function\)", text, re.MULTILINE))
-    # `_StraightThrough`, the gradient of `round_to`, is linear: it has every derivative (next test).
-    assert own == {"FirstOrderFunction", "_StraightThrough"}, "others derive from FirstOrderFunction"
+    # `StraightThrough`, the gradient of `round_to`, is linear: it has every derivative (next test).
+    assert own == {"FirstOrderFunction", "StraightThrough"}, "others derive from FirstOrderFunction"
 
 
 def test_the_second_derivative_of_round_to_is_that_of_what_follows():

@@ -1,5 +1,6 @@
 """Which tensors have values that a format can round, and which dtypes of torch have a format's values?"""
 
+from operator import ge
 from typing import Any
 
 import torch
@@ -27,22 +28,19 @@ def require_values(x: object) -> None:
 
 def holds(dtype: torch.dtype, fmt: Format) -> bool:
     """Whether a dtype has every value of a format, its infinity and its -0."""
-    facts = ("signed", "zero", "has_infinity", "has_negative_zero", "fraction_bits", "max")
     own = _FORMATS.get(dtype)
-    is_finer = own is not None and own.smallest_subnormal <= fmt.smallest_subnormal
-    return is_finer and all(getattr(own, fact) >= getattr(fmt, fact) for fact in facts)
+    return own is not None and all(map(ge, own.extent, fmt.extent))
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """`rounded`, with the gradient of x: rounding itself has the gradient 0 almost everywhere."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+        """The rounded values."""
         return rounded
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient, unchanged."""
         return gradients[0], None
-
-
-straight_through = _StraightThrough.apply

@@ -131,6 +131,12 @@ class Format:
         return is_magnitude and self.zero and self.specials is not Specials.NEGATIVE_ZERO
 
     @computed_once
+    def extent(self) -> tuple[float, ...]:
+        """Measures of its set of values: a format with all these, or more, has every value of this one."""
+        signs = self.signed, self.zero, self.has_infinity, self.has_negative_zero
+        return *signs, self.fraction_bits, self.max, -self.smallest_subnormal
+
+    @computed_once
     def nan_code(self) -> int | None:
         """The code written for NaN (positive, quiet); None where the format has none."""
         match self.specials:

@@ -29,7 +29,7 @@ import torch
 from narrowgauge.errors import unknown
 from narrowgauge.formats import table
 from narrowgauge.formats.counter_rng import Randomness, RandomStream, uniform_for
-from narrowgauge.formats.dtypes import holds, require_values, straight_through
+from narrowgauge.formats.dtypes import StraightThrough, holds, require_values
 from narrowgauge.formats.format import Format
 from narrowgauge.formats.table import RANDOM_BITS, ROUNDINGS
 
@@ -70,7 +70,7 @@ def round_to(
     if not fmt.signed:  # values without a code become NaN: negative ones, and zero in E8M0
         y = torch.where(x_work >= 0 if fmt.zero else x_work > 0, y, float("nan"))
     y = y.to(x.dtype if holds(x.dtype, fmt) else torch.float32)
-    return straight_through(x, y) if x.requires_grad and torch.is_grad_enabled() else y
+    return StraightThrough.apply(x, y) if x.requires_grad and torch.is_grad_enabled() else y
 
 
 def round_finite(

@@ -30,11 +30,10 @@ from narrowgauge.collectives import local_amax
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.amax import DelayedScale, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
-from narrowgauge.quantization import emulate as emulate_in_torch
+from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext
 from narrowgauge.quantization.passes.c_call import c_library
 from narrowgauge.quantization.passes.implementations import OPERATOR_KEYS, kernel_gap, rows_gap
-from narrowgauge.quantization.quantize import operand_dtype
+from narrowgauge.quantization.quantize import emulate_in_context, operand_dtype, quantize_in_context
 from narrowgauge.quantization.stages.clamp import quantile_ranks
 
 
@@ -125,7 +124,7 @@ def emulate(
         return emulated(x, cast, axis, dtype, *_fields(cast, context), context.amax)
     if _is_operator(x, cast, context):
         return _emulate_as_operator(x, cast, axis, dtype, context)
-    return emulate_in_torch(x, cast, axis, dtype, _with_limits(x, cast, context))
+    return emulate_in_context(x, cast, axis, dtype, _with_limits(x, cast, context))
 
 
 @torch.no_grad()
@@ -214,10 +213,11 @@ _casts: dict[str, Cast] = {}  # the casts that this process's graphs refer to by
 
 def _is_operator(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     """Whether a cast is traced as an operator."""
+    if not torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
     is_drawn = isinstance(context.random, RandomStream) or not cast.is_random
     is_alone = context.shard is None and context.limits is None and not cast.beyond(OPERATOR_KEYS)
-    is_traced = torch.compiler.is_compiling() and x.device.type == "cpu"
-    return is_traced and is_alone and is_drawn and cast.is_scaled and _has_c()
+    return is_alone and is_drawn and cast.is_scaled and _has_c()
 
 
 def _emulate_as_operator(
@@ -262,7 +262,7 @@ def _operator(
     random = None if key is None or offset is None else RandomStream(key, offset)
     context = QuantContext(random, signs, scale, held=held)
     with torch.no_grad():
-        values, of_tensor = emulate_in_torch(x, _casts[cast], axis, dtype, context)
+        values, of_tensor = emulate_in_context(x, _casts[cast], axis, dtype, context)
     assert (of_tensor is not None) == _casts[cast].scales_result, cast
     return values.contiguous(), values.new_zeros(0, dtype=torch.float32) if of_tensor is None else of_tensor
 

@@ -214,14 +214,6 @@ class Cast:
         """The cast whose scales a correction starts from."""
         return self.having(scale_rounding="nearest-even", correct="") if self.scales.correction else self
 
-    @property
-    def is_exact_in_bf16(self) -> bool:
-        """Whether bfloat16 holds every product of an element and its block's scale."""
-        if self.scales.format == "fp32":
-            return self.scales.power_of_two
-        bits, scale_bits = self.element.fraction_bits + 1, format(self.scales.format).mantissa_bits + 1
-        return bits + (scale_bits if scale_bits > 1 else 0) <= 8
-
     @computed_once
     def adds_to_operand(self) -> bool:
         """Whether the operand is multiplied or added to once more, in float32."""
@@ -240,7 +232,12 @@ class Cast:
             return self.element.bits > 16
         if self.channels.share and (self.block is None or self.scales.outer == "tensor"):
             return True
-        return self.adds_to_operand or not (self.block is None or self.is_exact_in_bf16)
+        if self.block is None or self.adds_to_operand:
+            return self.adds_to_operand
+        if self.scales.format == "fp32":
+            return not self.scales.power_of_two
+        bits, scale_bits = self.element.fraction_bits + 1, format(self.scales.format).mantissa_bits + 1
+        return bits + (scale_bits if scale_bits > 1 else 0) > 8
 
 
 def _flat(of_fields: Mapping[str, Any]) -> dict[str, Any]:

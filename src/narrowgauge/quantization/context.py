@@ -54,14 +54,11 @@ class QuantContext:
 
     def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
         """The same context with random values drawn in advance if a cast needs them more than once."""
-        is_once = not (cast.choice.candidates or cast.scales.correction)
-        if is_once or cast.rounding.mode != "stochastic":
+        is_once = cast.rounding.mode != "stochastic" or not (cast.choice.candidates or cast.scales.correction)
+        if is_once or isinstance(self.random, RandomStream | torch.Tensor):
             return self
-        if isinstance(self.random, RandomStream | torch.Tensor):
-            return self
-        return replace(
-            self, random=torch.rand(x.shape, dtype=torch.float32, generator=self.random, device=x.device)
-        )
+        drawn = torch.rand(x.shape, dtype=torch.float32, generator=self.random, device=x.device)
+        return replace(self, random=drawn)
 
     def signs_of(self, cast: Cast) -> torch.Tensor | tuple[int, ...]:
         """The signs of a cast's transform; () means those that belong to its size.
@@ -109,8 +106,7 @@ class QuantContext:
         if isinstance(random, RandomStream):
             random = random.of_scales()
             random = random if self.shard is None else self.shard.grid(cast, axis).bits_of(random)
-            return blocks.align(random) if isinstance(random, torch.Tensor) else random
-        return random
+        return blocks.align(random) if isinstance(random, torch.Tensor) else random
 
     def row_amax(self, amax: torch.Tensor, blocks: Blocks, axis: int, cast: Cast) -> torch.Tensor:
         """The amax of each row of the global tensor, from the amaxes of the local blocks.

@@ -197,10 +197,16 @@ def emulate(
     require_values(x)
     if x.requires_grad and torch.is_grad_enabled():
         raise UserError("x requires a gradient, which emulate does not have; give x.detach()")
-    x = _as_computed(x) if cast.is_scaled else x
+    return emulate_in_context(_as_computed(x) if cast.is_scaled else x, cast, axis, dtype, context)
+
+
+def emulate_in_context(
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`emulate` of what a layer computes with, unchecked."""
     if cast.channels.share:
         channels, rest, kept = _apart(x, cast, axis, dtype, context)
-        values, scale = emulate(rest, cast.of_the_rest, axis, dtype, context)
+        values, scale = emulate_in_context(rest, cast.of_the_rest, axis, dtype, context)
         values = values if scale is None else values.float().mul_(scale)
         return joined(values, _as_long(kept, values.shape), channels), None
     if cast.function:
@@ -263,7 +269,7 @@ def _apart(
     else:
         columns = None
         rest, alone = parted(x, channels)
-    kept, scale = emulate(alone, keep, axis, dtype, plain)
+    kept, scale = emulate_in_context(alone, keep, axis, dtype, plain)
     kept = kept if scale is None else kept.float() * scale
     if columns is not None:
         kept = kept.new_zeros(x.shape).index_copy_(-1, columns, kept)

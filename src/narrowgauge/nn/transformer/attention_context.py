@@ -30,9 +30,10 @@ from narrowgauge.kernels import emulate as emulate_matrix
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.shards import EqualShare
-from narrowgauge.quantization import Cast, QuantContext, emulate
+from narrowgauge.quantization import Cast, QuantContext
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.passes.rounding import block_amax
+from narrowgauge.quantization.quantize import emulate_in_context
 from narrowgauge.quantization.transforms import transformed
 from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES
 
@@ -172,7 +173,7 @@ class AttentionContext:
             values, scale = emulate_matrix(x.flatten(0, 1), cast, -1, wide)
             operand = Operand(values.view(*x.shape[:2], -1), scale)
         else:
-            operand = Operand(*emulate(x, cast, axis, wide, context))
+            operand = Operand(*emulate_in_context(x, cast, axis, wide, context))
         if self.observer is not None:
             self.observer.operand(Observation(place, x, *operand, cast, axis, context))
         return operand

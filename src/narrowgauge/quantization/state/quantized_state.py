@@ -30,7 +30,7 @@ from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dt
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import STATE_KEYS, Cast
 from narrowgauge.quantization.context import QuantContext
-from narrowgauge.quantization.quantize import QTensor, emulate, quantize_in_context
+from narrowgauge.quantization.quantize import QTensor, emulate_in_context, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.stages.state import (
     RangeExpansion,
@@ -93,9 +93,8 @@ class QuantizedState:
         self.move(self.device)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
-        return self._encoded(
-            torch.zeros(self.shape, dtype=torch.float32, device=self.device), shard=self.shard
-        )
+        zeros = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
+        return self._encoded(zeros, shard=self.shard)
 
     def _blank(self) -> dict[str, torch.Tensor]:
         """`_zeros` on the meta device: real zeros are encoded once for each shape and cast."""
@@ -243,7 +242,7 @@ class QuantizedState:
         if stream is None and cast.is_random:
             cast = cast.to_nearest
         if cast.element.bits == 16:
-            values, scale = emulate(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
+            values, scale = emulate_in_context(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
