@@ -98,9 +98,8 @@ def _decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
         values = torch.where(body == fmt.infinity_code, values * math.inf, values)
         return values.masked_fill_(body > fmt.infinity_code, math.nan)
     if fmt.nan_code is not None:
-        values.masked_fill_(
-            (code if fmt.specials is Specials.NEGATIVE_ZERO else body) == fmt.nan_code, math.nan
-        )
+        with_sign = fmt.specials is Specials.NEGATIVE_ZERO
+        values.masked_fill_((code if with_sign else body) == fmt.nan_code, math.nan)
     return values
 
 
@@ -116,14 +115,12 @@ def pack(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """
     if fmt.bits == 8:
         return codes
-    per_group, bytes_per_group, dtype = _groups(fmt)
+    of_codes, of_bytes = _shifts(fmt, codes.device)
     width = codes.shape[-1]
-    codes = torch.nn.functional.pad(codes, (0, -width % per_group))
-    groups = codes.unflatten(-1, (-1, per_group)).to(dtype)
-    shifts = torch.arange(per_group, device=codes.device, dtype=dtype) * fmt.bits
-    word = (groups << shifts).sum(-1)
-    positions = torch.arange(bytes_per_group, device=codes.device, dtype=dtype) * 8
-    packed = (word.unsqueeze(-1) >> positions & 255).to(torch.uint8).flatten(-2)
+    codes = torch.nn.functional.pad(codes, (0, -width % len(of_codes)))
+    groups = codes.unflatten(-1, (-1, len(of_codes))).to(of_codes.dtype)
+    word = (groups << of_codes).sum(-1)
+    packed = (word.unsqueeze(-1) >> of_bytes & 255).to(torch.uint8).flatten(-2)
     return packed[..., : math.ceil(width * fmt.bits / 8)]
 
 
@@ -131,18 +128,17 @@ def unpack(packed: torch.Tensor, fmt: Format, width: int) -> torch.Tensor:
     """Unpack bytes of shape (..., B) to uint8 codes of shape (..., width): the inverse of `pack`."""
     if fmt.bits == 8:
         return packed
-    per_group, bytes_per_group, dtype = _groups(fmt)
-    packed = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bytes_per_group))
-    groups = packed.unflatten(-1, (-1, bytes_per_group)).to(dtype)
-    positions = torch.arange(bytes_per_group, device=packed.device, dtype=dtype) * 8
-    word = (groups << positions).sum(-1)
-    shifts = torch.arange(per_group, device=packed.device, dtype=dtype) * fmt.bits
-    codes = (word.unsqueeze(-1) >> shifts & (2**fmt.bits - 1)).to(torch.uint8).flatten(-2)
+    of_codes, of_bytes = _shifts(fmt, packed.device)
+    packed = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % len(of_bytes)))
+    groups = packed.unflatten(-1, (-1, len(of_bytes))).to(of_bytes.dtype)
+    word = (groups << of_bytes).sum(-1)
+    codes = (word.unsqueeze(-1) >> of_codes & (2**fmt.bits - 1)).to(torch.uint8).flatten(-2)
     return codes[..., :width]
 
 
-def _groups(fmt: Format) -> tuple[int, int, torch.dtype]:
-    """(codes, bytes) of the smallest group that fills whole bytes, and a dtype that holds its bits."""
+def _shifts(fmt: Format, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shifts of (codes, bytes) in the smallest group that fills whole bytes, in a dtype that holds it."""
     shared = math.gcd(fmt.bits, 8)
-    per_group, size = 8 // shared, fmt.bits // shared
-    return per_group, size, torch.int32 if size < 4 else torch.int64
+    dtype = torch.int32 if fmt.bits // shared < 4 else torch.int64
+    of_codes, of_bytes = (torch.arange(n // shared, device=device, dtype=dtype) for n in (8, fmt.bits))
+    return of_codes * fmt.bits, of_bytes * 8

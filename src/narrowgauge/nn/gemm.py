@@ -171,20 +171,12 @@ def _scaled(
 ) -> torch.Tensor:
     a_MK, b_KN = a_MK.to(dtype), b_KN.to(dtype)
     if not (a_MK.device.type == "cpu" or a_MK.dtype == torch.float32):
-        return _scaled_on_gpu(a_MK, b_KN, scale, other)
+        return scaled_and_rounded(_summed_in_fp32(a_MK, b_KN), scale, dtype, other)
     scale = scale if other is None else scale * other
     if a_MK.dtype == torch.float32 or is_slow(a_MK):
         return ((a_MK.float() @ b_KN.float()) * scale).to(a_MK.dtype)
     nothing = a_MK.new_zeros(())
     return torch.addmm(nothing, a_MK, b_KN, beta=0, alpha=scale.item())
-
-
-def _scaled_on_gpu(
-    a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None
-) -> torch.Tensor:
-    if a_MK.dtype == torch.float32:
-        return (a_MK @ b_KN) * (scale if other is None else scale * other)
-    return scaled_and_rounded(_summed_in_fp32(a_MK, b_KN), scale, a_MK.dtype, other)
 
 
 @scaled_mm.register_fake
@@ -252,12 +244,10 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
             return plain_mm(a_MK, b_KN, wider)
         return _plain_product(a_MK.to(wider), b_KN.to(wider))
     scale, other = scales if len(scales) == 2 else (scales[0], None)
-    if a_MK.is_meta and not is_shape_only(a_MK):
-        a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
-        return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the operator's kernels, so that they are counted
+    is_counted = a_MK.is_meta and not is_shape_only(a_MK)  # by its kernels, which the operator hides
     is_plain = type(a_MK) is torch.Tensor and not a_MK.is_meta and not torch.compiler.is_compiling()
-    if is_plain and not is_in_torch_dispatch_mode():  # the operator's call takes a tenth of a small matmul
-        return _scaled(a_MK, b_KN, scale, other, wider)
+    if is_counted or (is_plain and not is_in_torch_dispatch_mode()):
+        return _scaled(a_MK, b_KN, scale, other, wider)  # the operator's call takes a tenth of a small matmul
     return scaled_mm(a_MK, b_KN, scale, other, wider)
 
 

@@ -248,7 +248,9 @@ class Linear(Stepped, SeesFSDP, Fusable):
         # Some tokens of sequences, as an expert has them, have random bits as if all were there.
         share = Fraction(len(input), self.sequence_length) if self.sequence_length else samples
         accumulation = None if torch.compiler.is_compiling() else self.accumulation
-        shards, record = self.shards, None if self.state_at_rest is None else self._record_at_rest()
+        shards, record = self.shards, self.state_at_rest
+        if record is not None and (self.is_sharded or state_of(self.weight) is not record):
+            record = None  # `functional_call`, weight norm and the like put a tensor in the parameter's place
         return Operands(
             self.spec,
             self.begin_pass(),
@@ -258,15 +260,6 @@ class Linear(Stepped, SeesFSDP, Fusable):
             self.observer,
             input_amax,
         )
-
-    def _record_at_rest(self) -> ParamState | None:
-        """The record of the weight; None for a plain or sharded weight, and for one of another code's.
-
-        `torch.func.functional_call`, weight norm and the like put a tensor in the place of the parameter.
-        """
-        if self.is_sharded or self.state_at_rest is None:
-            return None
-        return self.state_at_rest if state_of(self.weight) is self.state_at_rest else None
 
     def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any, **options: Any) -> None:
         """As `Stepped.set_position`; the pass may have more sequences than this process."""

@@ -136,15 +136,13 @@ class Operands:
             operand = Operand(tensor.to(self.layer.compute))
             return operand if axis == -1 else operand.transposed()
         cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
-        if form == CODES and self.observer is None:
-            operand_in_tiles = tiled_operand(tensor, cast, axis, context)
-            if operand_in_tiles is not None:
-                return operand_in_tiles
         if form == CODES:
+            in_tiles = tiled_operand(tensor, cast, axis, context) if self.observer is None else None
+            if in_tiles is not None:
+                return in_tiles
             q, other_codes = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
-                observed = Observation(place, tensor, q.dequantize(), None, cast, axis, context)
-                self.observer.operand(observed)
+                self.observer.operand(Observation(place, tensor, q.dequantize(), None, cast, axis, context))
             return quantized_operand(q, axis, other_codes)
         parts = emulate_rows(tensor, cast, context) if form == ROWS else None
         if parts is not None:

@@ -101,8 +101,7 @@ def _first_elements(y: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """`_narrowed` as a copy, and as a single operator of a compiled graph.
 
     Otherwise Inductor (torch 2.13, CPU) fuses the slice with the loops over blocks, and its C++ omits the
-    vector
-    tail: elements of the last, padded block stay uninitialized.
+    vector tail: elements of the last, padded block stay uninitialized.
     """
     return _narrowed(y, shape).clone(memory_format=torch.contiguous_format)
 

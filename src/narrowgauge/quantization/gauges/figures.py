@@ -200,9 +200,8 @@ def _sums(
         at_largest = torch.count_nonzero(y.abs() >= limit * (1 - _SLACK))
         clipped = torch.count_nonzero(x.abs() > limit * (1 + _SLACK)) if clips else nothing
     counts = torch.stack([nonfinite, zeros, zeros_before, at_largest, clipped])
-    return torch.cat(
-        [counts.double(), torch.stack([e.sum(), (e * e).sum(), (scaled * scaled).sum()]).double()]
-    )
+    sums = torch.stack([e.sum(), (e * e).sum(), (scaled * scaled).sum()])
+    return torch.cat([counts.double(), sums.double()])
 
 
 def _smallest_median_largest(amax: torch.Tensor) -> list[torch.Tensor]:

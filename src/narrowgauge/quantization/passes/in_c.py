@@ -101,11 +101,8 @@ def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """The amax of each block, in the shape of the grid, float32."""
     split, sizes = split.contiguous(), _sizes(split, blocks)
     found = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
-    _run(
-        split,
-        "amax_pass",
-        Pass(x=split.data_ptr(), out=found.data_ptr(), x_type=_TYPES[split.dtype], **sizes),
-    )
+    one = Pass(x=split.data_ptr(), out=found.data_ptr(), x_type=_TYPES[split.dtype], **sizes)
+    _run(split, "amax_pass", one)
     return found.view(blocks.grid) if found.numel() == prod(blocks.grid) else found.amax().view(blocks.grid)
 
 
