@@ -10,6 +10,7 @@ from narrowgauge.nn import Linear, convert
 from narrowgauge.quantization import (
     ParamState,
     QuantizedState,
+    ShardAxis,
     TensorShard,
     ensure_state,
     full_axis,
@@ -190,3 +191,14 @@ def test_weight_and_master_are_written_together(of):
     places = state_of(one.weight).by_place()
     for place, expected in held(one, numbers).items():
         assert torch.equal(places[place].read() if place in places else one.weight, expected)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "msamp-o3"])
+def test_a_layer_that_holds_some_rows_loads_its_own_state_dict(name):
+    held = layer(name)
+    rows = ShardAxis(3 * N, ((2 * N, N),), (object(),))  # the last of three ranks
+    ensure_state(held.weight).shard = TensorShard((rows, full_axis(K)))
+    saved = {key: t.detach().clone() + 1 for key, t in held.state_dict().items()}
+    held.load_state_dict(saved)
+    found = held.state_dict()
+    assert all(torch.allclose(found[key], t, rtol=2**-3) for key, t in saved.items())

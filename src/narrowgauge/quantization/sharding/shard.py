@@ -208,8 +208,8 @@ class TensorShard:
         return full
 
     def local_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The local part of a global tensor."""
-        return full if self.is_full else full[self._index(full.device)]
+        """The local part of a global tensor; a tensor of the local shape is that already."""
+        return full if full.shape == self.local_shape else full[self._index(full.device)]
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         dims = range(len(self.axes))
