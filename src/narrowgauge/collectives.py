@@ -25,6 +25,7 @@ Group = dist.ProcessGroup
 T = TypeVar("T")
 
 _TAG: ContextVar[str] = ContextVar("comm_tag", default="")
+current_comm_tag = _TAG.get  # the tag that a collective would get now; "" outside `comm_tag`
 
 
 @contextmanager
@@ -35,11 +36,6 @@ def comm_tag(tag: str) -> Iterator[None]:
         yield
     finally:
         _TAG.reset(token)
-
-
-def current_comm_tag() -> str:
-    """The tag that a collective would get now; "" outside `comm_tag`."""
-    return _TAG.get()
 
 
 def all_gather_rows(row: torch.Tensor, group: Group) -> torch.Tensor:

@@ -58,6 +58,13 @@ def unknown(kind: str, name: str, known: Iterable[str], *listed: str) -> UserErr
     return UserError(f"unknown {kind} {name!r}{hint}{known_names}")
 
 
+def require(what: str, value: object, *kinds: type) -> None:
+    """Refuse an argument of another type than these."""
+    if not isinstance(value, kinds):
+        known = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{what} is of type {type(value).__name__}: it must be of type {known}")
+
+
 def words_of(error: Exception) -> str:
     """The operating system's name for an error, and nothing else: the rest may quote the request."""
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip(" .")

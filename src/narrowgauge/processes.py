@@ -15,7 +15,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from traceback import format_exc
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 from narrowgauge.errors import words_of
@@ -37,9 +37,7 @@ class Programs:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for program in self._started:
             program.kill()  # no effect on one that has exited
         for program in self._started:

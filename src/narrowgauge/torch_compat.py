@@ -381,9 +381,8 @@ def fp8_product(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> 
     return torch._scaled_mm(a_MK, b_KN, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def autograd_node() -> Any:
-    """The autograd node whose backward is running in this thread; None outside one. No public name."""
-    return torch._C._current_autograd_node()
+# The autograd node whose backward is running in this thread; None outside one. No public name.
+autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 @cache

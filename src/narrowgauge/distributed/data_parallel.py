@@ -32,7 +32,7 @@ from narrowgauge.distributed.comm.grad_hooks import (
     wire_formats,
 )
 from narrowgauge.distributed.fsdp import FP32, note_shards, quantized_fsdp
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, require
 from narrowgauge.nn.histories import ChannelChoice, History, reduce_histories
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.step_state import Stepped
@@ -56,6 +56,7 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     Raises:
         UserError: No parameter would be left for DDP, which then refuses to wrap the module.
     """
+    require("module", module, torch.nn.Module)
     narrow = {name for name, p in module.named_parameters() if state_of(p).gradient is not None}
     if narrow and not any(p.requires_grad and n not in narrow for n, p in module.named_parameters()):
         raise UserError(
@@ -89,6 +90,7 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
             dimension than the first, or moved to host memory by torch; or layers keep channels, which each
             process would choose by itself.
     """
+    require("module", module, torch.nn.Module)
     if any(isinstance(m, ChannelChoice) for m in module.modules()):
         raise UserError(
             "keep_channels under narrowgauge.fully_shard: each process would choose other channels; train "

@@ -34,6 +34,10 @@ class Specials(Enum):
     NEGATIVE_ZERO = "the code of -0 is the only NaN; no infinity, no -0"
     NONE = "every code is a finite number"
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Specials":
+        raise UserError(f"specials = {value!r}: it must be one of {', '.join(map(str, cls))}")
+
 
 @dataclass(frozen=True)
 class Format:
@@ -50,6 +54,9 @@ class Format:
     source: str = ""
 
     def __post_init__(self) -> None:
+        for key, kind in Format.__annotations__.items():
+            if type(found := getattr(self, key)) is not kind:
+                raise UserError(f"format {self.name!r}: {key} = {found!r}, but it must be {kind.__name__}")
         has_codes, is_ieee = self.specials is not Specials.NONE, self.specials is Specials.IEEE
         is_plain = self.signed and self.zero and not has_codes and not self.exponent_bits
         is_used_up = self.specials is Specials.NAN_ONLY and self.exponent_bits + self.mantissa_bits == 1
@@ -60,6 +67,7 @@ class Format:
             (is_used_up, "NaN takes its only code above zero; add a bit"),
             (self.specials is Specials.NEGATIVE_ZERO and not self.signed, "no -0 holds NaN; make it signed"),
             (self.twos_complement and not is_plain, "two's complement has a sign and no exponent"),
+            (self.emax > 1023 or self.emin - self.mantissa_bits < -1074, "float64 does not hold its values"),
         )
         if broken := [rule for is_broken, rule in rules if is_broken]:
             raise UserError(f"format {self.name!r}: {broken[0]}")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, require, unknown
 from narrowgauge.formats.format import Format, Specials
 
 if TYPE_CHECKING:
@@ -78,13 +79,13 @@ def format(name: str) -> Format:
     Raises:
         UserError: There is no format of that name; the message suggests the nearest.
     """
-    if name not in _FORMATS:
-        if str(name).lower() in _FAMILIES:
-            raise UserError(f"unknown format {name!r}; it is a family: {_FAMILIES[str(name).lower()]}")
-        if own := {dtype: n for n, dtype in _TORCH_DTYPES.items()}.get(name):
-            raise UserError(f"unknown format {name!r}; the nearest is {own!r}")
-        raise unknown("format", name, _FORMATS)
-    return _FORMATS[name]
+    if isinstance(name, str) and name in _FORMATS:
+        return _FORMATS[name]
+    if str(name).lower() in _FAMILIES:
+        raise UserError(f"unknown format {name!r}; it is a family: {_FAMILIES[str(name).lower()]}")
+    if own := {dtype: n for n, dtype in _TORCH_DTYPES.items()}.get(str(name)):
+        raise UserError(f"unknown format {name!r}; the nearest is {own!r}")
+    raise unknown("format", name, _FORMATS)
 
 
 def format_names() -> list[str]:
@@ -94,12 +95,8 @@ def format_names() -> list[str]:
 
 _SHIPPED = frozenset(_FORMATS)
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
-#: The facts of a format in a table, and the type of each value; `specials` is a name of `_SPECIALS`.
-_FACTS: Mapping[str, type] = {
-    **dict.fromkeys(("exponent_bits", "mantissa_bits", "bias"), int),
-    **dict.fromkeys(("signed", "zero", "twos_complement"), bool),
-    **dict.fromkeys(("specials", "source"), str),
-}
+#: The facts of a format in a table; `specials` is a name of `_SPECIALS`.
+_FACTS = tuple(field.name for field in fields(Format) if field.name != "name")
 _SPECIALS = {member.name.lower().replace("_", "-"): member for member in Specials}
 
 
@@ -120,6 +117,7 @@ def register_format(fmt: Format) -> Format:
     Raises:
         UserError: The name is taken by another format or is not a name, or a fact is out of bounds.
     """
+    require("fmt", fmt, Format)
     if not _NAME.fullmatch(fmt.name):
         raise UserError(
             f"format {fmt.name!r}: a name is small letters, digits, - and _, begins with a letter, and has "
@@ -141,11 +139,10 @@ def known_format(fmt: Format) -> Format:
     Raises:
         UserError: Another format has its name, so that the other's codes and dtypes would be used.
     """
-    known = _FORMATS.get(fmt.name)
-    if known is not None and format_facts(known) != format_facts(fmt):
-        raise UserError(f"format {fmt.name!r}: {known!r} has this name and other facts; take another name")
-    if known is None:
+    if (known := _FORMATS.get(fmt.name)) is None:
         _require_bounds(fmt)
+    elif format_facts(known) != format_facts(fmt):
+        raise UserError(f"format {fmt.name!r}: {known!r} has this name and other facts; take another name")
     return fmt
 
 
@@ -161,19 +158,14 @@ def format_from_facts(name: str, facts: Mapping[str, Any]) -> Format:
     Raises:
         UserError: A key is unknown or missing, or a value has another type.
     """
-    for key, value in facts.items():
-        if key not in _FACTS:
-            raise unknown(f"key of [format.{name}]", key, _FACTS)
-        if type(value) is not _FACTS[key]:
-            raise UserError(f"[format.{name}] {key} = {value!r}, but it must be {_FACTS[key].__name__}")
-    for key in ("exponent_bits", "mantissa_bits", "bias"):
-        if key not in facts:
-            raise UserError(
-                f"[format.{name}] has no {key}; write exponent_bits, mantissa_bits and bias (IEEE 754's is "
-                "2^(exponent_bits - 1) - 1)"
-            )
-    specials = facts.get("specials", "none")
-    if specials not in _SPECIALS:
+    for key in [key for key in facts if key not in _FACTS]:
+        raise unknown(f"key of [format.{name}]", key, _FACTS)
+    if missing := {"exponent_bits", "mantissa_bits", "bias"} - facts.keys():
+        raise UserError(
+            f"[format.{name}] has no {min(missing)}; write exponent_bits, mantissa_bits and bias (IEEE 754's "
+            "is 2^(exponent_bits - 1) - 1)"
+        )
+    if (specials := facts.get("specials", "none")) not in [*_SPECIALS]:
         raise unknown(f"specials of [format.{name}]", specials, _SPECIALS)
     return Format(name, **{**facts, "specials": _SPECIALS[specials]})
 

@@ -94,11 +94,7 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
         yield
 
     def optimizer_step(
-        self,
-        optimizer: Any,
-        model: Any = None,
-        closure: Callable[[], Any] | None = None,
-        **kwargs: Any,
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         """Take a step with the gradients that the closure computes; Fabric gives none."""
         if closure is None:

@@ -21,7 +21,8 @@ import torch
 
 from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear
-from narrowgauge.nn.convert import convert_but
+from narrowgauge.nn.convert import apply_plan, plan_of
+from narrowgauge.nn.transformer.reach import warn_of_left
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 
@@ -100,7 +101,7 @@ def convert_to_float8_training(
             unchanged. None converts all.
 
     Returns:
-        The module (a new one only if it is itself a Linear).
+        The module itself.
 
     Raises:
         UserError: `config` is torchao's class, the filter excludes every layer, or `narrowgauge.convert`
@@ -120,12 +121,13 @@ def convert_to_float8_training(
             f"module_filter_fn leaves none of {len(linears)} linear layers of {type(module).__name__} to "
             "convert: let it return True for the layers to be narrow"
         )
-    backend = "emulated" if config.emulate else "auto"
-    converted = convert_but(module, left_out, _recipe(config.recipe), backend=backend)
-    for made in converted.modules():
+    plan = plan_of(module, _recipe(config.recipe), left_out=left_out)
+    apply_plan(module, plan, "emulated" if config.emulate else "auto")
+    warn_of_left(module)
+    for made in module.modules():
         if type(made) is Linear and made.recipe.is_narrow:
             made.__class__ = Float8NarrowLinear
-    return converted
+    return module
 
 
 def _recipe(name: str) -> Recipe:

@@ -54,4 +54,4 @@ def published_names() -> list[str]:
 
 def published(name: str) -> Published | None:
     """The published training of a named model; None where none was published."""
-    return _table().get(ALIASES.get(name, name))
+    return _table().get(ALIASES.get(str(name), str(name)))

@@ -150,7 +150,7 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     >>> model_config("debug", layers=2).layers
     2
     """
-    size = {} if name == CUSTOM else SIZES.get(ALIASES.get(name, name))
+    size = {} if name == CUSTOM else SIZES.get(ALIASES.get(str(name), str(name)))
     if size is None:
         if str(name).endswith(".toml"):
             raise UserError(

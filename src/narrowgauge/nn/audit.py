@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowgauge.errors import require
 from narrowgauge.nn.convert import plan_of
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.transformer.outline import linear_layers
@@ -78,6 +79,7 @@ def audit(
         convolution's. Notes name layers that no pass called or no gradient reached, and weights that other
         code reads.
     """
+    require("model", model, torch.nn.Module)
     if recipe is None:
         return Audit(_records(model))
     plan = plan_of(model, recipe, keep, also=also)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, require
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.linear import Linear
@@ -71,20 +71,7 @@ def convert(
     Warns:
         UserWarning: More than a few of the model's matmul weights stay as they are (`transformer/reach.py`).
     """
-    return convert_but(model, (), recipe, keep, backend, also)
-
-
-def convert_but(
-    model: torch.nn.Module,
-    left_out: Container[str],
-    recipe: RecipeLike,
-    keep: str | Sequence[str] = (),
-    backend: str = "auto",
-    also: Sequence[type[torch.nn.Module]] = (),
-) -> torch.nn.Module:
-    """Like `convert`, but leaves the layers with some names unchanged."""
-    plan = plan_of(model, recipe, keep, left_out, also)
-    _apply(model, plan, backend)
+    apply_plan(model, plan_of(model, recipe, keep, also=also), backend)
     warn_of_left(model)
     return model
 
@@ -96,7 +83,8 @@ def plan_of(
     left_out: Container[str] = (),
     also: Sequence[type[torch.nn.Module]] = (),
 ) -> ModelPlan:
-    """The recipe of each layer, as `convert` would apply it."""
+    """The recipe of each layer, as `convert` would apply it, except of the layers with some names."""
+    require("model", model, torch.nn.Module)
     recipe, keep = recipe_named(recipe), (keep,) if isinstance(keep, str) else keep
     outline = _outline(model, left_out, also)
     for pattern in keep:
@@ -109,12 +97,13 @@ def plan_of(
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe, backend: str = "auto") -> torch.nn.Module:
     """Like `convert`, for part of a model: rules may name layers of the other parts."""
-    _apply(model, resolve(recipe, _outline(model)), backend)
+    apply_plan(model, resolve(recipe, _outline(model)), backend)
     return model
 
 
 def kept_layers(model: torch.nn.Module) -> list[str]:
     """The names of the linear layers of a converted model whose matmuls no rule narrows at any time."""
+    require("model", model, torch.nn.Module)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) or is_conv1d(m)}
     return [name for name, m in layers.items() if not (isinstance(m, Linear) and m.recipe.is_narrow)]
 
@@ -140,7 +129,7 @@ def _outline(
     )
 
 
-def _apply(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
+def apply_plan(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
     """Put every layer of a plan, and the other places of its recipe, under it."""
     recipe = plan.recipe
     refuse_unreachable(model, recipe)
@@ -223,6 +212,7 @@ def set_step(
     Raises:
         UserError: The recipe has such a rule, and its argument is None.
     """
+    require("model", model, torch.nn.Module)
     modules = list(model.modules())
     layers = [module for module in modules if isinstance(module, Stepped)]
     for layer in layers:
@@ -256,6 +246,7 @@ def step(model: torch.nn.Module) -> None:
     Args:
         model: A model that `convert` has changed.
     """
+    require("model", model, torch.nn.Module)
     for module in model.modules():
         if isinstance(module, Stepped):
             module.step_taken()

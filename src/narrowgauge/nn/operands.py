@@ -207,12 +207,9 @@ class Operands:
 
         A held amax gives no scale.
         """
-        cast = self.layer.casts[place]
-        if not (cast.amax.history or cast.amax.refresh):
-            return DelayedScale(None, None)
         history = self.step.histories[place]
         assert isinstance(history, AmaxHistory)
-        scale = history.scale if cast.amax.history else None
+        scale = history.scale if self.layer.casts[place].amax.history else None
         return DelayedScale(scale, history.amax if self.step.is_training else None)
 
     def kept_channels(self, place: str) -> torch.Tensor:

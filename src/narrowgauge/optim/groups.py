@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, require, unknown
 from narrowgauge.quantization import state_of
 
 OPTIONS = ("weight_decay", "lr_factor")
@@ -36,6 +36,7 @@ def parameter_groups(
     Raises:
         UserError: A pattern matches no parameter, or an option does not exist.
     """
+    require("model", model, torch.nn.Module)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     patterns = patterns or {}
     for pattern, options in patterns.items():
@@ -43,10 +44,7 @@ def parameter_groups(
             if key not in OPTIONS:
                 raise unknown("option of optimizer.groups", key, OPTIONS)
         if not any(fnmatchcase(name, pattern) for name, _ in named):
-            raise UserError(
-                f"optimizer.groups: {pattern!r} matches no parameter; use a name such as {named[0][0]!r}, or "
-                "a pattern such as '*.bias'"
-            )
+            raise UserError(f"optimizer.groups: {pattern!r} matches no parameter; write one such as '*.bias'")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, p in sorted(named, key=lambda item: item[1].ndim < 2):
         options = {"weight_decay": weight_decay if p.ndim >= 2 else 0.0, "lr_factor": 1.0}
@@ -67,13 +65,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def members_of(group: Mapping[str, Any]) -> list[Any]:
     """The members of a group: parameters, or (name, parameter) as torch allows."""
-    params = group["params"]
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+    params = group.get("params")
+    return list(params) if isinstance(params, Iterable) and not torch.is_tensor(params) else [params]
 
 
 def tensor_of(member: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
-    """The parameter of a member."""
-    return member[1] if isinstance(member, tuple) else member
+    """The parameter of a member; nothing else is one."""
+    p = member[1] if isinstance(member, tuple) else member
+    require("a parameter", p, torch.Tensor)
+    return p
 
 
 def shares_memory(x: torch.Tensor) -> bool:
@@ -108,7 +108,7 @@ def require_served(group: Mapping[str, Any], members: Iterable[Any]) -> None:
         UserError: A group has such an option or such a member.
     """
     for p in map(tensor_of, members):
-        if isinstance(p, torch.Tensor) and (why := _why_not(p)):
+        if why := _why_not(p):
             raise UserError(
                 f"a parameter of shape {'?' if p.is_nested else tuple(p.shape)} {why}, and narrowgauge's "
                 "optimizers update dense float32, bfloat16 and float16: use torch.optim.AdamW for it"

@@ -17,12 +17,11 @@ from narrowgauge.formats import torch_dtype
 from narrowgauge.quantization import QuantizedState, local_tensor, shard_of, state_of
 from narrowgauge.recipes import Recipe
 
-HALF = (torch.bfloat16, torch.float16)
-
 
 def is_half(p: torch.Tensor) -> bool:
     """Whether a parameter has 16 bits and is not stored in a cast."""
-    return p.dtype in HALF and not state_of(p).by_place().keys() & {"weight", "master"}
+    is_short = p.dtype in (torch.bfloat16, torch.float16)
+    return is_short and not state_of(p).by_place().keys() & {"weight", "master"}
 
 
 def rounded_in_place(p: torch.Tensor, recipe: Recipe) -> QuantizedState | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, require
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.optim.carried_state import require_same_tensors
@@ -28,7 +28,7 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     Returns:
         Tensors, not copied, and plain numbers; `torch.load(..., weights_only=True)` reads them.
     """
-    state = {"model": model.state_dict(), **recipe_state(model)}
+    state = recipe_state(model) | {"model": model.state_dict()}
     if optimizer is None:
         return state
     if isinstance(optimizer, SavedOptimizer):  # the recipe's state is in `recipe_state`
@@ -46,6 +46,7 @@ def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
         Tensors in three groups: low-precision weights and tensors of `recipe_tensors`, not copied, and
         positions.
     """
+    require("model", model, torch.nn.Module)
     named = model.named_parameters()
     return {
         "stored": {name: stored_tensor(p) for name, p in named if state_of(p).weight is not None},
@@ -67,6 +68,7 @@ def load_state_dict(
     Raises:
         UserError: The state is of another model or recipe, or has no optimizer state; nothing was changed.
     """
+    require("state", state, Mapping)
     _require_same(model, state)
     if optimizer is not None and "optimizer" not in state:
         raise UserError("the state has no optimizer state; pass None as the optimizer, or save with it")

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
@@ -80,8 +80,7 @@ class Optimizer(SavedOptimizer):
         Raises:
             UserError: `recipe` is not a recipe, or has a rule about `m` or `v` of some layers.
         """
-        is_one = isinstance(recipe, str | Path | Mapping | Recipe)
-        if not is_one:  # torch's optimizers take the learning rate in this place
+        if not isinstance(recipe, str | Path | Mapping | Recipe):  # torch's take the learning rate here
             raise UserError(
                 f"recipe = {recipe!r} is not a recipe; pass the recipe after the parameters, and the "
                 f"learning rate by name: {type(self).__name__}(params, recipe='msamp-o2', lr=1e-3)"
@@ -93,7 +92,11 @@ class Optimizer(SavedOptimizer):
                 "not know the names of layers; use `narrowgauge train`, or set m and v outside rules"
             )
         self.seed = seed
-        super().__init__(params, defaults)
+        has_several = isinstance(params, Iterable) and not torch.is_tensor(params)
+        groups: list[Any] = [*params] if has_several else [params]
+        if not groups:
+            raise UserError("no parameters: give those of a model that trains any, as model.parameters()")
+        super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any torch optimizer; its state is zeros.
@@ -107,6 +110,8 @@ class Optimizer(SavedOptimizer):
         """
         members = members_of(param_group)
         require_served(param_group, members)
+        if (name := param_group.get("algorithm", self.defaults["algorithm"])) not in [*self.algorithms]:
+            raise unknown("algorithm", name, self.algorithms)
         param_group = param_group | {"params": members}
         if "lr_factor" in param_group and "lr" not in param_group:
             param_group = param_group | {"lr": self.defaults["lr"] * param_group["lr_factor"]}

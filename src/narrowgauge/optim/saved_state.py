@@ -73,9 +73,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     def own_state_dict(self) -> dict[str, Any]:
         """The state by position of the parameter, and the groups; only tensors and numbers."""
         positions = {p: i for i, p in enumerate(self.parameters())}
-        state = {i: self._tensors_of(p) for p, i in positions.items()}
         groups = [{**g, "params": [positions[p] for p in g["params"]]} for g in self.param_groups]
-        return {"state": state, "param_groups": groups}
+        return {"state": {i: self._tensors_of(p) for p, i in positions.items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a `state_dict` back without changing dtypes, as torch's method would.

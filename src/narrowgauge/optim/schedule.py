@@ -44,13 +44,7 @@ def learning_rate(
     return lr * (1 - fall * (1 - final_lr_fraction))
 
 
-def decay_start(
-    *,
-    steps: int,
-    kind: ScheduleKind,
-    warmup_steps: int,
-    decay_fraction: float,
-) -> int | None:
+def decay_start(*, steps: int, kind: ScheduleKind, warmup_steps: int, decay_fraction: float) -> int | None:
     """The first step at which the learning rate falls, None for "constant"; see `learning_rate`."""
     if kind == "constant":
         return None

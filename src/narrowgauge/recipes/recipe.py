@@ -20,12 +20,7 @@ from typing import Any
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.attention_places import (
-    ALL_WIDE,
-    GRADIENT_PLACES,
-    is_wide,
-    require_attention,
-)
+from narrowgauge.recipes.attention_places import ALL_WIDE, GRADIENT_PLACES, is_wide, require_attention
 from narrowgauge.recipes.kept_channels import require_channels
 from narrowgauge.recipes.parse import fields_of
 from narrowgauge.recipes.places import (

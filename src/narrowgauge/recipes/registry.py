@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import named_text, shipped_text, unknown_name
 from narrowgauge.quantization import cast_names
 from narrowgauge.recipes.recipe import Recipe
@@ -88,6 +88,8 @@ def recipe_names(tool: str = "") -> list[str]:
     Args:
         tool: "" for those that train, or "modelopt" or "nemo-rl" for those read from that tool's files.
     """
+    if tool and tool not in [*_OF_TOOLS]:
+        raise unknown("tool", tool, _OF_TOOLS)
     return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_SHIPPED)
 
 

@@ -32,13 +32,7 @@ from narrowgauge.distributed.parallel.sequence_parallel import (
 )
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
-from narrowgauge.nn import (
-    EqualShare,
-    Linear,
-    LinearShards,
-    NarrowAttention,
-    NarrowResidual,
-)
+from narrowgauge.nn import EqualShare, Linear, LinearShards, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
 
 COLUMN_SHARDED = ("attention_out", "down")  # the layers of a block whose columns `tensor` shards

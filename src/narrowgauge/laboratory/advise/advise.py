@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -13,7 +13,7 @@ from narrowgauge.cluster.launch.site import site_names
 from narrowgauge.cluster.plan.plan import make_plan, room_of
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, require
 from narrowgauge.forecast import Forecast, Forecaster
 from narrowgauge.laboratory.advise.result import Advice, Answer
 from narrowgauge.laboratory.advise.space import Point, Setting, Space, layouts
@@ -77,6 +77,7 @@ def advise(
     Raises:
         UserError: A name or value is wrong.
     """
+    require("recipes", recipes, Iterable)
     machine, name = _machine(cluster)
     found = published(model)
     defaults, notes = _defaults(model, found, sequence_length, batch_size, data)
@@ -85,14 +86,14 @@ def advise(
     if budget is None and hours is None and money is None:
         budget = None if found is None else found.tokens
     for option, value in (("hours", hours), ("money", money), ("devices", devices)):
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{option} = {value}: it must be above 0")
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise UserError(f"{option} = {value!r}: it must be above 0")
     if devices > machine.devices_per_node and devices % machine.devices_per_node:
         raise UserError(
             f"devices = {devices}: a node of this cluster has {machine.devices_per_node}, and a run takes "
             f"whole nodes; take {devices // machine.devices_per_node * machine.devices_per_node}"
         )
-    hour = parse_price("--price", price) if price else machine.device_hour
+    hour = parse_price("--price", str(price)) if price else machine.device_hour
     if missing := _missing(budget, hours, money, hour is not None):
         return Advice([], missing, notes=notes)
     limit = min(

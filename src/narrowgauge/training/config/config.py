@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from narrowgauge.data import split_sources
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.errors import UserError, nearest, unknown
+from narrowgauge.errors import UserError, nearest, require, unknown
 from narrowgauge.guard.widening import require_raising
 from narrowgauge.models import model_config
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
@@ -132,6 +132,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
     Raises:
         UserError: a section or key is unknown, a value has the wrong type, or values contradict each other.
     """
+    require("a configuration", values, Mapping)
     try:
         config = Config.model_validate(_with_initial_run(values))
     except ValidationError as error:

@@ -18,13 +18,7 @@ import torch
 
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.optim import Optimizer
-from narrowgauge.quantization import (
-    QuantizedState,
-    local_tensor,
-    state_of,
-    stored_tensor,
-    write_weight,
-)
+from narrowgauge.quantization import QuantizedState, local_tensor, state_of, stored_tensor, write_weight
 
 CPU = torch.device("cpu")
 
