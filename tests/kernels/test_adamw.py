@@ -67,6 +67,7 @@ def updated_by_reference(w, g, m, v, weight, factors):
     for i, (state, x) in enumerate(zip((w, m, v, weight), (*numbers, numbers[0]), strict=True)):
         if state is not None:
             random = state.cast.rounding.mode == "stochastic"
+            x = w.read() if state is weight else x  # what the master holds
             state.write(x.clone(), random_stream(SEED, STEP, i, x.device) if random else None)
 
 

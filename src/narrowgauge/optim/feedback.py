@@ -11,16 +11,13 @@ with the m, v, t and lr of this step lets the next step, whose m is beta1 times 
 no state beyond AdamW's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.optim.state_writer import Write
 from narrowgauge.quantization import state_of
-
-Feedback = Callable[[], Write]  # a write that waits until the weight is written
 
 
 def fed_back(

@@ -2,7 +2,7 @@
 
     read       weight (or its master), gradient, moments    exactly, as float32
     update     moments, weight                              a pure function: `adamw.py`, `muon.py`
-    write      each in the cast of its place, rounded once, into memory allocated once
+    write      each in the cast of its place, rounded once; a weight from what its master then holds
 
 Moments are low-precision only for matrices of 4096 elements or more: smaller ones save no memory, and
 rounding hurts them most. Weights and gradients are low-precision where `convert` made them so. The random
@@ -13,7 +13,7 @@ recipe rounds weights stochastically, so is this one; otherwise the optimizer ke
 (`half_precision.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ import torch
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
-from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
+from narrowgauge.optim.feedback import fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.groups import members_of, require_dense_gradients, require_served
 from narrowgauge.optim.half_precision import is_half, rounded_in_place, wide_values
@@ -169,10 +169,7 @@ class Optimizer(SavedOptimizer):
             for p, *_ in next_batch:  # copied from the host while this one is updated
                 for state in (*self.moments(p).values(), *state_of(p).by_place().values()):
                     state.fetch()
-            updated = [self._update_narrow(*item, step_of[item[0]]) for item in batch]
-            write_all([write for writes, _ in updated for write in writes])
-            write_all([feedback() for _, feedback in updated if feedback])
-            del updated  # float32 values, before the next batch has its own
+            write_all(self._update_narrow(*item, step_of[item[0]]) for item in batch)
         for gradient in (state_of(p).gradient for p, *_ in narrow):
             if gradient is not None:
                 gradient.waits = False
@@ -201,8 +198,8 @@ class Optimizer(SavedOptimizer):
 
     def _update_narrow(
         self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int, number: int
-    ) -> tuple[list[Write], Feedback | None]:
-        """Update a parameter whose state is not fp32, or on the host; returns what is to be written."""
+    ) -> Iterator[list[Write]]:
+        """Update a parameter whose state is not fp32, or on the host; yields what to write, in rounds."""
         s, kept = self.state[p], state_of(p)
         algorithm = self.algorithms[group["algorithm"]]
 
@@ -211,7 +208,7 @@ class Optimizer(SavedOptimizer):
 
         fused = None if is_half(p) else algorithm.fused_update
         if fused is not None and fused(p, s, group, number, key_of):
-            return [], None
+            return
         self._ensure_master(p)
         g = gradient_of(p)
         assert g is not None
@@ -227,19 +224,17 @@ class Optimizer(SavedOptimizer):
             tensor = first_stream + _WRITTEN.index(place)
             return to, x, random_stream(self.seed, number, tensor, p.device) if to.cast.is_random else None
 
-        def feedback() -> Write:
-            assert weight is not None
-            error = w - weight.read()
-            return write("m", s["m"], fed_back(moments["m"], moments["v"], error, group, number))
-
         is_fed_back = weight is not None and weight.cast.state.feedback
-        now = [place for place in moments if place != "m" or not is_fed_back]
-        written = {place: (s[place], moments[place]) for place in now}
-        written |= {"master": (master, w), "weight": (weight, w)}
+        first = {place: (s[place], m) for place, m in moments.items() if place != "m" or not is_fed_back}
+        first["weight" if master is None else "master"] = (master or weight, w)
         if weight is None and w is not local:
             local.copy_(w)
-        writes = [write(place, to, x) for place, (to, x) in written.items() if to is not None]
-        return writes, feedback if is_fed_back else None
+        yield [write(place, to, x) for place, (to, x) in first.items() if to is not None]
+        if weight is not None and master is not None:
+            yield [write("weight", weight, master.read())]
+        if weight is not None and is_fed_back:
+            error = w - weight.read()
+            yield [write("m", s["m"], fed_back(moments["m"], moments["v"], error, group, number))]
 
     def _is_plain(self, p: torch.Tensor) -> bool:
         """Whether all state of a parameter is fp32 and on its device, so that it can be updated in place."""

@@ -7,6 +7,7 @@ that is not sharded is updated alone, which needs float32 memory for one only.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -40,9 +41,11 @@ def batches(narrow: Iterable[NarrowParameter]) -> Iterator[list[NarrowParameter]
         yield batch
 
 
-def write_all(writes: list[Write]) -> None:
-    """Store updated tensors; one collective computes the scales of all sharded ones."""
-    sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
-    amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [to.shard for to, _ in sharing]))
-    for to, x, random in writes:
-        to.write(x, random, amax=next(amaxes) if to.shares_scale else None)
+def write_all(updates: Iterable[Iterator[list[Write]]]) -> None:
+    """Store updated tensors, in rounds; a collective for each computes the scales of all sharded ones."""
+    for lists in zip_longest(*updates, fillvalue=()):
+        writes = list(chain(*lists))
+        sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
+        amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [to.shard for to, _ in sharing]))
+        for to, x, random in writes:
+            to.write(x, random, amax=next(amaxes) if to.shares_scale else None)

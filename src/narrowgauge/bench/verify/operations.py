@@ -168,7 +168,7 @@ def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
         new = narrow_adamw.reference(w.read(), g.read(), m.read(), v.read(), factors)
         for i, (state, x) in enumerate(zip((w, m, v, weight), (*new, new[0]), strict=True)):
             if state is not None:
-                _write(state, x, step, i)
+                _write(state, w.read() if state is weight else x, step, i)
     states = {"the weight": w, "m": m, "v": v, "the weight next to its master": weight}
     return {
         f"{place}'s {name}": t

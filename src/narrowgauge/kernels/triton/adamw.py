@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels.triton import quantized_state as stored
 from narrowgauge.kernels.triton.arithmetic import fma, magnitude
 from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
-from narrowgauge.kernels.triton.quantized_state import NOTHING, cast_constants, copy_scale, read, write
 from narrowgauge.quantization import Cast
 
 BLOCK, TILES = 2048, 4
@@ -56,8 +56,8 @@ def largest(
         at = (tl.program_id(0).to(tl.int64) * TILES + i) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
         new_w, new_m, new_v = _updated(
-            read(w, w_extra, at, inside, W), read(g, g_extra, at, inside, G),
-            read(m, m_extra, at, inside, M_), read(v, v_extra, at, inside, V),
+            stored.read(w, w_extra, at, inside, W), stored.read(g, g_extra, at, inside, G),
+            stored.read(m, m_extra, at, inside, M_), stored.read(v, v_extra, at, inside, V),
             decay, weight_1, beta_2, weight_2, step_size, root, eps, FROM_M,
         )  # fmt: skip
         largest_w = tl.maximum(largest_w, tl.where(inside, magnitude(new_w), 0))
@@ -70,9 +70,9 @@ def largest(
     if SCALES[2]:
         tl.atomic_max(amax + 2, tl.max(largest_v, 0), sem="relaxed")
     if tl.program_id(0) == 0:
-        copy_scale(amax + 4, w_extra, W)
-        copy_scale(amax + 5, m_extra, M_)
-        copy_scale(amax + 6, v_extra, V)
+        stored.copy_scale(amax + 4, w_extra, W)
+        stored.copy_scale(amax + 5, m_extra, M_)
+        stored.copy_scale(amax + 6, v_extra, V)
 
 
 @triton.jit(do_not_specialize=["w_0", "w_1", "m_0", "m_1", "v_0", "v_1", "o_0", "o_1"])
@@ -86,14 +86,20 @@ def update(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     new_w, new_m, new_v = _updated(
-        read(w, w_from, at, inside, W), read(g, g_from, at, inside, G),
-        read(m, m_from, at, inside, M_), read(v, v_from, at, inside, V),
+        stored.read(w, w_from, at, inside, W), stored.read(g, g_from, at, inside, G),
+        stored.read(m, m_from, at, inside, M_), stored.read(v, v_from, at, inside, V),
         decay, weight_1, beta_2, weight_2, step_size, root, eps, FROM_M,
     )  # fmt: skip
-    write(new_w, w, w_to, amax, w_0, w_1, at, inside, W)
-    write(new_w, o, o_to, amax, o_0, o_1, at, inside, OTHER)
-    write(new_m, m, m_to, amax + 1, m_0, m_1, at, inside, M_)
-    write(new_v, v, v_to, amax + 2, v_0, v_1, at, inside, V)
+    largest_w = tl.load(amax)
+    new_w = stored.write(new_w, w, w_to, largest_w, w_0, w_1, at, inside, W)
+    if OTHER[stored.HOW] != "nothing":
+        if OTHER[stored.HOW] != "plain":  # the amax of what the master holds is the amax as it holds it
+            x = largest_w.to(tl.float32, bitcast=True)
+            held, scale = stored.rounded(x, largest_w, w_0, w_1, 0, w.dtype.element_ty, W)
+            largest_w = magnitude(stored.value(held, scale, W))
+        stored.write(new_w, o, o_to, largest_w, o_0, o_1, at, inside, OTHER)
+    stored.write(new_m, m, m_to, tl.load(amax + 1), m_0, m_1, at, inside, M_)
+    stored.write(new_v, v, v_to, tl.load(amax + 2), v_0, v_1, at, inside, V)
 
 
 #: A stored tensor: its values; its scale, if any; the cast.
@@ -118,8 +124,8 @@ def launch_update(
     """
     w, g, m, v = w_g_m_v
     n = w[0].numel()
-    W, G, M, V = (cast_constants(cast) for *_, cast in w_g_m_v)
-    OTHER = NOTHING if o is None else cast_constants(o[2])
+    W, G, M, V = (stored.cast_constants(cast) for *_, cast in w_g_m_v)
+    OTHER = stored.NOTHING if o is None else stored.cast_constants(o[2])
     extras = [t if extra is None else extra for t, extra, _ in w_g_m_v]
     scaled = [cast.is_scaled for cast in (w[2], m[2], v[2])]
     needed = (scaled[0] or (o is not None and o[2].is_scaled), scaled[1], scaled[2])

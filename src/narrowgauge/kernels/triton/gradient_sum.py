@@ -14,19 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels.triton import quantized_state as stored
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
-from narrowgauge.kernels.triton.quantized_state import (
-    EMIN,
-    MAX,
-    POWER_OF_TWO,
-    RANDOM_BITS,
-    ROUNDING,
-    M,
-    cast_constants,
-    copy_scale,
-    read,
-)
 from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform
 from narrowgauge.kernels.triton.scales import FLOAT_MAX, INFINITE, fp32_scale
 from narrowgauge.quantization import Cast
@@ -39,7 +29,7 @@ LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 def _sum(g, scale, dw, at, inside, IS_EMPTY: tl.constexpr, G: tl.constexpr):
     x = wide(tl.load(dw + at, inside, 0))
     if not IS_EMPTY:
-        x = read(g, scale, at, inside, G) + x
+        x = stored.read(g, scale, at, inside, G) + x
     return x
 
 
@@ -56,7 +46,7 @@ def largest_sum(
         largest = tl.maximum(largest, tl.where(inside, magnitude(x), 0))
     tl.atomic_max(found, tl.max(largest, 0), sem="relaxed")
     if tl.program_id(0) == 0:
-        copy_scale(found + 1, scale, G)
+        stored.copy_scale(found + 1, scale, G)
 
 
 @triton.jit
@@ -71,22 +61,24 @@ def add_sum(
     bits = tl.load(found)
     finite = bits < INFINITE
     amax = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
-    encode, decode = fp32_scale(amax, G[MAX], G[POWER_OF_TWO])
+    encode, decode = fp32_scale(amax, G[stored.MAX], G[stored.POWER_OF_TWO])
     if PRESCALES:
         power = (tl.load(mu).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         encode = tl.minimum(encode * power, FLOAT_MAX)
         decode = tl.math.div_rn(1.0, encode)
-        beyond = (tl.abs(x) * encode > G[MAX]) & inside
+        beyond = (tl.abs(x) * encode > G[stored.MAX]) & inside
         tl.atomic_add(found + 2, tl.sum(beyond.to(tl.int32), 0), sem="relaxed")
     if tl.program_id(0) == 0:
         tl.store(scale, tl.where(finite, decode, float("nan")))
     x = tl.where(finite, x, 0.0) * encode
     random = 0.0
-    if G[ROUNDING] == "stochastic":
+    if G[stored.ROUNDING] == "stochastic":
         random = uniform(key, tl.load(offset) + at)
-    rounding: tl.constexpr = G[ROUNDING]  # Triton 3.6 does not pass on a bare string
-    k, e, sign = to_grid(x, random, G[MAX], G[EMIN], G[M], rounding, G[RANDOM_BITS])
-    tl.store(g + at, code_of(k, e, sign, G[EMIN], G[M], 8, False, True), inside)
+    rounding: tl.constexpr = G[stored.ROUNDING]  # Triton 3.6 does not pass on a bare string
+    k, e, sign = to_grid(
+        x, random, G[stored.MAX], G[stored.EMIN], G[stored.M], rounding, G[stored.RANDOM_BITS]
+    )
+    tl.store(g + at, code_of(k, e, sign, G[stored.EMIN], G[stored.M], 8, False, True), inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -117,7 +109,7 @@ def launch_sum(
         stream: The key words and the offset (int64, 0-dim) of the random bits.
         prescale: The pre-scaling factor and the share of elements that overflowed, fp32.
     """
-    n, G = codes.numel(), cast_constants(cast)
+    n, G = codes.numel(), stored.cast_constants(cast)
     found = torch.zeros(4, dtype=torch.int32, device=codes.device)
     casts: dict[str, Any] = {"IS_EMPTY": is_empty, "G": G, "BLOCK": BLOCK}
     launch(

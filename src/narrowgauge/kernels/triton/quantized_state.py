@@ -28,19 +28,25 @@ def cast_constants(cast: Cast) -> tuple[Any, ...]:
 
 
 @triton.jit
-def read(values, extra, at, inside, CAST: tl.constexpr):
-    """The values as float32, exactly; `extra` has the scale."""
-    x = tl.load(values + at, inside, 0)
+def value(stored, scale, CAST: tl.constexpr):
+    """The float32 values of what is stored, exactly."""
     if CAST[HOW] == "codes":
         # The bits of an fp32 whose exponent is too low by a constant; finite, as all stored codes are.
-        code = x.to(tl.int32)
+        code = stored.to(tl.int32)
         bits = ((code & 127) << (23 - CAST[M])) | ((code & 128) << 24)
-        x = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + CAST[EMIN]) * tl.load(extra)
+        x = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + CAST[EMIN]) * scale
     elif CAST[HOW] == "scaled":
-        x = wide(x) * tl.load(extra)
+        x = wide(stored) * scale
     else:
-        x = wide(x)
+        x = wide(stored)
     return x
+
+
+@triton.jit
+def read(values, extra, at, inside, CAST: tl.constexpr):
+    """The values as float32, exactly; `extra` has the scale."""
+    scale = 1.0 if CAST[HOW] == "plain" else tl.load(extra)
+    return value(tl.load(values + at, inside, 0), scale, CAST)
 
 
 @triton.jit
@@ -56,24 +62,22 @@ def _random_bf16(x, random):
 
 
 @triton.jit
-def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
-    """Store float32 values, each rounded once, and their scale."""
+def rounded(x, amax, key_0, key_1, at, DTYPE: tl.constexpr, CAST: tl.constexpr):
+    """(what is stored of float32 values, its scale), from the bits of their amax."""
+    scale = 1.0
     if CAST[HOW] == "plain":
         if CAST[ROUNDING] == "stochastic":
             x = _random_bf16(x, uniform_of(key_0, key_1, at))
-        tl.store(values + at, narrow(x, values.dtype.element_ty), inside)
-    elif CAST[HOW] != "nothing":
-        bits = tl.load(amax)
-        finite = bits < INFINITE
+        x = narrow(x, DTYPE)
+    else:
+        finite = amax < INFINITE
         encode, scale = fp32_scale(
-            tl.where(finite, bits, 0).to(tl.float32, bitcast=True), CAST[MAX], CAST[POWER_OF_TWO]
+            tl.where(finite, amax, 0).to(tl.float32, bitcast=True), CAST[MAX], CAST[POWER_OF_TWO]
         )
-        if tl.program_id(0) == 0:
-            tl.store(extra, tl.where(finite, scale, float("nan")))
+        scale = tl.where(finite, scale, float("nan"))
         x = tl.where(finite, x, 0.0) * encode
         if CAST[HOW] == "scaled" and CAST[ROUNDING] == "nearest-even":
-            x = tl.minimum(tl.maximum(x, -CAST[MAX]), CAST[MAX])
-            tl.store(values + at, narrow(x, values.dtype.element_ty), inside)
+            x = narrow(tl.minimum(tl.maximum(x, -CAST[MAX]), CAST[MAX]), DTYPE)
         else:
             random = 0.0
             if CAST[ROUNDING] == "stochastic":
@@ -81,10 +85,20 @@ def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
             rounding: tl.constexpr = CAST[ROUNDING]  # Triton 3.6 does not pass on a bare string
             k, e, sign = to_grid(x, random, CAST[MAX], CAST[EMIN], CAST[M], rounding, CAST[RANDOM_BITS])
             if CAST[HOW] == "scaled":
-                x = narrow(value_of(k, e, sign, CAST[M], True), values.dtype.element_ty)
+                x = narrow(value_of(k, e, sign, CAST[M], True), DTYPE)
             else:
                 x = code_of(k, e, sign, CAST[EMIN], CAST[M], 8, False, True)
-            tl.store(values + at, x, inside)
+    return x, scale
+
+
+@triton.jit
+def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
+    """Store float32 values, each rounded once, and their scale; returns the values that are stored."""
+    stored, scale = rounded(x, amax, key_0, key_1, at, values.dtype.element_ty, CAST)
+    tl.store(values + at, stored, inside)
+    if CAST[HOW] != "plain":
+        tl.store(extra, scale, tl.program_id(0) == 0)
+    return value(stored, scale, CAST)
 
 
 @triton.jit

@@ -77,14 +77,9 @@ def bits_of(key_0, key_1, index):
 
 @triton.jit
 def to_grid(
-    x,
-    random,
-    MAX: tl.constexpr,
-    EMIN: tl.constexpr,
-    M: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,
-):
+    x, random, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr,
+    ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
+):  # fmt: skip
     """(k, exponent field, sign bit) of finite float32 values; `random` is for "stochastic" only."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     magnitude = tl.minimum(tl.abs(x), MAX)
@@ -118,15 +113,9 @@ def value_of(k, e, sign, M: tl.constexpr, MINUS_ZERO: tl.constexpr):
 
 @triton.jit
 def code_of(
-    k,
-    e,
-    sign,
-    EMIN: tl.constexpr,
-    M: tl.constexpr,
-    BITS: tl.constexpr,
-    TWOS: tl.constexpr,
-    MINUS_ZERO: tl.constexpr,
-):
+    k, e, sign, EMIN: tl.constexpr, M: tl.constexpr,
+    BITS: tl.constexpr, TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr,
+):  # fmt: skip
     """Their codes, uint8."""
     if TWOS:
         code = tl.where(sign != 0, -k, k) & ((1 << BITS) - 1)
@@ -164,14 +153,7 @@ def launch_signs(key: Tensor, size: int) -> Tensor:
     signs = torch.empty(size, dtype=torch.bfloat16, device=key.device)
     block = max(16, next_power_of_2(size))
     launch(
-        random_signs,
-        (1,),
-        key,
-        signs,
-        size,
-        writes="out_ptr",
-        BLOCK=block,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+        random_signs, (1,), key, signs, size,
+        writes="out_ptr", BLOCK=block, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
     return signs
