@@ -348,7 +348,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 BUDGETS = Path(__file__).with_name("budgets.toml")
-READING_PATH_LINES = 3_753  # only lowered
+READING_PATH_LINES = 3_748  # only lowered
 
 
 def lines_of(path: Path) -> int:

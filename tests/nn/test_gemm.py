@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.nn.gemm import Operand, multiply, scaled_mm
+from narrowgauge.nn.gemm import Operand, biased, multiply, plain_mm, scaled_mm, summed
 from narrowgauge.quantization import cast_names, emulate, make_cast
 
 M, K, N = 60, 200, 50
@@ -60,9 +60,16 @@ def test_transposed_operands_give_the_same_product(dtype):
     assert ((columns - scaled_mm(a, b, s).double()).abs() <= slack + rounding).all()
 
 
-def test_it_is_a_well_formed_operator():
+def test_they_are_well_formed_operators():
     a, b = operands(torch.bfloat16)
-    torch.library.opcheck(scaled_mm, (a, b, torch.tensor(0.5)))
+    arguments = {
+        scaled_mm: (a, b, torch.tensor(0.5)),
+        plain_mm: (a, b, a.dtype),
+        biased: (a, a[0]),
+        summed: (a,),
+    }
+    for operator, given in arguments.items():
+        torch.library.opcheck(operator, given)
 
 
 def test_scales_multiply_whichever_operands_have_them():

@@ -5,10 +5,10 @@ to the fp32 accumulator, before the result is rounded to bf16; applied later, it
 On a CPU oneDNN applies `alpha` to the accumulator (fp32 matmuls do not use it: MKL treats an alpha of NaN as
 1); on a GPU the matmul returns fp32.
 
-In compiled graphs each matmul, and each bias, is one operator. Traced, torch's compiler would fuse a matmul
-with an addition that follows (a bias, another gradient) into one `addmm`, and would read values before they
-are rounded to bf16. Both skip a rounding that an eager layer makes, which the next cast to four bits turns
-into whole steps of its grid.
+In compiled graphs each matmul, each bias and its gradient is one operator. Traced, torch's compiler would
+fuse a matmul with an addition that follows (a bias, another gradient) into one `addmm`, and would read values
+before they are rounded to bf16. Both skip a rounding that an eager layer makes, which the next cast to four
+bits turns into whole steps of its grid. It would also sum the gradient of a bias in another order.
 
 An operand with a scale per row, and with outliers that are added back, would be exact only in fp32, and a GPU
 multiplies fp32 at a fourteenth of the speed of bf16. There it is kept in parts, and the matmul is done in
@@ -147,8 +147,7 @@ NativeOperand = QuantizedOperand | TiledOperand
 AnyOperand = Operand | RowOperand | NativeOperand
 
 
-@torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
-def scaled_mm(
+def _scaled(
     a_MK: torch.Tensor,
     b_KN: torch.Tensor,
     scale: torch.Tensor,
@@ -159,16 +158,7 @@ def scaled_mm(
 
     Both operands are first widened to `dtype`, by default that of a, which is also that of the result.
     """
-    return _scaled(a_MK, b_KN, scale, other, dtype or a_MK.dtype)
-
-
-def _scaled(
-    a_MK: torch.Tensor,
-    b_KN: torch.Tensor,
-    scale: torch.Tensor,
-    other: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    dtype = dtype or a_MK.dtype
     a_MK, b_KN = a_MK.to(dtype), b_KN.to(dtype)
     if not (a_MK.device.type == "cpu" or a_MK.dtype == torch.float32):
         return scaled_and_rounded(_summed_in_fp32(a_MK, b_KN), scale, dtype, other)
@@ -179,15 +169,10 @@ def _scaled(
     return torch.addmm(nothing, a_MK, b_KN, beta=0, alpha=scale.item())
 
 
-@scaled_mm.register_fake
-def _(
-    a_MK: torch.Tensor,
-    b_KN: torch.Tensor,
-    scale: torch.Tensor,
-    other: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=dtype or a_MK.dtype)
+scaled_mm = torch.library.custom_op("narrowgauge::scaled_mm", _scaled, mutates_args=())
+scaled_mm.register_fake(
+    lambda a, b, scale, other=None, dtype=None: a.new_empty(a.shape[0], b.shape[1], dtype=dtype or a.dtype)
+)
 
 
 @torch.library.custom_op("narrowgauge::mm", mutates_args=())
@@ -197,26 +182,36 @@ def plain_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: torch.dtype) -> torc
     return (a_MK.float() @ b_KN.float()).to(dtype) if is_slow(a_MK) else a_MK @ b_KN
 
 
+plain_mm.register_fake(lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
+
+
 @torch.library.custom_op("narrowgauge::add_bias", mutates_args=())
 def biased(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
     """Add a bias to a matmul's result in a compiled graph."""
     return y_MN + bias_N.to(y_MN.dtype)
 
 
-@plain_mm.register_fake
-def _(a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=dtype)
-
-
-@biased.register_fake
-def _(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(y_MN)
+biased.register_fake(lambda y_MN, bias_N: torch.empty_like(y_MN))
 
 
 def add_bias(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
     """y + bias, rounded to the dtype of y; in its memory, except in compiled graphs."""
     # in place: allocating another tensor of this size costs page faults
     return biased(y_MN, bias_N) if is_traced() else y_MN.add_(bias_N.to(y_MN.dtype))
+
+
+@torch.library.custom_op("narrowgauge::sum_rows", mutates_args=())
+def summed(dy_MN: torch.Tensor) -> torch.Tensor:
+    """Sum the rows in a compiled graph, in torch's order."""
+    return dy_MN.sum(0, dtype=torch.float32)
+
+
+summed.register_fake(lambda dy_MN: dy_MN.new_empty(dy_MN.shape[1], dtype=torch.float32))
+
+
+def sum_rows(dy_MN: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias, in float32."""
+    return summed(dy_MN) if is_traced() else dy_MN.sum(0, dtype=torch.float32)
 
 
 def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:

@@ -24,7 +24,7 @@ from narrowgauge.kernels import emulate
 from narrowgauge.kernels.amax import amax_of_gradient
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.recompute import is_discarding, is_unread
-from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand, add_bias, multiply
+from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand, add_bias, multiply, sum_rows
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.operands import Operands, keep_input, keep_operand
 from narrowgauge.nn.weight import GatheredWeight
@@ -126,7 +126,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         node = None if torch.compiler.is_compiling() else ctx.next_functions[1][0]
         dw_NK = operands.weight.left_for_autograd(dw_NK, stream, w_dtype, node)
     if bias_dtype is not None and needs_dbias:
-        dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
+        dbias_N = sum_rows(dy_MN).to(bias_dtype)
     return dx_MK, dw_NK, dbias_N, None
 
 
