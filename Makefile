@@ -31,7 +31,7 @@ proofs: $(VENV)/.dev
 
 # Planted faults: which test of the quick tier finds each; `make mutants ARGS="--only formats"`.
 mutants: $(VENV)/.dev
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 # The tables of plans that pages show, made again by their commands; with another torch in an environment of its own:
 # make pages VENV=.venv-next TORCH=torch==2.14.1 PYTHON=...
@@ -43,7 +43,7 @@ faults: $(VENV)/.dev
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	$(BIN)/python -m pytest -q -p no:xdist -m '' tests/test_prose.py
+	$(BIN)/python -m pytest -q -s -p no:xdist -m '' tests/test_house.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

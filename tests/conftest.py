@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from narrowgauge.quantization.passes.c_call import c_library
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
 
-pytest_plugins = ["support.fault_report", "support.tiers"]
+pytest_plugins = ["support.cost", "support.fault_report", "support.tiers"]
 
 # Nothing is asserted of the time that an example takes: another program may have the core.
 settings.register_profile("narrowgauge", deadline=None)
@@ -61,6 +62,7 @@ def _kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("NARROWGAUGE_CACHE", str(cache))
         patch.setenv(PRODUCTS, "onednn")  # not what a moment of this machine measures
         patch.setenv(ATTENTION, "torch")
+        c_library()  # compiled now, and not in the middle of whichever test quantizes first
         yield cache
 
 

@@ -62,7 +62,7 @@ def test_each_difference_has_a_cause_and_each_cause_a_difference():
     assert not [r for r in wrong if r["library"] == "narrowgauge"]
 
 
-@pytest.mark.tier("thorough", keep=2)  # loading torch takes seconds
+@pytest.mark.tier("thorough", keep=("ml_dtypes",))  # loading torch takes seconds
 @pytest.mark.parametrize("library", HERE)
 def test_an_installed_library_gives_the_stored_rows(library):
     if not is_stored_version(library):

@@ -7,6 +7,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import narrowgauge as ng
 
 ROOT = Path(ng.__file__).parent
@@ -148,10 +150,12 @@ def imports_from_below() -> list[str]:
     return found
 
 
+@pytest.mark.tier("thorough")
 def test_a_file_imports_only_what_stands_above_it():
     assert not imports_from_below()
 
 
+@pytest.mark.tier("thorough")
 def test_sub_packages_make_no_circle():
     """No entry of a room, a module or a sub-package, needs itself by way of others."""
     needs: dict[str, set[str]] = {}
@@ -234,6 +238,7 @@ def test_models_know_nothing_of_recipes():
             assert not {source.split(".")[0] for source, _ in imports} & numbers, module
 
 
+@pytest.mark.tier("thorough")  # imports everything
 def test_every_public_name_exists_and_is_documented():
     for name in ng.__all__:
         assert getattr(ng, name).__doc__, name
@@ -298,6 +303,7 @@ def names_we_define(tree: ast.Module) -> set[str]:
     return names | {n.id for n in stored if isinstance(n, ast.Name)}
 
 
+@pytest.mark.tier("thorough")
 def test_private_names_of_torch_stand_in_one_file():
     ours = set().union(*(names_we_define(tree_of(path)) for path in FILES))
     for path in FILES:
@@ -325,6 +331,7 @@ def test_a_private_name_of_torch_is_found():
 FILE_LINES, FUNCTION_LINES = 500, 80  # the limits that CONTRIBUTING states
 
 
+@pytest.mark.tier("thorough")
 def test_files_and_functions_stay_within_the_limits_that_contributing_states():
     stated = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert f"Files under {FILE_LINES} lines, functions under {FUNCTION_LINES}" in stated

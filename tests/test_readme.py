@@ -70,7 +70,7 @@ def run(narrowgauge, tmp_path_factory):
         if words == ["train"]:  # whose name would say what is small
             words = ["train", "--out", "runs/debug-stdlib-fp8"]
         if words[0] in ("train", "compare", "plan"):
-            words = [*words, "--steps", "2", *SMALL.split()]
+            words = [*words, "--steps", "4" if "--branch" in words else "2", *SMALL.split()]
         if words[0] == "watch" and "--once" not in words:  # serves until it is stopped
             words = [*words, "--once", "page.html"]
         if words[0] == "search":  # the head is nine tenths of so small a model

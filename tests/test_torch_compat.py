@@ -136,6 +136,7 @@ def test_a_transform_is_noticed_and_so_is_the_older_batch_of_gradients():
     assert found == [(False, True), (False, False), True]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own
 def test_a_tensor_that_forward_mode_follows_is_noticed():
     x = torch.ones(2)
     with torch.autograd.forward_ad.dual_level():

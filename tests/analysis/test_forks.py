@@ -63,6 +63,7 @@ def gaps_of_head(probed, names, seeds):
     return Forks(STEPS, seeds).gaps(probed, {name: alone(recipe, "head", LIBRARY[name]) for name in names})
 
 
+@pytest.mark.tier("thorough")
 def test_a_change_without_effect_costs_nothing_to_the_last_digit(run):
     gaps = gaps_of_head(open_probed(run, "cpu", batches=4, batch_size=8), ("mxfp4", "bf16"), 2)
     assert set(gaps["bf16"].values()) == {0.0}
@@ -94,6 +95,7 @@ def test_a_fork_is_the_branch_that_train_makes(tiny, run, tmp_path):
     assert branch.run.final_val_loss == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.tier("thorough")
 def test_sensitivity_measures_each_place_in_nats(run):
     found = ng.sensitivity(run, "mxfp4", batches=1, batch_size=2, fork_steps=1, fork_seeds=2)
     assert {row["unit"] for row in found.rows()} == {"nats"}

@@ -130,6 +130,7 @@ def test_a_recipe_with_a_misspelt_layer_is_refused(subject):
         probe(subject, [recipe("mxfp4"), parse_recipe('[keep]\nmodules = ["haed"]', "mine.toml")])
 
 
+@pytest.mark.tier("thorough")
 def test_the_same_numbers_every_time(subject, probed):
     again = probe(subject, [recipe("quartet")], draws=4)
     assert probe_json(again) == probe_json([probed["quartet"]])
@@ -158,6 +159,7 @@ def test_a_run_is_probed_by_the_command(narrowgauge, line, tmp_path):
     assert "largest relative errors of gradients: " in table.out
 
 
+@pytest.mark.tier("thorough")
 def test_one_batch_has_no_interval(narrowgauge, line, tmp_path):
     run = tmp_path / "run"
     assert narrowgauge(*line(), "--out", run).code == 0

@@ -194,6 +194,7 @@ def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgaug
     assert all(f"{name} (" in beside for name in others)
 
 
+@pytest.mark.tier("thorough")
 def test_without_losses_lost_progress_has_no_price(narrowgauge, line, text, tmp_path):
     """A model of another program does not record its training, so its user has to name it."""
     run, model, out = tmp_path / "run", tmp_path / "model", tmp_path / "m.toml"

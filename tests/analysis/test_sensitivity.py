@@ -82,6 +82,7 @@ def test_a_forward_cost_is_the_loss_that_a_recipe_adds(trained, costs):
     assert cost.low < cost.cost < cost.high
 
 
+@pytest.mark.tier("thorough")
 def test_a_wide_cast_costs_nothing(trained):
     probed = open_probed(trained, "cpu", batches=2)
     metric, fp32 = step_metric(probed.trained), cast("fp32")
@@ -165,6 +166,7 @@ def test_the_sick_layer_is_the_worst(narrowgauge, text, exported):
     assert first["low"] > 0.05 > 2 * second["cost"]
 
 
+@pytest.mark.tier("thorough")
 def test_costs_do_not_depend_on_how_a_function_is_written(narrowgauge, text, exported):
     """A tensor times 8 and the next one by 8 are the same model, also in each place of the backward pass."""
     words = ("--to", "mxfp4", "--data", text, "--batches", 2, "--batch-size", 4, "--sequence-length", 32)
@@ -184,6 +186,7 @@ def test_costs_do_not_depend_on_how_a_function_is_written(narrowgauge, text, exp
         assert costs[1][key] == pytest.approx(cost, rel=1e-3, abs=1e-6), key
 
 
+@pytest.mark.tier("thorough")
 def test_the_command_names_the_four_worst(narrowgauge, trained, costs):
     done = narrowgauge("sensitivity", trained, "--to", "mxfp4", "--batches", 2, "--batch-size", 4, "--json")
     assert done.code == 0

@@ -40,6 +40,7 @@ def test_a_run_that_is_asked_in_its_first_second_ends_with_75(while_importing, l
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_ctrl_c_in_the_first_second_shows_no_traceback(while_importing):
     assert while_importing("recipes", number=signal.SIGINT) == (1, "narrowgauge: interrupted\n")
 

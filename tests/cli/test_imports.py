@@ -76,6 +76,7 @@ def test_what_takes_no_torch_imports_its_own_verb_alone(tmp_path, line, verb):
     assert "torch" not in modules
 
 
+@pytest.mark.tier("thorough")
 def test_the_report_of_a_run_needs_no_torch(tmp_path, finished):
     modules = modules_of(tmp_path, "report", str(finished), "--out", str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").exists()
@@ -93,6 +94,7 @@ def test_a_verb_that_computes_imports_no_other_verb(tmp_path):
     assert verbs_in(modules_of(tmp_path, "eval", "nothing")) == {"models"}
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

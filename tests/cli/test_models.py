@@ -47,6 +47,7 @@ def test_run_folder_and_import_are_one_model(narrowgauge, exported, imported, te
     assert said[0].out.startswith("narrow")
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("more", [(), ("--temperature", "1", "--top-p", "0.9", "--seed", "3")])
 def test_the_cache_changes_no_token(narrowgauge, imported, finished, more):
     line = ("--prompt", "narrow gauge", "--tokens", "30", "--temperature", "0", *more)
@@ -58,6 +59,7 @@ def test_the_cache_changes_no_token(narrowgauge, imported, finished, more):
     assert auto == off
 
 
+@pytest.mark.tier("thorough")
 def test_training_goes_on_from_an_import(narrowgauge, line, imported, finished, tmp_path, look):
     """Without options for the model or its tokenizer, and from exactly where the first run ended."""
     verb, *words = line()
@@ -80,6 +82,7 @@ def test_compressed_and_gguf(narrowgauge, finished, tmp_path):
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("point", ["filled", "renamed"])
 @pytest.mark.parametrize("verb", ["export", "import"])
 def test_a_kill_leaves_all_or_nothing(narrowgauge, finished, exported, tmp_path, verb, point):
@@ -118,6 +121,7 @@ def test_mistakes_are_one_sentence(narrowgauge, refused, finished, tmp_path, spo
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_pickles_are_refused(narrowgauge, refused, exported, tmp_path):
     shutil.copytree(exported, tmp_path / "folder")
     (tmp_path / "folder" / "model.safetensors").unlink()

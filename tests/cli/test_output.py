@@ -155,6 +155,7 @@ def test_a_run_whose_reader_went_away_says_so_in_its_directory(narrowgauge, line
     assert look(tmp_path / "run").column("step") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.tier("thorough")
 @case("G4", tier="quick")
 def test_memory_that_runs_out_is_one_sentence(narrowgauge, line, look, tmp_path, refused):
     """2^31 - 1 sequences at once: their numbers alone take 16 GiB."""
@@ -176,6 +177,7 @@ def test_a_full_disk_is_one_sentence(narrowgauge, line, tmp_path, refused):
     assert narrowgauge(*line(), "--out", tmp_path / "run").code == 0
 
 
+@pytest.mark.tier("thorough")
 def test_weights_that_went_bad_are_a_failure_not_a_mistake(narrowgauge, line, look, tmp_path, refused):
     ended = narrowgauge(*line({"optimizer.lr": 1e308}), "--out", tmp_path / "run")
     refused(ended, "NaN or an infinity", code=1)

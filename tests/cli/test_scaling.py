@@ -17,6 +17,7 @@ def scaling(line, tmp_path):
     return words
 
 
+@pytest.mark.tier("thorough")
 def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
     ended = narrowgauge(
         *scaling("--procs", "1,2", "--seconds", "0.2", "--rounds", "2", "--parallel.replicate", "2")
@@ -59,7 +60,7 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
         assert f" {row['speed_up']:.2f}x {row['efficiency']:.0%} {row['communication']:.0%} " in f"{said} "
 
 
-@pytest.mark.tier("thorough", keep=("a process is killed",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("whom", ["Ctrl-C", "the launcher is killed", "a process is killed"])
 def test_all_end_together(narrowgauge, scaling, whom):
     process = narrowgauge.start(*scaling("--procs", "2", "--seconds", "60"), forks=False)

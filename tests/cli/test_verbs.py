@@ -31,6 +31,7 @@ def test_no_verb_and_help_explain(narrowgauge):
             assert re.search(rf"^ +{verb}(  |$)", ended.out, re.MULTILINE), verb
 
 
+@pytest.mark.tier("thorough")
 def test_short_options_are_their_keys(narrowgauge, line, text, look, tmp_path):
     short = ["--model", "gpt2-debug", "--data", text, "--recipe", "mxfp8", "--backend", "emulated"]
     short += ["--steps", "2", "--seed", "3", "--device", "cpu"]
@@ -58,6 +59,7 @@ def test_a_file_and_over_it_the_line(narrowgauge, finished, look, tmp_path):
     assert tomllib.loads((tmp_path / "other" / "config.toml").read_text())["training"]["seed"] == 1
 
 
+@pytest.mark.tier("thorough")
 def test_train_shows_its_steps_its_table_and_its_report(narrowgauge, line, look, tmp_path):
     out = tmp_path / "new" / "run"
     ended = narrowgauge(*line({"log.every": 2}), "--out", out)
@@ -73,6 +75,7 @@ def test_train_shows_its_steps_its_table_and_its_report(narrowgauge, line, look,
     assert run.status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")
 def test_the_same_line_finds_a_run_done(narrowgauge, line, look, tmp_path):
     words = [*line(), "--out", tmp_path / "run"]
     assert narrowgauge(*words).code == 0
@@ -83,6 +86,7 @@ def test_the_same_line_finds_a_run_done(narrowgauge, line, look, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.tier("thorough")
 def test_without_out_a_run_goes_to_a_place_that_says_what_it_is(narrowgauge, line, text):
     ended = narrowgauge(*line({"training.steps": 1}))
     assert ended.code == 0, ended.err
@@ -200,6 +204,7 @@ def test_a_limit_ends_a_run_before_it_begins(narrowgauge, refused, line, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_a_run_goes_on_under_another_recipe(narrowgauge, finished, look, tmp_path, refused):
     words = ("train", "--branch", finished, "--recipe", "msamp-o2", "--out", tmp_path / "new")
     refused(narrowgauge(*words), "a branch at step 6", "has no step left", "raise --steps")

@@ -67,6 +67,7 @@ def command(tmp_path_factory):
     return run
 
 
+@pytest.mark.tier("thorough")
 def test_help_version_and_a_typo_need_no_torch(command):
     for words in ([], ["--help"]):
         code, out, err = command("absent", *words)
@@ -84,6 +85,7 @@ def test_help_version_and_a_typo_need_no_torch(command):
     assert (code, err) == (2, "narrowgauge: unknown option '--verison'; the nearest is '--version'\n")
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("folder", "why", "fix"),
     [
@@ -107,6 +109,7 @@ def test_a_verb_says_why_it_cannot_start_and_what_to_do(command, folder, why, fi
     assert err.count("\n") == 1
 
 
+@pytest.mark.tier("thorough")
 def test_the_help_of_a_verb_needs_no_torch(command):
     code, out, err = command("absent", "train", "--help")
     assert (code, err) == (0, "")
@@ -121,6 +124,7 @@ def test_the_help_of_a_verb_is_its_line_and_the_reason(command):
     assert out == f"usage: narrowgauge train ...\n\n{line}\n"
 
 
+@pytest.mark.tier("thorough")
 def test_what_exists_is_listed_without_torch(command):
     for words in (
         ["formats"],
@@ -141,6 +145,7 @@ def test_what_exists_is_listed_without_torch(command):
     assert (code, err.split(";")[0]) == (1, "narrowgauge: torch is not installed")
 
 
+@pytest.mark.tier("thorough")
 def test_a_mistake_in_a_line_is_answered_without_torch(command):
     code, out, err = command("absent", "train", "--stpes", "5")
     assert (code, out) == (2, "")
@@ -150,13 +155,14 @@ def test_a_mistake_in_a_line_is_answered_without_torch(command):
         assert (code, err.split(":")[:2]) == (2, ["narrowgauge", " data source '/no/such' does not exist"])
 
 
+@pytest.mark.tier("thorough")
 def test_one_process_of_a_job_says_it(command):
     for rank in ("0", "1"):
         place = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
         assert bool(command("absent", "train", **place)[2]) == (rank == "0")
 
 
-@pytest.mark.tier("thorough", keep=("absent", "crash"))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("folder", "why", "fix"),
     [

@@ -10,7 +10,7 @@ from support.markdown import blocks
 EVERY = [*WIDE, *NARROW]
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "nvfp4"])
 def test_ddp_of_a_prepared_model_trains_as_the_package(ranks, name):
     """Bit for bit: weights, masters, scales and norms, though the ranks start from different weights."""
@@ -30,6 +30,7 @@ def test_replicas_stay_equal_whatever_a_loop_does(ranks, name):
     assert ranks(2, "jobs_data_parallel.ddp_with_eyes", recipe=name) == [True, True]
 
 
+@pytest.mark.tier("thorough", keep=("ddp", "unprepared ddp"))
 @pytest.mark.parametrize("wrapper", ["ddp", "unprepared ddp", "fsdp"])
 def test_ranks_draw_bits_of_their_own_in_a_loop_that_says_no_step(ranks, wrapper):
     """The last layer's output gradient is the same everywhere, and so are weights: only bits are left."""
@@ -51,7 +52,7 @@ def test_ddp_of_a_model_that_nobody_prepared(ranks, name):
     assert ranks(2, "jobs_data_parallel.plain_ddp", recipe=name) == [True, True]
 
 
-@pytest.mark.tier("thorough", keep=("msamp-o3",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["msamp-o2", "msamp-o3"])
 def test_ddp_of_a_resumed_model_that_nobody_prepared_trains_as_one_process(ranks, name):
     """To the bit, masters included: the ranks see the same samples, so that means are exact."""
@@ -75,7 +76,7 @@ def test_ddp_sums_narrow_gradients_of_layers_that_some_passes_leave_out(
         assert hooked == (8 if not finds_unused else 4 + 2 * (rank == 0))
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("torchs_clip", [True, False], ids=["clip of torch's", "ours"])
 def test_fsdp_trains_as_one_process(ranks, name, torchs_clip):
@@ -97,7 +98,7 @@ def test_fsdp_of_torchs_own(ranks, name):
             assert found["apart"] < 0.05
 
 
-@pytest.mark.tier("thorough", keep=("fp8-delayed", "msamp-o3"))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["fp8-delayed", "coat", "msamp-o3"])
 def test_fsdp_is_resumed_bit_for_bit(ranks, name):
     assert ranks(2, "jobs_data_parallel.resumed", recipe=name) == [True, True]
@@ -127,6 +128,7 @@ def test_fsdp_from_the_meta_device(ranks, name):
         assert is_on_page(found) if name in NARROW else found < 0.05
 
 
+@pytest.mark.tier("thorough")
 def test_the_program_of_the_page(ranks):
     program, _, *of_two = blocks(PAGE, "python")
     assert ranks(2, "jobs_data_parallel.page", blocks=[program, *of_two]) == [[True, True]] * 2

@@ -148,7 +148,7 @@ PAIRS = [(recipe, layout) for recipe in ("fp8", "fp8-delayed", "nvfp4", "quartet
 QUICK = [("nvfp4", "tp 2"), ("fp8-delayed", "fsdp 2")]
 
 
-@pytest.mark.tier("thorough", keep=QUICK)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "layout"), PAIRS)
 def test_two_processes_train_as_one(parity, recipe, layout):
     check(*parity(layout, recipe))
@@ -237,7 +237,7 @@ GPT_2 = {
 DOCUMENTS = {"data.separate_documents": True, "training.micro_batch_size": 2}
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", [*TWO, "pp 2 x fsdp 2"])
 def test_a_tied_head_learned_positions_and_documents_kept_apart(parity, layout):
     """Micro-batches of two sequences, but in a pipeline, which needs two micro-batches."""
@@ -301,7 +301,7 @@ GPT_2_MLP = {"model.mlp": "gelu", "model.bias": True, "training.recompute": True
 OTHER_TEXT = 0.01  # one process validates on batches of two sequences, the others on batches of one
 
 
-@pytest.mark.tier("thorough", keep=1)  # test_experts.py compares one layer, to the bit
+@pytest.mark.tier("thorough")  # test_experts.py compares one layer, to the bit
 @pytest.mark.parametrize(("recipe", "layout"), EXPERT_PAIRS)
 def test_experts_on_different_processes(parity, recipe, layout):
     """Two processes send each other the tokens that one alone has in a micro-batch of two sequences."""
@@ -350,7 +350,7 @@ def test_rows_that_cannot_be_shared_out_evenly(parity, processes):
     check(*parity((processes, {}), "msamp-o2", GPT_2 | UNEVEN | WIDE_SUMS))
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "pp 2"])
 def test_muon_makes_the_whole_momentum_orthogonal(parity, layout):
     """Two sequences, so that gradients are bit-equal: its bfloat16 iteration magnifies any last bit."""
@@ -365,7 +365,7 @@ def test_narrow_weights_that_every_process_of_a_tensor_group_has(parity, layout)
     check(*parity(layout, "bf16", weights))
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("layout", ["zero 1", "ddp 2", "pp 2"])
 def test_overflow_is_everyones(parity, layout):
     """fp16, its loss scaled so far that gradients overflow: all skip the step, and scale it less."""
@@ -379,7 +379,7 @@ def test_overflow_is_everyones(parity, layout):
 LAST_BIT = [("fsdp 2", 2), ("zero 1", 2), ("ddp 2", 2), ("pp 2", 4)]
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("layout", "micro_batches"), LAST_BIT)
 def test_what_the_page_promises_to_the_last_bit(parity, layout, micro_batches):
     """In the recipe's own numbers: where two processes add in the order of one (`docs/parallel.md`)."""

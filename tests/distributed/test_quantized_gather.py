@@ -30,7 +30,7 @@ def bytes_of_a_gather(world, width, size):
     return (world - 1) * (size * sum(weights) + 4 * others)
 
 
-@pytest.mark.tier("thorough", keep=("fp8", "msamp-o3"))
+@pytest.mark.tier("thorough", keep=("fp8",))
 @pytest.mark.parametrize("recipe", SIZES)
 def test_two_ranks_compute_as_one(ranks, recipe):
     for found in ranks(2, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE):
@@ -40,7 +40,7 @@ def test_two_ranks_compute_as_one(ranks, recipe):
             assert calls["gather"] == 4
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp8", "bf16-sr", "msamp-o2", "msamp-o3"])
 def test_three_ranks_with_rows_that_do_not_divide(ranks, recipe):
     size = {"fp8": 1, "msamp-o3": 1}.get(recipe, 2)
@@ -61,7 +61,7 @@ def test_the_record_of_a_weight_is_its_shards(ranks, recipe, kept):
         assert found == {"layers": 4, "kept": kept, "gathered": 0}
 
 
-@pytest.mark.tier("thorough", keep=("msamp-o3",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp8", "msamp-o3"])
 def test_copies_of_shards(ranks, recipe):
     ranks(4, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, copies=2)
@@ -80,7 +80,7 @@ def test_whole_weights_kept_from_forward_to_backward(ranks, recipe):
     assert [calls["gather"] for calls in found["calls"]] == [2, 2]
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough", keep=("fp8-places1",))
 @pytest.mark.parametrize(
     ("recipe", "places"),
     [
@@ -114,7 +114,7 @@ def test_a_weight_is_given_back_after_its_forward_pass(ranks, recipe, numbers):
         assert found["shown"].startswith("GatheredWeight((24, 16)")
 
 
-@pytest.mark.tier("thorough", keep=("msamp-o2",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["bf16-sr", "msamp-o2"])
 def test_gradients_at_rest_are_the_same_on_copies_of_a_shard(ranks, recipe):
     ranks(4, "jobs_gather.accumulated", recipe=recipe, copies=2)

@@ -116,6 +116,7 @@ def test_a_weight_in_pieces_has_one_scale(ranks):
     assert all(factor == every[0] for factor in every)
 
 
+@pytest.mark.tier("thorough")
 def test_factors_are_the_same_on_copies_of_shards(ranks):
     every = ranks(4, "jobs_reduce.copied")
     assert all(factors == every[0] for factors in every)

@@ -55,6 +55,7 @@ def test_a_rank_that_is_asked_before_it_meets_the_others_ends_them_all(rank, run
     assert "SIGTERM before a step was done" in ended[first].err
 
 
+@pytest.mark.tier("thorough")
 def test_torchrun_hands_a_signal_on_and_its_processes_save(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)
@@ -64,6 +65,7 @@ def test_torchrun_hands_a_signal_on_and_its_processes_save(torchrun, run):
     assert run.text("saved") == run.text("step-of-1") + "\n"
 
 
+@pytest.mark.tier("thorough")
 def test_ctrl_c_on_torchrun_is_one_request_and_not_two(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)
@@ -72,6 +74,7 @@ def test_ctrl_c_on_torchrun_is_one_request_and_not_two(torchrun, run):
     assert run.text("status").startswith("preempted signal 2 after step ")
 
 
+@pytest.mark.tier("thorough")
 def test_when_torchrun_is_killed_its_processes_die(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)

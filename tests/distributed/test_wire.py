@@ -14,7 +14,7 @@ def others(elements):
     return elements["all"] - elements["matrices"]
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("recipe", "each"), [("fp8", 1), ("bf16", 2), ("fp32", 4), ("msamp-o2", 2), ("msamp-o3", 1)]
 )
@@ -26,7 +26,7 @@ def test_gathers_of_weights(ranks, recipe, each):
         assert found["sent"]["gather"] == (each * elements["matrices"] + 4 * others(elements)) // 2
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "each"), [("fp8", 1), ("fp32", 4)])
 def test_gathers_of_weights_that_are_cut_again(ranks, recipe, each):
     """... and forward and backward of each micro-batch where they do not."""
@@ -37,7 +37,7 @@ def test_gathers_of_weights_that_are_cut_again(ranks, recipe, each):
         assert found["sent"]["gather"] == 2 * (2 * blocks + root) // 2
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "each"), [("msamp-o2", 1), ("msamp-o1", 1), ("fp8", 4)])
 def test_sums_of_gradients_of_replicas(ranks, recipe, each):
     """An all-reduce sends every element twice: one byte under MS-AMP, once a step."""
@@ -47,7 +47,7 @@ def test_sums_of_gradients_of_replicas(ranks, recipe, each):
         assert "gather" not in found["sent"]
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "each"), [("msamp-o2", 1), ("fp8", 4)])
 @pytest.mark.parametrize(("layout", "times"), [(ZERO_1, 1), (ZERO_3, 2)], ids=["zero 1", "zero 3"])
 def test_sums_of_gradients_that_are_cut(ranks, recipe, each, layout, times):
@@ -65,6 +65,7 @@ def test_scales_are_a_small_part(ranks, layout):
         assert found["sent"].get("amax", 0) < 0.02 * sum(found["sent"].values())
 
 
+@pytest.mark.tier("thorough")
 def test_scales_are_agreed_on_together(ranks):
     """Of a block four times: to add up its gradients and to store them, each with what overflowed; once more
     for all state of the optimizer. Weights that travel need one for all of them."""
@@ -74,7 +75,7 @@ def test_scales_are_agreed_on_together(ranks):
             assert found["calls"]["amax"] == calls
 
 
-@pytest.mark.tier("thorough", keep=("bf16",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "size"), [("fp32", 4), ("bf16", 2)])
 def test_activations_between_processes_that_share_a_sequence(ranks, recipe, size):
     """In the formats of matmuls; the stream twice in a block under `tensor`, heads under `context`."""

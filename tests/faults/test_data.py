@@ -117,6 +117,7 @@ def test_ids_beyond_the_vocabulary_are_refused_with_their_position(runs, narrowg
     assert "1234" in ended.err
 
 
+@pytest.mark.tier("thorough")
 @case("F3", tier="quick")
 def test_less_than_one_sequence_is_refused(runs, narrowgauge, tmp_path):
     """Of 32 tokens and the one after them, to train on or held out."""

@@ -71,6 +71,7 @@ def test_a_pickle_in_place_of_any_file_of_a_checkpoint(runs, tmp_path, bomb, ran
         assert "Traceback" not in ended.err
 
 
+@pytest.mark.tier("thorough")
 @case("C5", tier="quick")
 def test_a_pickle_from_elsewhere(runs, narrowgauge, tmp_path, bomb):
     """As tokens, as a tokenizer, as a model to import."""

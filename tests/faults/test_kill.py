@@ -14,6 +14,7 @@ from support.fault_table import LATER, RANKS, case
 KILL = signal.SIGKILL
 
 
+@pytest.mark.tier("nightly", keep=("0",))
 @case("A2", tier="thorough")  # each commit: distributed/test_stop.py, without a resume
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
@@ -49,7 +50,7 @@ def crash_and_go_on(runs, out, ranks, point):
     assert not list((out / "checkpoints").glob("*.tmp-*")), point
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @case("A3", tier="quick")
 @pytest.mark.parametrize(
     "point",

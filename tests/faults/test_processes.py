@@ -15,6 +15,7 @@ from support.fault_table import RANKS, case
 from support.launch_environments import CONTRADICTIONS, env
 
 
+@pytest.mark.tier("nightly", keep=("0",))
 @case("G2", tier="thorough")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])

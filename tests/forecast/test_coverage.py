@@ -9,6 +9,7 @@ from narrowgauge.forecast import Forecaster, observations, read_atlas
 from narrowgauge.recipes import recipe
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("params", [3e5, 1e6, 1e8, 8e9])
 def test_a_new_family_is_as_lucky_as_families_are_whatever_its_size(params):
     """At 0.33 M parameters pairs deviate by 0.07 % (ladder 2) to 0.6 % (ladder 1); 0.78 % was assumed."""

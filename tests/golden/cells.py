@@ -79,7 +79,6 @@ def all_runs() -> dict[str, Run]:
 
 
 RUNS = all_runs()
-QUICK = ("nvfp4 on Llama", "bf16 on GPT-2", "fp8-delayed on experts", "mxfp8 on narrow attention")
 THOROUGH = (
     *(name for name, run in RUNS.items() if run.products == "fp64" or "gauges.every" in run.changes),
     *(f"{SHARED_OUT[i % len(SHARED_OUT)]}, {grid}" for i, grid in enumerate(GRIDS)),

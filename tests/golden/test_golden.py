@@ -31,7 +31,7 @@ def require_same(kept, now):
 
 
 @pytest.mark.tier("nightly", keep=cells.THOROUGH)
-@pytest.mark.tier("thorough", keep=cells.QUICK)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", cells.RUNS)
 def test_digits(pinned, request, name):
     assert name in DIGITS["runs"], "no digits are kept of it: see tests/golden/make.py"
@@ -61,7 +61,7 @@ def test_nothing_is_kept_that_no_test_compares():
 
 
 # the others are plans of seconds; test_time_obeys_its_ceilings plans as well
-@pytest.mark.tier("thorough", keep=("words", "exports", "report"))
+@pytest.mark.tier("thorough", keep=("words", "report"))
 @pytest.mark.parametrize("name", outputs.OUTPUTS)
 def test_outputs(pinned, other_arithmetic, name):
     kept, now = read_kept(name), outputs.OUTPUTS[name](pinned)

@@ -99,6 +99,7 @@ def test_memory_of_fp8_at_1_5b_with_options_that_change_no_number():
     ceiling(few.seconds / seconds, today=1.03, goal=1.03)
 
 
+@pytest.mark.tier("thorough")
 def test_fp8_is_worth_it_at_0_5b():
     """The device's time of a micro-batch over that of bf16; the goal is a step that is 1.2 times as fast."""
     fp8, bf16 = (whole(SMALL, recipe, 16, 1024, 24).seconds for recipe in ("fp8", "bf16"))

@@ -110,6 +110,7 @@ def test_a_micro_batch_asks_for_what_the_one_before_it_asked(recipe):
         assert a == b
 
 
+@pytest.mark.tier("thorough", keep=("nvfp4",))
 @pytest.mark.parametrize("recipe", ["nvfp4", "msamp-o2"])
 def test_under_random_bits_only_these_differ(recipe):
     """The keys of a micro-batch and the number of its first sample have separate memory, as several

@@ -14,6 +14,7 @@ ELSEWHERE = {"torchtitan"}  # under torchrun, in test_torchtitan.py
 PROGRAMS = {re.findall(r"narrowgauge\.integrations\.(\w+)", text)[0]: text for text in blocks(PAGE, "python")}
 
 
+@pytest.mark.tier("thorough", keep=("lightning", "torchao"))
 @pytest.mark.filterwarnings("ignore")  # of others' packages
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_program_learns(name, tmp_path, monkeypatch):

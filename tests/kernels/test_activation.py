@@ -70,6 +70,7 @@ def swiglu_and_gradient(gate_up, dy, function=swiglu):
     return y.detach(), grad
 
 
+@pytest.mark.tier("thorough")
 def test_swiglu_of_every_bf16_rounds_where_torch_rounds(device):
     gate = every_bf16().view(32, 2048).to(device)
     up, dy = (normal(32, 2048, seed=s, dtype=torch.bfloat16).to(device) for s in (1, 2))

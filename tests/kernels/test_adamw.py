@@ -118,7 +118,7 @@ def test_the_reference_is_torchs_fused_update(betas):
             assert torch.equal(a, b), step
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", [(71, 137), (3,)])
 def test_the_kernel_is_its_reference(way, shape, device):
@@ -264,7 +264,7 @@ def trained(name, device, steps=4):
     return {n: t.float().cpu() for n, t in found.items()}
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough")
 @like_torch
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_optimizer_with_kernels_is_torchs_to_the_last_digit(name, device, monkeypatch):

@@ -158,6 +158,7 @@ def test_a_power_of_two_from_above_scales_every_bit(where, chunks, dtype):
         assert torch.equal(one[2] * 0.125, eighth[2])
 
 
+@pytest.mark.tier("thorough", keep=("plain",))
 def test_the_loss_scale_of_fp16_comes_before_the_rounding(where, chunks):
     """Gradients of logits below 2^-24, which fp16 has not, are there when they are scaled."""
     chunks(16)
@@ -172,6 +173,7 @@ def test_the_loss_scale_of_fp16_comes_before_the_rounding(where, chunks):
     assert dw_VD.abs().max() > 0
 
 
+@pytest.mark.tier("thorough")
 def test_without_gradients_none_is_computed(where, chunks):
     chunks(16)
     h_TD, w_VD, y_T = drawn(torch.float32, where)

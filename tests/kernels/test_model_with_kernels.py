@@ -126,6 +126,7 @@ def test_documents_that_are_kept_apart(device, without):
     assert_near(got, without(loss_and_gradients, model, position_BT), 1e-5)
 
 
+@pytest.mark.tier("thorough", keep=("gpt2",))
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_with_its_cache(device, without, name):
     torch.manual_seed(0)

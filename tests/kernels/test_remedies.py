@@ -67,7 +67,7 @@ def outlying(rows, columns):
     return x
 
 
-@pytest.mark.tier("thorough", keep=("cast0",))  # it clamps and compensates; the others do one of both
+@pytest.mark.tier("thorough")  # it clamps and compensates; the others do one of both
 @pytest.mark.parametrize(
     "cast", [APART, APART | {"compensate": False}, {"cast": "fp4-row"}, {"cast": "fp8-row"}]
 )
@@ -119,6 +119,7 @@ def test_a_product_in_parts_is_that_of_the_numbers_rounded_once(device):
     assert (multiply(Operand(w), x, torch.bfloat16).double() - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("has_rest", [True, False])
 def test_scales_of_rows_and_columns_are_applied_as_by_torch(device, has_rest, monkeypatch):
     g = torch.Generator().manual_seed(0)

@@ -127,6 +127,7 @@ def test_gathered_weights_are_read_again_in_the_backward_pass(device):
     assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
 
+@pytest.mark.tier("thorough")
 @needs_products
 @pytest.mark.parametrize("name", ["fp16-scaled", "bf16", "e4m3"])
 def test_weights_that_are_narrow_at_rest_are_quantized_in_both_passes(name, device, monkeypatch):

@@ -34,7 +34,7 @@ def assert_same_bytes(ours, theirs):
         assert torch.equal(a, b)
 
 
-@pytest.mark.tier("thorough", keep=("(40, 72)", "nvfp4-shape1"))
+@pytest.mark.tier("thorough", keep=("(40, 72)",))
 @pytest.mark.parametrize("shape", [(40, 72), (130, 200)])
 @pytest.mark.parametrize("name", CASTS)
 def test_the_hardware_reads_the_same_bytes(name, shape, device):
@@ -62,7 +62,7 @@ def test_other_casts_are_laid_out_elsewhere(device):
         assert quantize_in_tiles(x, CASTS["nvfp4"]) is None
 
 
-@pytest.mark.tier("thorough", keep=("nvfp4",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_a_layer_asks_for_the_same_products(name, device, monkeypatch):
     """Forward and backward, with tiles and without; only the matmuls are left out, which no CPU has."""

@@ -66,7 +66,7 @@ def test_no_setting_of_the_space_is_faster_than_the_best(memory, name, tmp_path)
     assert best.seconds == min(times)
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     "dims", [ParallelDims(pipeline=2, shard=2), ParallelDims(shard=2, tensor=2)], ids=lambda dims: dims.text
 )
@@ -104,6 +104,7 @@ def test_a_pipeline_takes_the_micro_batches_that_wait_least(tmp_path):
     assert best.setting.micro_batch_size < 16, "two micro-batches wait for a third of the time"
 
 
+@pytest.mark.tier("thorough")
 def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
     searched = space(card(tmp_path, "10MB"))
     assert searched.best() is None
@@ -140,6 +141,7 @@ def advised(**arguments):
     return found
 
 
+@pytest.mark.tier("thorough")
 def test_the_first_answer_has_every_part_and_its_line_plans(plans, tmp_path):
     found = advised(model="debug", cluster=card(tmp_path), tokens=10**7, recipes=["bf16"], batch_size=2)
     (first,) = found.answers
@@ -305,6 +307,7 @@ def test_more_memory_would_not_help_where_the_batch_leaves_one_sequence_each(tmp
     assert any("a device with more than 720MB allows faster settings" in text for text in found.changes)
 
 
+@pytest.mark.tier("thorough")
 def test_without_a_price_the_cost_is_in_device_hours_and_without_data_the_text_is_named(tmp_path):
     file = tmp_path / "card.toml"
     file.write_text(CARD.format(memory="24GB").replace('price = "1 EUR"\n', ""))

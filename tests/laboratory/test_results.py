@@ -173,6 +173,7 @@ def test_what_is_no_name_is_an_unknown_name(call):
         call(3)
 
 
+@pytest.mark.tier("thorough")
 def test_a_table_is_plain_text_in_a_notebook(monkeypatch):
     """There, rich takes any stream for a notebook's cell, and prints escape codes into it."""
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)

@@ -78,6 +78,7 @@ def test_a_cache_gives_the_logits_of_the_whole_context(groups):
     assert cache.length == 20
 
 
+@pytest.mark.tier("thorough")
 def test_top_p_draws_among_the_fewest_that_hold_it(model):
     p, ids = model(torch.tensor([[7]]))[0, -1].softmax(0).sort(descending=True)
     for top_p in (0.05, 0.3, 0.6):

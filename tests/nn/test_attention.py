@@ -146,7 +146,7 @@ class ByHand:
         return [y, dq, shared(dk), shared(dv)]
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", RECIPES)
 def test_narrow_attention_is_that_of_loops(name):
     casts, mask = casts_of(name), None if "scale" in name else documents()

@@ -56,6 +56,7 @@ def test_a_step_has_the_same_values_whatever_the_default_device(name, kernels, m
     assert all(map(torch.equal, found, a_step(name)))
 
 
+@pytest.mark.tier("thorough")
 def test_every_new_tensor_of_the_numeric_rooms_names_its_device():
     source, without = Path(ng.__file__).parent, []
     for path in sorted(p for room in ROOMS for p in (source / room).rglob("*.py")):

@@ -37,7 +37,7 @@ def said(run):
     return [str(w.message) for w in caught]
 
 
-MOMENTS = "keeps moments in float32, and the recipe in 'coat': use narrowgauge.AdamW"
+MOMENTS = "keeps moments in float32, which the recipe stores in 'coat': use narrowgauge.AdamW"
 #: A recipe, an optimizer over it, and whether it loses the recipe's moments.
 OPTIMIZERS = {
     "AdamW of torch": ("coat", lambda p: torch.optim.AdamW(p), True),
@@ -66,7 +66,7 @@ def test_small_matrices_have_no_narrow_moments_to_lose():
     assert not said(optimizer.step)
 
 
-RESTART = "random bits and histories begin anew"
+RESTART = "random bits and histories start over"
 
 
 def resumed(recipe, save, load, sets_step=False):

@@ -171,7 +171,7 @@ def train(model, optimizer, steps, first=0, lr=3e-3):
     return loss.item()
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough", keep=("bf16-sr",))
 @pytest.mark.parametrize("name", state_recipes())
 def test_a_model_learns_as_in_fp32(name):
     losses = {}

@@ -56,6 +56,7 @@ def test_as_by_hand():
     assert (np.abs(m - expected_m)[same] / scale).mean() < 1e-5
 
 
+@pytest.mark.tier("thorough")
 def test_small_steps_add_up_where_rounding_would_lose_them():
     """Steps of 1e-3 one way, far below the distance of two codes of most weights.
 

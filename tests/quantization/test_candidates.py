@@ -25,7 +25,7 @@ TABLES = {
 }
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_the_oracle_bit_for_bit(name, axis):

@@ -29,7 +29,7 @@ def shifted(kind="bf16", size=SMALL):
     return x + (4 * torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(1))).to(x.dtype)
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_the_oracle_bit_for_bit(name, axis):

@@ -118,6 +118,7 @@ print(threads() - before)
 """
 
 
+@pytest.mark.tier("thorough")
 @needs_c
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_pass_starts_no_threads_beside_torchs():
@@ -249,7 +250,7 @@ def test_a_part_of_a_tensor_without_numbers_is_not_read(name):
 
 
 @needs_c
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("seconds", "terminal", "lines"), [(0.05, True, 1), (600.0, True, 0), (0.05, False, 0)]
 )

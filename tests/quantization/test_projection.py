@@ -23,7 +23,7 @@ TABLES = {
 }
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough", keep=("blocks by themselves-0",))
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_the_oracle_bit_for_bit(name, axis):
@@ -54,6 +54,7 @@ def effective_bits(table, count):
     return -torch.log2((total / count - x).norm() / x.norm()).item()
 
 
+@pytest.mark.tier("thorough")
 def test_the_mean_of_many_is_the_tensor():
     """Quartet II's averaging test: unbiased is half a bit for each doubling of the draws."""
     shared = {"hadamard": 64, "signs": "random"}

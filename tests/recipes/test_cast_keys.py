@@ -24,7 +24,7 @@ from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import _ON_NO_AXIS, STATE_KEYS
 from narrowgauge.quantization.passes.implementations import KERNEL_KEYS, OPERATOR_KEYS, PASS_KEYS, ROW_KEYS
 from narrowgauge.quantization.passes.in_c import takes
-from narrowgauge.quantization.stages.stage import Transform
+from narrowgauge.quantization.stages import Transform
 from narrowgauge.recipes import named_device, places, recipe, wire
 from narrowgauge.recipes.attention_places import ATTENTION_KEYS, STREAM_KEYS, attention_casts, stream_cast
 from narrowgauge.recipes.backend import NATIVE_KEYS, SCHEMES

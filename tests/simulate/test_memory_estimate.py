@@ -41,7 +41,7 @@ def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
     assert sum(step.sent.values()) > 0
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["bf16", "msamp-o2"])
 @pytest.mark.parametrize(
     "dims",

@@ -19,7 +19,7 @@ def config(recipe, **training):
     )
 
 
-@pytest.mark.tier("thorough", keep=("fp8-False",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("recipe", "recompute"),
     [("fp8", False), ("bf16", False), ("nvfp4", False), ("msamp-o2", False), ("fp8", "selective")],

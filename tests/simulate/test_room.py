@@ -42,6 +42,7 @@ def test_a_cpu_reserves_nothing_and_holds_the_state_of_the_host():
     assert machine.needed(memory, ALONE) == 1000 + 24 + machine.copy(memory, ALONE)
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["rtx4090", "mi300x"])
 def test_a_plan_reserves_memory_of_a_gpu(name):
     config = make_config({"model": {"name": "debug"}, "data": {"sequence_length": 64}})

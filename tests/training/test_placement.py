@@ -47,6 +47,7 @@ def test_a_misspelt_layer_is_refused_before_anything_is_made(typo, file, train, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_rules_that_name_one_block_hold_in_a_model_that_is_counted_by_few(file, tiny):
     text = '[[rule]]\nmodules = ["blocks.9.down"]\nfprop = "mxfp4"'
     config = make_config(tiny({"recipe.name": file(text), "model.layers": 12}))
@@ -72,6 +73,7 @@ def test_a_run_its_page_and_its_plan_say_what_is_kept_and_what_is_cut(file, trai
     assert CUT in planned.getvalue()
 
 
+@pytest.mark.tier("thorough", keep=("changes0", "changes2"))
 @pytest.mark.parametrize(
     "changes", [{"name": "debug"}, {"name": "gpt2-124m", "layers": 3}, {"name": "debug", "experts": 3}]
 )

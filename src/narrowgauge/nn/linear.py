@@ -312,9 +312,9 @@ class Linear(Stepped, SeesFSDP, Fusable):
         """What an optimizer does not keep of this layer's recipe, each as the rest of a sentence."""
         weight = self._parameters.get("weight")
         if weight is not None and (cast := wide_moment(weight, optimizer, self.recipe.state)):
-            yield f"keeps moments in float32, and the recipe in {cast.name!r}: use narrowgauge.AdamW with it"
+            yield f"keeps moments in float32, which the recipe stores in {cast.name!r}: use narrowgauge.AdamW"
         if not (is_fresh or self.hears_optimizer or self.step_is_set) and self.follows_step():
-            yield "goes on, but random bits and histories begin anew: resume with narrowgauge.load_state_dict"
+            yield "resumes, but random bits and histories start over: resume with narrowgauge.load_state_dict"
 
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""

@@ -27,6 +27,7 @@ from typing import Any
 from narrowgauge.formats import Format, format
 from narrowgauge.once import compute_all, computed_once
 from narrowgauge.quantization.cast_rules import require_valid
+from narrowgauge.quantization.stages import Stage, Transform
 from narrowgauge.quantization.stages.amax import AmaxOverTime
 from narrowgauge.quantization.stages.channels import Channels
 from narrowgauge.quantization.stages.choice import Choice
@@ -35,7 +36,6 @@ from narrowgauge.quantization.stages.hadamard import Hadamard
 from narrowgauge.quantization.stages.mean import Mean
 from narrowgauge.quantization.stages.rounding import Estimator, Rounding
 from narrowgauge.quantization.stages.scales import Scales
-from narrowgauge.quantization.stages.stage import Stage, Transform
 from narrowgauge.quantization.stages.state import StateFormat
 
 #: Keys that only affect the codes and scales that `quantize` stores; a caller of `quantize` supports them

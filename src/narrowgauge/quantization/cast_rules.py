@@ -6,8 +6,8 @@
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.quantization.stages import Rules
 from narrowgauge.quantization.stages.scales import FORMATS, ROUNDED
-from narrowgauge.quantization.stages.stage import Rules
 from narrowgauge.quantization.stages.state import CODEBOOKS
 
 

@@ -88,6 +88,7 @@ def test_killed_in_the_first_save_of_all_nothing_is_there(tmp_path, in_process):
     assert newest_valid(tmp_path / "c", "run") == (None, [])
 
 
+@pytest.mark.tier("thorough")
 def test_sigkill_at_random_moments(tmp_path, in_process):
     seed = random.randrange(2**32)
     print("seed", seed)

@@ -32,7 +32,7 @@ def assert_falls_back(directory, *words):
         assert word in sentence
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough", keep=("manifest.json",))
 @case("C1", tier="quick")
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_found(two, name):

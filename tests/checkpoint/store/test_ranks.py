@@ -54,6 +54,7 @@ def assert_whole(path, step):
     assert loaded.tensors["model"].keys() == {*tensors_of(step)["model"], "tied"}
 
 
+@pytest.mark.tier("thorough")
 def test_every_world_reads_what_every_other_wrote(tmp_path, on_ranks):
     sizes = [2, 1, 3, 4, 2]
     for step, (writers, readers) in enumerate(pairwise(sizes), start=1):
@@ -113,6 +114,7 @@ def test_a_crash_point_of_another_rank_is_not_ours(start, on_ranks):
     assert on_ranks(2, "save", start, crash_at="begun@1", steps=[3]).codes == [0, 0]
 
 
+@pytest.mark.tier("thorough")
 def test_every_flipped_bit_of_every_file_sends_all_ranks_to_the_older_step(start, on_ranks):
     for file in sorted((start / "step-2").iterdir()):
         data = bytearray(file.read_bytes())
@@ -245,6 +247,7 @@ def test_a_pickle_in_place_of_a_ranks_file_is_refused_and_not_executed(start, on
     assert not marker.exists()
 
 
+@pytest.mark.tier("thorough")
 def test_many_saves_keep_two_valid_ones(tmp_path, on_ranks):
     on_ranks(2, "save", tmp_path, steps=list(range(1, 26)))
     assert steps(tmp_path) == [24, 25]

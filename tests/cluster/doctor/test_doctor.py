@@ -131,6 +131,7 @@ def test_gpus(here):
         assert driver in here["driver"]["found"]
 
 
+@pytest.mark.tier("thorough")
 def test_data_and_tokenizer_that_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "a.txt").write_text("the narrow gauge\n")

@@ -185,6 +185,7 @@ def test_torchrun_on_two_nodes_needs_to_be_told_where(write, start):
     assert "MASTER_ADDR: set it to the host name of node 0" in err
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("number", "code", "requeued"),
     [
@@ -244,6 +245,7 @@ def test_slurm_without_a_signal_gives_the_code_of_the_run(write, start, tmp_path
     assert {"--nodes=3", "--ntasks=24", "--ntasks-per-node=8", "--kill-on-bad-exit=0"} <= set(options)
 
 
+@pytest.mark.tier("thorough")
 def test_slurm_where_srun_is_missing(write, start, tmp_path):
     script = write("--slurm")
     script.write_text(script.read_text().replace("\nsrun ", "\nsrun-not-there "))
@@ -271,6 +273,7 @@ def test_what_sbatch_reads(write):
     assert "export SLURM_GPUS_PER_TASK=1" in text
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("words", "partition", "time"),
     [
@@ -291,6 +294,7 @@ def test_a_job_gets_a_partition_that_takes_it(words, partition, time, write, cap
     assert f"jobs of at most {time} in partition {partition}, charged to your default account" in printed
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "is_told"), [("fp8", True), ("bf16", False)])
 def test_a_recipe_that_the_site_emulates_is_told(recipe, is_told, write, capsys):
     write("--slurm", "--site", "frontier", "--gpus-per-node", "1", train=("train", "--recipe", recipe))
@@ -360,6 +364,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch,
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
+@pytest.mark.tier("thorough")
 def test_the_grid_is_told(write, capsys):
     train = ("train", "--parallel.replicate", "2", "--parallel.tensor", "2", "--training.batch_size", "24")
     write("--torchrun", "--nodes", "2", "--gpus-per-node", "4", train=train)
@@ -388,6 +393,7 @@ def test_data_that_are_not_here_are_told_before_the_queue(source, said, write, c
     assert all(said in line for line in warnings)
 
 
+@pytest.mark.tier("thorough")
 def test_an_older_script_is_replaced(write):
     write("--slurm", "--nodes", "2")
     assert "--nodes=4" in write("--slurm", "--nodes", "4").read_text()
@@ -400,5 +406,6 @@ def test_compiled_kernels_lie_on_the_nodes_own_disk(write):
     assert text.index("local_cache=/tmp/") < text.index("TORCHINDUCTOR_CACHE_DIR") < text.index("PYTHON=")
 
 
+@pytest.mark.tier("thorough")
 def test_the_python_is_the_one_that_wrote_it(write):
     assert sys.executable in write("--slurm").read_text()

@@ -111,6 +111,7 @@ def test_devices_share_what_one_computes():
         assert getattr(four, part) == pytest.approx(getattr(one, part) / 4)
 
 
+@pytest.mark.tier("thorough", keep=("nvfp4-b200", "fp4-h100"))
 @pytest.mark.parametrize(("recipe", "cluster"), [("fp8", "rtx4090"), ("nvfp4", "b200"), ("fp4", "h100")])
 def test_mfu_is_of_the_formats_that_are_multiplied(recipe, cluster):
     """MFU divides by the peak of the formats multiplied: over bf16's peak, FP8 and FP4 would exceed 1."""
@@ -118,6 +119,7 @@ def test_mfu_is_of_the_formats_that_are_multiplied(recipe, cluster):
     assert 0 < long.time.mfu < 1
 
 
+@pytest.mark.tier("thorough")
 def test_a_plan_of_a_compiled_step_is_not_called_counted():
     compiled = plan("fp8", "h200", compile=True)
     assert compiled.expected.counted is None
@@ -132,6 +134,7 @@ def test_a_cpu_casts_by_plain_operations():
     assert cpu.casts > plan("bf16", "cpu").time.casts
 
 
+@pytest.mark.tier("thorough")
 def test_a_v100_is_counted_with_torchs_own_operations():
     half, wide = (plan(name, "v100") for name in ("fp16", "bf16"))
     assert half.time.formats == ("fp16",)

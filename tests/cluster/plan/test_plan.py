@@ -228,6 +228,7 @@ def test_what_is_expected_is_what_the_nearest_runs_reached():
     assert expectation((), 1, 1, "bf16") is None
 
 
+@pytest.mark.tier("thorough")
 def test_the_smallest_number_of_devices_is_found():
     """The first that fits, in the order of numbers that the batch can be cut over; micro-batches shrink."""
     big = config("bf16", SMALL | {"layers": 2}, batch_size=12, micro_batch_size=6)

@@ -44,6 +44,7 @@ def test_the_files_hold_these_runs(name):
     ]
 
 
+@pytest.mark.tier("thorough", keep=("llm.c 124M, 8 A100", "llmq 0.5B, 1 RTX 4090, bf16"))
 @pytest.mark.parametrize(
     "row",
     [

@@ -64,6 +64,7 @@ def test_epochs_and_seeds_differ():
             assert (one == other).mean() < 0.02  # 1 in 1000 is what chance gives
 
 
+@pytest.mark.tier("thorough")
 @settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 500), max_size=20), seed=st.integers(0, 99))
 def test_batches_put_together_are_the_same_whatever_their_size(cuts, seed):

@@ -140,6 +140,7 @@ def test_a_line_of_a_hundred_megabytes_is_refused_without_being_held(tmp_path):
     assert (facts.rejected, facts.train_documents + facts.val_documents) == (1, 10)
 
 
+@pytest.mark.tier("thorough")
 def test_so_is_one_that_is_packed_a_thousandfold_or_never_ends(tmp_path):
     long = b'{"text": "' + b"x" * (40 << 20)
     for suffix in PACKED:
@@ -222,6 +223,7 @@ def test_a_table_that_is_cut_or_none_is_refused(tmp_path):
         assert f"{path}, row 0, cannot be read as parquet" in refusal(path)
 
 
+@pytest.mark.tier("thorough")
 @case("F1", tier="quick")
 def test_the_share_that_is_tolerated_is_kept_to(tmp_path):
     path = written(tmp_path / "a.jsonl", LINES * 20 + b"bad\n" * 3)

@@ -107,6 +107,7 @@ def test_token_source_without_a_held_out_file_holds_out_the_tail_from_a_document
     assert val.first in val.starts
 
 
+@pytest.mark.tier("thorough")
 def test_tokens_without_a_word_on_their_tokenizer_are_gpt2s_or_refused():
     write("x.bin")
     tokenizer = open_data("x.bin").tokenizer
@@ -161,6 +162,7 @@ def test_token_source_refuses_an_id_beyond_the_vocabulary_with_its_place_each_ti
         open_data("y", "ids-100000")
 
 
+@pytest.mark.tier("thorough")
 def test_a_change_of_the_tokens_is_a_change_of_the_digest():
     write("x.bin")
     before = open_data("x.bin").digest

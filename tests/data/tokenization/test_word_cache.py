@@ -22,6 +22,7 @@ CHARACTERS = (
 )
 
 
+@pytest.mark.tier("thorough")
 @settings(max_examples=400, deadline=None)
 @given(st.text(st.sampled_from(CHARACTERS), max_size=24) | st.text(max_size=24))
 def test_the_ids_are_those_of_the_library(text):

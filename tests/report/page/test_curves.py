@@ -30,6 +30,7 @@ def test_a_short_run_keeps_every_step(make_run):
     assert data["validation"]["mean"] == pytest.approx([at.val_loss for at in run.validation], rel=1e-5)
 
 
+@pytest.mark.tier("thorough")
 @given(
     st.lists(st.floats(0, 100) | st.just(math.nan), min_size=1, max_size=400),
     st.integers(min_value=1, max_value=12),
@@ -49,6 +50,7 @@ def test_the_band_hides_no_spike_and_the_mean_is_a_mean(losses, repeats):
     json.dumps(data, allow_nan=False)
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("steps", "batch"), [(3_000, 100), (50_017, 100), (9_000, 700)])
 def test_two_runs_of_one_curve_have_no_gap_however_far_each_has_come(steps, batch):
     """Means over unequal spans of a falling loss differ: one at work seemed 5 % better than one done."""

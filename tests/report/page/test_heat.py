@@ -58,6 +58,7 @@ def test_odd_readings_do_no_harm(make_run):
     json.dumps(data, allow_nan=False)
 
 
+@pytest.mark.tier("thorough")
 def test_a_very_large_model_fits_on_the_page(make_run):
     one = reading(1, "a", "fprop.x")
     lines = [{**one, "step": s, "layer": f"l{i}", "place": p}

@@ -42,6 +42,7 @@ def runs(tmp_path):
     return runs
 
 
+@pytest.mark.tier("thorough", keep=("9.0-worse", "0.0-better"))
 @pytest.mark.parametrize(("gap", "word"), [(1.8, "inside"), (9.0, "worse"), (0.0, "better")])
 def test_the_word_is_by_the_probability_of_the_gap(runs, gap, word):
     (found,) = expectations(read_runs(runs(mxfp4=gap)))

@@ -62,6 +62,7 @@ def test_one_experiment_in_twenty_at_most_calls_an_equal_arm_different(arms, see
     assert np.mean(wrong) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 600)
 
 
+@pytest.mark.tier("thorough", keep=("3-2",))
 @pytest.mark.parametrize(("arms", "seeds"), [(3, 2), (3, 3), (6, 2)])
 def test_luck_excludes_no_arm_from_the_pool(arms, seeds):
     """By luck two gaps deviate three times as much as four others in one experiment of five."""
@@ -71,6 +72,7 @@ def test_luck_excludes_no_arm_from_the_pool(arms, seeds):
     assert np.mean(wrong) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 
 
+@pytest.mark.tier("thorough", keep=("5-1-0.0", "3-2-0.5"))
 @pytest.mark.parametrize(("seeds", "arms", "known"), [(5, 1, 0.0), (5, 6, 0.5), (3, 2, 0.5)])
 def test_the_power_is_that_of_the_rule(seeds, arms, known):
     """8 of 10 experiments find the smallest gap, and the planned seeds find equality."""

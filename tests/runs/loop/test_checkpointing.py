@@ -71,6 +71,7 @@ def test_the_same_checkpoints_and_the_same_digits(train, look):
         assert run.status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")
 def test_a_slow_disk_does_not_hold_the_steps_and_a_second_save_waits(train, look, monkeypatch):
     """A step is recorded as saved when it is published, not when that began."""
     sync = os.fsync
@@ -123,6 +124,7 @@ def test_failures_that_do_not_follow_each_other_end_nothing(train, look, disk, i
     assert [event["step"] for event in look(path).events("save")] == [2, 6, 8, 12, 14, 18, 20]
 
 
+@pytest.mark.tier("thorough")
 @WAYS
 def test_the_last_save_must_succeed(train, look, disk, in_step, way):
     in_step({6: disk.full})

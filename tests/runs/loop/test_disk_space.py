@@ -109,6 +109,7 @@ def test_a_real_disk_that_is_too_small(narrowgauge, line, small_disk, size, inod
     assert not (disk / "run" / "checkpoints").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_a_save_without_room_is_told_and_training_goes_on(small_disk, at_step, tiny, look):
     disk, said = small_disk("8m", 1000), io.StringIO()
     filler = disk / "filler"
@@ -188,6 +189,7 @@ def test_a_directory_in_the_place_of_the_run_is_left_alone(train, at_step, tmp_p
     assert look(tmp_path / "elsewhere").column("step") == [1, 2]
 
 
+@pytest.mark.tier("thorough")
 def test_checkpoints_that_cannot_be_written_end_it_at_the_last_save(train, at_step, tmp_path, look):
     checkpoints = tmp_path / "run" / "checkpoints"
 

@@ -27,6 +27,7 @@ NAMES = ("qkv", "attention_out", "gate_up", "down")
 STEP_KEYS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "mfu", "memory_bytes"]
 
 
+@pytest.mark.tier("thorough")
 def test_every_step_is_recorded_and_the_tokenizer_is_kept(train, look):
     path = train()
     run_ = look(path)
@@ -46,6 +47,7 @@ def test_every_step_is_recorded_and_the_tokenizer_is_kept(train, look):
     assert load_tokenizer(path / "tokenizer.json").encode("coal") == list(b"coal")
 
 
+@pytest.mark.tier("thorough")
 def test_events_say_how_it_ran(train, look):
     path = train(changes={"recipe.name": "mxfp4"})
     lines = look(path).lines
@@ -69,6 +71,7 @@ def test_events_say_how_it_ran(train, look):
     assert steps(path / "checkpoints") == [4, 6]
 
 
+@pytest.mark.tier("thorough")
 def test_a_sample_is_shown_and_kept(train, look):
     said = io.StringIO()
     path = train(changes={"log.prompt": "steam "}, said=said)
@@ -78,6 +81,7 @@ def test_a_sample_is_shown_and_kept(train, look):
     assert f"steam {done['sample']}" in said.getvalue()
 
 
+@pytest.mark.tier("thorough")
 def test_a_sample_keeps_the_blank_after_its_prompt(train, look, tmp_path, monkeypatch, capsys):
     """A decoder that drops the blank before the first word, at the end of a run and in `sample`."""
     tokenizer = write_llama2(tmp_path / "tokenizer.json")
@@ -109,12 +113,14 @@ def test_the_recipe_moves_the_losses(train, look):
         assert losses[a] == pytest.approx(losses[b], rel=0.02)
 
 
+@pytest.mark.tier("thorough")
 def test_a_place_moves_the_losses(train, look):
     plain = train("plain", {"recipe.name": "bf16"})
     narrow = train("narrow", {"recipe.name": "bf16", "recipe.fprop.x": "mxfp4"})
     assert look(plain).column("loss") != look(narrow).column("loss")
 
 
+@pytest.mark.tier("thorough")
 def test_micro_batches_add_up_to_the_batch(train, look):
     fp32 = {"recipe.name": "fp32", "training.batch_size": 4}
     whole = look(train("whole", fp32 | {"training.micro_batch_size": 4}))
@@ -140,7 +146,7 @@ def test_what_is_shown_and_kept_moves_nothing(train, look):
         assert plain.column(key) == chatty.column(key)
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -184,6 +190,7 @@ def test_the_configuration_it_leaves_makes_the_run_again(train, look, tmp_path):
     assert look(again).trajectory == look(path).trajectory
 
 
+@pytest.mark.tier("thorough")
 def test_it_is_what_python_runs(tiny, tmp_path, look, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = narrowgauge.runs.run(tiny())
@@ -193,6 +200,7 @@ def test_it_is_what_python_runs(tiny, tmp_path, look, monkeypatch):
     assert look(path).status["status"] == "done"
 
 
+@pytest.mark.tier("thorough")
 def test_without_a_terminal_lines_are_plain(train):
     said = io.StringIO()
     train(changes={"log.every": 3}, said=said)
@@ -248,6 +256,7 @@ def test_a_token_file_cut_short_is_refused(train, tmp_path, monkeypatch, cut):
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_a_changed_corpus_is_refused_and_the_run_stays_usable(train, look, tmp_path):
     source = write_corpus(tmp_path / "text", [150] * 10)
     changes = {"data.source": source, "data.tokenizer": "bpe-300", "model.vocab_size": 300}

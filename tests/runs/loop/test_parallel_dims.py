@@ -239,8 +239,8 @@ def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
 
 @pytest.mark.tier("thorough")
 def test_the_command_says_it_once(narrowgauge, line, tmp_path):
-    """Before the processes meet, and before the text is looked for."""
-    words = line({"recipe.name": "mxfp8", "parallel.context": 2, "model.kv_heads": 2, "data.source": "gone"})
+    """Before the processes meet."""
+    words = line({"recipe.name": "mxfp8", "parallel.context": 2, "model.kv_heads": 2})
     ranks = [
         narrowgauge.start(
             *words,

@@ -187,7 +187,7 @@ def trained(tiny):
     return config, trainer, corpus
 
 
-@pytest.mark.tier("thorough", keep=2)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("place", ["v", "m", "weight", "master", "grad"])
 def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_path):
     config, trainer, corpus = trained

@@ -148,6 +148,7 @@ def test_a_run_goes_on_with_its_attention_on_a_machine_without_c(train, look, tm
     assert look(path).column("loss") == before
 
 
+@pytest.mark.tier("thorough")
 def test_a_run_says_it_and_a_resumed_one_has_the_same_digits(train, look, tmp_path, monkeypatch):
     found = {}
     for name in ("bf16", "fp32"):

@@ -10,6 +10,7 @@ from narrowgauge.runs.use.export import export_run
 from narrowgauge.runs.use.trained_model import open_run
 
 
+@pytest.mark.tier("thorough")
 def test_a_text_gives_each_layer_the_scale_of_its_largest_input(train, text):
     run = train(changes={"recipe.name": "fp8", "training.steps": 1})
     opened = open_run(run, "cpu")

@@ -95,6 +95,7 @@ def test_only_an_empty_directory_is_filled(train, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_an_imported_model_has_nothing_to_convert(train, tmp_path):
     export_run(train("run", WIDE), "hf", tmp_path / "hf")
     imported = import_model(tmp_path / "hf", tmp_path / "imported")
@@ -103,6 +104,7 @@ def test_an_imported_model_has_nothing_to_convert(train, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_another_recipe_in_the_same_directory_is_refused_with_both_named(train):
     train("run", WIDE | {"recipe.name": "bf16"})
     with pytest.raises(UserError, match=r"recipe\.name = 'bf16', and now it is 'msamp-o2'"):
@@ -132,6 +134,7 @@ def test_state_that_a_rule_has_changed_by_then_is_written_as_it_is_kept_then(tra
             torch.testing.assert_close(moment.read(), a.optimizer.moments(p)[place].read(), rtol=0, atol=0)
 
 
+@pytest.mark.tier("thorough")
 def test_where_state_lies_is_kept_and_what_is_left_out_is_said(narrowgauge, train, tmp_path):
     places = {
         "recipe.name": "bf16",

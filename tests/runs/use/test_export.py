@@ -65,6 +65,7 @@ def test_a_run_under_any_recipe_opens_in_transformers(trained, tmp_path, name):
         assert (theirs(IDS).logits - plain_logits(path)).abs().max() < 1e-5
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("to", ["hf", "llmc"])
 def test_what_goes_out_comes_in(trained, tmp_path, to, text, look):
     changes = {"recipe.name": "msamp-o3", "training.steps": 2, "model.initial_std": 0.02}
@@ -97,7 +98,7 @@ def test_a_gguf_file_comes_in_and_goes_out_as_the_same_file(train, tmp_path, tex
     assert torch.equal(open_run(first, "cpu").model(IDS), open_run(back, "cpu").model(IDS))
 
 
-@pytest.mark.tier("thorough", keep=("msamp-o3",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp32", "msamp-o3", "nvfp4"])
 def test_a_run_starts_from_imported_weights(trained, tiny, tmp_path, text, recipe, look):
     base = trained({"recipe.name": "fp32"})
@@ -187,6 +188,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("to", EXPORT_FORMATS)
 def test_an_export_that_does_not_hold_the_weights_is_not_published(trained, tmp_path, to, monkeypatch):
     """One number of a layer differs, as a faulty writer would leave it."""
@@ -240,6 +242,7 @@ def test_nothing_half_written_has_the_final_name(trained, tmp_path, to, monkeypa
     assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
 
 
+@pytest.mark.tier("thorough")
 def test_nothing_is_overwritten(trained, tmp_path):
     path = trained({"training.steps": 1})
     (tmp_path / "out").mkdir()
@@ -266,6 +269,7 @@ def test_other_numbers_and_names_are_refused(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.tier("thorough")
 def test_a_model_without_a_tokenizer(trained, tmp_path):
     path = trained({"training.steps": 1} | GPT2)
     export_run(path, "llmc", tmp_path / "out")

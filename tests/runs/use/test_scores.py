@@ -37,6 +37,7 @@ def test_the_bytes_of_a_vocabulary_with_marked_spaces():
     assert token_bytes(Tokenizer(library, 5, 1, False)).tolist() == [0, 0, 1, 6, 2]
 
 
+@pytest.mark.tier("thorough")
 def test_bits_per_byte_of_bytes_are_bits_per_token(train, text):
     there = open_run(train(), "cpu")
     val = prepare(text, "bytes").val

@@ -15,7 +15,7 @@ from support.runs import write_text
 STOCHASTIC = {"recipe.name": "mxfp4", "recipe.fprop": {"x": {"cast": "mxfp4", "rounding": "stochastic"}}}
 
 
-@pytest.mark.tier("thorough", keep=("stochastic forward",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("changes", [{}, STOCHASTIC], ids=["fp8", "stochastic forward"])
 def test_the_newest_model_gives_the_recorded_loss(train, look, text, changes):
     path = train(changes=changes | {"training.batch_size": 4, "training.micro_batch_size": 2})
@@ -27,6 +27,7 @@ def test_the_newest_model_gives_the_recorded_loss(train, look, text, changes):
     assert loss == look(path).steps[-1]["val_loss"]
 
 
+@pytest.mark.tier("thorough")
 def test_eval_takes_the_text_of_the_runs_validation(narrowgauge, train, look, tmp_path):
     """A run on several processes may have smaller micro-batches, and its validation as many sequences."""
     changes = {"data.source": write_text(tmp_path / "more", 120), "recipe.name": "fp32"}
@@ -48,6 +49,7 @@ def test_the_loss_is_the_mean_over_tokens(train, text):
     assert all(p.grad is None for p in trained.model.parameters())
 
 
+@pytest.mark.tier("thorough")
 def test_a_recipe_file_may_be_gone(train, tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('name = "mine"\n[fprop]\nx = "mxfp4"\n')
@@ -56,6 +58,7 @@ def test_a_recipe_file_may_be_gone(train, tmp_path):
     assert open_run(path, "cpu").model.blocks[0].down.recipe.casts["fprop.x"].name == "mxfp4"
 
 
+@pytest.mark.tier("thorough")
 def test_a_run_without_a_checkpoint_is_refused(train, tmp_path):
     path = train()
     (path / "checkpoints").rename(tmp_path / "elsewhere")

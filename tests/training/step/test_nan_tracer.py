@@ -178,6 +178,7 @@ def test_a_fault_that_does_not_come_again(begin):
     assert "memory or hardware" in str(NOTHING)
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch.compile imports
 def test_compiled_code_cannot_be_looked_into(tiny):
     changes = {"training.compile": True, "gauges.every": 0}
@@ -186,7 +187,7 @@ def test_compiled_code_cannot_be_looked_into(tiny):
     assert "training.compile" in str(COMPILED)
 
 
-@pytest.mark.tier("thorough", keep=("False-fp8-delayed",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     "name",
     ["fp32", "fp8-delayed", "nvfp4", "msamp-o2", "msamp-o3", "coat", "bf16-sr"],

@@ -95,6 +95,7 @@ def test_a_step_that_comes_out_otherwise_the_second_time(tiny, call, is_seen):
         trainer.train_step(batches)
 
 
+@pytest.mark.tier("thorough")
 def test_a_corrupted_run_ends_without_another_save(monkeypatch, train, look, tmp_path):
     begin = Trainer.begin.__func__
 

@@ -30,7 +30,9 @@ GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2}
 EXPERTS = {"model.experts": 4, "recipe.name": "msamp-o2", "training.recompute": True}
 
 
-@pytest.mark.tier("thorough", keep=2)  # nn/test_experts.py restores experts under each recipe
+@pytest.mark.tier(
+    "thorough", keep=("{'model.name': 'gpt2-debug', 'model.kv_heads': 2}",)
+)  # nn/test_experts.py restores experts under each recipe
 @pytest.mark.parametrize("changes", [PARTS, GPT2, EXPERTS], ids=str)
 def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, changes):
     changes = {"recipe.name": "nvfp4"} | changes

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from narrowgauge.formats import Format
 from narrowgauge.formats.oracle import fl
-from narrowgauge.quantization.stages.stage import Names, Rules, Stage
+from narrowgauge.quantization.stages import Names, Rules, Stage
 
 ALGORITHMS = ("max", "most_recent")
 

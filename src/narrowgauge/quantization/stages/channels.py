@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
-from narrowgauge.quantization.stages.stage import Rules, Stage
+from narrowgauge.quantization.stages import Rules, Stage
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from narrowgauge.formats.oracle import fl
-from narrowgauge.quantization.stages.stage import Names, Rules, Stage
+from narrowgauge.quantization.stages import Names, Rules, Stage
 
 Index = tuple[int, ...]
 ERRORS = ("mae", "mse", "max")

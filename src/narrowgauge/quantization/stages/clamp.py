@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from narrowgauge.quantization.stages.stage import Rules, Transform
+from narrowgauge.quantization.stages import Rules, Transform
 
 if TYPE_CHECKING:
     import numpy as np

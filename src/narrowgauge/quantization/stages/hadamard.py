@@ -22,7 +22,7 @@ from narrowgauge.devices import imagined, is_shape_only
 from narrowgauge.errors import UserError
 from narrowgauge.formats import format
 from narrowgauge.formats.oracle import FP32, round_magnitude, round_scalar
-from narrowgauge.quantization.stages.stage import Rules, Transform
+from narrowgauge.quantization.stages import Rules, Transform
 
 if TYPE_CHECKING:
     import numpy as np

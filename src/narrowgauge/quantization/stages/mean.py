@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from narrowgauge.formats import format
 from narrowgauge.formats.oracle import fl, round_magnitude
-from narrowgauge.quantization.stages.stage import Names, Rules, Transform
+from narrowgauge.quantization.stages import Names, Rules, Transform
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS
-from narrowgauge.quantization.stages.stage import Names, Rules, Stage
+from narrowgauge.quantization.stages import Names, Rules, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

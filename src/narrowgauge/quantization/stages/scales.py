@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from narrowgauge.formats import ROUNDINGS, format
 from narrowgauge.once import compute_all, computed_once
-from narrowgauge.quantization.stages.stage import Names, Rules, Stage
+from narrowgauge.quantization.stages import Names, Rules, Stage
 
 FORMATS = ("none", "fp32", "bf16", "e8m0", "e4m3", "e5m3")
 BYTES = ("e8m0", "e4m3", "e5m3")  # formats of 8 bits

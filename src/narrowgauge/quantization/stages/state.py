@@ -30,7 +30,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from narrowgauge.formats import Format
-from narrowgauge.quantization.stages.stage import Names, Stage
+from narrowgauge.quantization.stages import Names, Stage
 
 if TYPE_CHECKING:
     import torch

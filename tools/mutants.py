@@ -1,6 +1,6 @@
 """Plants the faults of `mutants.toml`, one at a time, and finds the test of the quick tier that sees each.
 
-    python tests/mutants.py [--only TEXT] [--jobs N] [--tier quick|both] [--check]
+    python tools/mutants.py [--only TEXT] [--jobs N] [--tier quick|both] [--check]
 
 Each worker has a copy of the checkout, so the checkout itself stays as it is. The test that found a fault
 last time runs first; where it passes, the folders that the fault names, then all tests. A fault that no test
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
+WRITING = threading.Lock()
 TIERS = {"quick": "not thorough and not nightly", "both": "not nightly"}
 
 
@@ -98,7 +100,7 @@ def copy_to(folder: Path) -> Path:
 
 def first_failure(copy: Path, tests: str, tier: str) -> str:
     """The id of the first test that fails in a copy of the checkout; "" if all pass."""
-    options = ["-q", "-x", "--tb=no", "-rfE", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", TIERS[tier]]
+    options = ["-q", "-x", "--tb=no", "-rfE", "-p", "no:xdist", "-p", "no:support.cost", "-m", TIERS[tier]]
     environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *([tests] if "::" in tests else tests.split())],
@@ -123,18 +125,18 @@ def hunt(mutant: Mutant, copies: "queue.Queue[Path]", tier: str) -> str:
     finally:
         (copy / "src" / "narrowgauge" / mutant.file).write_text(original, encoding="utf-8")
         copies.put(copy)
+    with WRITING:
+        keep(mutant, found)
     print(f"{mutant.file}: {mutant.after!r}: {found or 'SURVIVES'}", flush=True)
     return found
 
 
-def keep(found: dict[Mutant, str]) -> None:
-    """Writes into the table which test found each fault."""
+def keep(mutant: Mutant, found: str) -> None:
+    """Writes into the table which test found a fault."""
     parts = TABLE.read_text(encoding="utf-8").split("[[mutant]]\n")
-    for number, mutant in enumerate(load(), 1):
-        if mutant in found:
-            body = re.sub(r"^found_by = .*\n", "", parts[number], flags=re.MULTILINE).rstrip("\n")
-            end = "\n\n" if number < len(parts) - 1 else "\n"
-            parts[number] = f"{body}\nfound_by = '''{found[mutant]}'''{end}"
+    number = 1 + [(m.file, m.after) for m in load()].index((mutant.file, mutant.after))
+    body = re.sub(r"^found_by = .*\n?", "", parts[number], flags=re.MULTILINE).rstrip("\n")
+    parts[number] = f"{body}\nfound_by = '''{found}'''\n" + "\n" * (number < len(parts) - 1)
     TABLE.write_text("[[mutant]]\n".join(parts), encoding="utf-8")
 
 
@@ -154,7 +156,6 @@ def main() -> int:
         if given.check:
             return sum(not applies(mutant, copies.queue[0] / "src" / "narrowgauge") for mutant in chosen)
         found = dict(zip(chosen, pool.map(lambda m: hunt(m, copies, given.tier), chosen), strict=True))
-    keep(found)
     survivors = sum(not test for test in found.values())
     print(f"{len(found) - survivors} of {len(found)} faults found by the {given.tier} tests")
     return survivors
