@@ -150,12 +150,16 @@ def imports_from_below() -> list[str]:
     return found
 
 
-@pytest.mark.tier("thorough")
+@pytest.fixture(scope="module", autouse=True)
+def _parsed():
+    """All sources, parsed before any test pays for it."""
+    all_imports()
+
+
 def test_a_file_imports_only_what_stands_above_it():
     assert not imports_from_below()
 
 
-@pytest.mark.tier("thorough")
 def test_sub_packages_make_no_circle():
     """No entry of a room, a module or a sub-package, needs itself by way of others."""
     needs: dict[str, set[str]] = {}
@@ -303,7 +307,6 @@ def names_we_define(tree: ast.Module) -> set[str]:
     return names | {n.id for n in stored if isinstance(n, ast.Name)}
 
 
-@pytest.mark.tier("thorough")
 def test_private_names_of_torch_stand_in_one_file():
     ours = set().union(*(names_we_define(tree_of(path)) for path in FILES))
     for path in FILES:
@@ -331,7 +334,6 @@ def test_a_private_name_of_torch_is_found():
 FILE_LINES, FUNCTION_LINES = 500, 80  # the limits that CONTRIBUTING states
 
 
-@pytest.mark.tier("thorough")
 def test_files_and_functions_stay_within_the_limits_that_contributing_states():
     stated = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert f"Files under {FILE_LINES} lines, functions under {FUNCTION_LINES}" in stated

@@ -95,6 +95,7 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path):
     assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
+@pytest.mark.tier("thorough")
 def test_one_text_gives_one_tokenizer_whatever_the_number_of_threads(narrowgauge, tmp_path):
     script = tmp_path / "serial.py"
     script.write_text(
