@@ -307,6 +307,7 @@ def names_we_define(tree: ast.Module) -> set[str]:
     return names | {n.id for n in stored if isinstance(n, ast.Name)}
 
 
+@pytest.mark.tier("thorough")  # walks all sources
 def test_private_names_of_torch_stand_in_one_file():
     ours = set().union(*(names_we_define(tree_of(path)) for path in FILES))
     for path in FILES:

@@ -82,14 +82,14 @@ class QTensor:
         Raises:
             UserError: The dtype has no scales' range: it is not a floating one of 16 bits or more.
         """
-        if dtype not in _DTYPES:
-            raise UserError(f"dtype = {dtype}: it must be one of {', '.join(map(str, _DTYPES))}")
+        if dtype not in (wide := (*_DTYPES, torch.float64)):
+            raise UserError(f"dtype = {dtype}: it must be one of {', '.join(map(str, wide))}")
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
         numbers = self._times_above(self._numbers(scale))
         numbers = numbers if self.mean is None else numbers + self.mean
         if self.channels is not None and self.kept is not None:
             numbers = torch.where(self.channels, self.kept, numbers)
-        most = torch.finfo(dtype).max
+        most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         return numbers if dtype == torch.float32 else numbers.clamp_(-most, most).to(dtype)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -25,7 +25,9 @@ def monotone(tmp_path_factory):
     """Text that is soon memorized, and in the middle of it some that cannot be predicted."""
     folder, rng = tmp_path_factory.mktemp("monotone"), random.Random(0)
     for i in range(24):
-        (folder / f"{i:02}.txt").write_text("steam " * 60)
+        (folder / f"{i:02}.txt").write_text(
+            "steam " * (50 + i)
+        )  # equal files would be on one side of the split
     strange = "".join(rng.choice("QZXJ%&#@0123456789KVBWY") for _ in range(40))
     (folder / "11.txt").write_text("steam " * 30 + strange + " steam" * 20)
     return str(folder)
