@@ -153,8 +153,9 @@ def main() -> int:
         copies: queue.Queue[Path] = queue.Queue()
         for number in range(1 if given.check else given.jobs):
             copies.put(copy_to(Path(folder) / str(number)))
-        if given.check:
-            return sum(not applies(mutant, copies.queue[0] / "src" / "narrowgauge") for mutant in chosen)
+        stale = sum(not applies(mutant, copies.queue[0] / "src" / "narrowgauge") for mutant in chosen)
+        if given.check or stale:
+            return stale
         found = dict(zip(chosen, pool.map(lambda m: hunt(m, copies, given.tier), chosen), strict=True))
     survivors = sum(not test for test in found.values())
     print(f"{len(found) - survivors} of {len(found)} faults found by the {given.tier} tests")
