@@ -122,7 +122,7 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
         raise UserError(
             f"axis {axis} of a tensor of shape {tuple(shape)}: it must lie in [{-ndim}, {ndim - 1}]"
         )
-    if cast.block is None:  # one block, also where there is no element: that of the padding
+    if cast.block is None:  # one block; an empty tensor has one block of padding
         size = [max(n, 1) for n in shape]
         return replace(Blocks.of(size, size), shape=tuple(shape)) if 0 in shape else Blocks.of(size, size)
     axis %= ndim

@@ -22,7 +22,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.runs.loop.run_writer import RunWriter
 from narrowgauge.training.step.trainer import Trainer
 
-MAX_FAILURES = 3  # a full disk that nobody has emptied after three saves is not watched
+MAX_FAILURES = 3  # after three failed saves the disk is unlikely to be emptied
 
 
 class Checkpointer:
