@@ -1,6 +1,6 @@
 """Plants the faults of `mutants.toml`, one at a time, and finds the test of the quick tier that sees each.
 
-    python tools/mutants.py [--only TEXT] [--jobs N] [--tier quick|both] [--check]
+    python tools/mutants.py [--only TEXT] [--jobs N] [--tier quick|both] [--unfound] [--check]
 
 Each worker has a copy of the checkout, so the checkout itself stays as it is. The test that found a fault
 last time runs first; where it passes, the folders that the fault names, then all tests. A fault that no test
@@ -147,8 +147,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults at a time")
     parser.add_argument("--tier", choices=TIERS, default="quick", help="the tests that may find them")
     parser.add_argument("--check", action="store_true", help="only see that each fault applies")
+    parser.add_argument("--unfound", action="store_true", help="only faults that no test is recorded to find")
     given = parser.parse_args()
-    chosen = [m for m in load() if given.only in m.file or given.only in m.after]
+    chosen = [
+        m
+        for m in load()
+        if (given.only in m.file or given.only in m.after) and not (given.unfound and m.found_by)
+    ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         copies: queue.Queue[Path] = queue.Queue()
         for number in range(1 if given.check else given.jobs):

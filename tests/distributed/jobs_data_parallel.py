@@ -147,10 +147,11 @@ def batch(number, rank=None):
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * rank + number))
 
 
-def bits_of_ranks(recipe, wrapper, says_samples=False):
-    """Gradients of each rank alone, all with the same samples and weights, in a loop that sets no step.
+def bits_of_ranks(recipe, wrapper, samples=None):
+    """Gradients of each rank alone in its second pass, all of the same inputs and weights.
 
-    They can differ by their random bits only. Returns whether each gradient is the same on all ranks.
+    The loop sets no step, or `samples` times the rank as the first sample. Gradients can differ by their
+    random bits only. Returns whether each gradient is the same on all ranks.
     """
     model = net(recipe)
     if "ddp" in wrapper:
@@ -158,8 +159,9 @@ def bits_of_ranks(recipe, wrapper, says_samples=False):
         quiet = trained.no_sync
     else:
         trained, quiet = cut(model, ng.fully_shard), nullcontext
-    if says_samples:  # a loop whose ranks pass the same samples gets the same bits
-        ng.set_step(model, 0, 1, 0)
+    trained(batch(0, rank=0)).square().mean().backward()  # DDP sends buffers after the first pass
+    if samples is not None:
+        ng.set_step(model, 0, 1, samples * dist.get_rank())
     seen = {}
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):

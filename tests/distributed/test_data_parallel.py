@@ -32,16 +32,17 @@ def test_replicas_stay_equal_whatever_a_loop_does(ranks, name):
 
 @pytest.mark.tier("thorough", keep=("ddp", "unprepared ddp"))
 @pytest.mark.parametrize("wrapper", ["ddp", "unprepared ddp", "fsdp"])
-def test_ranks_draw_bits_of_their_own_in_a_loop_that_says_no_step(ranks, wrapper):
+def test_ranks_draw_bits_of_their_own(ranks, wrapper):
     """The last layer's output gradient is the same everywhere, and so are weights: only bits are left."""
-    for found in ranks(2, "jobs_data_parallel.bits_of_ranks", recipe="quartet", wrapper=wrapper):
-        assert not found["1.3.wgrad.dy"], "the ranks drew the same bits for an output gradient"
-        assert not found["1.3.wgrad.x"], "the ranks drew the same bits for an input"
-        assert found["1.3.fprop.x"], "signs of a transform are the same on all ranks"
-        assert all(same for place, same in found.items() if place.endswith(".w"))
-    for found in ranks(
-        2, "jobs_data_parallel.bits_of_ranks", recipe="quartet", wrapper=wrapper, says_samples=True
-    ):
+    for samples in (None, 8):
+        for found in ranks(
+            2, "jobs_data_parallel.bits_of_ranks", recipe="quartet", wrapper=wrapper, samples=samples
+        ):
+            assert not found["1.3.wgrad.dy"], "the ranks drew the same bits for an output gradient"
+            assert not found["1.3.wgrad.x"], "the ranks drew the same bits for an input"
+            assert found["1.3.fprop.x"], "signs of a transform are the same on all ranks"
+            assert all(same for place, same in found.items() if place.endswith(".w"))
+    for found in ranks(2, "jobs_data_parallel.bits_of_ranks", recipe="quartet", wrapper=wrapper, samples=0):
         assert all(found.values()), "a loop that says which samples a pass has decides the bits"
 
 

@@ -85,7 +85,7 @@ def test_a_comparison_here_judges_functions_and_shipped_recipes(tiny, tmp_path):
         ["bf16", {"name": "ours", "fprop": "coarse"}],
         2,
         tmp_path / "c",
-        gate=1.0,
+        gate=3.0,  # nats: two seeds have wide intervals
         here=True,
         quiet=True,
         **tiny,

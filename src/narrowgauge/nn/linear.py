@@ -126,7 +126,7 @@ class Linear(Stepped, SeesFSDP, Fusable):
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
         self.register_buffer("keys", None, persistent=False)
-        self.register_buffer("first_sample", None, persistent=False)
+        self.first_sample = None  # no buffer: DDP would give each process those of process 0
         self.set_weights(weight, bias)
         count_steps(self)
 
@@ -358,6 +358,8 @@ class Linear(Stepped, SeesFSDP, Fusable):
             super()._apply(fn, recurse)
         for history in blank:
             history.reset(self._device())
+        if self.first_sample is not None:
+            self.first_sample = fn(self.first_sample)
         if is_blank:
             self._set_keys(0, 0, 0)
             self._use_own_samples()
