@@ -1,6 +1,6 @@
 """Plants the faults of `mutants.toml`, one at a time, and finds the test of the quick tier that sees each.
 
-    python tools/mutants.py [--only TEXT] [--jobs N] [--tier quick|both] [--unfound] [--check]
+    python tools/mutants.py [--only TEXT] [--jobs N] [--tier quick|both] [--near] [--unfound] [--check]
 
 Each worker has a copy of the checkout, so the checkout itself stays as it is. The test that found a fault
 last time runs first; where it passes, the folders that the fault names, then all tests. A fault that no test
@@ -59,11 +59,13 @@ class Mutant:
         path.write_text(text.replace(self.before, self.after), encoding="utf-8")
         return text
 
-    def searches(self) -> Iterator[str]:
-        """The tests to run, nearest first."""
+    def searches(self, is_near: bool) -> Iterator[str]:
+        """The tests to run, nearest first; with `is_near`, all others are left out."""
         if self.found_by:
             yield self.found_by
-        yield from [self.near or f"tests/{self.file.partition('/')[0]}", "tests"]
+        yield self.near or f"tests/{self.file.partition('/')[0]}"
+        if not is_near:
+            yield "tests"
 
 
 def applies(mutant: Mutant, package: Path) -> bool:
@@ -116,12 +118,12 @@ def first_failure(copy: Path, tests: str, tier: str) -> str:
     return found[1] if found else f"exit code {done.returncode}"
 
 
-def hunt(mutant: Mutant, copies: "queue.Queue[Path]", tier: str) -> str:
+def hunt(mutant: Mutant, copies: "queue.Queue[Path]", tier: str, is_near: bool) -> str:
     """The test that finds a fault; "" if none does."""
     copy = copies.get()
     original = mutant.plant(copy / "src" / "narrowgauge")
     try:
-        found = next(filter(None, (first_failure(copy, t, tier) for t in mutant.searches())), "")
+        found = next(filter(None, (first_failure(copy, t, tier) for t in mutant.searches(is_near))), "")
     finally:
         (copy / "src" / "narrowgauge" / mutant.file).write_text(original, encoding="utf-8")
         copies.put(copy)
@@ -147,6 +149,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults at a time")
     parser.add_argument("--tier", choices=TIERS, default="quick", help="the tests that may find them")
     parser.add_argument("--check", action="store_true", help="only see that each fault applies")
+    parser.add_argument("--near", action="store_true", help="leave out the tests that a fault does not name")
     parser.add_argument("--unfound", action="store_true", help="only faults that no test is recorded to find")
     given = parser.parse_args()
     chosen = [
@@ -161,7 +164,8 @@ def main() -> int:
         stale = sum(not applies(mutant, copies.queue[0] / "src" / "narrowgauge") for mutant in chosen)
         if given.check or stale:
             return stale
-        found = dict(zip(chosen, pool.map(lambda m: hunt(m, copies, given.tier), chosen), strict=True))
+        tests = pool.map(lambda m: hunt(m, copies, given.tier, given.near), chosen)
+        found = dict(zip(chosen, tests, strict=True))
     survivors = sum(not test for test in found.values())
     print(f"{len(found) - survivors} of {len(found)} faults found by the {given.tier} tests")
     return survivors
