@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ sequence_length = 1024
 [training]
 steps = {steps}
 batch_size = 64
-seed = 1
+seed = {seed}
 compile = false
 [optimizer]
 name = "adamw"
@@ -53,37 +55,74 @@ class MakeRun:
         steps: int = 200,
         worse: float = 0.0,
         status: str = "done",
+        reason: str | None = None,
         sample: str = "Once upon a time there was a number.",
         mfu: float | None = None,
+        seed: int = 1,
     ) -> Path:
         run = self.root / name
         run.mkdir(parents=True)
         every = max(1, steps // 10)
-        (run / "config.toml").write_text(CONFIG.format(steps=steps, recipe=recipe, every=every))
-        reason = "" if status == "done" else "signal 15"
-        (run / "status.json").write_text(json.dumps({"status": status, "reason": reason}))
+        (run / "config.toml").write_text(CONFIG.format(steps=steps, recipe=recipe, every=every, seed=seed))
+        self.ends(run, status, reason or ("" if status == "done" else "signal 15"))
         lines = [self.start(recipe, backend), {"step": 0, "val_loss": 10.9}]
         lines += self.steps(steps, every, worse, mfu)
         lines.append({"event": "done", "step": steps, "prompt": "Once", "sample": sample})
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.write(run, lines)
         return run
 
-    def plan(self, folder: Path, *names: str, steps: int = 200) -> None:
+    @staticmethod
+    def write(run: Path, lines: Iterable[dict[str, Any]], name: str = "metrics.jsonl") -> None:
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    @staticmethod
+    def records(run: Path) -> list[dict[str, Any]]:
+        """All lines of the metrics of a run."""
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    def seeds(self, recipe: str, losses: Iterable[float], first: int = 0, **how: Any) -> list[Path]:
+        """A run of 20 steps for each seed, whose last validation loss is given."""
+        runs = []
+        for seed, loss in enumerate(losses, first):
+            folder = f"{recipe}-seed-{seed}" if seed else recipe
+            runs.append(self(folder, recipe=recipe.rpartition("/")[2], steps=20, seed=seed, **how))
+            self.last_validation(runs[-1], val_loss=loss)
+        return runs
+
+    def edit(self, run: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+        """Change keys of each record; None drops it."""
+        lines = [(line, change(line)) for line in self.records(run)]
+        self.write(run, [line | keys for line, keys in lines if keys is not None])
+
+    def last_validation(self, run: Path, **keys: Any) -> None:
+        last = max(line["step"] for line in self.records(run) if "val_loss" in line)
+        self.edit(run, lambda line: keys if line["step"] == last and "val_loss" in line else {})
+
+    def set(self, run: Path, old: str, new: str) -> None:
+        """Replace a text of the configuration."""
+        text = (run / "config.toml").read_text()
+        assert old in text
+        (run / "config.toml").write_text(text.replace(old, new))
+
+    def ends(self, run: Path, status: str, reason: str = "") -> None:
+        (run / "status.json").write_text(json.dumps({"status": status, "reason": reason}))
+
+    def works(self, run: Path, is_alive: bool = True) -> None:
+        """The run is recorded as at work: this process holds it, or one that has ended."""
+        self.ends(run, "running")
+        process = os.getpid() if is_alive else 2**22 + 1
+        (run / ".lock").write_text(f"process {process} on host {os.uname().nodename}\n")
+
+    def plan(self, folder: Path, *names: str, steps: int = 200, rows: str = "") -> None:
         """comparison.json as `compare` writes it; the first run is the reference."""
+        arms = [name.partition("-seed")[0] for name in names]
         runs = [
-            {
-                "name": name,
-                "arm": name.partition("-seed")[0],
-                "seed": 1,
-                "rung": 1,
-                "steps": steps,
-                "tokens": 9,
-            }
-            for name in names
+            {"name": name, "arm": arm, "seed": 1, "rung": 1, "steps": steps, "tokens": 9}
+            for name, arm in zip(names, arms, strict=True)
         ]
-        arms = list(dict.fromkeys(run["arm"] for run in runs))
-        rest = {"command": "narrowgauge compare", "seeds": [1], "parameters": 9, "rows": ""}
-        text = json.dumps({"reference": arms[0], "family": arms[1:], "runs": runs, **rest})
+        family = list(dict.fromkeys(arms))
+        rest = {"command": "narrowgauge compare", "seeds": [1], "parameters": 9, "rows": rows}
+        text = json.dumps({"reference": family[0], "family": family[1:], "runs": runs, **rest})
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "comparison.json").write_text(text)
 

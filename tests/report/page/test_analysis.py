@@ -1,4 +1,4 @@
-"""The probe and the costs of a run on its page."""
+"""What a run measured of itself: probe and costs, memory, layers of the first step, times of a step."""
 
 import json
 import math
@@ -7,22 +7,10 @@ import pytest
 
 from narrowgauge.laboratory.probe import _cell as cli_cell
 from narrowgauge.report import read_run, render_report
+from narrowgauge.report.page.audit import audit
+from narrowgauge.report.page.memory import memory
+from narrowgauge.report.page.step_time import step_time
 from narrowgauge.t_interval import Interval
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run directory without a step, and a function that leaves JSON in it."""
-    (tmp_path / "config.toml").write_text('[recipe]\nname = "bf16"\n')
-
-    def page(**files):
-        for name, value in files.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            (tmp_path / f"{name}.json").write_text(text)
-        return render_report([read_run(tmp_path)])
-
-    return page
-
 
 PROBE = {
     "step": 60,
@@ -33,63 +21,123 @@ PROBE = {
         }
     },
 }
+LAYERS = [
+    {"layer": layer, "place": place, "cost": cost, "unit": "nats" if place == "fprop.x" else "share"}
+    for layer, place, cost in (
+        ("head", "fprop.x", 0.027),
+        ("head", "dgrad.dy", 0.4),
+        ("blocks.0.down", "fprop.x", -1e-6),
+        ("blocks.0.down", "dgrad.dy", 3e-7),
+        ("blocks.1.down", "fprop.x", 1e-3),
+    )
+]
 COSTS = {
     "step": 60,
     "to": "mxfp4",
-    "layers": [
-        {"layer": "head", "place": "fprop.x", "cost": 0.027, "unit": "nats"},
-        {"layer": "head", "place": "dgrad.dy", "cost": 0.4, "unit": "share"},
-        {"layer": "blocks.0.down", "place": "fprop.x", "cost": -1e-6, "unit": "nats"},
-        {"layer": "blocks.0.down", "place": "dgrad.dy", "cost": 3e-7, "unit": "share"},
-        {"layer": "blocks.1.down", "place": "fprop.x", "cost": 1e-3, "unit": "nats"},
-    ],
+    "layers": LAYERS,
     "worst": ["head.fprop.x"],
     "worst_backward": ["head.dgrad.dy"],
 }
+TITLE = "Which number hurts?"
 
 
-def test_both_are_shown(run):
-    html = run(probe=PROBE, sensitivity=COSTS)
-    assert "Which number hurts?" in html
-    assert "mxfp4&lt;" in html
-    assert "0.00400 &#177; 0.00100" in html
-    assert '<td class="number cost-6">2.7e-02*</td>' in html
-    assert '<td class="number cost-6">4.0e-01*</td>' in html  # the darkest of its unit
-    assert '<td class="number cost-0">3.0e-07</td>' in html
-    assert '<td class="number cost-0">-1.0e-06</td>' in html
-    assert "Worst forward: head.fprop.x. Worst backward: head.dgrad.dy." in html
-    forked = [line | {"unit": "nats"} for line in COSTS["layers"]]
-    html = run(sensitivity=COSTS | {"layers": forked, "forks": "nats at the end of 20 steps"})
+@pytest.fixture
+def page(tmp_path):
+    """A function that leaves JSON in a run directory without a step, and renders its page."""
+    (tmp_path / "config.toml").write_text('[recipe]\nname = "bf16"\n')
+
+    def render(**files):
+        for name, value in files.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            (tmp_path / f"{name}.json").write_text(text)
+        return render_report([read_run(tmp_path)])
+
+    return render
+
+
+def test_probe_and_costs_are_shown(page):
+    html = page(probe=PROBE, sensitivity=COSTS)
+    for words in (
+        TITLE,
+        "mxfp4&lt;",
+        "0.00400 &#177; 0.00100",
+        '<td class="number cost-6">2.7e-02*</td>',
+        '<td class="number cost-6">4.0e-01*</td>',  # the darkest of its unit
+        '<td class="number cost-0">3.0e-07</td>',
+        '<td class="number cost-0">-1.0e-06</td>',
+        "Worst forward: head.fprop.x. Worst backward: head.dgrad.dy.",
+    ):
+        assert words in html
+    forked = [line | {"unit": "nats"} for line in LAYERS]
+    html = page(sensitivity=COSTS | {"layers": forked, "forks": "nats at the end of 20 steps"})
     assert "after step 60: nats at the end of 20 steps. Worst" in html
     assert '<td class="number cost-6">2.7e-02*</td>' not in html, "0.4 nats of dgrad.dy are the darkest"
 
 
-def test_costs_without_a_unit_are_those_of_another_definition(run):
-    lines = [{key: value for key, value in line.items() if key != "unit"} for line in COSTS["layers"]]
-    assert "Which number hurts?" not in run(sensitivity=COSTS | {"layers": lines})
-
-
-def test_what_is_not_finite_is_not_shown_as_if_it_had_not_been_measured(run):
-    none = {"mean": None, "low": None, "high": None}
-    one = {"mean": 1.0, "low": 1.0, "high": 1.0}
+def test_what_is_not_finite_is_not_shown_as_if_it_had_not_been_measured(page):
+    none, one = (dict.fromkeys(("mean", "low", "high"), value) for value in (None, 1.0))
     lost = dict.fromkeys(("loss_increase", "gradient_cosine", "effective_bits"), none)
     exact = {"loss_increase": one, "gradient_cosine": one, "effective_bits": none, "noise_ratio": none}
-    cells = run(probe={"step": 1, "recipes": {"lost": lost}}).partition('scope="row">lost')[2]
-    assert cells.partition("</tr>")[0].count("not finite") == 3
-    cells = run(probe={"step": 1, "recipes": {"exact": exact}}).partition('scope="row">exact')[2]
-    assert "not finite" not in cells.partition("</tr>")[0]
-    assert ">exact</td>" in cells
-    assert ">no noise</td>" in cells
+    html = page(probe={"step": 1, "recipes": {"lost": lost, "exact": exact}})
+    cells = {n: html.partition(f'scope="row">{n}')[2].partition("</tr>")[0] for n in ("lost", "exact")}
+    assert [cells[name].count("not finite") for name in cells] == [3, 0]
+    assert ">exact</td>" in cells["exact"]
+    assert ">no noise</td>" in cells["exact"]
     assert cli_cell(Interval(math.inf, math.nan, math.nan), ".4f", "") == "not finite"
 
 
-def test_nothing_is_shown_of_what_is_not_there_or_damaged(run):
-    assert "Which number hurts?" not in run()
-    for broken in (
-        "",
-        "[]",
-        '{"recipes": 3, "layers": {}}',
-        '{"recipes": {}, "layers": [{"cost": "x"}]}',
-        "[" * 9999,
-    ):
-        assert "Which number hurts?" not in run(probe=broken, sensitivity=broken)
+def test_nothing_is_shown_of_what_is_not_there_or_damaged_or_of_another_definition(page):
+    assert TITLE not in page()
+    for broken in ("", "[]", '{"recipes": 3, "layers": {}}', '{"layers": [{"cost": "x"}]}', "[" * 9999):
+        assert TITLE not in page(probe=broken, sensitivity=broken)
+    unitless = [{key: value for key, value in line.items() if key != "unit"} for line in LAYERS]
+    assert TITLE not in page(sensitivity=COSTS | {"layers": unitless})
+
+
+MEMORY = {"step": 1, "bytes": {"weights": 3 * 2**20, "m": 2**20}, "host_bytes": {}, "peak": 2**22}
+AUDIT = [
+    {"layer": "a", "cast": "e4m3 x e4m3", "calls": 2, "gradient": True, "note": ""},
+    {"layer": "b<", "cast": None, "calls": None, "gradient": None, "note": "not converted: <why>"},
+    "odd",
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "event", "words"),
+    [
+        (
+            memory,
+            {"event": "memory", **MEMORY, "parameters": 2**18, "expected": {"peak": 2**23}},
+            (
+                'style="width:37.500%"',
+                'data-text="fp8, weights: 3.0 MiB, 12.00 bytes a parameter"',
+                'class="mark" style="left:100.000%"',
+            ),
+        ),
+        (
+            audit,
+            {"event": "audit", "step": 1, "layers": AUDIT},
+            (
+                "The linear layers in the first step: 2, 1 with a note",
+                "<code>b&lt;</code>",  # the unusual first
+                "<td>-</td><td>-</td><td>-</td><td>not converted: &lt;why&gt;</td>",
+                "<code>a</code>",
+                "<td>e4m3 x e4m3</td><td>2</td><td>yes</td><td></td>",
+            ),
+        ),
+        (
+            step_time,
+            {"event": "step time", "step": 5, "ms": {"gemm": 30.0, "idle": 10}, "floor_ms": {"gemm": 20}},
+            ('style="width:75.000%"', "fp8, floor, gemm: 20 ms"),
+        ),
+    ],
+    ids=["memory", "audit", "step time"],
+)
+def test_a_section_is_drawn_to_scale_or_left_out(make_run, section, event, words):
+    path = make_run()
+    assert section([read_run(path)]) == ""
+    make_run.append(path, json.dumps(event) + "\n")
+    html = section([read_run(path)])
+    places = [html.index(word) for word in words]
+    assert places == sorted(places) or section is memory
+    assert html in render_report([read_run(path)])

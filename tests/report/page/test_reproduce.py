@@ -42,24 +42,25 @@ def test_a_recipe_of_ones_own_is_written_as_the_run_began_with_it(make_run):
     assert "test -f reproduced/mine.recipe.toml || { echo 'copy recipe.toml of the run mine" in text
 
 
-def test_a_shipped_recipe_is_named(make_run):
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (
+            '{"event": "branch", "step": 3, "reason": "from runs/a\\nrm -rf /"}',
+            "# fp8 did not start from scratch (from runs/a rm -rf /), and this does.",
+        ),
+        (
+            '{"event": "resume", "step": 3, "processes": 4}',
+            "torchrun --standalone --nproc-per-node 4 -m narrowgauge train",
+        ),
+    ],
+)
+def test_a_run_that_began_otherwise_says_so(make_run, event, words):
     run = make_run("fp8")
     (run / "recipe.toml").write_text('name = "fp8"\n')
-    assert "recipe.toml" not in script([read_run(run)])
-
-
-def test_a_branch_says_that_it_did_not_start_from_scratch(make_run):
-    run = make_run("branch")
-    make_run.append(run, '{"event": "branch", "step": 3, "reason": "from runs/a\\nrm -rf /"}\n')
-    assert "# branch did not start from scratch (from runs/a rm -rf /), and this does." in script(
-        [read_run(run)]
-    )
-
-
-def test_several_processes_train_it_again(make_run):
-    run = make_run("wide")
-    make_run.append(run, '{"event": "resume", "step": 3, "processes": 4}\n')
-    assert "torchrun --standalone --nproc-per-node 4 -m narrowgauge train" in script([read_run(run)])
+    make_run.append(run, event + "\n")
+    assert words in script([read_run(run)])
+    assert "recipe.toml" not in script([read_run(run)]), "a shipped recipe is named"
 
 
 def test_names_are_quoted_for_the_shell(make_run):
@@ -68,12 +69,8 @@ def test_names_are_quoted_for_the_shell(make_run):
     assert subprocess.run(["sh", "-n"], input=text, text=True, capture_output=True, check=True).stderr == ""
     commands = [line for line in text.splitlines() if "touch" in line and not line.startswith("#")]
     assert all("'reproduced/a;touch x,$(touch y) '\"'\"'q'\"'\"" in line for line in commands)
-
-
-def test_a_run_without_a_configuration_has_no_script(make_run):
-    run = make_run("bare")
     (run / "config.toml").unlink()
-    assert reproduce([read_run(run)]) == ""
+    assert reproduce([read_run(run)]) == "", "without a configuration there is no script"
     assert scripts(render_report([read_run(run)])) == []
 
 

@@ -8,24 +8,19 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.report import Validation, read_run, read_runs
+from narrowgauge.report.read.records import as_float, read_metrics
 
 
 def test_a_whole_run_reads_back_as_it_was_written(make_run):
     run = read_run(make_run("fp8", steps=200, mfu=0.4))
-    written = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in written if "loss" in line]
-    assert run.name == "fp8"
-    assert run.status == "done"
-    assert run.recipe == "fp8"
-    assert run.backend == "emulated"
+    steps = [line for line in make_run.records(run.path) if "loss" in line]
+    assert (run.name, run.status, run.recipe, run.backend) == ("fp8", "done", "fp8", "emulated")
     assert [step.loss for step in run.steps] == [line["loss"] for line in steps]
     assert run.final_train_loss == pytest.approx(sum(line["loss"] for line in steps[-10:]) / 10)
     assert run.validation[0] == Validation(0, 0, 10.9)
     assert run.final_val_loss == steps[-1]["val_loss"]
-    assert run.peak_memory_bytes == 3_000_000_200
-    assert run.tokens == 200 * 65_536
+    assert (run.peak_memory_bytes, run.tokens, run.mfu) == (3_000_000_200, 200 * 65_536, 0.4)
     assert 3000 < run.tokens_per_s < 3200, "the slow first steps do not count"
-    assert run.mfu == 0.4
     assert run.peak_source.startswith("989 TFLOP/s")
     assert run.steps[-1].seconds == pytest.approx(sum(line["step_ms"] for line in steps) / 1000)
     assert run.samples == [("Once", "Once upon a time there was a number.")]
@@ -33,30 +28,37 @@ def test_a_whole_run_reads_back_as_it_was_written(make_run):
     assert run.config["optimizer"]["betas"] == [0.9, 0.95]
 
 
-@pytest.mark.parametrize("cut", [1, 7, 40])
-def test_a_torn_last_line_is_left_out_and_counted(make_run, cut):
-    path = make_run(steps=20)
-    whole = read_run(path)
-    make_run.append(path, json.dumps({"step": 21, "loss": 3.0, "tokens": 21 * 65_536, "lr": 1e-4})[:cut])
-    torn = read_run(path)
-    assert torn.steps == whole.steps
-    assert torn.validation == whole.validation
-    assert torn.ignored_lines == 1
+def test_a_file_cut_anywhere_keeps_every_whole_line_before_the_cut(tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 8)]
+    path, text = tmp_path / "metrics.jsonl", "\n".join(lines)
+    for cut in range(len(text) + 1):
+        path.write_text(text[:cut])
+        records, _, ignored = read_metrics(path)
+        whole = [line for line in text[:cut].split("\n") if line in lines]
+        assert list(records.values()) == [json.loads(line) for line in whole]
+        assert ignored == (text[:cut].split("\n")[-1] not in ("", *lines))
 
 
 @pytest.mark.parametrize(
-    "line", ["[1, 2]", "7", '{"loss": 1}', '{"step": "x", "loss": 1}', "\x00\x00", '{"a']
+    "line",
+    [
+        "[1, 2]",
+        "7",
+        '{"loss": 1}',
+        '{"step": "x", "loss": 1}',
+        "\x00\x00",
+        '{"a',
+        pytest.param("[" * 9999, id="deep"),
+    ],
 )
 def test_lines_that_are_no_record_do_no_harm(make_run, line):
     path = make_run(steps=20)
     make_run.append(path, line + "\n" + json.dumps({"step": 21, "loss": 2.5}) + "\n")
     run = read_run(path)
-    assert run.ignored_lines == 1
-    assert run.steps[-1].step == 21
-    assert run.steps[-1].loss == 2.5
+    assert (run.ignored_lines, run.steps[-1].step, run.steps[-1].loss) == (1, 21, 2.5)
 
 
-def test_the_last_record_of_a_step_wins_and_steps_are_in_order(make_run):
+def test_the_last_record_of_a_step_wins_key_by_key_and_steps_are_in_order(make_run):
     path = make_run(steps=20)
     make_run.append(
         path, '{"event": "resume", "step": 17}\n{"step": 18, "loss": 1.25}\n{"step": 19, "loss": 1.5}\n'
@@ -64,13 +66,25 @@ def test_the_last_record_of_a_step_wins_and_steps_are_in_order(make_run):
     run = read_run(path)
     assert [step.step for step in run.steps] == list(range(1, 21))
     assert [step.loss for step in run.steps[17:19]] == [1.25, 1.5]
+    lines = ({"step": 2, "loss": 3, "val_loss": 4}, {"step": 1, "loss": 9}, {"step": 2, "loss": 2})
+    make_run.write(path, lines)
+    records, events, ignored = read_metrics(path / "metrics.jsonl")
+    assert list(records.items()) == [(1, lines[1]), (2, {"step": 2, "loss": 2, "val_loss": 4})]
+    assert (events, ignored) == ([], 0)
 
 
-def test_sparse_records_count_their_time_for_every_step_they_stand_for(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 10, "loss": 3, "step_ms": 100}\n{"step": 20, "loss": 2, "step_ms": 200}\n'
-    )
+def test_words_and_truths_are_no_numbers():
+    assert all(math.isnan(as_float(value)) for value in ("3", None, True, [1]))
+    assert as_float(3) == 3.0
+
+
+def test_records_that_lack_keys_take_them_from_others(tmp_path, make_run):
+    """Sparse records count their time for each step they stand for; a validation alone takes the tokens."""
+    make_run.write(tmp_path, [{"step": 10 * i, "loss": 3, "step_ms": 100 * i} for i in (1, 2)])
     assert [step.seconds for step in read_run(tmp_path).steps] == pytest.approx([1.0, 3.0])
+    lines = ({"step": 0, "val_loss": 9}, {"step": 4, "loss": 3, "tokens": 400}, {"step": 5, "val_loss": 2})
+    make_run.write(tmp_path, lines)
+    assert read_run(tmp_path).validation == [Validation(0, 0, 9.0), Validation(5, 400, 2.0)]
 
 
 @pytest.mark.parametrize("loss", ["NaN", "null", "Infinity"])
@@ -81,13 +95,6 @@ def test_a_loss_that_is_not_finite_stays_visible(make_run, loss):
     assert len(run.steps) == 21
     assert not math.isfinite(run.final_train_loss)
     assert not math.isfinite(run.final_val_loss)
-
-
-def test_a_validation_that_stands_alone_takes_the_tokens_of_the_step_before(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "val_loss": 9}\n{"step": 4, "loss": 3, "tokens": 400}\n{"step": 5, "val_loss": 2}\n'
-    )
-    assert read_run(tmp_path).validation == [Validation(0, 0, 9.0), Validation(5, 400, 2.0)]
 
 
 def test_a_run_that_has_only_a_configuration_is_young_not_broken(make_run):
@@ -101,35 +108,29 @@ def test_a_run_that_has_only_a_configuration_is_young_not_broken(make_run):
     assert run.recipe == "fp8", "from the configuration"
 
 
-def test_what_is_no_run_is_refused_with_the_way_out(tmp_path):
+def test_what_is_no_run_is_refused_with_the_way_out(make_run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    for name, found in [
+    for name, found in (
         ("empty", "holds neither"),
         ("file", "not a directory"),
         ("absent", "not a directory"),
-    ]:
+    ):
         with pytest.raises(
             UserError, match=rf"{name}' is not a run: .*config.toml.*{found}.*give the directory"
         ):
             read_run(tmp_path / name)
-
-
-def test_a_broken_configuration_is_named(make_run):
     path = make_run()
     (path / "config.toml").write_text("steps = = 3")
     with pytest.raises(UserError, match=r"config.toml' is not valid TOML \(.*line 1"):
         read_run(path)
-
-
-def test_equal_names_are_told_apart_by_their_parents(make_run):
-    paths = [make_run("a/fp8"), make_run("b/fp8"), make_run("bf16")]
-    assert [run.name for run in read_runs(paths)] == ["a/fp8", "b/fp8", "bf16"]
-    assert len(read_runs([paths[0], paths[0] / ".." / "fp8"])) == 1, "the same run twice is one run"
     with pytest.raises(UserError, match="at least one run"):
         read_runs([])
 
 
-def test_a_relative_path_has_a_name(make_run, monkeypatch):
-    monkeypatch.chdir(make_run("here"))
-    assert read_run(Path(".")).name == "here"
+def test_equal_names_are_told_apart_by_their_parents(make_run, monkeypatch):
+    paths = [make_run("a/fp8"), make_run("b/fp8"), make_run("bf16")]
+    assert [run.name for run in read_runs(paths)] == ["a/fp8", "b/fp8", "bf16"]
+    assert len(read_runs([paths[0], paths[0] / ".." / "fp8"])) == 1, "the same run twice is one run"
+    monkeypatch.chdir(paths[2])
+    assert read_run(Path(".")).name == "bf16"

@@ -11,6 +11,9 @@ from narrowgauge.report.verdict.critical import critical_value
 from narrowgauge.report.verdict.rule import MARGIN, Judgement, Spread, judge, pooled_spread
 from narrowgauge.t_interval import t_quantile
 
+# two-sided 5 % points, by (arms, degrees of freedom)
+DUNNETT = {(2, 5): 3.03, (2, 10): 2.57, (5, 20): 2.73, (9, 30): 2.86, (3, 60): 2.41, (1, 4): 2.78}
+
 
 def by_seed(gaps):
     """Gaps by seed, from a list."""
@@ -36,12 +39,9 @@ def test_one_arm_is_students_interval():
     assert found.mean == pytest.approx(0.2125)
 
 
-@pytest.mark.parametrize(
-    ("arms", "degrees", "value"),
-    [(2, 5, 3.03), (2, 10, 2.57), (5, 20, 2.73), (9, 30, 2.86), (3, 60, 2.41), (1, 4, 2.78)],
-)
-def test_critical_values_are_those_of_dunnetts_table(arms, degrees, value):
-    assert critical_value(arms, degrees) == pytest.approx(value, abs=0.006)
+def test_critical_values_are_those_of_dunnetts_table():
+    found = {key: critical_value(*key) for key in DUNNETT}
+    assert found == pytest.approx(DUNNETT, abs=0.006)
 
 
 def test_two_seeds_that_agree_by_luck_prove_nothing():
@@ -85,49 +85,35 @@ def test_the_power_is_that_of_the_rule(seeds, arms, known):
     assert 0.7 < np.mean(equal) < 0.9
 
 
-def test_a_plan_with_more_arms_asks_for_more_seeds():
-    assert seeds_for_equality(Plan(5, 0.4)) == 24
-    assert seeds_for_equality(Plan(5, 0.4, arms=7)) == 37
-    one, seven = (power_text(5, arms, 3_276_800, 851_968, {}) for arms in (1, 7))
+def test_a_plan_is_told_in_words_and_more_arms_ask_for_more_seeds():
+    assert [seeds_for_equality(Plan(5, 0.4, arms)) for arms in (1, 7)] == [24, 37]
+    one, seven, alone, calm = (
+        power_text(5, 1, 3_276_800, 851_968, {}),
+        power_text(5, 7, 204_800, 327_680, {}),
+        power_text(1, 1, 100 * 327_680, 327_680, {}, is_calm=True),
+        power_text(5, 7, 204_800, 327_680, {}, is_calm=True),
+    )
     assert one.startswith("3.8 tokens per parameter. 5 seeds detect a gap of 0.85 % in 8 of 10 cases. To")
     assert "in 8 of 10 cases, for all 7 variants at once. To prove two recipes equal takes" in seven
-
-    def equal(text):
-        return int(text.partition(" seeds within 0.25 %")[0].split()[-1])
-
-    assert equal(seven) > equal(one)
-
-
-def test_one_seed_is_told_what_to_do():
-    text = power_text(1, 1, 100 * 327_680, 327_680, {}, is_calm=True)
-    assert text.startswith("100 tokens per parameter. One seed")
-    assert "One seed proves no gap; --seeds 3 detects a gap of " in text
-    assert "To prove two recipes equal takes 4 seeds within 0.25 %, 15 within 0.1 %. Assumed: " in text
-
-
-def test_a_plan_whose_warm_up_is_calm_sees_smaller_gaps():
-    calm, wild = (power_text(5, 7, 204_800, 327_680, {}, is_calm) for is_calm in (True, False))
-    assert "5 seeds detect a gap of" in calm
+    assert "deviate by 0.9 % between seeds (known of such lengths)" in seven
     assert "deviate by 0.12 % between seeds (without spikes in the warm-up: 0.079 .. 0.27 %, 3 seeds)" in calm
-    assert "deviate by 0.9 % between seeds (known of such lengths)" in wild
+    assert alone.startswith("100 tokens per parameter. One seed")
+    assert "One seed proves no gap; --seeds 3 detects a gap of " in alone
+    assert "To prove two recipes equal takes 4 seeds within 0.25 %, 15 within 0.1 %. Assumed: " in alone
 
 
 def test_seeds_and_arms_are_pooled_and_a_control_counts_for_the_noise_alone():
-    gaps = {arm: by_seed(values) for arm, values in zip("abc", experiments(3, 5, 0.5)[0], strict=True)}
-    found = judge({**gaps}, ["a", "b"])
-    assert found["a"].spread == found["c"].spread
-    assert found["a"].spread.degrees == 12
+    """The pooled deviation is the mean square of what neither seed nor arm explains."""
+    gaps = experiments(3, 5, 0.5)[0]
+    table = np.vstack([np.zeros(5), gaps])
+    residuals = table - table.mean(0) - table.mean(1)[:, None] + table.mean()
+    by_arm = {arm: by_seed(values) for arm, values in zip("abc", gaps, strict=True)}
+    pooled, found = pooled_spread(by_arm), judge(by_arm, ["a", "b"])
+    assert pooled.degrees == 12
+    assert pooled.measured == pytest.approx(math.sqrt(2 * (residuals**2).sum() / 12))
+    assert found["a"].spread == found["c"].spread == pooled
     assert (found["a"].family, found["c"].family) == (2, 1)
     assert found["c"].half_width < found["a"].half_width
-
-
-def test_the_pooled_deviation_is_the_mean_square_of_seeds_by_arms():
-    gaps = experiments(3, 4, 0.5)[0]
-    table = np.vstack([np.zeros(4), gaps])
-    residuals = table - table.mean(0) - table.mean(1)[:, None] + table.mean()
-    found = pooled_spread({arm: by_seed(values) for arm, values in enumerate(gaps)})
-    assert found.degrees == 9
-    assert found.measured == pytest.approx(math.sqrt(2 * (residuals**2).sum() / 9))
 
 
 def test_an_arm_with_fewer_seeds_counts_with_those_it_has():

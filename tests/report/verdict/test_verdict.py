@@ -1,7 +1,6 @@
 """Verdicts over seeds: the arithmetic, and the message if it cannot be done."""
 
 import io
-import json
 import math
 import statistics
 
@@ -22,64 +21,33 @@ from narrowgauge.t_interval import half_width, t_quantile
 
 # two-sided 5 % points as every table prints them
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
+LEFT_OUT = "fp8: seed {} has no equal tokens in bf16, and is left out."
 
 
-@pytest.mark.parametrize("degrees", TABLE)
-def test_students_quantiles_are_those_of_the_tables(degrees):
-    assert round(t_quantile(degrees), 3) == TABLE[degrees]
-
-
-def test_the_interval_of_a_mean():
-    gaps = [0.3, -0.1, 0.25, 0.4]
-    assert half_width(gaps) == pytest.approx(3.182446 * 0.217466 / 2, rel=1e-5)
+def test_students_quantiles_are_those_of_the_tables():
+    assert {degrees: round(t_quantile(degrees), 3) for degrees in TABLE} == TABLE
+    assert half_width([0.3, -0.1, 0.25, 0.4]) == pytest.approx(3.182446 * 0.217466 / 2, rel=1e-5)
     assert half_width([0.3]) is None
 
 
-@pytest.fixture
-def seeded(make_run):
-    """`seeded(recipe, losses)`: directories of a run for each seed, with this final validation loss."""
-
-    def make(recipe, losses, backend="native", speed=1.0, first=0):
-        paths = []
-        for seed, loss in enumerate(losses, start=first):
-            name = recipe if seed == 0 else f"{recipe}-seed-{seed}"
-            path = make_run(name, recipe=recipe, backend=backend, steps=20)
-            config = (path / "config.toml").read_text()
-            assert "seed = 1\n" in config
-            (path / "config.toml").write_text(config.replace("seed = 1\n", f"seed = {seed}\n"))
-            lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-            for line in lines:
-                if "val_loss" in line and line["step"] == 20:
-                    line["val_loss"] = loss
-                if "tokens_per_s" in line:
-                    line["tokens_per_s"] = 1000.0 * speed
-            (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            paths.append(path)
-        return paths
-
-    return make
-
-
-def test_gaps_are_paired_by_seed(seeded):
-    base, shift = [4.0, 5.0, 3.0], [1.01, 1.02, 1.015]
-    paths = seeded("bf16", base)
-    paths += seeded("mxfp4", [b * s for b, s in zip(base, shift, strict=True)], "emulated", speed=0.5)
+def test_gaps_are_paired_by_seed(make_run):
+    base, gaps = [4.0, 5.0, 3.0], [1.0, 2.0, 1.5]
+    paths = make_run.seeds("bf16", base, backend="native")
+    paths += make_run.seeds("mxfp4", [b * (1 + g / 100) for b, g in zip(base, gaps, strict=True)])
+    for i, path in enumerate(paths):
+        speed = {"tokens_per_s": 1000.0 if i < 3 else 500.0}
+        make_run.edit(path, lambda line, speed=speed: speed if "tokens_per_s" in line else {})
     reference, other = verdicts(read_runs(paths))
     assert (reference.name, reference.conclusion, reference.seeds) == ("bf16", "reference", (0, 1, 2))
     assert (other.name, other.conclusion, other.arithmetic) == ("mxfp4", "worse", "emulated")
-    gaps = [1.0, 2.0, 1.5]
     assert other.gap == pytest.approx(1.5)
     assert other.half_width == pytest.approx(4.302653 * statistics.stdev(gaps) / math.sqrt(3), rel=1e-6)
     # the losses themselves spread by 25 %, and two means would tell nothing
     assert reference.loss_deviation == pytest.approx(1.0)
-    assert other.speed == pytest.approx(0.5)
-    assert other.memory == pytest.approx(1.0)
+    assert (other.speed, other.memory) == pytest.approx((0.5, 1.0))
     rows = table_rows(read_runs(paths))
-    row = rows[4].cells
-    assert row["gap"] == "+1.50 %"
-    assert row["95 % interval"] == "+0.26 .. +2.74 %"
-    assert row["tokens/s"] == "500* (0.50x)"
-    assert row["seeds"] == "3"
+    shown = {"gap": "+1.50 %", "95 % interval": "+0.26 .. +2.74 %", "tokens/s": "500* (0.50x)", "seeds": "3"}
+    assert shown.items() <= rows[4].cells.items()
     # each run is compared with the reference's run of its seed, and the reference's runs with none
     assert [r.cells["gap"] for r in rows if r.is_seed] == ["-", "-", "-", "+1.00 %", "+2.00 %", "+1.50 %"]
 
@@ -94,97 +62,74 @@ def test_gaps_are_paired_by_seed(seeded):
         ([4.02], "open"),
     ],
 )
-def test_the_words_say_what_the_interval_allows(seeded, losses, words):
-    runs = read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", losses))
+def test_the_words_say_what_the_interval_allows(make_run, losses, words):
+    runs = read_runs(make_run.seeds("bf16", [4.0, 5.0, 3.0]) + make_run.seeds("fp8", losses))
     assert verdicts(runs)[1].conclusion == words
     assert "nan" not in " ".join(" ".join(row.cells.values()) for row in table_rows(runs))
 
 
-def test_two_seeds_that_agree_by_luck_prove_nothing(seeded):
-    """The plan of two seeds sees a gap of 6 %, so a gap of 0.01 % gives no verdict."""
-    paths = seeded("bf16", [4.0, 5.0]) + seeded("mxfp8", [4.0004, 5.0006])
-    runs = read_runs(paths)
-    assert verdicts(runs)[1].conclusion == "no difference seen"
-    assert "worse" not in " ".join(summary(runs))
-    assert any("raised towards what is known" in note for note in table_notes(runs))
-
-
-def test_intervals_hold_for_all_variants_at_once_and_a_control_is_none_of_them(seeded):
-    paths = seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", [4.04, 5.02, 3.03])
-    two = verdicts(read_runs([*paths, *seeded("mxfp8", [4.03, 5.01, 3.04])]))
-    null = verdicts(read_runs([*paths, *seeded("null-dither", [4.03, 5.01, 3.04])]))
-    assert [v.judgement.family for v in two[1:]] == [2, 2]
-    assert [v.judgement.family for v in null[1:]] == [1, 1]
-    assert null[2].is_control
-    assert null[1].half_width < two[1].half_width
-    repeated = seeded("more/bf16", [4.03, 5.01, 3.04])
-    for path in repeated:
-        config = (path / "config.toml").read_text()
-        (path / "config.toml").write_text(config.replace("more/bf16", "bf16"))
-    again = verdicts(read_runs([*paths, *repeated]))
-    assert [v.is_control for v in again] == [False, False, True], "the reference once more"
-
-
-def test_one_seed_has_a_gap_and_plainly_no_interval(seeded):
-    runs = read_runs(seeded("bf16", [4.0]) + seeded("fp8", [4.04]))
+def test_one_seed_has_a_gap_and_plainly_no_interval(make_run):
+    runs = read_runs(make_run.seeds("bf16", [4.0]) + make_run.seeds("fp8", [4.04]))
     cells = table_rows(runs)[1].cells
     assert (cells["gap"], cells["verdict"]) == ("+1.00 %", "open")
     assert "95 % interval" not in cells
     assert any(note.startswith("A gap of one seed has no confidence interval") for note in table_notes(runs))
 
 
-def test_a_seed_without_a_partner_is_named_and_left_out(seeded):
-    runs = read_runs(seeded("bf16", [4.0, 5.0]) + seeded("fp8", [4.04, 5.05, 9.0]))
-    found = verdicts(runs)
-    assert found[1].paired == (0, 1)
-    assert found[1].gap == pytest.approx(1.0)
-    assert "fp8: seed 2 has no equal tokens in bf16, and is left out." in table_notes(runs)
+def test_two_seeds_that_agree_by_luck_prove_nothing(make_run):
+    """The plan of two seeds sees a gap of 6 %, so a gap of 0.01 % gives no verdict."""
+    runs = read_runs(make_run.seeds("bf16", [4.0, 5.0]) + make_run.seeds("mxfp8", [4.0004, 5.0006]))
+    assert verdicts(runs)[1].conclusion == "no difference seen"
+    assert "worse" not in " ".join(summary(runs))
+    assert any("raised towards what is known" in note for note in table_notes(runs))
+
+
+def test_intervals_hold_for_all_variants_at_once_and_a_control_is_none_of_them(make_run):
+    """Controls: noise that has no effect, and the reference once more."""
+    paths = make_run.seeds("bf16", [4.0, 5.0, 3.0]) + make_run.seeds("fp8", [4.04, 5.02, 3.03])
+    two, null, again = (
+        verdicts(read_runs([*paths, *make_run.seeds(third, [4.03, 5.01, 3.04])]))
+        for third in ("mxfp8", "null-dither", "more/bf16")
+    )
+    assert [[v.judgement.family for v in found[1:]] for found in (two, null)] == [[2, 2], [1, 1]]
+    assert [found[2].is_control for found in (two, null, again)] == [False, True, True]
+    assert null[1].half_width < two[1].half_width
+
+
+def test_a_seed_without_a_partner_is_named_and_left_out(make_run):
+    runs = read_runs(make_run.seeds("bf16", [4.0, 5.0]) + make_run.seeds("fp8", [4.04, 5.05, 9.0]))
+    found = verdicts(runs)[1]
+    assert (found.paired, found.gap) == ((0, 1), pytest.approx(1.0))
+    assert LEFT_OUT.format(2) in table_notes(runs)
     assert id(runs[4]) not in references(groups(runs))
 
 
-def test_runs_of_other_settings_are_other_variants(seeded, make_run):
-    paths = [*seeded("fp8", [4.0, 4.1]), make_run("fp8-long", recipe="fp8", steps=40)]
-    assert [(group.name, list(group.runs)) for group in groups(read_runs(paths))] == [
-        ("fp8", [0, 1]),
-        ("fp8-long", [1]),
-    ]
-    again = [group.name for group in groups(read_runs([*paths, *seeded("again/fp8", [4.0])]))]
-    assert again == ["runs/fp8", "fp8-long", "again/fp8"]
-
-
-def until(path, step):
-    """Cut the record of a run off after a step, as of one that is at work."""
-    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    (path / "metrics.jsonl").write_text("".join(kept))
-    (path / "status.json").write_text('{"status": "running", "reason": ""}')
-
-
-def test_a_pair_that_is_not_validated_yet_lends_no_train_gap_to_the_mean(seeded, make_run):
-    paths = [*seeded("bf16", [4.0, 5.0]), *seeded("fp8", [4.04, 9.0])]
-    for path in (paths[1], paths[3]):
-        until(path, 1)  # validated every two steps
+def test_a_pair_that_is_not_validated_yet_lends_no_train_gap_to_the_mean(make_run):
+    paths = [*make_run.seeds("bf16", [4.0, 5.0]), *make_run.seeds("fp8", [4.04, 9.0])]
+    for path in (paths[1], paths[3]):  # cut off before the first validation
+        make_run.edit(path, lambda line: {} if line["step"] <= 1 else None)
+        make_run.ends(path, "running")
     runs = read_runs(paths)
     found = verdicts(runs)[1]
     assert (found.gap, found.paired, found.half_width) == (pytest.approx(1.0), (0,), None)
-    assert "fp8: seed 1 has no equal tokens in bf16, and is left out." in table_notes(runs)
+    assert LEFT_OUT.format(1) in table_notes(runs)
+
+
+def test_runs_of_other_settings_are_other_variants(make_run):
+    paths = [*make_run.seeds("fp8", [4.0, 4.1]), make_run("fp8-long", steps=40)]
+    found = groups(read_runs(paths))
+    assert [(group.name, list(group.runs)) for group in found] == [("fp8", [0, 1]), ("fp8-long", [1])]
+    again = [group.name for group in groups(read_runs([*paths, *make_run.seeds("again/fp8", [4.0])]))]
+    assert again == ["runs/fp8", "fp8-long", "again/fp8"]
 
 
 def test_verdict_without_validation_compares_train_losses_and_reports_it(make_run):
     bare, other = make_run("bf16", recipe="bf16"), make_run("fp8", worse=0.4)
-    lines = [json.loads(line) for line in (bare / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in line.items() if k != "val_loss"} for line in lines]
-    (bare / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    lines = make_run.records(bare)
+    make_run.write(bare, [{k: v for k, v in line.items() if k != "val_loss"} for line in lines])
     runs = read_runs([bare, other])
     assert any(note.startswith("Gap: train loss in percent") for note in table_notes(runs))
     assert "The gaps in train loss to bf16: fp8" in " ".join(summary(runs))
-
-
-def test_a_reference_that_is_no_longer_finite_is_not_held_against_the_others(seeded):
-    runs = read_runs(seeded("bf16", [math.nan]) + seeded("fp8", [4.0]) + seeded("mxfp4", [math.nan]))
-    text = " ".join(summary(runs))
-    assert "Not compared, for a loss of bf16 is NaN or infinite: fp8." in text
-    assert "No longer finite: mxfp4 (a loss is NaN or infinite)." in text
 
 
 def test_what_does_not_compare_is_said(make_run):
@@ -198,28 +143,24 @@ def test_what_does_not_compare_is_said(make_run):
     assert "their losses are of other tokens, and no gap counts" in notes
 
 
-def test_a_failed_seed_leaves_no_mean_of_those_that_were_lucky(seeded):
-    paths = seeded("bf16", [4.0, 5.0]) + seeded("fp8", [4.04, 5.05])
-    (paths[3] / "status.json").write_text('{"status": "failed", "reason": "Diverged: it went up"}')
-    found = verdicts(read_runs(paths))[1]
-    assert (found.conclusion, found.gap, found.loss) == ("failed", None, None)
-
-
-def test_a_failed_seed_of_the_reference_leaves_no_mean_either(seeded):
-    paths = [*seeded("bf16", [4.0, 5.0, 3.0]), *seeded("fp8", [4.04, 5.05, 3.03])]
-    (paths[0] / "status.json").write_text('{"status": "failed", "reason": "Diverged: it went up"}')
+@pytest.mark.parametrize(
+    ("failed", "conclusion", "loss"), [(4, "failed", None), (0, "nothing to compare", pytest.approx(4.04))]
+)
+def test_a_failed_seed_leaves_no_mean_of_those_that_were_lucky(make_run, failed, conclusion, loss):
+    """Of the variant, or of the reference."""
+    paths = [*make_run.seeds("bf16", [4.0, 5.0, 3.0]), *make_run.seeds("fp8", [4.04, 5.05, 3.03])]
+    make_run.ends(paths[failed], "failed", "Diverged: it went up")
     runs = read_runs(paths)
     found = verdicts(runs)[1]
-    assert (found.conclusion, found.gap) == ("nothing to compare", None)
-    assert found.loss == pytest.approx(4.04)
+    assert (found.conclusion, found.gap, found.loss) == (conclusion, None, loss)
     text = " ".join(summary(runs))
     assert "ends worse" not in text
-    assert "Not compared with bf16, of which a run failed: fp8." in text
+    assert ("Not compared with bf16, of which a run failed: fp8." in text) == (failed == 0)
     assert not any("no equal tokens" in note for note in table_notes(runs))
 
 
-def test_the_page_and_the_terminal_show_the_same_verdicts(seeded):
-    runs = read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", [4.04, 5.0, 3.03]))
+def test_the_page_and_the_terminal_show_the_same_verdicts(make_run):
+    runs = read_runs(make_run.seeds("bf16", [4.0, 5.0, 3.0]) + make_run.seeds("fp8", [4.04, 5.0, 3.03]))
     page, said = render_report(runs), io.StringIO()
     print_comparison(runs, Console(file=said, width=200))
     for row in table_rows(runs):
