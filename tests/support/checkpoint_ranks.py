@@ -1,5 +1,5 @@
-"""Real worlds of several processes: reads one JSON job a line, forks a process for each rank, and answers
-with how each ended.
+"""Real processes, one or a world of them: reads one JSON job a line, forks a process for each rank, and
+answers with how each ended. One rank alone has no process group.
 
 torch is imported once, in this process. The tensors of a step are a function of its number, and which part
 of each a rank holds is a function of the world's size: by rows as FSDP cuts them (the last rank may have
@@ -20,7 +20,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint import AsyncSaver, LocalTensor, choose_step, plan_save, restore_distributed
+from narrowgauge.checkpoint import (
+    AsyncSaver,
+    LocalTensor,
+    choose_step,
+    load,
+    lock_run,
+    plan_save,
+    restore_distributed,
+    steps,
+)
+from narrowgauge.files import write_whole
+from narrowgauge.json_lines import append_lines
 
 SHAPES = {
     "rows": (7, 6),
@@ -94,16 +105,32 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype is b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
+def state_of(step: int) -> dict:
+    return {"step": step, "list": [step]}
+
+
+def assert_whole(path: Path, step: int) -> None:
+    """Check that a checkpoint holds all of a step and nothing else, and that tied names are one tensor."""
+    loaded, truth = load(path), tensors_of(step)
+    assert (path.name, loaded.step, loaded.state) == (f"step-{step}", step, state_of(step))
+    assert loaded.tensors["model"].pop("tied") is loaded.tensors["model"]["rows.torch.bfloat16"]
+    for group, named in truth.items():
+        assert loaded.tensors[group].keys() == named.keys()
+        assert all(same_bits(loaded.tensors[group][name], x) for name, x in named.items())
+
+
+def group_of(ranks: int) -> dist.ProcessGroup | None:
+    return dist.group.WORLD if ranks > 1 else None
+
+
 def save_step(job: dict, rank: int, ranks: int, step: int) -> str:
     local_tensors = local_tensors_of(tensors_of(step), rank, ranks)
     if job.get("poison") == rank:
         local_tensors["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
     if job.get("hole") and rank == 1:
         del local_tensors["model"]["columns.torch.bfloat16"]
-    plan = plan_save(
-        Path(job["path"]), step, local_tensors, {"step": step}, job.get("keep", 2), "run", dist.group.WORLD
-    )
-    return plan.write().name
+    where = Path(job["path"])
+    return plan_save(where, step, local_tensors, state_of(step), 2, "run", group_of(ranks)).write().name
 
 
 def limit_files(job: dict, rank: int) -> None:
@@ -120,7 +147,7 @@ def save(job: dict, rank: int, ranks: int) -> list[str]:
 
 def restore(job: dict, rank: int, ranks: int) -> dict:
     """Choose a step, restore every slice, and compare with what the step held."""
-    path, refused = choose_step(Path(job["path"]), "run", dist.group.WORLD)
+    path, refused = choose_step(Path(job["path"]), "run", group_of(ranks))
     assert path is not None
     truth = local_tensors_of(tensors_of(int(path.name.removeprefix("step-"))), rank, ranks)
     wanted = local_tensors_of(tensors_of(10**6), rank, ranks)
@@ -140,7 +167,7 @@ def restore(job: dict, rank: int, ranks: int) -> dict:
             ]
     state_before = torch.get_rng_state()
     try:
-        checkpoint = restore_distributed(path, wanted, dist.group.WORLD)
+        checkpoint = restore_distributed(path, wanted, group_of(ranks))
     except Exception as error:
         untouched = local_tensors_of(tensors_of(10**6), rank, ranks)["optimizer"]
         held = wanted["optimizer"]
@@ -167,23 +194,22 @@ def in_background(job: dict, rank: int, ranks: int) -> dict:
             fsync(descriptor)
 
         os.fsync = slow  # a slow disk
-    said, seconds = [], []
+    said, published = [], []
     saver = AsyncSaver()
     limit_files(job, rank)
     local_tensors = local_tensors_of(tensors_of(0), rank, ranks)
-    state: dict = {"step": 0, "list": [0]}
+    state = state_of(0)
     for step in job["steps"]:
         fill(local_tensors, local_tensors_of(tensors_of(step), rank, ranks))
         state["step"] = state["list"][0] = step
         if job.get("poison") == step and rank == 1:
             local_tensors["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
-        begin = time.monotonic()
         try:
             saver.save(Path(job["path"]), step, local_tensors, state, 2, "run")
             said.append("begun")
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
-        seconds.append(time.monotonic() - begin)
+        published.append(steps(Path(job["path"])))
         fill(local_tensors, local_tensors_of(tensors_of(10**6), rank, ranks))
         state["list"][0] = -1
     if job.get("kill"):
@@ -193,7 +219,7 @@ def in_background(job: dict, rank: int, ranks: int) -> dict:
         said.append("closed")
     except Exception as error:
         said.append(f"{type(error).__name__}: {error}")
-    return {"said": said, "seconds": seconds}
+    return {"said": said, "published": published}
 
 
 def fill(local_tensors: dict, others: dict) -> None:
@@ -206,7 +232,30 @@ def fill(local_tensors: dict, others: dict) -> None:
                 a.copy_(b)
 
 
-JOBS = {job.__name__: job for job in (save, restore, in_background)}
+def save_for_ever(job: dict, rank: int, ranks: int) -> None:
+    step = job["after"]
+    while True:
+        step += 1
+        save_step(job, rank, ranks, step)
+
+
+def append_for_ever(job: dict, rank: int, ranks: int) -> None:
+    while True:
+        append_lines(Path(job["path"]), [{"loss": 1.5, "padding": "x" * 20_000}])
+
+
+def write_text(job: dict, rank: int, ranks: int) -> None:
+    write_whole(Path(job["path"]), "new")
+
+
+def hold_lock(job: dict, rank: int, ranks: int) -> None:
+    with lock_run(Path(job["path"])):
+        Path(job["ready"]).touch()
+        time.sleep(60)
+
+
+ALL = (save, restore, in_background, save_for_ever, append_for_ever, write_text, hold_lock)
+JOBS = {job.__name__: job for job in ALL}
 
 
 def run_rank(job: dict, rank: int, home: Path) -> None:
@@ -214,8 +263,9 @@ def run_rank(job: dict, rank: int, home: Path) -> None:
     os.environ.update(job.get("environment", {}))
     result: object = None
     try:
-        store, timeout = dist.FileStore(str(home / "store"), ranks), timedelta(seconds=job.get("timeout", 30))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+        if ranks > 1:
+            store, timeout = dist.FileStore(str(home / "store"), ranks), timedelta(seconds=30)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
         result = JOBS[job["do"]](job, rank, ranks)
     except Exception as error:
         code, result = 1, f"{type(error).__name__}: {error}"
@@ -236,10 +286,15 @@ def main() -> None:
                 if pid == 0:
                     run_rank(job, rank, home)
                 pids.append(pid)
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            if "kill_after_s" in job:
+                time.sleep(job["kill_after_s"])
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+            waited = pids if job.get("wait", True) else []
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in waited]
             said = [home / f"said-{rank}" for rank in range(job["ranks"])]
             results = [json.loads(file.read_text()) if file.exists() else None for file in said]
-        print(json.dumps({"codes": codes, "said": results}), flush=True)
+        print(json.dumps({"pids": pids, "codes": codes, "said": results}), flush=True)
 
 
 if __name__ == "__main__":

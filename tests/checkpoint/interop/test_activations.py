@@ -9,6 +9,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from safetensors.torch import load_file
 
+from checkpoint.interop.models import model_under, weights_of
 from narrowgauge.checkpoint.interop.activations import (
     MEASURED,
     RULES,
@@ -21,39 +22,24 @@ from narrowgauge.checkpoint.interop.activations import (
 from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
 from narrowgauge.checkpoint.interop.modelopt import write_modelopt
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import Linear, convert, set_step
+from narrowgauge.nn import Linear
 from narrowgauge.quantization import cast, quantize
 
-SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
 DOWN = "blocks.0.down"
 THEIRS = "model.layers.0.mlp.down_proj"
 
 
-def model_under(recipe, steps=0):
-    model = Transformer(model_config("debug", **SIZES), torch.bfloat16)
-    initialize(model, 0)
-    convert(model, recipe)
-    for step in range(1, steps + 1):
-        set_step(model, 0, step, 0)
-        model(torch.arange(40)[None]).sum().backward()
-    set_step(model, 0, steps + 1, 0)
-    return model
-
-
-def plain(model):
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return {name: t.float() for name, t in model.state_dict().items() if name in names}
+def in_training(recipe, steps=0):
+    return model_under(recipe, steps, torch.bfloat16)
 
 
 def scaled(model):
-    return {
-        n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.spec.casts["fprop.w"].is_scaled
-    }
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    return {name: m for name, m in layers.items() if m.spec.casts["fprop.w"].is_scaled}
 
 
 def written(write, folder, model, scales):
-    return write(folder, model, plain(model), None, torch.bfloat16, SHARD_BYTES, None, scales)
+    return write(folder, model, weights_of(model), None, torch.bfloat16, SHARD_BYTES, None, scales)
 
 
 def by_the_package(folder, x_MK):
@@ -68,16 +54,11 @@ def by_the_package(folder, x_MK):
     return fake_quantize(x=x_MK, scale=scale, zero_point=None, args=args, global_scale=outer)
 
 
-def inputs(seed=0):
-    rows = torch.logspace(-1, 1, 64)[:, None]
-    x_MK = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)) * rows
-    return x_MK.bfloat16()
-
-
 @pytest.mark.parametrize(("recipe", "share"), [("nvfp4", 0.99), ("mxfp8", 1), ("mxfp4-amd", 1), ("fp8", 1)])
 def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
     """With the scale of the same tensor; the package computes block scales of NVFP4 in bf16."""
-    model, x = model_under(recipe), inputs()
+    model, draw = in_training(recipe), torch.Generator().manual_seed(0)
+    x = (torch.randn(64, 128, generator=draw) * torch.logspace(-1, 1, 64)[:, None]).bfloat16()
     of_x = scaled(model)[DOWN].spec.casts["fprop.x"]
     scales = {name: scale_of_amax(of_x, float(x.abs().max())) for name in scaled(model) if needs_scale(of_x)}
     remarks = written(write_compressed, tmp_path, model, scales)
@@ -89,19 +70,19 @@ def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
 
 
 def test_delayed_scales_are_those_of_training(tmp_path):
-    model = model_under("fp8-delayed", steps=2)
+    model = in_training("fp8-delayed", steps=2)
     scales = {name: recorded_scale(layer) for name, layer in scaled(model).items()}
     assert written(write_compressed, tmp_path, model, scales) == []
     tensors, layer = load_file(tmp_path / "model.safetensors"), scaled(model)[DOWN]
     assert tensors[f"{THEIRS}.input_scale"] == 1 / layer.histories["fprop.x"].scale
     assert tensors[f"{THEIRS}.input_scale"].shape == (1,)
-    assert recorded_scale(scaled(model_under("fp8-delayed"))[DOWN]) is None
-    assert recorded_scale(scaled(model_under("fp8"))[DOWN]) is None
+    assert recorded_scale(scaled(in_training("fp8-delayed"))[DOWN]) is None
+    assert recorded_scale(scaled(in_training("fp8"))[DOWN]) is None
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("nvfp4", "NVFP4"), ("fp8", "FP8")])
 def test_modelopt_multiplies_by_the_scale(tmp_path, recipe, kind):
-    model = model_under(recipe)
+    model = in_training(recipe)
     scales = dict.fromkeys(scaled(model), InputScale(0.25, 4.0))
     assert len(written(write_modelopt, tmp_path, model, scales)) == 1
     tensors = load_file(tmp_path / "model.safetensors")
@@ -113,24 +94,23 @@ def test_modelopt_multiplies_by_the_scale(tmp_path, recipe, kind):
 def test_each_rule_is_that_of_a_cast_with_its_layout():
     for rules in (RULES, MEASURED):
         for name, rule in rules.items():
-            assert rule.described["num_bits"] == (
-                8 if cast(name).element.bits == 6 else cast(name).element.bits
-            )
+            bits = cast(name).element.bits
+            assert rule.described["num_bits"] == (8 if bits == 6 else bits)
             assert rule.cast.is_scaled
 
 
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
-        ("bf16", None),
-        ("mxfp8", None),
-        ("mxfp4", 'scale_rule = "rceil" in training, and scale_rule = "even" in the server'),
-        ("mxfp6-e2m3", 'element = "e2m3" in training, and element = "e4m3"'),
-        ("fp8", 'block = "tensor" in training, and block = "row"'),
-        ("nvfp4", "without a scale"),
-        ("fp8-attention", "attention multiplied narrow operands"),
-    ],
-)
-def test_a_difference_from_training_is_a_sentence(recipe, words):
-    found = differences(model_under(recipe), None)
+DIFFERENCES = {
+    "bf16": None,
+    "mxfp8": None,
+    "mxfp4": 'scale_rule = "rceil" in training, and scale_rule = "even" in the server',
+    "mxfp6-e2m3": 'element = "e2m3" in training, and element = "e4m3"',
+    "fp8": 'block = "tensor" in training, and block = "row"',
+    "nvfp4": "without a scale",
+    "fp8-attention": "attention multiplied narrow operands",
+}
+
+
+@pytest.mark.parametrize("recipe", DIFFERENCES)
+def test_a_difference_from_training_is_a_sentence(recipe):
+    found, words = differences(in_training(recipe), None), DIFFERENCES[recipe]
     assert (words is None and not found) or any(words in sentence for sentence in found), found

@@ -16,21 +16,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from checkpoint.interop.models import ours_from
+from checkpoint.interop.test_huggingface import IDS
 from narrowgauge.checkpoint.interop.hf_config import config_from
 from narrowgauge.checkpoint.interop.huggingface import read_folder
 from narrowgauge.checkpoint.interop.safetensors_reader import INDEX
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer
 
-V = 67
-IDS = torch.randint(V, (2, 48), generator=torch.Generator().manual_seed(0))
-LEAST = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": V,
-}
+LEAST = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+LEAST |= {"vocab_size": 67}
 FAMILIES = [LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
 
 
@@ -39,10 +33,7 @@ def llama():
 
 
 def logits_of(folder):
-    foreign = read_folder(folder)
-    model = Transformer(foreign.config)
-    model.load_state_dict(dict(foreign.tensors))
-    return model.eval()(IDS)
+    return ours_from(read_folder(folder))(IDS)
 
 
 def test_a_head_of_its_own_is_not_dropped_for_a_configuration_that_ties_it(tmp_path):

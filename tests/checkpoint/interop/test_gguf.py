@@ -1,4 +1,4 @@
-"""GGUF files: the package of llama.cpp decodes what the run multiplies, under every recipe."""
+"""GGUF files: the package of llama.cpp and import read what the run multiplies, or the file is refused."""
 
 import dataclasses
 import json
@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
 
+from checkpoint.interop.models import model_under, weights_of
 from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
 from narrowgauge.checkpoint.interop.gguf.blocks import READABLE, code_rows, plain_rows, type_of, values_of
 from narrowgauge.checkpoint.interop.gguf.container import TYPES, GgufTensor, read_gguf, write_gguf
@@ -23,12 +24,10 @@ from narrowgauge.data import bytes_tokenizer, load_tokenizer, train_bpe
 from narrowgauge.data.tokenization.formats import PATTERNS
 from narrowgauge.data.tokenization.tokenizer import ids_tokenizer
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import convert
 from narrowgauge.quantization import cast, quantize
 from narrowgauge.recipes import recipe_names
 
-SIZES = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 160}
+SIZES = {"layers": 3, "ffn_dim": 64}
 TYPE = {"bf16": "BF16", "fp32": "F32", "mxfp4": "MXFP4", "nvfp4": "NVFP4", "mxint8": "Q8_0", "fp8": "F32"}
 TYPE |= {"mxfp4-amd": "MXFP4", "mxfp8": "BF16", "fp8-row": "BF16"}
 ROTATED = ("quartet",)
@@ -48,13 +47,8 @@ FAMILIES = {
 
 def written(path, recipe, dtype=None, **sizes):
     """A model under a recipe, in a file; its values that the file should hold, and the remarks."""
-    model = Transformer(model_config("debug", **SIZES | sizes))
-    initialize(model, 0)
-    for vector in (p for p in model.parameters() if p.ndim == 1):
-        vector.data += torch.linspace(-0.1, 0.1, len(vector))
-    convert(model, recipe)
-    names = dict(model.named_parameters(remove_duplicate=False))
-    weights = {key: t.float() for key, t in model.state_dict().items() if key in names}
+    model = model_under(recipe, **SIZES | sizes)
+    weights = weights_of(model)
     remarks = write_gguf_model(path, model, weights, None, dtype)
     return model.config, expected_values(model, weights, dtype), remarks
 
@@ -102,18 +96,38 @@ def test_every_recipe_is_exact_or_refused(tmp_path, recipe):
     require_read_back(read_gguf_model(tmp_path / "model.gguf", config), expected)
 
 
-@pytest.mark.tier("thorough", keep=("gpt2-nvfp4", "llama with experts-nvfp4"))
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+QUICK = [
+    ("gpt2", "nvfp4"),
+    ("llama with experts", "nvfp4"),
+    ("llama with scaled positions", "mxfp4"),
+    ("gpt2", "bf16"),
+]
+
+
+@pytest.mark.tier("thorough", keep=QUICK)
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxint8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_read_back(tmp_path, family, recipe):
-    config, expected, remarks = written(tmp_path / "model.gguf", recipe, **FAMILIES[family])
-    require_read_back(read_gguf_model(tmp_path / "model.gguf", config), expected)
-    file = read_gguf(tmp_path / "model.gguf")
+def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
+    """Configuration and weights, bit for bit, of every family in every type that is written."""
+    path = tmp_path / "model.gguf"
+    config, expected, remarks = written(path, recipe, **FAMILIES[family])
+    require_read_back(read_gguf_model(path, config), expected)
+    file = read_gguf(path)
     assert file.metadata["general.architecture"] == family.split()[0]
     # llama.cpp multiplies by no tensor scale in these MLPs, or aborts.
     has_no_scales = family in ("gpt2", "qwen2", "llama with biases")
     assert bool(remarks) == (has_no_scales and recipe == "nvfp4")
     assert any(t.name.endswith(".scale") for t in file.tensors) == (recipe == "nvfp4" and not has_no_scales)
+    found = read_external_model(path)
+    assert found.config == config
+    if config.tied_head:  # the file also has what the recipe's head multiplies, for servers
+        expected["head.weight"] = expected["embedding.weight"]
+    assert found.tensors.keys() == expected.keys() | {"head.weight"}
+    assert all(torch.equal(found.tensors[name], weight) for name, weight in expected.items())
+    assert is_external_model(tmp_path)
+    if family == "qwen3":
+        assert {"fp32": "f32", "mxint8": "q8_0"}.get(recipe, recipe) in found.precisions
+    assert (found.tokenizer, found.made_tokenizer) == (None, None)
 
 
 def test_a_dtype_is_that_of_weights_without_a_narrow_cast(tmp_path):
@@ -123,16 +137,6 @@ def test_a_dtype_is_that_of_weights_without_a_narrow_cast(tmp_path):
     assert kinds["token_embd.weight"] == "BF16"
     assert kinds["output_norm.weight"] == "F32"
     assert "output.weight" not in kinds  # equal to the embedding, once both are bf16
-
-
-def test_models_that_llama_cpp_computes_otherwise_are_refused(tmp_path):
-    for sizes, words in [
-        ({"qk_norm": True, "experts": 4, "norm_topk_prob": False}, "norm_topk_prob"),
-        ({"qk_norm": True, "rope_factor": 8.0}, "rope_factor"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            written(tmp_path / "model.gguf", "bf16", **sizes)
-    assert not list(tmp_path.iterdir())
 
 
 def test_codes_that_a_type_cannot_hold_have_none():
@@ -157,58 +161,6 @@ def test_plain_values_are_stored_exactly():
     assert torch.equal(values_of(plain_rows(x, torch.float16)), x.half().float())
 
 
-def test_a_tokenizer_keeps_its_tokens_and_its_rule():
-    bpe = train_bpe(["many words to learn from, many more words"] * 30, 280)
-    for tokenizer in (bytes_tokenizer(), bpe):
-        keys = tokenizer_keys(tokenizer, 300, {"eos_token_id": [tokenizer.end_of_document]}, "{{ 1 }}")
-        vocabulary = tokenizer.library.get_vocab(with_added_tokens=True)
-        assert all(keys["tokenizer.ggml.tokens"][i] == token for token, i in vocabulary.items())
-        assert keys["tokenizer.ggml.tokens"][299] == "[PAD299]"
-        assert keys["tokenizer.ggml.token_type"][tokenizer.end_of_document] == 3
-        assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.end_of_document
-        assert keys["tokenizer.ggml.pre"] == "gpt-2"
-        assert keys["tokenizer.chat_template"] == "{{ 1 }}"
-    merges = [" ".join(pair) for pair in json.loads(bpe.to_json())["model"]["merges"]]
-    assert tokenizer_keys(bpe, 300, {})["tokenizer.ggml.merges"] == merges
-    assert tokenizer_keys(None, 300, {}) == {"tokenizer.ggml.model": "none"}
-    assert tokenizer_keys(ids_tokenizer(300, 299), 300, {}) == {"tokenizer.ggml.model": "none"}
-
-
-def test_a_rule_that_gguf_does_not_name_is_refused(tmp_path):
-    def cut_by(pattern):
-        bpe = train_bpe(["many words to learn from"] * 30, 270)
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        bpe.library.pre_tokenizer = pre_tokenizers.Sequence([split, last])
-        bpe.save(tmp_path / "tokenizer.json")
-        return tokenizer_keys(load_tokenizer(tmp_path / "tokenizer.json"), 300, {})
-
-    for name, pattern in PATTERNS.items():
-        assert cut_by(pattern)["tokenizer.ggml.pre"] == name
-    with pytest.raises(UserError, match="would read other ids"):
-        cut_by(r"\p{N}|\s+|\S+")
-
-
-@pytest.mark.tier("thorough", keep=("llama with scaled positions-mxfp4", "gpt2-bf16"))
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxint8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
-    """Configuration and weights, bit for bit, in every type that is written."""
-    config, expected, _ = written(tmp_path / "model.gguf", recipe, **FAMILIES[family])
-    found = read_external_model(tmp_path / "model.gguf")
-    assert found.config == config
-    if config.tied_head:  # the file also has what the recipe's head multiplies, for servers
-        expected["head.weight"] = expected["embedding.weight"]
-    assert found.tensors.keys() == expected.keys() | {"head.weight"}
-    for name, weight in expected.items():
-        assert torch.equal(found.tensors[name], weight), name
-    assert is_external_model(tmp_path)
-    if family == "qwen3":
-        assert {"fp32": "f32", "mxint8": "q8_0"}.get(recipe, recipe) in found.precisions
-    assert found.tokenizer is None
-    assert found.made_tokenizer is None
-
-
 def test_a_head_of_other_values_is_not_tied(tmp_path):
     config, expected, _ = written(tmp_path / "model.gguf", "bf16", **FAMILIES["gpt2"])
     one = GgufTensor("output.weight", "BF16", (160, 128), np.ones((160, 256), np.uint8))
@@ -223,19 +175,15 @@ def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
     reason = "gguf, the package of llama.cpp, writes the file, and is not installed"
     gguf = pytest.importorskip("gguf", reason=reason)
     draw = np.random.default_rng(0)
+    layer = {"attn_k": (128, 256), "attn_v": (128, 256), "attn_norm": (256,), "ffn_norm": (256,)}
+    layer |= dict.fromkeys(("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), (256, 256))
     shapes = {"token_embd": (40, 256), "output": (40, 256), "output_norm": (256,)}
-    block = {"attn_q": (256, 256), "attn_k": (128, 256), "attn_v": (128, 256), "attn_output": (256, 256)}
-    block |= {"ffn_gate": (256, 256), "ffn_up": (256, 256), "ffn_down": (256, 256)}
-    shapes |= {f"blk.0.{name}": shape for name, shape in (block | dict.fromkeys(NORMS, (256,))).items()}
+    shapes |= {f"blk.0.{name}": shape for name, shape in layer.items()}
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_embedding_length(256)
-    writer.add_block_count(1)
-    writer.add_context_length(32)
-    writer.add_feed_forward_length(256)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("llama")
+    settings = {"embedding_length": 256, "block_count": 1, "context_length": 32, "feed_forward_length": 256}
+    settings |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama"}
+    for name, value in settings.items():
+        getattr(writer, f"add_{name}")(value)
     expected = {}
     for name, shape in shapes.items():
         number = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
@@ -259,17 +207,32 @@ def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
     assert model.made_tokenizer is None  # SentencePiece
 
 
-NORMS = ("attn_norm", "ffn_norm")
 TEXT = "Many words, 12345 of them;  we'll see\n\n\tünï 東京 <|endoftext|>"
 
 
-@pytest.mark.parametrize("rule", PATTERNS)
-def test_the_keys_of_a_tokenizer_give_it_back(rule):
+def cut_by(tmp_path, pattern):
+    """A tokenizer of bytes and merges that cuts its text by a pattern."""
     bpe = train_bpe([TEXT + " more words that we see"] * 30, 300)
-    split = pre_tokenizers.Split(Regex(PATTERNS[rule]), "isolated")
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule == "gpt-2")
-    bpe.library.pre_tokenizer = last if rule == "gpt-2" else pre_tokenizers.Sequence([split, last])
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.library.pre_tokenizer = pre_tokenizers.Sequence([split, last])
+    bpe.save(tmp_path / "tokenizer.json")
+    return load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("rule", PATTERNS)
+def test_the_keys_of_a_tokenizer_hold_and_give_it_back(tmp_path, rule):
+    bpe = cut_by(tmp_path, PATTERNS[rule])
     keys = tokenizer_keys(bpe, 310, {"eos_token_id": bpe.end_of_document}, "{{ 1 }}")
+    vocabulary = bpe.library.get_vocab(with_added_tokens=True)
+    tokens = keys["tokenizer.ggml.tokens"]
+    assert all(tokens[i] == token for token, i in vocabulary.items())
+    assert tokens[309] == "[PAD309]"
+    assert keys["tokenizer.ggml.token_type"][bpe.end_of_document] == 3
+    assert keys["tokenizer.ggml.eos_token_id"] == bpe.end_of_document
+    assert keys["tokenizer.ggml.pre"] == rule
+    merges = json.loads(bpe.to_json())["model"]["merges"]
+    assert keys["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
     back = tokenizer_of(keys)
     assert back.encode(TEXT) == bpe.encode(TEXT)
     assert back.decode(back.encode(TEXT)) == TEXT
@@ -278,11 +241,17 @@ def test_the_keys_of_a_tokenizer_give_it_back(rule):
     assert settings_of(keys)["tokenizer_config.json"] == {"chat_template": "{{ 1 }}"}
 
 
-def test_a_tokenizer_without_merges_is_bytes_again():
-    back = tokenizer_of(tokenizer_keys(bytes_tokenizer(), 300, {}))
-    assert back.is_bytes
+def test_other_tokenizers_are_bytes_none_or_refused(tmp_path):
+    plain = tokenizer_keys(bytes_tokenizer(), 300, {})
+    assert tokenizer_of(plain).is_bytes
+    for keys in (plain, tokenizer_keys(train_bpe([TEXT] * 30, 280), 300, {})):
+        assert keys["tokenizer.ggml.pre"] == "gpt-2"
+    for none in (None, ids_tokenizer(300, 299)):
+        assert tokenizer_keys(none, 300, {}) == {"tokenizer.ggml.model": "none"}
     assert tokenizer_of({"tokenizer.ggml.model": "none"}) is None
     assert tokenizer_of({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "other"}) is None
+    with pytest.raises(UserError, match="would read other ids"):
+        tokenizer_keys(cut_by(tmp_path, r"\p{N}|\s+|\S+"), 300, {})
 
 
 def changed(path, how):
@@ -296,46 +265,55 @@ def changed(path, how):
     return out
 
 
+def put(name, kind, shape, data):
+    return lambda m, t: t.update({name: GgufTensor(name, kind, shape, data)})
+
+
+def renamed(to, keep=False):
+    def how(metadata, tensors):
+        norm = tensors["output_norm.weight"] if keep else tensors.pop("output_norm.weight")
+        tensors[to] = dataclasses.replace(norm, name=to)
+
+    return how
+
+
+def key(name, value):
+    return lambda m, t: m.update({name: value})
+
+
+INFINITE = np.full(128, np.inf, np.float32).view(np.uint8)
 LOST = {
-    "architecture": (lambda m, t: m.update({"general.architecture": "gemma"}), "unknown architecture"),
-    "scaling": (lambda m, t: m.update({"llama.rope.scaling.type": "yarn"}), "scaled by 'yarn'"),
-    "head": (lambda m, t: m.update({"llama.attention.value_length": 16}), "has one width"),
-    "type": (lambda m, t: other_type(t, "blk.0.attn_q.weight", "Q8_K"), "stored as Q8_K"),
-    "extra": (
-        lambda m, t: other_name(t, "output_norm.weight", "blk.0.more.weight"),
-        "has no tensor 'output_norm",
+    "architecture": (key("general.architecture", "gemma"), "unknown architecture"),
+    "scaling": (key("llama.rope.scaling.type", "yarn"), "scaled by 'yarn'"),
+    "head": (key("llama.attention.value_length", 16), "has one width"),
+    "layers": (key("llama.block_count", 10**6), "1000000 layers"),
+    "list": (key("llama.attention.head_count", [4, 4]), "one integer"),
+    "type": (
+        put("blk.0.attn_q.weight", "Q8_K", (128, 256), np.zeros(128 * TYPES["Q8_K"][2], np.uint8)),
+        "stored as Q8_K",
     ),
-    "layers": (lambda m, t: m.update({"llama.block_count": 10**6}), "1000000 layers"),
-    "list": (lambda m, t: m.update({"llama.attention.head_count": [4, 4]}), "one integer"),
-    "infinite": (lambda m, t: infinite(t, "output_norm.weight"), "is not finite"),
-    "rope": (lambda m, t: other_name(t, "output_norm.weight", "rope_freqs.weight", True), "not the scaling"),
+    "extra": (renamed("blk.0.more.weight"), "has no tensor 'output_norm"),
+    "infinite": (put("output_norm.weight", "F32", (128,), INFINITE), "is not finite"),
+    "rope": (renamed("rope_freqs.weight", keep=True), "not the scaling"),
 }
+#: Models that llama.cpp computes otherwise.
+OTHERWISE = [
+    ({"qk_norm": True, "experts": 4, "norm_topk_prob": False}, "norm_topk_prob"),
+    ({"qk_norm": True, "rope_factor": 8.0}, "rope_factor"),
+]
 
 
-def other_type(tensors, name, kind):
-    _, block, size = TYPES[kind]
-    data = np.zeros(tensors[name].shape[0] * size, np.uint8)
-    tensors[name] = GgufTensor(name, kind, (tensors[name].shape[0], block), data)
-
-
-def other_name(tensors, name, to, keep=False):
-    tensors[to] = GgufTensor(to, *(getattr(tensors[name], part) for part in ("type", "shape", "data")))
-    if not keep:
-        del tensors[name]
-
-
-def infinite(tensors, name):
-    data = np.full(tensors[name].shape, np.inf, np.float32).view(np.uint8)
-    tensors[name] = GgufTensor(name, "F32", tensors[name].shape, data)
-
-
-@pytest.mark.parametrize("name", LOST)
-def test_what_would_be_lost_is_refused(tmp_path, name):
-    change, words = LOST[name]
-    written(tmp_path / "model.gguf", "bf16", layers=1)
-    with pytest.raises(UserError, match=words):
-        read_external_model(changed(tmp_path / "model.gguf", change))
-    data = (tmp_path / "model.gguf").read_bytes()
+def test_what_would_be_lost_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    for sizes, words in OTHERWISE:
+        with pytest.raises(UserError, match=words):
+            written(path, "bf16", **sizes)
+    assert not list(tmp_path.iterdir())
+    written(path, "bf16", layers=1)
+    for how, words in LOST.values():
+        with pytest.raises(UserError, match=words):
+            read_external_model(changed(path, how))
+    data = path.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match="was cut off"):
         read_external_model(tmp_path / "cut.gguf")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from checkpoint.interop.models import ours_from
 from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
 from narrowgauge.checkpoint.interop.huggingface import read_folder, write_folder
 from narrowgauge.checkpoint.interop.safetensors_reader import INDEX
@@ -33,6 +34,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 
 V, T = 67, 48
+SMALL = {"dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": V}
 IDS = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
 LLAMA3 = {
     "rope_type": "llama3",
@@ -117,34 +119,21 @@ def theirs(request):
     return model.eval()
 
 
-def ours_from(foreign):
-    model = Transformer(foreign.config)
-    model.load_state_dict(dict(foreign.tensors))
-    return model.eval()
-
-
 @torch.no_grad()
-def test_what_transformers_saved_gives_its_logits(theirs, tmp_path):
-    theirs.save_pretrained(tmp_path)
-    expected = theirs(IDS).logits
-    assert expected.std() > 0.3
-    assert (ours_from(read_folder(tmp_path))(IDS) - expected).abs().max() < 1e-5
-
-
-@torch.no_grad()
-def test_what_we_write_gives_transformers_the_same_logits(theirs, tmp_path):
+def test_folders_of_either_give_both_the_same_logits(theirs, tmp_path):
     """Read, written again in parts, opened by transformers: nothing is missing, nothing is left over."""
     theirs.save_pretrained(tmp_path / "theirs")
-    foreign = read_folder(tmp_path / "theirs")
+    foreign, logits = read_folder(tmp_path / "theirs"), theirs(IDS).logits
+    expected = ours_from(foreign)(IDS)
+    assert logits.std() > 0.3
+    assert (expected - logits).abs().max() < 1e-5
     (tmp_path / "ours").mkdir()
     write_folder(tmp_path / "ours", foreign.config, foreign.tensors, None, shard_bytes=30_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert (again.eval()(IDS).logits - theirs(IDS).logits).abs().max() < 1e-5
-    expected = ours_from(foreign)(IDS)
-    assert (again(IDS).logits - expected).abs().max() < 1e-5
+    assert (again.eval()(IDS).logits - logits).abs().max() < 1e-5
     assert torch.equal(ours_from(read_folder(tmp_path / "ours"))(IDS), expected)
 
 
@@ -165,38 +154,32 @@ def test_initial_weights_by_role_are_no_initializer_range():
     assert to_config(model_config("debug", initial_std=0.01))["initializer_range"] == 0.01
 
 
-@pytest.mark.parametrize(
-    "changes", [{"sliding_window": 8}, {"router_jitter_noise": 0.1}, {"mlp_only_layers": [0]}]
-)
-def test_experts_that_are_not_computed_are_refused(changes):
-    values = to_config(model_config("mixtral-8x7b")) | changes
-    with pytest.raises(UserError, match=f"here: {next(iter(changes))} = .* is computed here; give a model"):
-        config_from(values, "here")
-
-
 def test_training_goes_as_in_transformers(tmp_path):
     """Three steps of SGD in fp32, the balance of a layer among the loss."""
     torch.manual_seed(0)
-    config = MixtralConfig(**sizes(4, 2, 16) | {"num_hidden_layers": 1}, num_local_experts=5)
-    theirs = MixtralForCausalLM(config)
+    sizes_of_one = sizes(4, 2, 16) | {"num_hidden_layers": 1}
+    theirs = MixtralForCausalLM(MixtralConfig(**sizes_of_one, num_local_experts=5))
     theirs.save_pretrained(tmp_path)
     ours = ours_from(read_folder(tmp_path))
-    ours.balance_loss, losses = 0.1, []
+    ours.balance_loss = 0.1
     inputs, targets = IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
-    for model in (ours, theirs):
+
+    def their_loss():
+        out = theirs(inputs, output_router_logits=True)
+        loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+        return loss + 0.1 * load_balancing_loss_func(out.router_logits, 5, 2)
+
+    def trained(model, loss_of):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for _ in range(3):
             optimizer.zero_grad()
-            if model is ours:
-                loss = ours.loss(inputs, targets)[0]
-            else:
-                out = theirs(inputs, output_router_logits=True)
-                loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
-                loss = loss + 0.1 * load_balancing_loss_func(out.router_logits, 5, 2)
+            loss = loss_of()
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
-    assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
+            yield loss.item()
+
+    losses = list(trained(ours, lambda: ours.loss(inputs, targets)[0]))
+    assert losses == pytest.approx(list(trained(theirs, their_loss)), rel=1e-5)
     assert losses[2] < losses[0]
 
 
@@ -220,8 +203,6 @@ def test_settings_of_older_versions_are_read():
 
 def test_weights_without_the_head_and_with_old_buffers_are_read(tmp_path):
     """As on the hub: GPT-2's names there begin with `h.0.`, and its masks are stored."""
-    from safetensors.torch import save_file
-
     model = gpt2()
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -234,7 +215,7 @@ def test_weights_without_the_head_and_with_old_buffers_are_read(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrower_weights_are_rounded_once(tmp_path, dtype):
-    model = Transformer(model_config("debug", dim=64, layers=2, ffn_dim=96, vocab_size=V))
+    model = Transformer(model_config("debug", **SMALL))
     initialize(model, 0)
     write_folder(tmp_path, model.config, model.state_dict(), None, dtype)
     back = read_folder(tmp_path).tensors
@@ -256,59 +237,55 @@ def test_the_tokenizer_goes_along(tmp_path):
     assert read_folder(tmp_path / "out").tokenizer == tmp_path / "out" / "tokenizer.json"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_type": "lama"}, ["unknown model_type 'lama'", "'llama'"]),
-        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["scaled by 'yarn'"]),
-        ({"model_type": "mistral"}, ["sliding_window = 4096"]),  # the default of that family
-        ({"model_type": "mistral", "sliding_window": 32}, ["sliding_window = 32"]),
-        ({"use_sliding_window": True}, ["use_sliding_window = True"]),
-        ({"layer_types": ["sliding_attention"]}, ["sliding window"]),
-        ({"layer_types": ["full_attention", "linear_attention"]}, ["another attention"]),
-        ({"layer_types": 3}, ["another attention"]),
-        ({"head_dim": 10**30}, ["head_dim = 1000", "exceeds the size of any model"]),
-        ({"quantization_config": "fp8"}, ["quantization_config = 'fp8' is not a table"]),
-        ({"attention_bias": True}, ["attention or MLP alone"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized by 'gptq'"]),
-        ({"hidden_size": "64"}, ["describes an impossible model", "64"]),
-        ({"num_hidden_layers": 10**9}, ["1000000000 layers", "tensors"]),
-        ({"num_hidden_layers": 2}, ["no place", "model.layers.2."]),
-        ({"num_hidden_layers": 4}, ["no tensor 'model.layers.3."]),
-        ({"intermediate_size": 95}, ["shape", "(96, 64)", "95, 95 rows"]),
-        ({"rope_theta": "x"}, ["describes an impossible model"]),
-        ({"vocab_size": True}, ["vocab_size = True"]),
-    ],
-)
-def test_what_is_not_computed_is_refused_in_a_sentence(tmp_path, changes, words):
-    model = Transformer(
-        model_config("debug", dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=96, vocab_size=V)
-    )
+WINDOWED = {"model_type": "mistral"}  # by the default of that family
+MIXTRAL = to_config(model_config("mixtral-8x7b"))
+EXPERTS = [{"sliding_window": 8}, {"router_jitter_noise": 0.1}, {"mlp_only_layers": [0]}]
+#: Changes of a folder's configuration, and the words that refuse them.
+NOT_COMPUTED = [
+    ({"model_type": "lama"}, ["unknown model_type 'lama'", "'llama'"]),
+    ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["scaled by 'yarn'"]),
+    (WINDOWED, ["sliding_window = 4096"]),
+    (WINDOWED | {"sliding_window": 32}, ["sliding_window = 32"]),
+    ({"use_sliding_window": True}, ["use_sliding_window = True"]),
+    ({"layer_types": ["sliding_attention"]}, ["sliding window"]),
+    ({"layer_types": ["full_attention", "linear_attention"]}, ["another attention"]),
+    ({"layer_types": 3}, ["another attention"]),
+    ({"head_dim": 10**30}, ["head_dim = 1000", "exceeds the size of any model"]),
+    ({"quantization_config": "fp8"}, ["quantization_config = 'fp8' is not a table"]),
+    ({"attention_bias": True}, ["attention or MLP alone"]),
+    ({"quantization_config": {"quant_method": "gptq"}}, ["quantized by 'gptq'", "compressed-tensors"]),
+    ({"hidden_size": "64"}, ["describes an impossible model", "64"]),
+    ({"num_hidden_layers": 10**9}, ["1000000000 layers", "tensors"]),
+    ({"num_hidden_layers": 2}, ["no place", "model.layers.2."]),
+    ({"num_hidden_layers": 4}, ["no tensor 'model.layers.3."]),
+    ({"intermediate_size": 95}, ["shape", "(96, 64)", "95, 95 rows"]),
+    ({"rope_theta": "x"}, ["describes an impossible model"]),
+    ({"vocab_size": True}, ["vocab_size = True"]),
+    *((MIXTRAL | more, [f"{key} = ", "is computed here; give a model"]) for more in EXPERTS for key in more),
+]
+
+
+def test_what_is_not_computed_is_refused_in_a_sentence(tmp_path):
+    model = Transformer(model_config("debug", **SMALL))
     write_folder(tmp_path, model.config, model.state_dict(), None)
+    assert not (tmp_path / INDEX).exists(), "a small model has no index"
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    with pytest.raises(UserError) as error:
-        read_folder(tmp_path)
-    assert all(word in str(error.value) for word in [str(tmp_path), *words]), error.value
+    values = json.loads(config.read_text())
+    for changes, words in NOT_COMPUTED:
+        config.write_text(json.dumps(values | changes))
+        with pytest.raises(UserError) as error:
+            read_folder(tmp_path)
+        assert all(word in str(error.value) for word in [str(tmp_path), *words]), error.value
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_mixture_that_no_family_has_is_refused():
+    for changes in (
         {"norm": "layer"},
         {"mlp": "gelu"},
         {"positions": "learned"},
         {"bias": True, "qkv_bias": False},
         {"experts": 4, "norm_topk_prob": False},
-    ],
-)
-def test_a_mixture_that_no_family_has_is_refused(changes):
-    with pytest.raises(UserError, match="no family of Hugging Face's"):
-        to_config(model_config("debug", **changes))
-
-
-def test_a_small_model_has_no_index(tmp_path):
-    model = Transformer(model_config("debug", dim=64, layers=1, ffn_dim=96, vocab_size=V))
-    write_folder(tmp_path, model.config, model.state_dict(), None)
-    assert not (tmp_path / INDEX).exists()
+    ):
+        with pytest.raises(UserError, match="no family of Hugging Face's"):
+            to_config(model_config("debug", **changes))

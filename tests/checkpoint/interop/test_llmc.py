@@ -1,14 +1,17 @@
 """llm.c's model files, as its own script writes them: read whatever their name, the same bytes again."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from checkpoint.interop.models import model_under, ours_from
 from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.llmc import read_llmc, write_llmc
+from narrowgauge.checkpoint.interop.llmc import _stored, read_llmc, write_llmc
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.models import model_config
 
 V, T, C, L, N = 150, 32, 48, 3, 4  # padded to 256
 ORDER = ["ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight"]
@@ -42,25 +45,16 @@ def as_llmc_writes(model, version):
     return header.tobytes() + bits.tobytes()
 
 
-@pytest.mark.parametrize("version", [3, 5])
-def test_a_file_of_llmc_gives_its_logits_and_the_same_bytes_again(theirs, tmp_path, version):
-    name = "gpt2_bf16.bin" if version == 3 else "gpt2_fp32.bin"  # a name proves nothing
-    path = tmp_path / name
+@pytest.mark.parametrize(("version", "dtype"), [(3, torch.float32), (5, torch.bfloat16)])
+def test_a_file_of_llmc_gives_its_logits_and_the_same_bytes_again(theirs, tmp_path, version, dtype):
+    path = tmp_path / ("gpt2_bf16.bin" if version == 3 else "gpt2_fp32.bin")  # a name proves nothing
     path.write_bytes(as_llmc_writes(theirs, version))
     there = read_llmc(path)
-    model = Transformer(there.config)
-    model.load_state_dict(dict(there.tensors))
     ids = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        if version == 5:
-            theirs = GPT2LMHeadModel.from_pretrained(
-                None, config=theirs.config, state_dict=theirs.state_dict()
-            )
-            theirs = theirs.bfloat16().float().eval()
-        assert (model(ids) - theirs(ids).logits).abs().max() < 1e-5
-    write_llmc(
-        tmp_path / "again", there.config, there.tensors, {3: torch.float32, 5: torch.bfloat16}[version]
-    )
+        rounded = copy.deepcopy(theirs).to(dtype).float()
+        assert (ours_from(there)(ids) - rounded(ids).logits).abs().max() < 1e-5
+    write_llmc(tmp_path / "again", there.config, there.tensors, dtype)
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
     path.rename(tmp_path / "model.bin")
     (tmp_path / "again").unlink()
@@ -69,8 +63,6 @@ def test_a_file_of_llmc_gives_its_logits_and_the_same_bytes_again(theirs, tmp_pa
 
 def test_the_published_sizes_of_a_file(tmp_path):
     """GPT-2 124M: 497,904,640 bytes in fp32, 248,952,832 in bf16. Reckoned, not written."""
-    from narrowgauge.checkpoint.interop.llmc import _stored
-
     shapes = [shape for _, shape in _stored(model_config("gpt2-124m"), 50304)]
     numbers = sum(int(np.prod(shape)) for shape in shapes)
     assert (1024 + 4 * numbers, 1024 + 2 * numbers) == (497_904_640, 248_952_832)
@@ -83,44 +75,44 @@ def header_with(at, value):
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda data: data[:-1], ["bytes, where its header asks for"]),
-        (lambda data: data + b"\0", ["bytes, where its header asks for"]),
-        (lambda data: data[:500], ["where the header alone has 1024"]),
-        (lambda data: b"", ["is not a model file"]),
-        (lambda data: b"PK\x03\x04" + data, ["a pickle", "save it as safetensors"]),
-        (header_with(0, 20240520), ["it is tokens"]),
-        (header_with(0, 20240803), ["Llama 3 model", "Hugging Face"]),
-        (header_with(1, 4), ["version 4", "3 is fp32"]),
-        (header_with(4, 2**30), ["dimension"]),
-        (header_with(4, 1000), ["1000 layers"]),
-        (header_with(5, 5), ["multiple of model.heads = 5"]),
-        (header_with(6, -48), ["dimension that is not positive"]),
-        (header_with(7, 100), ["padded vocabulary of 100"]),
-        (lambda data: data[:1024] + b"\xff\xff\xff\x7f" + data[1028:], ["NaN", "embedding.weight"]),
-    ],
-)
-def test_a_damaged_or_other_file_is_refused_in_a_sentence(theirs, tmp_path, change, words):
-    path = tmp_path / "model.bin"
-    path.write_bytes(change(as_llmc_writes(theirs, 3)))
-    with pytest.raises(UserError) as error:
-        read_llmc(path)
-    assert all(word in str(error.value) for word in [str(path), *words]), error.value
+DAMAGE = [
+    (lambda data: data[:-1], ["bytes, where its header asks for"]),
+    (lambda data: data + b"\0", ["bytes, where its header asks for"]),
+    (lambda data: data[:500], ["where the header alone has 1024"]),
+    (lambda data: b"", ["is not a model file"]),
+    (lambda data: b"PK\x03\x04" + data, ["a pickle", "save it as safetensors"]),
+    (header_with(0, 20240520), ["it is tokens"]),
+    (header_with(0, 20240803), ["Llama 3 model", "Hugging Face"]),
+    (header_with(1, 4), ["version 4", "3 is fp32"]),
+    (header_with(4, 2**30), ["dimension"]),
+    (header_with(4, 1000), ["1000 layers"]),
+    (header_with(5, 5), ["multiple of model.heads = 5"]),
+    (header_with(6, -48), ["dimension that is not positive"]),
+    (header_with(7, 100), ["padded vocabulary of 100"]),
+    (lambda data: data[:1024] + b"\xff\xff\xff\x7f" + data[1028:], ["NaN", "embedding.weight"]),
+]
+
+
+def test_a_damaged_or_other_file_is_refused_in_a_sentence(theirs, tmp_path):
+    path, data = tmp_path / "model.bin", as_llmc_writes(theirs, 3)
+    for change, words in DAMAGE:
+        path.write_bytes(change(data))
+        with pytest.raises(UserError) as error:
+            read_llmc(path)
+        assert all(word in str(error.value) for word in [str(path), *words]), error.value
+
+
+OTHER_MODELS = [
+    ({}, torch.float32, "positions = learned"),
+    ({"name": "gpt2-debug", "tied_head": False}, torch.float32, "tied_head = true"),
+    ({"name": "gpt2-debug", "ffn_dim": 384}, torch.float32, "ffn_dim = 4 dim"),
+    ({"name": "gpt2-debug", "ffn_dim": 512}, torch.float16, "--dtype fp32 or --dtype bf16"),
+]
 
 
 def test_another_model_than_gpt2_is_refused(tmp_path):
-    for name, changes, rule in [
-        ("debug", {}, "positions = learned"),
-        ("gpt2-debug", {"tied_head": False}, "tied_head = true"),
-        ("gpt2-debug", {"ffn_dim": 384}, "ffn_dim = 4 dim"),
-    ]:
-        model = Transformer(model_config(name, dim=128, layers=1, **changes))
-        initialize(model, 0)
+    for changes, dtype, rule in OTHER_MODELS:
+        model = model_under("fp32", layers=1, kv_heads=4, **changes)
         with pytest.raises(UserError, match=rule):
-            write_llmc(tmp_path / "model.bin", model.config, model.state_dict(), torch.float32)
-    model = Transformer(model_config("gpt2-debug", dim=64, layers=1, ffn_dim=256, vocab_size=V))
-    with pytest.raises(UserError, match="--dtype fp32 or --dtype bf16"):
-        write_llmc(tmp_path / "model.bin", model.config, model.state_dict(), torch.float16)
+            write_llmc(tmp_path / "model.bin", model.config, model.state_dict(), dtype)
     assert not (tmp_path / "model.bin").exists()

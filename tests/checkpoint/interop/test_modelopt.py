@@ -6,40 +6,35 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoint.interop.models import model_under, weights_of
 from narrowgauge.checkpoint.interop.huggingface import read_folder
 from narrowgauge.checkpoint.interop.modelopt import ALGORITHMS, write_modelopt
 from narrowgauge.checkpoint.interop.read_back import require_read_back
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import Linear, convert
+from narrowgauge.nn import Linear
 from narrowgauge.recipes import recipe_names
 
-SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
 EXACT = {"nvfp4": "W4A16_NVFP4", "mxfp8": "MXFP8"}
 
 
 def written(folder, name):
-    """A model under a recipe, written; its float32 weights."""
-    model = Transformer(model_config("debug", **SIZES))
-    initialize(model, 0)
-    convert(model, name)
-    names = dict(model.named_parameters(remove_duplicate=False))
-    weights = {key: t.float() for key, t in model.state_dict().items() if key in names}
-    write_modelopt(folder, model, weights, None, torch.float32, SHARD_BYTES)
-    return model, weights
+    """A model under a recipe, written."""
+    model = model_under(name)
+    write_modelopt(folder, model, weights_of(model), None, torch.float32, SHARD_BYTES)
+    return model
 
 
 @pytest.mark.tier("thorough", keep=("nvfp4", "mxfp8", "fp8"))
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_exact_or_refused(tmp_path, name):
     try:
-        model, weights = written(tmp_path, name)
+        model = written(tmp_path, name)
     except UserError:
         assert name not in EXACT
         assert not list(tmp_path.iterdir())
         return
-    expected = dict(weights)
+    expected = weights_of(model)
     for layer, module in model.named_modules():
         if isinstance(module, Linear) and module.spec.casts["fprop.w"].is_scaled:
             expected[f"{layer}.weight"] = module.forward_weight()

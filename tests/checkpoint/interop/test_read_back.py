@@ -1,4 +1,4 @@
-"""An export of which one part is destroyed differs from a sound one: every format, every part."""
+"""One destroyed part of an export is named; import refuses what no quantizer makes."""
 
 import re
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.interop.models import model_under, weights_of
 from narrowgauge.checkpoint.interop.activations import needs_scale, scale_of_amax
 from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
 from narrowgauge.checkpoint.interop.external_model import read_external_model
@@ -16,8 +17,6 @@ from narrowgauge.checkpoint.interop.modelopt import write_modelopt
 from narrowgauge.checkpoint.interop.read_back import different_tensors, wrong_input_scales
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import convert
 
 FORMATS = {
     "compressed-tensors, nvfp4": "nvfp4",
@@ -38,13 +37,6 @@ INPUT = ("input_global_scale", "input_scale")
 AMAX = 3.0
 
 
-def model_under(recipe):
-    sizes = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
-    model = Transformer(model_config("debug", **sizes))
-    initialize(model, 0)
-    return convert(model, recipe)
-
-
 def scales_of(model):
     layers = {name: layer.spec.casts["fprop.x"] for name, layer in narrow_layers(model).items()}
     return {name: scale_of_amax(x, AMAX) for name, x in layers.items() if needs_scale(x)}
@@ -57,11 +49,8 @@ def sound(tmp_path_factory):
 
     def of(kind):
         if kind not in made:
-            to, model = kind.split(",")[0], model_under(FORMATS[kind])
-            folder = tmp_path_factory.mktemp("sound")
-            names = dict(model.named_parameters(remove_duplicate=False))
-            weights = {key: t.float() for key, t in model.state_dict().items() if key in names}
-            settings = (weights, None, torch.float32)
+            to, model = kind.split(",")[0], model_under(FORMATS[kind], dim=64, layers=4)
+            folder, settings = tmp_path_factory.mktemp("sound"), (weights_of(model), None, torch.float32)
             if to == "gguf":
                 write_gguf_model(folder / "model.gguf", model, *settings)
             elif to == "hf":
@@ -154,31 +143,46 @@ def swapped(tensors):
     return first
 
 
+def inverted(t):
+    is_e8m0 = t.numel() > 1 and bool((t == t.round()).all())
+    return 254 - t if is_e8m0 else 1 / t
+
+
+LACKING = "no weight_scale|scale of the tensor is missing|only fp32|has no tensor"
+#: What is done to a part of a file, and how `import` refuses it; "" where any weights may be so.
 PARTS = {
-    "codes": codes,
-    "scales are zero": changed(("weight_scale",), lambda t: 0 * t),
-    "a scale of the tensor is zero": changed(GLOBAL, lambda t: 0 * t),
-    "a scale of the tensor is 64 times too large": changed(GLOBAL, lambda t: 64 * t),
-    "a tensor is missing": missing,
-    "a tensor too many": extra,
-    "a shape is transposed": transposed,
-    "layers are swapped": swapped,
+    "codes": (codes, ""),
+    "scales are zero": (changed(("weight_scale",), lambda t: 0 * t), "all scales are 0"),
+    "a scale of the tensor is zero": (changed(GLOBAL, lambda t: 0 * t), "all scales are 0|an infinity"),
+    "a scale of the tensor is 64 times too large": (changed(GLOBAL, lambda t: 64 * t), ""),
+    "a scale of the tensor is negative": (changed(GLOBAL, lambda t: -t), "a scale is negative"),
+    "scales are inverted": (changed((*GLOBAL, "weight_scale"), inverted), "with the reciprocal"),
+    "a tensor is missing": (missing, LACKING),
+    "a tensor too many": (extra, ""),
+    "a shape is transposed": (transposed, "scales of shape|its configuration requires"),
+    "layers are swapped": (swapped, ""),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_one_destroyed_tensor_is_named(sound, kind, part):
+def test_one_destroyed_tensor_is_named_and_refused_if_no_quantizer_makes_it(sound, kind, part):
     folder, _ = sound(kind)
+    how, words = PARTS[part]
     named = []
-    bad = destroyed(folder, lambda tensors: named.append(PARTS[part](tensors)))
+    bad = destroyed(folder, lambda tensors: named.append(how(tensors)))
     found = [difference.name for difference in different_tensors(bad, folder)]
     if named == [None]:  # the format has no such part
         assert found == []
-    else:
-        assert named[0] in found
-        assert len(found) == (2 if part == "layers are swapped" else 1)
+        assert read_external_model(bad).tensors
+        return
+    assert named[0] in found
+    assert len(found) == (2 if part == "layers are swapped" else 1)
     assert different_tensors(folder, folder) == []
+    if words and not kind.startswith("hf"):
+        with pytest.raises(UserError, match=words) as error:
+            read_external_model(bad)
+        assert re.search(r"blocks\.1|layers\.1|blk\.1", str(error.value)), error.value
 
 
 ACTIVATIONS = {
@@ -190,57 +194,19 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("how", ACTIVATIONS)
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind.startswith(("comp", "model"))])
-def test_a_wrong_scale_of_activations_is_named(sound, kind, how):
+def test_a_wrong_scale_of_activations_is_named(sound, kind):
     folder, model = sound(kind)
     amaxes = dict.fromkeys(scales_of(model), AMAX / 2)  # another text than that of the calibration
     assert wrong_input_scales(folder, model, amaxes) == []
-    if not amaxes:
-        return
-    named = []
+    for change in ACTIVATIONS.values() if amaxes else ():
+        named = []
 
-    def change(tensors):
-        named.append(part_of(tensors, LAYER, INPUT))
-        if ACTIVATIONS[how] is None:
-            del tensors[named[0]]
-        else:
-            tensors[named[0]] = ACTIVATIONS[how](tensors[named[0]])
+        def spoil(tensors, change=change, named=named):
+            named.append(part_of(tensors, LAYER, INPUT))
+            scale = tensors.pop(named[0])
+            tensors |= {} if change is None else {named[0]: change(scale)}
 
-    bad = destroyed(folder, change)
-    found = wrong_input_scales(bad, model, amaxes) + different_tensors(bad, folder)
-    assert named[0] in [difference.name for difference in found]
-
-
-def inverted(t):
-    is_e8m0 = t.numel() > 1 and bool((t == t.round()).all())
-    return 254 - t if is_e8m0 else 1 / t
-
-
-#: Parts of a file, and the words for what no trained weight explains.
-REFUSED = {
-    "scales are zero": (changed(("weight_scale",), lambda t: 0 * t), "all scales are 0"),
-    "a scale of the tensor is zero": (
-        changed(("weight_scale_2", "scale"), lambda t: 0 * t),
-        "all scales are 0",
-    ),
-    "scales are negative": (changed(("weight_scale_2", "scale"), lambda t: -t), "a scale is negative"),
-    "scales are inverted": (changed((*GLOBAL, "weight_scale"), inverted), "with the reciprocal"),
-    "a scale is missing": (missing, "no weight_scale|scale of the tensor is missing|only fp32|has no tensor"),
-    "a shape is transposed": (transposed, "scales of shape|its configuration requires"),
-}
-
-
-@pytest.mark.parametrize("wrong", REFUSED)
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if not kind.startswith("hf")])
-def test_import_refuses_a_scale_that_no_quantizer_makes(sound, kind, wrong):
-    folder, _ = sound(kind)
-    how, words = REFUSED[wrong]
-    named = []
-    bad = destroyed(folder, lambda tensors: named.append(how(tensors)))
-    if named == [None]:
-        assert read_external_model(bad).tensors
-        return
-    with pytest.raises(UserError, match=words) as error:
-        read_external_model(bad)
-    assert re.search(r"blocks\.1|layers\.1|blk\.1", str(error.value)), error.value
+        bad = destroyed(folder, spoil)
+        found = wrong_input_scales(bad, model, amaxes) + different_tensors(bad, folder)
+        assert named[0] in [difference.name for difference in found]

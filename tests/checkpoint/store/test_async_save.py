@@ -4,43 +4,31 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from narrowgauge.checkpoint import AsyncSaver, PoisonedError, SaveError, load, newest_valid, steps
 from narrowgauge.checkpoint.store.slices import full_tensor
-from support.checkpoint_ranks import same_bits, tensors_of
+from support.checkpoint_ranks import assert_whole
 
 
 def held(value, elements=1000):
     return {"model": {"w": [full_tensor(torch.full((elements,), float(value)))]}}
 
 
-def assert_of_step(path, step):
-    loaded = load(path)
-    assert loaded.state == {"step": step, "list": [step]}
-    for group, named in tensors_of(step).items():
-        assert all(same_bits(loaded.tensors[group][name], x) for name, x in named.items())
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tier("thorough")), 3])
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, on_ranks, ranks):
     world = on_ranks(ranks, "in_background", tmp_path, steps=[1, 2, 3])
     assert [said["said"] for said in world.said] == [["begun", "begun", "begun", "closed"]] * ranks
     assert steps(tmp_path) == [2, 3]
     for step in (2, 3):
-        assert_of_step(tmp_path / f"step-{step}", step)
+        assert_whole(tmp_path / f"step-{step}", step)
 
 
-@pytest.mark.tier("thorough")  # waits for a slow disk
 def test_a_slow_disk_does_not_hold_the_step_and_a_second_save_waits(tmp_path, on_ranks):
-    world = on_ranks(2, "in_background", tmp_path, steps=[1, 2], delay=0.2)
-    for said in world.said:
-        first, second = said["seconds"]
-        assert second > 1  # the first save syncs more than five times
-        assert first < second / 4
+    world = on_ranks(2, "in_background", tmp_path, steps=[1, 2], delay=0.1)
+    assert [said["published"] for said in world.said] == [[[], [1]]] * 2  # as each call returned
     assert steps(tmp_path) == [1, 2]
 
 
@@ -121,29 +109,3 @@ def test_memory_of_the_copy_is_used_again(tmp_path):
         saver.save(tmp_path, 2, tensors, {}, 2, "run")
         saver.wait()
         assert [buffer.data_ptr() for buffer in saver._buffers.values()] == before
-
-
-@pytest.mark.tier("thorough")
-def test_steps_go_on_while_a_save_is_written(tmp_path):
-    """The loop's own thread keeps the interpreter: during a save it does most of what it does alone."""
-
-    def count(until):
-        turns = 0
-        while not until():
-            turns += 1
-        return turns
-
-    tensors = held(1, 20_000_000)
-    with AsyncSaver() as saver:
-        saver.save(tmp_path, 1, tensors, {}, 2, "run")
-        saver.wait()
-        begin = time.monotonic()
-        saver.save(tmp_path, 2, tensors, {}, 2, "run")
-        returned = time.monotonic()
-        beside = count(saver._pending.done) / (time.monotonic() - returned)
-        saver.wait()
-        taken = time.monotonic() - begin
-    end = time.monotonic() + 0.3
-    alone = count(lambda: time.monotonic() > end) / 0.3
-    print(f"call {returned - begin:.3f} s of {taken:.3f} s, turns {beside / alone:.2f} of those alone")
-    assert returned - begin < taken / 2

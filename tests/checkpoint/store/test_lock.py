@@ -1,3 +1,5 @@
+"""One process a run: who holds it is told, and a dead process holds nothing."""
+
 import os
 import signal
 import socket
@@ -11,38 +13,33 @@ from narrowgauge.checkpoint import is_abandoned, lock_run
 from narrowgauge.errors import UserError
 
 
-def _hold(in_process, directory, ready):
-    holder = in_process("lock", directory, ready=str(ready), wait=False)
+def until(arrived):
     deadline = time.monotonic() + 10
-    while not ready.exists():
-        assert time.monotonic() < deadline, "the lock was never taken"
+    while not arrived():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    return holder
 
 
-def test_a_second_process_is_told_who_holds_the_run_and_kill_9_frees_it(tmp_path, in_process):
-    run = tmp_path / "run"
-    holder = _hold(in_process, run, tmp_path / "ready")
+def test_a_second_process_is_told_who_holds_the_run_and_kill_9_frees_it(tmp_path, on_ranks):
+    run, ready = tmp_path / "run", tmp_path / "ready"
+    (pid,) = on_ranks(1, "hold_lock", run, ready=str(ready), wait=False).pids
+    until(ready.exists)
     try:
-        with (
-            pytest.raises(UserError, match=f"process {holder.pid} on host {socket.gethostname()}"),
-            lock_run(run),
-        ):
+        who = f"process {pid} on host {socket.gethostname()}"
+        with pytest.raises(UserError, match=who), lock_run(run):
             pass
     finally:
-        os.kill(holder.pid, signal.SIGKILL)
-    assert (
-        f"process {holder.pid}" in (run / ".lock").read_text()
-    )  # the stale file is there, and does not block
-    deadline = time.monotonic() + 10
-    while True:
+        os.kill(pid, signal.SIGKILL)
+    assert f"process {pid}" in (run / ".lock").read_text()  # the stale file is there, and does not block
+
+    def taken():
         try:
             with lock_run(run):
-                assert (run / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-            break
+                return (run / ".lock").read_text().startswith(f"process {os.getpid()} on ")
         except UserError:  # the kernel has not buried the holder yet
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+            return False
+
+    until(taken)
 
 
 def test_the_lock_is_exclusive_within_a_process_and_ends_with_the_block(tmp_path):
@@ -56,15 +53,14 @@ def test_the_lock_is_exclusive_within_a_process_and_ends_with_the_block(tmp_path
 
 def test_a_directory_that_cannot_be_locked_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(UserError, match=r"is a file, but a run needs a directory; give another name"),
-        lock_run(tmp_path / "file"),
-    ):
-        pass
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"cannot be locked .*give a writable"), lock_run(tmp_path / "run"):
-        pass
+    for name, words in (
+        ("file", "is a file, but a run needs a directory"),
+        ("run", "cannot be locked .*writable"),
+    ):
+        with pytest.raises(UserError, match=words), lock_run(tmp_path / name):
+            pass
     assert not (tmp_path / "elsewhere").exists()
 
 

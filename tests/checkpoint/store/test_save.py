@@ -1,52 +1,33 @@
+"""What is saved comes back bit for bit, a save that fails leaves nothing, and no hostile file is believed."""
+
 import json
 import math
 import os
-import struct
-import time
+import pickle
 
 import pytest
 import torch
 
-from narrowgauge.checkpoint import (
-    DamagedError,
-    PoisonedError,
-    SaveError,
-    load,
-    newest_valid,
-    read_manifest,
-    save,
-    steps,
-)
-from narrowgauge.checkpoint.store.manifest import FileEntry, Manifest
+from narrowgauge.checkpoint import DamagedError, PoisonedError, SaveError, load, newest_valid, save
 from narrowgauge.errors import UserError
+from support.checkpoint_ranks import assert_whole, same_bits
 from support.fault_table import case
+from support.hostile import MALFORMED, OTHER, SOUND, Bomb, forge
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-]
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same(a, b):
-    assert a.dtype is b.dtype
-    assert a.shape == b.shape
-    assert torch.equal(bits(a), bits(b))
+EIGHT = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+NAMES = (
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    *EIGHT,
+    "float4_e2m1fn_x2",
+    "uint8",
+    "int32",
+    "int64",
+    "bool",
+)
+DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 def finite(dtype):
@@ -72,60 +53,39 @@ def save_one(tmp_path, tensors, state=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_round_trips_bit_for_bit_with_any_shape_and_stride(tmp_path, dtype):
     x = finite(dtype)
-    named = {
-        "flat": x,
-        "zero-dim": x[3],
-        "empty": x[:0].reshape(0, 5),
-        "strided": x.reshape(4, 4).clone().t(),
-        "every second": x.clone()[1::2],
-    }
+    named = {"flat": x, "zero-dim": x[3], "empty": x[:0].reshape(0, 5)}
+    named |= {"strided": x.reshape(4, 4).clone().t(), "every second": x.clone()[1::2]}
     if dtype is torch.float4_e2m1fn_x2:
         del named["zero-dim"]  # safetensors counts the two halves of a byte: a last dimension is needed
     loaded = save_one(tmp_path, {"model": named}).tensors["model"]
     assert loaded.keys() == named.keys()
-    for name, tensor in named.items():
-        assert_same(loaded[name], tensor)
+    assert all(same_bits(loaded[name], tensor) for name, tensor in named.items())
 
 
-def test_tied_weights_are_stored_once_and_loaded_as_one(tmp_path):
-    w = torch.nn.Parameter(torch.randn(100, 10))
-    loaded = save_one(tmp_path, {"model": {"embed": w, "other": torch.zeros(3), "head": w}}).tensors["model"]
-    assert loaded["head"] is loaded["embed"]
-    assert_same(loaded["head"], w.detach())
-    assert (tmp_path / "c/step-1/model.safetensors").stat().st_size < 1.2 * w.nbytes
-
-
-def test_different_views_of_one_storage_are_all_kept(tmp_path):
-    base = torch.arange(12.0).reshape(3, 4)
-    named = {
+def test_tied_weights_are_stored_once_and_views_of_one_storage_each(tmp_path):
+    w, base = torch.nn.Parameter(torch.randn(100, 10)), torch.arange(12.0).reshape(3, 4)
+    views = {
         "base": base,
         "transposed": base.t(),
         "row": base[1],
-        "as integers": base.view(torch.int32),
-        "again": base,
+        "integers": base.view(torch.int32),
+        "2": base,
     }
-    loaded = save_one(tmp_path, {"model": named}).tensors["model"]
-    for name, tensor in named.items():
-        assert_same(loaded[name], tensor)
-
-
-def test_loaded_tensors_can_be_changed_and_outlive_the_files(tmp_path):
-    loaded = save_one(tmp_path, {"model": {"w": torch.ones(5000)}}).tensors["model"]["w"]
-    for file in (tmp_path / "c/step-1").iterdir():
+    loaded = save_one(tmp_path, {"model": {"embed": w, "head": w} | views}).tensors["model"]
+    assert loaded["head"] is loaded["embed"]
+    assert same_bits(loaded["head"], w.detach())
+    assert all(same_bits(loaded[name], tensor) for name, tensor in views.items())
+    path = tmp_path / "c/step-1"
+    assert (path / "model.safetensors").stat().st_size < 1.4 * w.nbytes
+    for file in path.iterdir():
         file.unlink()
-    loaded += 1
-    assert loaded.sum() == 10_000
+    loaded["embed"] += 1  # it can be changed, and outlives the files
+    assert same_bits(loaded["head"], w.detach() + 1)
 
 
 def test_state_keeps_floats_and_integers_exactly(tmp_path):
-    state = {
-        "lr": 0.1 + 0.2,
-        "tiny": 5e-324,
-        "minus zero": -0.0,
-        "big": 2**127 + 1,
-        "text": "na\u00efve \U0001f680\n",
-        "nested": {"a": [1, None, True, {"b": []}]},
-    }
+    state = {"lr": 0.1 + 0.2, "tiny": 5e-324, "minus zero": -0.0, "big": 2**127 + 1}
+    state |= {"text": "na\u00efve \U0001f680\n", "nested": {"a": [1, None, True, {"b": []}]}}
     loaded = save_one(tmp_path, {}, state).state
     assert loaded == state
     assert math.copysign(1, loaded["minus zero"]) == -1
@@ -146,27 +106,19 @@ def test_save_leaves_the_trajectory_alone(tmp_path):
 # Failing saves
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_removes_the_draft_and_says_so(tmp_path, in_process):
-    assert in_process("save", tmp_path, step=1).code == 0
-    for largest in (0, 10, 1000, 80_000):  # of a model file of a little more than 80 kB
-        ended = in_process("save", tmp_path, step=2, elements=20_000, largest_file=largest)
-        assert ended.code == 1
-        assert ended.said.startswith("SaveError: step 2 could not be saved under ")
-        assert "File too large: " in ended.said
-        assert "/model.safetensors')" in ended.said
+def test_a_full_disk_keeps_the_old_checkpoint_removes_the_draft_and_says_so(tmp_path, on_ranks):
+    assert on_ranks(1, "save", tmp_path, steps=[1]).codes == [0]
+    sizes = sorted(file.stat().st_size for file in (tmp_path / "step-1").iterdir())
+    for largest in (0, 10, *(size - 1 for size in sizes)):  # the last byte of each file has no room
+        ended = on_ranks(1, "save", tmp_path, steps=[2], small_files_on=0, largest_file=largest)
+        assert ended.codes == [1]
+        assert ended.one.startswith("SaveError: step 2 could not be saved under ")
+        assert "[Errno 27] File too large" in ended.one
+        assert largest or ".safetensors')" in ended.one
         assert os.listdir(tmp_path) == ["step-1"]
-    assert load(tmp_path / "step-1").state == {"step": 1}
-    assert in_process("save", tmp_path, step=2).code == 0
-    assert steps(tmp_path) == [1, 2]
-
-
-def test_a_full_disk_at_the_manifest_too(tmp_path, in_process):
-    ended = in_process("save", tmp_path, step=2, elements=1, largest_file=400)  # all else is smaller
-    assert ended.code == 1
-    assert ended.said.startswith("SaveError: step 2 could not be saved under ")
-    assert "File too large" in ended.said
-    assert os.listdir(tmp_path) == []
-    assert newest_valid(tmp_path) == (None, [])
+    assert_whole(tmp_path / "step-1", 1)
+    assert on_ranks(1, "save", tmp_path, steps=[2]).codes == [0]
+    assert newest_valid(tmp_path, "run") == (tmp_path / "step-2", [])
 
 
 def test_a_directory_that_cannot_be_made_is_a_save_error_with_its_cause(tmp_path):
@@ -178,24 +130,17 @@ def test_a_directory_that_cannot_be_made_is_a_save_error_with_its_cause(tmp_path
         save(tmp_path.__class__("/proc/narrowgauge"), 1, {}, {}, keep=2, run_id="run")
 
 
-def test_a_poisoned_tensor_is_named_and_nothing_is_published(tmp_path):
-    put = {
-        "model": {"good": torch.ones(3)},
-        "optimizer": {"m": torch.ones(3), "v": torch.tensor([1.0, math.nan])},
-    }
-    with pytest.raises(
-        PoisonedError, match=r"tensor 'v' of 'optimizer' holds a NaN .* nothing non-finite is ever"
-    ):
-        save(tmp_path / "c", 1, put, {}, keep=2, run_id="run")
+def test_what_is_not_finite_is_named_and_nothing_is_published(tmp_path):
+    tensors = {"model": {"good": torch.ones(3)}, "optimizer": {"v": torch.tensor([1.0, math.nan])}}
+    state = {"guard": [1, {"loss": math.nan}], "x": math.inf}
+    for put, more, error, words in [
+        (tensors, {}, PoisonedError, r"tensor 'v' of 'optimizer' holds a NaN .* nothing non-finite is ever"),
+        ({}, state, UserError, r"state\['guard'\]\[1\]\['loss'\] and 1 more holds a NaN"),
+        ({}, {"a": {1: 2}}, AssertionError, "JSON turns other keys into strings"),
+    ]:
+        with pytest.raises(error, match=words):
+            save(tmp_path / "c", 1, put, more, keep=2, run_id="run")
     assert not (tmp_path / "c").exists()
-
-
-def test_state_numbers_must_be_finite_too(tmp_path):
-    with pytest.raises(UserError, match=r"state\['guard'\]\[1\]\['loss'\] and 1 more holds a NaN"):
-        save(tmp_path, 1, {}, {"guard": [1, {"loss": math.nan}], "x": math.inf}, keep=2, run_id="run")
-    with pytest.raises(AssertionError, match="JSON turns other keys into strings"):
-        save(tmp_path, 1, {}, {"a": {1: 2}}, keep=2, run_id="run")
-    assert os.listdir(tmp_path) == []
 
 
 # Hostile files
@@ -203,116 +148,7 @@ def test_state_numbers_must_be_finite_too(tmp_path):
 
 def index_of(**changes):
     """An index of one tensor of four bytes, with changes to its entry."""
-    box = {"file": "model.safetensors", "key": "a", "offset": [0], "size": [4]}
-    return {
-        "groups": {"model": {"a": {"boxes": [box], "dtype": "U8", "shape": [4]} | changes}},
-        "version": 1,
-    }
-
-
-def forge(directory, files, step=7):
-    """A directory with a manifest that agrees with whatever is in it, as an attacker would make it."""
-    import hashlib
-
-    path = directory / f"step-{step}"
-    path.mkdir(parents=True)
-    files = {"index.json": json.dumps(index_of()).encode()} | files
-    entries = {}
-    for name, data in files.items():
-        (path / name).write_bytes(data)
-        entries[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
-    (path / "manifest.json").write_text(Manifest(step, "run", entries).to_json())
-    return path
-
-
-def safetensors(header, data=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-ENTRY = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
-HOSTILE = {
-    "huge header": struct.pack("<Q", 2**62) + b"{}",
-    "header beyond the file": struct.pack("<Q", 10_000) + b"{}",
-    "overlapping offsets": safetensors({"a": ENTRY, "b": ENTRY | {"data_offsets": [2, 6]}}, b"123456"),
-    "offsets beyond the file": safetensors(
-        {"a": ENTRY | {"shape": [400], "data_offsets": [0, 400]}}, b"1234"
-    ),
-    "shape and offsets disagree": safetensors({"a": ENTRY | {"shape": [2**40]}}, b"1234"),
-    "a hole": safetensors({"a": ENTRY, "b": ENTRY | {"data_offsets": [6, 10]}}, b"0123456789"),
-    "unknown dtype": safetensors({"a": ENTRY | {"dtype": "PICKLE"}}, b"1234"),
-    "another dtype than the index says": safetensors({"a": ENTRY | {"dtype": "I8"}}, b"1234"),
-    "another shape than the index says": safetensors({"a": ENTRY | {"shape": [2, 2]}}, b"1234"),
-    "another key than the index says": safetensors({"b": ENTRY}, b"1234"),
-    "four bytes": b"1234",
-    "seven bytes": b"1234567",
-    "header is not JSON": safetensors(b"\x80\x04cos\nsystem\n"),
-}
-
-
-@case("C6", tier="quick")
-@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_forged_manifest_does_not_help_a_hostile_safetensors_file(tmp_path, payload):
-    path = forge(tmp_path, {"model.safetensors": payload, "state.json": b"{}"})
-    start = time.perf_counter()
-    with pytest.raises(DamagedError, match=r"model.safetensors is not a safetensors file"):
-        load(path)
-    assert time.perf_counter() - start < 1
-
-
-class Payload:
-    """Unpickling this writes a file."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return (exec, (f"open({str(self.marker)!r}, 'w').close()",))
-
-
-@case("C5", tier="quick")
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "index.json", "state.json", "manifest.json", "model.pt", ".metadata"]
-)
-@pytest.mark.parametrize("writer", ["pickle", "torch"])
-def test_a_pickle_is_never_executed(tmp_path, name, writer):
-    import pickle
-
-    marker, file = tmp_path / "marker", tmp_path / "payload"
-    file.write_bytes(pickle.dumps(Payload(marker)))
-    if writer == "torch":
-        torch.save({"w": Payload(marker)}, file)
-    path = forge(tmp_path, {"model.safetensors": safetensors({"a": ENTRY}, b"1234"), "state.json": b"{}"})
-    if name == "manifest.json":
-        (path / name).write_bytes(file.read_bytes())
-    else:
-        files = {f.name: f.read_bytes() for f in path.iterdir() if f.name != "manifest.json"}
-        path = forge(tmp_path / "2", files | {name: file.read_bytes()})
-    with pytest.raises(DamagedError, match=name):
-        load(path)
-    assert not marker.exists()
-    torch.load(file, weights_only=False) if writer == "torch" else pickle.loads(file.read_bytes())
-    assert marker.exists()  # the payload was a live one
-
-
-@pytest.mark.parametrize("state", [b"[1]", b"", b"{", b"[" * 100_000, b'{"a": 1}\xff'])
-def test_a_forged_manifest_does_not_help_a_broken_state(tmp_path, state):
-    with pytest.raises(DamagedError, match=r"state.json is not"):
-        load(forge(tmp_path, {"state.json": state}))
-
-
-def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(DamagedError, match=r"state.json is missing"):
-        load(forge(tmp_path, {"model.safetensors": safetensors({})}))
-    whole = {"model.safetensors": safetensors({"a": ENTRY}, b"1234"), "state.json": b"{}"}
-    path = forge(tmp_path / "2", whole)
-    entries = read_manifest(path).files
-    (path / "manifest.json").write_text(
-        Manifest(7, "run", {name: e for name, e in entries.items() if name != "index.json"}).to_json()
-    )
-    (path / "index.json").unlink()
-    with pytest.raises(DamagedError, match=r"index.json is missing"):
-        load(path)
+    return {"groups": {"model": {"a": {"boxes": [BOX], "dtype": "U8", "shape": [4]} | changes}}, "version": 1}
 
 
 BOX = {"file": "model.safetensors", "key": "a", "offset": [0], "size": [4]}
@@ -345,22 +181,48 @@ FORGED = {
     "a file that is not named": {"groups": {}, "version": 1},
     "of the future": index_of() | {"version": 2},
 }
+HONEST = {
+    "index.json": json.dumps(index_of()).encode(),
+    "model.safetensors": SOUND,
+    "state.json": b'{"a": 1}',
+}
+#: What a sealed step holds in place of an honest file, and the words for it.
+LIES = [
+    *(("model.safetensors", data, "is not a safetensors file") for data in (MALFORMED | OTHER).values()),
+    *(
+        ("index.json", json.dumps(index).encode(), "is not an index that can be trusted")
+        for index in FORGED.values()
+    ),
+    *(("state.json", data, "is not") for data in (b"[1]", b"", b"{", b"[" * 100_000, b'{"a": 1}\xff')),
+    ("state.json", None, "is missing"),
+    ("index.json", None, "is missing"),
+]
 
 
-@pytest.mark.parametrize("index", FORGED.values(), ids=FORGED.keys())
-def test_a_forged_index_is_refused(tmp_path, index):
-    files = {"model.safetensors": safetensors({"a": ENTRY}, b"1234"), "state.json": b"{}"}
-    path = forge(tmp_path, files | {"index.json": json.dumps(index).encode()})
-    start = time.perf_counter()
-    with pytest.raises(DamagedError, match=r"index.json is not an index that can be trusted"):
-        load(path)
-    assert time.perf_counter() - start < 1
-
-
-def test_an_honest_forgery_loads_for_contrast(tmp_path):
-    path = forge(
-        tmp_path, {"model.safetensors": safetensors({"a": ENTRY}, b"1234"), "state.json": b'{"a": 1}'}
-    )
-    loaded = load(path)
+@case("C6", tier="quick")
+def test_a_sealed_step_does_not_help_a_file_that_lies(tmp_path):
+    loaded = load(forge(tmp_path / "step-7", HONEST))
     assert loaded.tensors["model"]["a"].tolist() == [49, 50, 51, 52]
     assert (loaded.state, loaded.step, loaded.run_id) == ({"a": 1}, 7, "run")
+    for number, (name, data, words) in enumerate(LIES):
+        files = HONEST | {name: data} if data is not None else {n: d for n, d in HONEST.items() if n != name}
+        with pytest.raises(DamagedError, match=f"{name} {words}"):
+            load(forge(tmp_path / f"{number}" / "step-7", files))
+
+
+@case("C5", tier="quick")
+@pytest.mark.parametrize("writer", ["pickle", "torch"])
+def test_a_pickle_is_never_executed(tmp_path, writer):
+    marker, file = tmp_path / "marker", tmp_path / "payload"
+    file.write_bytes(pickle.dumps(Bomb(marker)))
+    if writer == "torch":
+        torch.save({"w": Bomb(marker)}, file)
+    for name in (*HONEST, "manifest.json", "model.pt", ".metadata"):
+        path = forge(tmp_path / name / "step-7", HONEST | {name: file.read_bytes()})
+        if name == "manifest.json":
+            (path / name).write_bytes(file.read_bytes())
+        with pytest.raises(DamagedError, match=name):
+            load(path)
+        assert not marker.exists()
+    torch.load(file, weights_only=False) if writer == "torch" else pickle.loads(file.read_bytes())
+    assert marker.exists()  # the payload was a live one

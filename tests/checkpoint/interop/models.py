@@ -1,0 +1,41 @@
+"""Small models under recipes, and the weights that an export of them is given."""
+
+import torch
+
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import convert, set_step
+
+SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
+
+
+def model_under(recipe, steps=None, dtype=torch.float32, name="debug", **sizes):
+    """A model whose weights are no longer those of the initialization, in the step after some."""
+    model = Transformer(model_config(name, **SIZES | sizes), dtype)
+    initialize(model, 0)
+    draw = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.data = (p.data + 0.1 * (p.ndim == 1)) * (1 + 0.3 * torch.randn(p.shape, generator=draw)).to(dtype)
+    return in_step(convert(model, recipe), steps)
+
+
+def in_step(model, steps):
+    """The model in the step after some, whose passes its histories have seen; None: in no step."""
+    for step in range(1, 1 + (steps or 0)):
+        set_step(model, 0, step, 0)
+        model(torch.arange(40)[None]).sum().backward()
+    if steps is not None:
+        set_step(model, 0, steps + 1, 0)
+    return model
+
+
+def weights_of(model):
+    """Each weight once, in fp32."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return {name: t.float() for name, t in model.state_dict().items() if name in names}
+
+
+def ours_from(read):
+    """The model of a folder or file that was read."""
+    model = Transformer(read.config)
+    model.load_state_dict(dict(read.tensors))
+    return model.eval()
