@@ -6,88 +6,70 @@ matrices of the blocks travel as the recipe specifies; embedding, head, biases a
 
 import pytest
 
-ZERO_1, ZERO_3 = {"shard": 2, "zero": 1}, {"shard": 2}
+ZERO_1, ZERO_3, DDP = {"shard": 2, "zero": 1}, {"shard": 2}, {"replicate": 2}
+BLOCKS, STREAM = 2, 32 * 64  # tokens x dim
+
+#: Recipe, layout, bytes an element of a matrix: in a gather of weights (None: there is none), in a sum.
+CASES = [
+    ("fp8", ZERO_1, 1, 4),
+    ("msamp-o2", ZERO_3, 2, 1),
+    ("msamp-o1", DDP, None, 1),
+    ("fp8", ZERO_3, 1, 4),
+    ("msamp-o3", ZERO_1, 1, 1),
+    ("bf16", ZERO_1, 2, 4),
+    ("fp32", ZERO_1, 4, 4),
+    ("fp32", ZERO_3, 4, 4),
+    ("fp8", DDP, None, 4),
+    ("msamp-o2", DDP, None, 1),
+]
 
 
-def others(elements):
-    """Everything but the matrices of blocks."""
-    return elements["all"] - elements["matrices"]
-
-
+@pytest.mark.tier("nightly", keep=3)
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize(
-    ("recipe", "each"), [("fp8", 1), ("bf16", 2), ("fp32", 4), ("msamp-o2", 2), ("msamp-o3", 1)]
-)
-def test_gathers_of_weights(ranks, recipe, each):
-    """One byte an element under fp8: gathered once where whole weights stay for the backward pass..."""
-    for found in ranks(2, "jobs_wire.a_step", recipe=recipe, layout=ZERO_1, micro_batches=2):
-        elements = found["elements"]
-        assert elements["matrices"] > 60_000
-        assert found["sent"]["gather"] == (each * elements["matrices"] + 4 * others(elements)) // 2
+@pytest.mark.parametrize(("recipe", "layout", "gather", "reduce"), CASES, ids=str)
+def test_weights_and_gradients(ranks, recipe, layout, gather, reduce):
+    """Two micro-batches. Whole weights that stay are gathered once a step, and gradients summed once.
 
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(("recipe", "each"), [("fp8", 1), ("fp32", 4)])
-def test_gathers_of_weights_that_are_cut_again(ranks, recipe, each):
-    """... and forward and backward of each micro-batch where they do not."""
-    for found in ranks(2, "jobs_wire.a_step", recipe=recipe, layout=ZERO_3, micro_batches=2):
-        elements = found["elements"]
-        blocks = each * elements["matrices"] + 4 * (elements["blocks"] - elements["matrices"])
-        root = 4 * (elements["all"] - elements["blocks"])
-        assert found["sent"]["gather"] == 2 * (2 * blocks + root) // 2
-
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(("recipe", "each"), [("msamp-o2", 1), ("msamp-o1", 1), ("fp8", 4)])
-def test_sums_of_gradients_of_replicas(ranks, recipe, each):
-    """An all-reduce sends every element twice: one byte under MS-AMP, once a step."""
-    for found in ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"replicate": 2}, micro_batches=2):
-        elements = found["elements"]
-        assert found["sent"]["reduce"] == each * elements["matrices"] + 4 * others(elements)
-        assert "gather" not in found["sent"]
-
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(("recipe", "each"), [("msamp-o2", 1), ("fp8", 4)])
-@pytest.mark.parametrize(("layout", "times"), [(ZERO_1, 1), (ZERO_3, 2)], ids=["zero 1", "zero 3"])
-def test_sums_of_gradients_that_are_cut(ranks, recipe, each, layout, times):
-    """Each rank gets its part of the sum only: once a step, or after each micro-batch."""
-    for found in ranks(2, "jobs_wire.a_step", recipe=recipe, layout=layout, micro_batches=2):
-        elements = found["elements"]
-        assert found["sent"]["reduce"] == times * (each * elements["matrices"] + 4 * others(elements)) // 2
-
-
-@pytest.mark.tier("thorough")  # the next test counts how often they travel
-@pytest.mark.parametrize("layout", [{"replicate": 2}, ZERO_3, {"tensor": 2}], ids=str)
-def test_scales_are_a_small_part(ranks, layout):
-    for recipe in ("fp8", "msamp-o2"):
-        (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout=layout)
+    Weights that are cut again are gathered forward and backward of each micro-batch (but for the root's), and
+    gradients summed after each, where every rank gets its part only. An all-reduce sends every element twice.
+    """
+    for found in ranks(2, "jobs_training.a_step", recipe=recipe, layout=layout, micro_batches=2):
+        matrices, blocks, everything = (found["elements"][k] for k in ("matrices", "blocks", "all"))
+        assert matrices > 60_000
+        each_time = reduce * matrices + 4 * (everything - matrices)
+        times = {"gather": 2 * 2, "reduce": 2} if layout == ZERO_3 else {"gather": 1, "reduce": 1}
+        in_sums = each_time if layout == DDP else times["reduce"] * each_time // 2
+        assert found["sent"]["reduce"] == in_sums
+        in_blocks = (gather or 0) * matrices + 4 * (blocks - matrices)
+        root = 4 * (everything - blocks) * (2 if layout == ZERO_3 else 1)
+        expected = None if gather is None else (times["gather"] * in_blocks + root) // 2
+        assert found["sent"].get("gather") == expected
         assert found["sent"].get("amax", 0) < 0.02 * sum(found["sent"].values())
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
-def test_scales_are_agreed_on_together(ranks):
+@pytest.mark.parametrize(("recipe", "calls"), [("msamp-o2", 4 * BLOCKS + 1), ("fp8", 1)])
+def test_scales_are_agreed_on_together(ranks, recipe, calls):
     """Of a block four times: to add up its gradients and to store them, each with what overflowed; once more
     for all state of the optimizer. Weights that travel need one for all of them."""
-    blocks = 2
-    for recipe, calls in {"msamp-o2": 4 * blocks + 1, "fp8": 1}.items():
-        for found in ranks(2, "jobs_wire.a_step", recipe=recipe, layout=ZERO_3):
-            assert found["calls"]["amax"] == calls
+    for found in ranks(2, "jobs_training.a_step", recipe=recipe, layout=ZERO_3):
+        assert found["calls"]["amax"] == calls
 
 
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(("recipe", "size"), [("fp32", 4), ("bf16", 2)])
-def test_activations_between_processes_that_share_a_sequence(ranks, recipe, size):
-    """In the formats of matmuls; the stream twice in a block under `tensor`, heads under `context`."""
-    stream = 32 * 64  # tokens x dim
-    (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"tensor": 2})
-    # two layers, in each two gathers and two sums, forward and back; half of each is sent
-    assert found["sent"]["activations"] == 2 * (2 + 2) * 2 * size * stream // 2
-    (found, _) = ranks(2, "jobs_wire.a_step", recipe=recipe, layout={"context": 2})
+#: In the formats of matmuls under `tensor` and `context`; stages send fp32.
+ACTIVATIONS = [
+    # two gathers and two sums in each block, forward and back; half of each is sent
+    ("bf16", {"tensor": 2}, BLOCKS * (2 + 2) * 2 * 2 * STREAM // 2),
     # q, k, v and the result, forward and back, of which half is here and half of that goes
-    assert found["sent"]["activations"] == 2 * 4 * 2 * size * stream // 2 // 2
+    ("bf16", {"context": 2}, BLOCKS * 4 * 2 * 2 * STREAM // 2 // 2),
+    ("fp8", {"pipeline": 2}, 2 * 4 * STREAM),  # two micro-batches, once forward and once back
+]
 
 
-def test_stages_send_the_stream_once_forward_and_once_back(ranks):
-    for found in ranks(2, "jobs_wire.a_step", recipe="fp8", layout={"pipeline": 2}, micro_batches=2):
-        assert found["sent"]["activations"] == 2 * 4 * 32 * 64
+@pytest.mark.tier("thorough", keep=(str({"pipeline": 2}),))
+@pytest.mark.parametrize(("recipe", "layout", "sent"), ACTIVATIONS)
+def test_activations(ranks, recipe, layout, sent):
+    count = 2 if "pipeline" in layout else 1
+    for found in ranks(2, "jobs_training.a_step", recipe=recipe, layout=layout, micro_batches=count):
+        assert found["sent"]["activations"] == sent

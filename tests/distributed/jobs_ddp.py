@@ -1,29 +1,18 @@
-"""What ranks do in the tests of torch's DDP and FSDP2 around a converted model."""
+"""What ranks do in the tests of torch's DDP around a converted model; steps that FSDP2's jobs take too."""
 
 import copy
 from contextlib import nullcontext
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.data import Batch
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, ParallelDims, parallelize
 from narrowgauge.distributed.parallel.parallelize import Objective
-from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config, starting_values
 from narrowgauge.nn import Linear, recipe_tensors
 
@@ -31,11 +20,76 @@ CPU = torch.device("cpu")
 STEPS, SAMPLES = 3, 2
 
 
+def gathered(mine):
+    """What each rank has."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def same_everywhere(tensors):
     """Whether all ranks have the same bits."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {name: t.float().tolist() for name, t in tensors.items()})
+    found = gathered({name: t.float().tolist() for name, t in tensors.items()})
     return all(other == found[0] for other in found)
+
+
+def batch(number, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def whole(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def unlike(ours, theirs):
+    """The names of the tensors that differ."""
+    assert ours.keys() == theirs.keys()
+    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+def everything(model, norms=()):
+    moved = {f"norm {i}": norm for i, norm in enumerate(norms)} | model.state_dict() | recipe_tensors(model)
+    return {name: tensor.detach().clone() for name, tensor in moved.items()}
+
+
+def net(recipe, seed=0, device="cpu"):
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return ng.convert(nn.Sequential(*(block() for _ in range(2))), recipe)
+
+
+def block():
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def cut(model, shard=ng.fully_shard, blocks=True):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in [*(model if blocks else ()), model]:
+        shard(part, mesh=mesh)
+    return model
+
+
+def optimizer_of(model, recipe):
+    return ng.AdamW(model.parameters(), recipe, lr=1e-2)
+
+
+def steps(model, optimizer, numbers, torchs_clip=False, parts=2):
+    """Some steps on the same samples everywhere, so that sums over ranks are means; the norms."""
+    norms = []
+    for step in numbers:
+        ng.set_step(model, 0, step, 0)
+        for part in range(parts):
+            (model(batch(10 * step + part, rank=0)).square().mean() / 2).backward()
+        norm = (
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if torchs_clip
+            else optimizer.clip_grad_norm_(0.5)
+        )
+        norms.append(whole(norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
 
 
 def tokens(step, part, vocabulary=64):
@@ -99,27 +153,10 @@ def by_ddp(recipe):
     return everything(model, norms)
 
 
-def everything(model, norms):
-    moved = {f"norm {i}": norm for i, norm in enumerate(norms)} | model.state_dict() | recipe_tensors(model)
-    return {name: tensor.detach().clone() for name, tensor in moved.items()}
-
-
 def like_the_package(recipe):
     """The names of what differs, and whether the replicas are the same."""
-    ours, theirs = by_the_package(recipe), by_ddp(recipe)
-    assert ours.keys() == theirs.keys()
-    differ = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
-    return {"differ": differ, "same": same_everywhere(theirs)}
-
-
-def net(recipe, seed=0, device="cpu"):
-    torch.manual_seed(seed)
-    with torch.device(device):
-        return ng.convert(nn.Sequential(*(block() for _ in range(2))), recipe)
-
-
-def block():
-    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    theirs = by_ddp(recipe)
+    return {"differ": unlike(by_the_package(recipe), theirs), "same": same_everywhere(theirs)}
 
 
 def ddp_with_eyes(recipe):
@@ -128,7 +165,7 @@ def ddp_with_eyes(recipe):
     inner = model[1].forward
     model[1].forward = lambda x: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True)
     ddp = DistributedDataParallel(model)
-    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2)
+    optimizer = optimizer_of(model, recipe)
     for step in range(1, 4):
         ng.set_step(model, 0, step, 8 * dist.get_rank())
         with ddp.no_sync():
@@ -139,12 +176,7 @@ def ddp_with_eyes(recipe):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return same_everywhere(everything(model, []))
-
-
-def batch(number, rank=None):
-    rank = dist.get_rank() if rank is None else rank
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * rank + number))
+    return same_everywhere(everything(model))
 
 
 def bits_of_ranks(recipe, wrapper, samples=None):
@@ -158,7 +190,7 @@ def bits_of_ranks(recipe, wrapper, samples=None):
         trained = DistributedDataParallel(ng.prepare_ddp(model) if wrapper == "ddp" else model)
         quiet = trained.no_sync
     else:
-        trained, quiet = cut(model, ng.fully_shard), nullcontext
+        trained, quiet = cut(model), nullcontext
     trained(batch(0, rank=0)).square().mean().backward()  # DDP sends buffers after the first pass
     if samples is not None:
         ng.set_step(model, 0, 1, samples * dist.get_rank())
@@ -168,8 +200,7 @@ def bits_of_ranks(recipe, wrapper, samples=None):
             layer.observer = Operands(seen, name)
     with quiet():
         trained(batch(0, rank=0)).square().mean().backward()
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {place: t.tolist() for place, t in seen.items()})
+    found = gathered({place: t.tolist() for place, t in seen.items()})
     return {place: all(other[place] == found[0][place] for other in found) for place in found[0]}
 
 
@@ -186,22 +217,15 @@ class Operands:
         """Nothing."""
 
 
-def plain_ddp(recipe):
-    """DDP around an unprepared model: whether the replicas are the same."""
+def evaluated_by_one(recipe):
+    """DDP around an unprepared model that rank 0 evaluates first: whether the replicas are the same."""
     model = net(recipe, seed=dist.get_rank())
     ddp = DistributedDataParallel(model)
-    if dist.get_rank() == 0:  # as a loop evaluates
+    if dist.get_rank() == 0:
         with torch.no_grad():
             ddp.eval()(batch(0))
-    ddp.train()
-    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2)
-    for step in range(1, 4):
-        ddp(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    masters = {name: t for name, t in recipe_tensors(model).items() if "master" in name}
-    assert bool(masters) == (recipe == "msamp-o3")
-    return same_everywhere(model.state_dict()) and same_everywhere(masters)
+    steps(ddp.train(), optimizer_of(model, recipe), (1, 2))
+    return same_everywhere(everything(model))
 
 
 def plain_ddp_resumed(recipe):
@@ -224,8 +248,7 @@ def plain_ddp_resumed(recipe):
                 p.copy_(torch.randn_like(p))
     ddp = DistributedDataParallel(model)
     steps(ddp, optimizer, (3, 4), parts=1)
-    ours, theirs = everything(model, []), everything(saved, [])
-    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    return unlike(everything(model), everything(saved))
 
 
 class Branches(nn.Module):
@@ -243,8 +266,9 @@ class Branches(nn.Module):
 def unprepared(recipe, finds_unused, in_buckets):
     """DDP around an unprepared model: two micro-batches a step, hooks, layers that are left out.
 
-    Returns whether replicas are the same; whether an unused layer stood still; whether gradients are
-    the means of those that a copy of the model has on each rank alone, bit for bit; and what a hook saw.
+    Ranks start from different weights. Returns whether replicas are the same, masters included; whether an
+    unused layer stood still; whether gradients are the means of those that a copy of the model has on each
+    rank alone, bit for bit; and what a hook saw.
     """
     torch.manual_seed(dist.get_rank())
     model = ng.convert(Branches(), recipe, keep=[])
@@ -252,7 +276,7 @@ def unprepared(recipe, finds_unused, in_buckets):
         model, find_unused_parameters=finds_unused, gradient_as_bucket_view=in_buckets
     )
     seen, exact, still = [], True, True
-    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2)
+    optimizer = optimizer_of(model, recipe)
     for step in range(1, 5):
         users = {2: (0,), 3: ()}.get(step, (0, 1)) if finds_unused else (0, 1)
         alone = copy.deepcopy(model)
@@ -273,165 +297,9 @@ def unprepared(recipe, finds_unused, in_buckets):
         optimizer.step()
         optimizer.zero_grad()
         still = still and (bool(users) or torch.equal(before, model.second.weight))
-    return [same_everywhere(model.state_dict()), still, exact, len(seen)]
-
-
-def cut(model, shard):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in [*model, model]:
-        shard(block, mesh=mesh)
-    return model
-
-
-def steps(model, optimizer, numbers, torchs_clip=False, parts=2):
-    """Some steps on the same samples everywhere, so that sums over ranks are means; the norms."""
-    norms = []
-    for step in numbers:
-        ng.set_step(model, 0, step, 0)
-        for part in range(parts):
-            (model(batch(10 * step + part, rank=0)).square().mean() / 2).backward()
-        clip = nn.utils.clip_grad_norm_ if torchs_clip else None
-        norm = clip(model.parameters(), 0.5) if clip else optimizer.clip_grad_norm_(0.5)
-        norms.append(whole(norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
-
-
-def whole(t):
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
-
-
-def weights(model):
-    return {name: whole(t).clone() for name, t in model.state_dict().items()}
-
-
-def optimizer_of(model, recipe):
-    return ng.AdamW(model.parameters(), recipe, lr=1e-2)
-
-
-def sharded(recipe, by="narrowgauge", torchs_clip=False):
-    """The largest difference of weights and norms to one process alone, in units of the learning rate.
-
-    Gradients rest in fp32 under FSDP2, and two equal ones have the same sum in float32 as once.
-    """
-    recipe = ng.recipe(recipe).with_places({"reduce": "fp32"})
-    alone = net(recipe.with_places({"grad": "fp32"}))
-    expected = steps(alone, optimizer_of(alone, recipe), (1, 2), torchs_clip)
-    shard = ng.fully_shard if by == "narrowgauge" else fully_shard
-    try:
-        model = cut(net(recipe), shard)
-    except UserError as error:
-        return str(error)
-    norms = steps(model, optimizer_of(model, recipe), (1, 2), torchs_clip)
-    ours, theirs = weights(model), weights(alone)
-    apart = max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
-    return {"norms": [norms, expected], "apart": apart / 1e-2}
-
-
-def resumed(recipe):
-    """FSDP2, saved by `ng.state_dict` and gone on with."""
-    model = cut(net(recipe), ng.fully_shard)
-    optimizer = optimizer_of(model, recipe)
-    steps(model, optimizer, (1, 2))
-    saved = copy.deepcopy(ng.state_dict(model, optimizer))
-    steps(model, optimizer, (3, 4))
-    other = cut(net(recipe, seed=3), ng.fully_shard)
-    its_optimizer = optimizer_of(other, recipe)
-    ng.load_state_dict(other, its_optimizer, saved)
-    steps(other, its_optimizer, (3, 4))
-    ours, theirs = weights(model), weights(other)
-    return all(torch.equal(t, theirs[name]) for name, t in ours.items())
-
-
-def of_recipe(recipe):
-    """Gradients in fp32, whose sums over equal ranks are exact, so that one process has the same digits."""
-    return ng.recipe(recipe).with_places({"reduce": "fp32", "grad": "fp32"})
-
-
-def odd(recipe, seed=0):
-    """131 rows, which two ranks divide into 66 and 65; large enough for narrow moments.
-
-    It has no bias of 131 elements: torch rounds the last few of a vector in another way.
-    """
-    torch.manual_seed(seed)
-    layers = (
-        nn.Sequential(nn.Linear(32, 131, bias=False), nn.GELU()),
-        nn.Sequential(nn.Linear(131, 32), nn.LayerNorm(32)),
-    )
-    return ng.convert(nn.Sequential(*layers), of_recipe(recipe), keep=[])
-
-
-def saved_by_torch(recipe, folder):
-    """FSDP2, saved by `torch.distributed.checkpoint` and trained on; rank 0 keeps the weights."""
-    model = cut(odd(recipe), ng.fully_shard)
-    optimizer = optimizer_of(model, of_recipe(recipe))
-    steps(model, optimizer, (1, 2))
-    its_weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": its_weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
-    steps(model, optimizer, (3, 4))
-    expected = weights(model)
-    if dist.get_rank() == 0:
-        torch.save(expected, f"{folder}/expected.pt")
-
-
-def resumed_by_torch(recipe, folder, is_sharded, full=False):
-    """The weights that differ, after another model, with another past, has gone on; or the refusal."""
-    model = odd(recipe, seed=3)
-    model = cut(model, ng.fully_shard) if is_sharded else model
-    optimizer = optimizer_of(model, of_recipe(recipe))
-    steps(model, optimizer, (7,))
-    its_weights, state = get_state_dict(model, optimizer)
-    found = {"model": its_weights, "optimizer": state}
-    dcp.load(found, checkpoint_id=f"{folder}/checkpoint")
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
-    set_model_state_dict(model, found["model"])
-    state = found["optimizer"]
-    if full:  # once more through rank 0 alone
-        set_optimizer_state_dict(model, optimizer, state)
-        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-        state = state if dist.get_rank() == 0 else {}
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-    steps(model, optimizer, (3, 4))
-    expected = torch.load(f"{folder}/expected.pt", weights_only=True)
-    return [name for name, t in weights(model).items() if not torch.equal(t, expected[name])]
-
-
-def scales_of_several_rows():
-    """The sentence with which a state that no DTensor describes is refused."""
-    recipe = of_recipe("bf16").with_places({"m": "fp8-128x128"})
-    model = cut(ng.convert(nn.Sequential(nn.Sequential(nn.Linear(32, 256))), recipe), ng.fully_shard)
-    with pytest.raises(UserError) as raised:
-        optimizer_of(model, recipe).state_dict()
-    return str(raised.value)
-
-
-def from_meta(recipe):
-    """FSDP2 from the meta device: the sentence, or whether what is trained is what one process has."""
-    try:
-        model = cut(net(recipe, device="meta"), ng.fully_shard)
-    except UserError as error:
-        return str(error)
-    model.to_empty(device="cpu")
-    start = net(recipe).state_dict()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            rows = start[name].chunk(dist.get_world_size())[dist.get_rank()]
-            p.to_local().copy_(rows)
-    alone = net(recipe)
-    for each in (alone, model):
-        steps(each, optimizer_of(each, recipe), (1, 2))
-    ours, theirs = weights(model), weights(alone)
-    return max((ours[name] - theirs[name]).abs().max().item() for name in theirs) / 1e-2
-
-
-def page(blocks):
-    """The page's program: the first block is the model and the loop."""
-    names = {}
-    torch.manual_seed(dist.get_rank())
-    for block in blocks:
-        exec(block, names)
-    return [same_everywhere(names["prepared"].state_dict()), same_everywhere(weights(names["sharded"]))]
+    masters = {name: t for name, t in recipe_tensors(model).items() if "master" in name}
+    assert bool(masters) == (recipe == "msamp-o3")
+    return [same_everywhere(model.state_dict() | masters), still, exact, len(seen)]
 
 
 def collectives_of_weights(recipe):

@@ -1,0 +1,241 @@
+"""What ranks do in the tests of whole trainings: look for what one process has alone, count bytes, resume.
+
+For parity the process that trains alone leaves its numbers in a file; each rank then looks up its pieces'
+numbers.
+"""
+
+import copy
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import narrowgauge as ng
+from narrowgauge.data import Batch, open_data
+from narrowgauge.distributed import CommCounter, Mesh, ParallelDims
+from narrowgauge.distributed.parallel.expert_parallel import divide_experts
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import DTYPES, Linear, recipe_tensors, set_step
+from narrowgauge.quantization import local_tensor, master_or_weight, shard_of, state_of
+from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.runs.loop.validation import validation_loss
+from narrowgauge.simulate import MemoryTracker
+from narrowgauge.training.config.config import make_config
+from narrowgauge.training.step.trainer import Trainer
+
+CPU = torch.device("cpu")
+VOCABULARY, TOKENS = 64, 32
+
+
+def begin(values):
+    """(configuration, its texts, the trainer of this rank)."""
+    config = make_config(values)
+    d = config.data
+    data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
+    mesh = Mesh(parallel_dims_of(config, dist.get_world_size()), CPU)
+    return config, data, Trainer.begin(config.plan, CPU, mesh)
+
+
+class Operands:
+    """Laid on a layer: keeps what every product sees of its operands, one micro-batch after the other."""
+
+    def __init__(self, name, layer, samples):
+        self.name, self.layer, self.samples, self.seen = name, layer, samples, {}
+
+    def operand(self, observation):
+        place, in_backward = observation.place, torch._C._current_graph_task_id() != -1
+        if place == "saved" or (place.startswith("fprop") and in_backward):  # no operand, or seen before
+            return
+        tokens = self.samples if place.endswith(".w") else observation.x.shape[0]
+        sizes = self.samples, tokens, self.layer.out_features, self.layer.in_features
+        part = self.layer.shards.tensor_shards(*sizes).get(place.partition(".")[2])
+        self.seen.setdefault(place, []).append((observation.seen.clone(), part))
+
+    def product(self, *_):
+        pass
+
+
+class Trained:
+    """A session after some steps: what each gave, the operands of the first, the loss on other text.
+
+    Args:
+        wide: compute what recipes call fp32 in float64, so that the order of a sum changes no number.
+        loss_scale: to begin with, where gradients pass through fp16.
+    """
+
+    def __init__(self, values, steps, wide=True, loss_scale=0.0):
+        if wide:
+            DTYPES["fp32"] = torch.float64
+        self.config, data, self.trainer = begin(values)
+        d, samples = self.config.data, self.config.training.micro_batch_size
+        if loss_scale:
+            self.trainer.scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
+            self.trainer.scaler.scale(torch.zeros(()))
+        self.start = {name: numbers(p).clone() for name, p in self.parameters()}
+        layers = {n: m for n, m in self.trainer.model.named_modules() if isinstance(m, Linear)}
+        onlookers = [Operands(name, layer, samples) for name, layer in layers.items()]
+        told = []
+        with self.trainer.batches(data.train) as batches:
+            for step in range(steps):
+                for each in onlookers:
+                    each.layer.observer = each if step == 0 else None
+                told.append(self.trainer.train_step(batches)[:2])
+        self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
+        engine, go_to = self.trainer.engine, self.trainer.go_to_sample
+        how = (samples, d.sequence_length, 3, d.separate_documents)
+        val = validation_loss(engine, go_to, data.val, *how).mean
+        chosen = recipe_tensors(self.trainer.model).items()
+        chosen = {n: t.tolist() for n, t in chosen if n.endswith(".chosen")}
+        self.told = {"steps": told, "val": val, "state": self.trainer.state(), "chosen": chosen}
+
+    def parameters(self):
+        return list(self.trainer.model.named_parameters())
+
+    def found(self):
+        """(parameter, kind, where it lies, numbers): how far it has moved, and its moments."""
+        for name, p in self.parameters():
+            yield name, "moved", shard_of(p), (numbers(p) - self.start[name]).detach()
+            for place, moment in self.trainer.optimizer.moments(p).items():
+                yield name, place, shard_of(p), moment.read()
+
+
+def numbers(p):
+    return local_tensor(p).float() if state_of(p).weight is None else master_or_weight(p)
+
+
+def alone(path, **how):
+    """What one process has: figures, and all tensors in a file."""
+    trained = Trained(**how)
+    kept = {f"{name} {kind}": t.contiguous() for name, kind, _, t in trained.found()}
+    for (name, place), seen in trained.operands.items():
+        kept |= {f"{name} {place} {i}": t.contiguous() for i, (t, _) in enumerate(seen)}
+    save_file(kept, path)
+    return trained.told
+
+
+def together(path, **how):
+    """The figures of several, and what their pieces differ in.
+
+    `apart`: by parameter and kind, the sums of squares of the differences and of what there should be.
+    `unlike`: by layer and place, how many elements of the first step's operands are others.
+    """
+    trained, theirs = Trained(**how), load_file(path)
+    apart = {}
+    for name, kind, part, ours in trained.found():
+        expected = taken(theirs[f"{name} {kind}"], part)
+        apart[f"{name} {kind}"] = [float(t.double().square().sum()) for t in (ours - expected, expected)]
+    mesh, t = trained.trainer.engine.mesh, trained.config.training
+    data = mesh.parallel_dims.data
+    first = mesh.data_index * t.batch_size // (data * t.micro_batch_size)
+    if (expert := mesh.parallel_dims.expert) > 1:
+        first //= expert
+        trained.operands = dict(of_pooled_experts(trained.operands, theirs, data // expert))
+    unlike = {}
+    for (name, place), seen in trained.operands.items():
+        for i, (ours, part) in enumerate(seen, start=first):
+            once = f"{name} {place.replace('dgrad.w', 'fprop.w')} {i}"  # alone both matmuls have the same
+            expected = taken(theirs.get(f"{name} {place} {i}", theirs[once]), part)
+            if count := int((ours != expected).sum()):
+                unlike[f"{name} {place}"] = unlike.get(f"{name} {place}", 0) + count
+    return trained.told | {"apart": apart, "unlike": unlike, "seen": len(trained.operands)}
+
+
+def of_pooled_experts(operands, theirs, groups):
+    """The operands of experts, if one process had in a micro-batch what the processes of a group have."""
+    for (name, place), seen in operands.items():
+        alike = f"{name} {place} {groups * len(seen)}" not in theirs
+        if alike and re.search(r"\.experts\.\d+\.", name):
+            yield (name, place), seen
+
+
+def taken(whole, part):
+    return whole if part is None else part.local_of(whole)
+
+
+def account(values):
+    """(bytes by class, bytes sent by purpose) of the first step of this rank."""
+    _, data, trainer = begin(values)
+    with trainer.batches(data.train) as batches, CommCounter() as traffic, MemoryTracker(CPU) as watch:
+        trainer.train_step(batches, watch.after_forward)
+    return watch.measured(trainer).as_json(), dict(traffic.sent)
+
+
+def a_step(recipe, layout, micro_batches=1):
+    """What a later step of a run sends, and how many elements it has of each kind."""
+    layout = ParallelDims(**layout)
+    model = {"name": "gpt2-debug", "dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "ffn_dim": 128}
+    values = {
+        "model": model | {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS},
+        "data": {"sequence_length": TOKENS},
+        "training": {"batch_size": layout.data * micro_batches, "micro_batch_size": 1, "device": "cpu"},
+        "recipe": {"name": recipe},
+    }
+    trainer = Trainer.begin(make_config(values).plan, CPU, Mesh(layout, CPU))
+    ids = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    batches = [Batch(ids[:, :-1], ids[:, 1:], TOKENS)] * micro_batches
+    for _ in range(2 if layout.replicate > 1 else 1):  # DDP lays its buckets again after the first
+        trainer.train_step(iter(batches))
+    with CommCounter() as traffic:
+        trainer.train_step(iter(batches))
+    blocks = trainer.model.blocks
+    matrices = {id(m.weight): m.weight.numel() for m in blocks.modules() if isinstance(m, Linear)}
+    elements = {"matrices": sum(matrices.values()), "blocks": sum(p.numel() for p in blocks.parameters())}
+    elements["all"] = sum(p.numel() for p in trainer.model.parameters())
+    return {"sent": traffic.sent, "calls": traffic.calls, "elements": elements}
+
+
+def layer_of_experts(recipe, unused):
+    """What differs, to the bit, between the experts of this rank and of one process with all tokens.
+
+    No token goes to the expert `unused`.
+    """
+    rank, count = dist.get_rank(), dist.get_world_size()
+    sizes = {"dim": 64, "layers": 1, "heads": 2, "ffn_dim": 64, "vocab_size": 100, "experts": 6}
+    model = Transformer(model_config("debug", **sizes))
+    initialize(model, 0)
+    with torch.no_grad():
+        model.blocks[0].experts.router.weight[unused] = -100.0
+    stochastic = {"cast": "e4m3", "rounding": "stochastic"}
+    narrow = ng.recipe(recipe).with_places({"dgrad.dy": stochastic, "wgrad.dy": stochastic})
+    one = ng.convert(model, narrow).blocks[0].experts
+    several = copy.deepcopy(model)
+    divide_experts(several, Mesh(ParallelDims(shard=count, expert=count), CPU), batch_size=count)
+    divided = several.blocks[0].experts
+    x_BTD = torch.rand(count, 9, 64, generator=torch.Generator().manual_seed(1))
+    dy_BTD = torch.randn(count, 9, 64, generator=torch.Generator().manual_seed(2))
+    alone = gradients(model, one, 0, x_BTD, dy_BTD)
+    ours = gradients(several, divided, rank, x_BTD[rank : rank + 1], dy_BTD[rank : rank + 1])
+    for name in ("y", "dx"):
+        alone[name] = alone[name][rank : rank + 1]
+    ours.pop("router.weight")  # the sum over processes is FSDP's
+    with torch.no_grad():  # then an expert without tokens also computes
+        divided(x_BTD[rank : rank + 1])
+    return [name for name, t in ours.items() if not torch.equal(t, alone[name])], sorted(ours)
+
+
+def gradients(model, experts, first, x_BTD, dy_BTD):
+    set_step(model, 0, 1, first)
+    x_BTD = x_BTD.clone().requires_grad_()
+    # dx without the router's part, a product of other shape, whose last bits may differ
+    experts.router.register_forward_pre_hook(lambda _, inputs: inputs[0].detach())
+    y_BTD = experts(x_BTD)
+    y_BTD.backward(dy_BTD)
+    named = {name: p.grad for name, p in experts.named_parameters()}
+    return {"y": y_BTD.detach(), "dx": x_BTD.grad, **named}
+
+
+def goes_on(values, path, start, steps=2):
+    """Restore (or begin, without a start), save in between: losses, and the bits of the state."""
+    _, data, trainer = begin(values)
+    restored = ""
+    if start:
+        trainer.restore(Path(start), dist.group.WORLD)
+        restored = trainer.save(Path(path) / "restored", "me", dist.group.WORLD)
+    with trainer.batches(data.train) as batches:
+        told = [trainer.train_step(batches) for _ in range(steps)]
+    trainer.check_replicas()
+    saved = trainer.save(Path(path), "me", dist.group.WORLD)
+    sizes = {name: list(local_tensor(p).shape) for name, p in trainer.model.named_parameters()}
+    return {"steps": told, "saved": str(saved), "restored": str(restored), "sizes": sizes}
