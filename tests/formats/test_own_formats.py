@@ -12,7 +12,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Format, Specials, decode, encode
+from narrowgauge.formats import Format, Specials, decode, encode, format, format_names
 
 WIDTHS = [(signed, e, n - e) for signed in (True, False) for n in range(1, 9) for e in range(n + 1)]
 WIDTHS = [(signed, e, m) for signed, e, m in WIDTHS if 2 <= signed + e + m <= 8]
@@ -127,6 +127,14 @@ def require_codes_of_casts(fmt, grid):
     assert torch.equal(q.codes, torch.from_numpy(np.concatenate([want, minus]).astype(np.uint8))), fmt
 
 
+def assert_whole_numbers(fmt):
+    """Codes of a format in two's complement, but for the one without a counterpart."""
+    grid, _ = magnitudes(0, fmt.mantissa_bits, fmt.bias, Specials.NONE)
+    codes, minus = (torch.arange(len(grid)) * sign % 2**fmt.bits for sign in (1, -1))
+    assert same(decode(codes.to(torch.uint8), fmt), grid)
+    assert torch.equal(encode(-torch.from_numpy(grid), fmt), minus.to(torch.uint8))
+
+
 def require_served_or_refused(bias, widest, monkeypatch):
     served = 0
     for make, (name, e, m, _, specials, *signed), more in all_formats(bias):
@@ -142,9 +150,7 @@ def require_served_or_refused(bias, widest, monkeypatch):
             continue
         fmt, served = make(name, e, m, bias, specials, *signed, **more), served + 1
         if fmt.twos_complement:
-            codes, minus = (torch.arange(2**m) * sign % 2**fmt.bits for sign in (1, -1))
-            assert same(decode(codes.to(torch.uint8), fmt), grid)
-            assert torch.equal(encode(-torch.from_numpy(grid), fmt), minus.to(torch.uint8))
+            assert_whole_numbers(fmt)
             continue
         require_exact(fmt, grid, kind)
         for kernels in ("0", "1") if is_signed else ():
@@ -163,3 +169,18 @@ def test_formats_of_at_most_four_bits_are_exact_or_refused(bias, monkeypatch):
 def test_formats_of_every_width_are_exact_or_refused(bias, monkeypatch):
     served = require_served_or_refused(bias, 8, monkeypatch)
     assert (served > 0) == (-130 < bias < 128)
+
+
+SHIPPED = [name for name in format_names() if format(name).bits <= 8 and format(name).zero]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_format_of_a_byte_is_exact(name):
+    fmt = format(name)
+    if fmt.twos_complement:
+        assert_whole_numbers(fmt)
+        return
+    e, m = fmt.exponent_bits, fmt.mantissa_bits
+    grid, fits = magnitudes(e, m, fmt.bias, fmt.specials)
+    assert fits
+    require_exact(fmt, grid, kinds(e, m, fmt.specials)[0])

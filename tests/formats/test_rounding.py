@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Specials, decode, encode, pack, random_stream, torch_dtype, unpack
+from narrowgauge.formats import decode, encode, pack, random_stream, torch_dtype, unpack
 from narrowgauge.formats.oracle import round_scalar
 from narrowgauge.formats.rounding import round_finite_
 
@@ -35,38 +35,6 @@ OURS = ("e1m2", "int4", "e5m3")  # ml_dtypes has no such format
 
 def all_16_bit(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-
-
-def decode_scalar(code: int, fmt) -> float:
-    """The number that a code stands for: the definition, read off the bits."""
-    if code == fmt.nan_code:
-        return math.nan
-    if fmt.twos_complement:
-        integer = code - (code >> (fmt.bits - 1) << fmt.bits)
-        return math.ldexp(integer, fmt.emin - fmt.mantissa_bits)
-    sign = -1.0 if fmt.signed and code >> (fmt.bits - 1) else 1.0
-    body = code & (2 ** (fmt.bits - fmt.signed) - 1)
-    exponent, mantissa = body >> fmt.mantissa_bits, body & (2**fmt.mantissa_bits - 1)
-    if fmt.specials is Specials.IEEE and exponent == 2**fmt.exponent_bits - 1:
-        return sign * math.inf if mantissa == 0 else math.nan
-    if fmt.specials is Specials.NAN_ONLY and body == fmt.nan_code:
-        return math.nan
-    if exponent == 0 and fmt.zero:
-        return sign * math.ldexp(mantissa, fmt.emin - fmt.mantissa_bits)
-    return sign * math.ldexp(2**fmt.mantissa_bits + mantissa, exponent - fmt.bias - fmt.mantissa_bits)
-
-
-def finite_codes(fmt) -> int:
-    """How many codes are finite numbers (both zeros counted)."""
-    match fmt.specials:
-        case Specials.IEEE:
-            return 2**fmt.bits - (1 + fmt.signed) * 2**fmt.mantissa_bits
-        case Specials.NAN_ONLY:
-            return 2**fmt.bits - 1 - fmt.signed
-        case Specials.NEGATIVE_ZERO:
-            return 2**fmt.bits - 1
-        case Specials.NONE:
-            return 2**fmt.bits
 
 
 def fast(x: float, fmt, rounding: str, uniform: float) -> float:
@@ -113,7 +81,6 @@ def test_every_code_decodes_as_in_ml_dtypes_and_encodes_back(name, monkeypatch):
     monkeypatch.setattr("narrowgauge.formats.codes.is_gpu", lambda _: True)  # torch's conversion, as there
     np.testing.assert_array_equal(decode(torch.from_numpy(codes), fmt).numpy(), expected)
     number = ~np.isnan(expected)
-    assert number.sum() == finite_codes(fmt) + 2 * fmt.has_infinity
     np.testing.assert_array_equal(encode(values, fmt).numpy()[number], codes[number])
     assert (encode(values, fmt).numpy()[~number] == fmt.nan_code).all()
 
@@ -126,20 +93,8 @@ def test_codes_of_every_bfloat16_equal_ml_dtypes(name):
     np.testing.assert_array_equal(encode(x[inside], fmt).numpy(), expected)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_every_code_decodes_as_defined_and_encodes_back(name):
-    fmt = ng.format(name)
-    codes = torch.arange(2**fmt.bits, dtype=torch.uint8)
-    values = decode(codes, fmt)
-    expected = [decode_scalar(code, fmt) for code in codes.tolist()]
-    assert all(same(v, e) for v, e in zip(values.tolist(), expected, strict=True))
-    number = ~values.isnan() & (values.abs() <= fmt.max)  # -8 is read as such, but never written
-    assert torch.equal(encode(values, fmt)[number], codes[number])
-    assert (encode(values, fmt)[values.isnan()] == (fmt.nan_code or 0)).all()
-
-
 def test_the_grids_of_e1m2_int4_and_ue5m3():
-    e1m2 = [decode_scalar(code, ng.format("e1m2")) for code in range(8)]
+    e1m2 = decode(torch.arange(8, dtype=torch.uint8), ng.format("e1m2")).tolist()
     assert e1m2 == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]
     int4 = decode(torch.arange(16, dtype=torch.uint8), ng.format("int4")).tolist()
     assert int4 == [0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]
@@ -174,7 +129,7 @@ def test_limits_equal_ml_dtypes(name):
 @pytest.mark.parametrize("name", [*NARROW, *OURS])
 def test_fast_rounding_equals_the_oracle_around_every_code(name, rounding):
     fmt = ng.format(name)
-    numbers = (decode_scalar(code, fmt) for code in range(2**fmt.bits))
+    numbers = decode(torch.arange(2**fmt.bits, dtype=torch.uint8), fmt).tolist()
     grid = sorted({v for v in numbers if math.isfinite(v)})
     middles = [(a + b) / 2 for a, b in itertools.pairwise(grid)]
     points = [math.nextafter(p, to) for p in grid + middles for to in (-math.inf, p, math.inf)]
@@ -211,6 +166,7 @@ def test_round_to_keeps_the_dtype_and_gives_grid_values(dtype):
     assert set(y.abs().unique().tolist()) == {0, 0.5, 1, 1.5, 2, 3, 4, 6}
 
 
+@pytest.mark.tier("nightly", keep=("e4m3",))
 @pytest.mark.tier("thorough")  # compiles for seconds; nn/test_compile.py keeps some
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it compiles
@@ -232,14 +188,14 @@ def test_stochastic_rounding_is_unbiased():
     assert abs(y.mean().item() - 1.3) < 4 * deviation
 
 
-@pytest.mark.parametrize("name", ["e2m1", "e1m2", "int4", "e2m3", "e3m2", "e4m3"])
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 32])
-def test_packing_round_trips(name, width):
+@pytest.mark.parametrize("name", ["e2m1", "int4", "e3m2", "e4m3"])
+def test_packing_round_trips(name):
     fmt = ng.format(name)
-    codes = torch.randint(0, 2**fmt.bits, (3, width), dtype=torch.uint8)
-    packed = pack(codes, fmt)
-    assert packed.shape == (3, math.ceil(width * fmt.bits / 8))
-    assert torch.equal(unpack(packed, fmt, width), codes)
+    for width in (1, 2, 3, 4, 7, 32):
+        codes = torch.randint(0, 2**fmt.bits, (3, width), dtype=torch.uint8)
+        packed = pack(codes, fmt)
+        assert packed.shape == (3, math.ceil(width * fmt.bits / 8))
+        assert torch.equal(unpack(packed, fmt, width), codes)
 
 
 def test_packing_order_is_low_nibble_first_and_little_endian_bits():
@@ -249,13 +205,6 @@ def test_packing_order_is_low_nibble_first_and_little_endian_bits():
     word = sum(c << 6 * i for i, c in enumerate(codes))
     fp6 = pack(torch.tensor([codes], dtype=torch.uint8), ng.format("e3m2"))
     assert bytes(fp6[0].tolist()) == word.to_bytes(3, "little")
-
-
-def test_scalar_decoding_knows_every_special():
-    assert math.isnan(decode_scalar(0xFF, ng.format("e4m3")))
-    assert decode_scalar(0xFC, ng.format("e5m2")) == -math.inf
-    assert math.isnan(decode_scalar(0x80, ng.format("e4m3fnuz")))
-    assert decode_scalar(0, ng.format("e8m0")) == 2.0**-127
 
 
 def test_unknown_names_are_answered_with_the_nearest():

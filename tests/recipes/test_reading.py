@@ -52,50 +52,52 @@ def test_every_source_has_a_recipe():
     assert {t for _, t in PAIRS} == set(SOURCES)
 
 
-def read(text, source, folder, end=None, blocks=None):
-    file = folder / f"theirs{end or ENDS[source]}"
+def read(text, source, folder, blocks=None):
+    file = folder / f"theirs{ENDS[source]}"
     file.write_text(text)
     return read_recipe(file, source, blocks)
 
 
-@pytest.mark.parametrize(
-    ("call", "same", "loss"),
-    [
-        ("Float8CurrentScaling()", "fp8", "fp8_gemm_fprop"),
-        ("recipe.NVFP4BlockScaling()", "nvfp4", ""),
-        ("MXFP8BlockScaling(fp8_format=Format.E4M3)", "mxfp8", ""),
-        ("te.recipe.MXFP8BlockScaling(0, Format.E4M3, enable_2d_quantization=True)", "mxfp8-2d", ""),
-    ],
-)
-def test_a_recipe_of_transformer_engine_with_its_defaults(call, same, loss, tmp_path):
+OF_TE = {
+    "Float8CurrentScaling()": "fp8",
+    "recipe.NVFP4BlockScaling()": "nvfp4",
+    "MXFP8BlockScaling(fp8_format=Format.E4M3)": "mxfp8",
+    "te.recipe.MXFP8BlockScaling(0, Format.E4M3, enable_2d_quantization=True)": "mxfp8-2d",
+}
+
+
+@pytest.mark.parametrize("call", OF_TE)
+def test_a_recipe_of_transformer_engine_with_its_defaults(call, tmp_path):
     found = read(f"import anything\nmine = {call}\n", "te", tmp_path)
-    assert found.casts == recipe(same).casts
+    assert found.casts == recipe(OF_TE[call]).casts
     assert any("which layers are narrow" in sentence for sentence in lost(found))
-    assert any(loss in sentence for sentence in lost(found))
+    assert OF_TE[call] != "fp8" or any("fp8_gemm_fprop" in sentence for sentence in lost(found))
 
 
-@pytest.mark.parametrize(
-    ("name", "same", "grad"),
-    [
-        ("tensorwise", "fp8", "e5m2"),
-        ("rowwise", "fp8-row", "e4m3"),
-        ("rowwise_with_gw_hp", "fp8-row-hp", None),
-    ],
-)
-def test_a_named_recipe_of_torchao(name, same, grad, tmp_path):
+#: The field of torchao's configuration that has the cast of each place.
+FIELDS = {
+    **{
+        "fprop.x": "input",
+        "fprop.w": "weight",
+        "dgrad.dy": "grad_output",
+        "wgrad.x": "input_for_grad_weight",
+    },
+    **{"dgrad.w": "weight_for_grad_input", "wgrad.dy": "grad_output_for_grad_weight"},
+}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_a_named_recipe_of_torchao(name, tmp_path):
     """The casts match torchao's configuration object, when torchao makes it."""
     config = pytest.importorskip("torchao.float8").Float8LinearConfig.from_recipe_name(name)
     found = read(f'CONFIG = Float8LinearConfig.from_recipe_name("{name}")\n', "torchao", tmp_path)
-    fields = {"fprop.x": "input", "fprop.w": "weight", "dgrad.dy": "grad_output"}
-    fields |= {"wgrad.x": "input_for_grad_weight", "dgrad.w": "weight_for_grad_input"}
-    for place, field in (fields | {"wgrad.dy": "grad_output_for_grad_weight"}).items():
+    for place, field in FIELDS.items():
         theirs, ours = getattr(config, f"cast_config_{field}"), found.casts[place]
         assert ours.is_scaled == (theirs.scaling_type.name != "DISABLED")
         if ours.is_scaled:
             assert (ours.block is None) == (theirs.scaling_granularity.name == "TENSORWISE")
-            assert {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[ours.element.name] == (
-                theirs.target_dtype
-            )
+            assert DTYPES[ours.element.name] == theirs.target_dtype
             assert ours.scales.power_of_two == config.round_scales_to_power_of_2
     assert any("use_fast_accum" in sentence for sentence in lost(found))
 
@@ -104,32 +106,27 @@ MATCHERS = """
 configs:
   narrow:
     transformer_engine_config_type: TEQuantizationParams
-    training_recipe: {{fp8_quantization_recipe: {recipe}}}
-    evaluation_recipe: {{}}
+    training_recipe: {fp8_quantization_recipe: mxfp8}
+    evaluation_recipe: {}
   wide:
     transformer_engine_config_type: TEQuantizationParams
-    training_recipe: {{}}
+    training_recipe: {}
 matchers:
-  off: {{config: narrow, type: glob, pattern: "*linear_fc1*"}}
-  first: {{config: wide, type: glob, pattern: "*layers.0.*", enabled: true}}
-  last: {{config: wide, type: glob, pattern: "*layers.7.*", enabled: true}}
-  {rest}: {{config: narrow, type: glob, pattern: "{pattern}", enabled: true}}
+  off: {config: narrow, type: glob, pattern: "*linear_fc1*"}
+  first: {config: wide, type: glob, pattern: "*layers.0.*", enabled: true}
+  last: {config: wide, type: glob, pattern: "*layers.7.*", enabled: true}
+  rest: {config: narrow, type: glob, pattern: "*", enabled: true}
 """
 
 
-def matchers(recipe="mxfp8", rest="rest", pattern="*"):
-    return MATCHERS.format(recipe=recipe, rest=rest, pattern=pattern)
-
-
-def test_a_file_of_megatron_that_was_written_by_hand(tmp_path):
-    pytest.importorskip("yaml")
-    found = read(matchers(), "megatron", tmp_path, blocks=8)
+def test_a_file_of_megatron_that_was_written_by_hand(imported):
+    found = read(MATCHERS, "megatron", imported, blocks=8)
     assert found.casts == recipe("mxfp8").casts
     (rule,) = found.rules
     assert (rule.first_blocks, rule.last_blocks) == (1, 1)
     assert any("evaluation_recipe" in sentence for sentence in lost(found))
     with pytest.raises(UserError, match=r"blocks 7 stay wide.* --blocks N"):
-        read(matchers(), "megatron", tmp_path)
+        read(MATCHERS, "megatron", imported)
 
 
 # As NeMo-RL's examples/te_precision have them.
@@ -209,34 +206,51 @@ def test_the_recipes_of_nemo_rl_narrow_the_routed_experts_alone():
             assert found.for_layer([(name, 1)], 4).casts == recipe("bf16").casts
 
 
+# Of other words than ModelOpt's.
+FOUR = """
+num_bits: [2, 1]
+effective_bits: 4.5
+block_sizes: {-1: 16, type: dynamic, scale_bits: [4, 3]}
+"""
+BOTH = """
+imports: {four: configs/four}
+---
+- {quantizer_name: '*weight_quantizer', cfg: {$import: four}}
+- {quantizer_name: '*input_quantizer', cfg: {$import: four}}
+"""
+MODELOPT = """
+imports: {both: configs/units/both}
+quantize:
+  algorithm: max
+  quant_cfg:
+  - {quantizer_name: '*', enable: false}
+  - $import: both
+  - {quantizer_name: '*[kv]_bmm_quantizer', cfg: {num_bits: e4m3}}
+  - {quantizer_name: '*lm_head*', enable: false}
+"""
+#: What a recipe of ModelOpt's has beyond ours.
+CHANGES = {
+    ("algorithm: max", "algorithm: awq_lite"): "algorithm 'awq_lite' changes weights",
+    ("[kv]_bmm", "softmax"): r"quantizer '\*softmax_quantizer' is none of",
+    ("'*[kv]_bmm_quantizer', cfg: {num_bits: e4m3", "'*weight_quantizer', cfg: {num_bits: 4"): (
+        r"'num_bits': 4.* for which no cast stands in the table"
+    ),
+    ("configs/units/both", "../../etc/both"): "import 'both' is not among its imports below",
+}
+
+
 @pytest.fixture
-def modelopt(tmp_path):
-    """A recipe of ModelOpt's next to the files that it imports, of other words than ModelOpt's."""
+def imported(tmp_path):
+    """A folder with the files that a recipe of ModelOpt's imports."""
     pytest.importorskip("yaml")
-    units = tmp_path / "configs" / "units"
-    units.mkdir(parents=True)
-    (tmp_path / "configs" / "four.yaml").write_text(
-        "num_bits: [2, 1]\neffective_bits: 4.5\n"
-        "block_sizes:\n  -1: 16\n  type: dynamic\n  scale_bits: [4, 3]\n"
-    )
-    (units / "both.yaml").write_text(
-        "imports:\n  four: configs/four\n---\n- quantizer_name: '*weight_quantizer'\n  cfg: {$import: four}\n"
-        "- quantizer_name: '*input_quantizer'\n  cfg: {$import: four}\n"
-    )
-
-    def make(algorithm="max", more="", both="configs/units/both"):
-        (tmp_path / "theirs.yaml").write_text(
-            f"imports:\n  both: {both}\nquantize:\n  algorithm: {algorithm}\n  quant_cfg:\n"
-            f"  - quantizer_name: '*'\n    enable: false\n  - $import: both\n{more}"
-            "  - quantizer_name: '*lm_head*'\n    enable: false\n"
-        )
-        return read_recipe(tmp_path / "theirs.yaml", "modelopt")
-
-    return make
+    (tmp_path / "configs" / "units").mkdir(parents=True)
+    (tmp_path / "configs" / "four.yaml").write_text(FOUR)
+    (tmp_path / "configs" / "units" / "both.yaml").write_text(BOTH)
+    return tmp_path
 
 
-def test_a_recipe_of_modelopt_with_imports(modelopt):
-    found = modelopt(more="  - quantizer_name: '*[kv]_bmm_quantizer'\n    cfg: {num_bits: e4m3}\n")
+def test_a_recipe_of_modelopt_with_imports(imported):
+    found = read(MODELOPT, "modelopt", imported)
     assert found.casts == recipe("modelopt-nvfp4-default").casts
     assert [rule.modules for rule in found.rules] == [("head", "lm_head")]
     assert len(lost(found)) == 2
@@ -265,48 +279,37 @@ def test_a_recipe_of_modelopt_for_some_layers_comes_back_without_its_wide_ones(t
     assert [text.count(f"'{p}") for p in ("*moe*w", "*mlp*w", "*.up", "*share_expert*'")] == [1, 1, 0, 1]
 
 
-def test_what_a_recipe_of_modelopt_has_beyond_ours_is_refused_by_name(modelopt, tmp_path):
-    with pytest.raises(UserError, match="algorithm 'awq_lite' changes weights"):
-        modelopt(algorithm="awq_lite")
-    with pytest.raises(UserError, match=r"quantizer '\*softmax_quantizer' is none of"):
-        modelopt(more="  - {quantizer_name: '*softmax_quantizer', cfg: {num_bits: e4m3}}\n")
-    with pytest.raises(UserError, match=r"'num_bits': 4.* for which no cast stands in the table"):
-        modelopt(more="  - {quantizer_name: '*weight_quantizer', cfg: {num_bits: 4}}\n")
-    with pytest.raises(UserError, match=r"import 'both' is not among its imports below"):
-        modelopt(both="../../etc/both")
+REFUSED = [
+    (
+        "te",
+        "A = NVFP4BlockScaling(row_scaled_activation=True)",
+        "row_scaled_activation = True is not supported",
+    ),
+    ("te", "A = MXFP8BlockScaling(fp8_mha=True)", "fp8_mha = True"),
+    ("te", "A = MXFP8BlockScaling(weather=1)", "argument of MXFP8BlockScaling 'weather'"),
+    ("te", "A = MXFP8BlockScaling(margin=compute())", "line 1: unknown class or function 'compute'"),
+    ("te", "A = MXFP8BlockScaling(margin=1 + x)", "1 [+] x is not a literal"),
+    ("te", "A = 1", "makes 0 recipes of TransformerEngine's"),
+    ("te", "def f(:", "is not Python"),
+    ("te", "def qfactory(role):\n    if role.name == 'a':\n        return None", "a branch of qfactory"),
+    ("torchao", "A = MXFP8TrainingOpConfig(wgrad_with_hp=True, weather=1)", "'weather'"),
+    ("torchao", 'A = Float8LinearConfig.from_recipe_name("columns")', "'columns'"),
+    ("megatron", EXPERTS.replace("shared: {config: bf16", "shared: {config: other"), "'shared' is not a"),
+    ("megatron", EXPERTS.replace("config: nvfp4", "config: bf16"), "no enabled matcher has a narrow"),
+    ("megatron", EXPERTS.replace("rest: {config: wide", "rest: {config: nvfp4"), "'rest' gives '[*]'"),
+    ("megatron", MATCHERS.replace("mxfp8", "delayed"), "has fp8_quantization_recipe: delayed"),
+    ("megatron", "a: 1", "has no configs and matchers"),
+    ("megatron", "a: !!python/object/apply:os.system ['true']", "is not YAML"),
+    ("modelopt", "a: 1", "has no list quant_cfg"),
+    # of ModelOpt's, next to the files that it imports
+    *(("modelopt", MODELOPT.replace(*change), sentence) for change, sentence in CHANGES.items()),
+]
 
 
-@pytest.mark.parametrize(
-    ("source", "text", "sentence"),
-    [
-        (
-            "te",
-            "A = NVFP4BlockScaling(row_scaled_activation=True)",
-            "row_scaled_activation = True is not supported",
-        ),
-        ("te", "A = MXFP8BlockScaling(fp8_mha=True)", "fp8_mha = True"),
-        ("te", "A = MXFP8BlockScaling(weather=1)", "argument of MXFP8BlockScaling 'weather'"),
-        ("te", "A = MXFP8BlockScaling(margin=compute())", "line 1: unknown class or function 'compute'"),
-        ("te", "A = MXFP8BlockScaling(margin=1 + x)", "1 [+] x is not a literal"),
-        ("te", "A = 1", "makes 0 recipes of TransformerEngine's"),
-        ("te", "def f(:", "is not Python"),
-        ("te", "def qfactory(role):\n    if role.name == 'a':\n        return None", "a branch of qfactory"),
-        ("torchao", "A = MXFP8TrainingOpConfig(wgrad_with_hp=True, weather=1)", "'weather'"),
-        ("torchao", 'A = Float8LinearConfig.from_recipe_name("columns")', "'columns'"),
-        ("megatron", EXPERTS.replace("shared: {config: bf16", "shared: {config: other"), "'shared' is not a"),
-        ("megatron", EXPERTS.replace("config: nvfp4", "config: bf16"), "no enabled matcher has a narrow"),
-        ("megatron", EXPERTS.replace("rest: {config: wide", "rest: {config: nvfp4"), "'rest' gives '[*]'"),
-        ("megatron", matchers(recipe="delayed"), "has fp8_quantization_recipe: delayed"),
-        ("megatron", "a: 1", "has no configs and matchers"),
-        ("megatron", "a: !!python/object/apply:os.system ['true']", "is not YAML"),
-        ("modelopt", "a: 1", "has no list quant_cfg"),
-    ],
-)
-def test_what_no_recipe_holds_is_refused_by_name(source, text, sentence, tmp_path):
-    if source in ("megatron", "modelopt"):
-        pytest.importorskip("yaml")
+@pytest.mark.parametrize(("source", "text", "sentence"), REFUSED)
+def test_what_no_recipe_holds_is_refused_by_name(source, text, sentence, imported):
     with pytest.raises(UserError, match=sentence):
-        read(text, source, tmp_path, blocks=8)
+        read(text, source, imported, blocks=8)
 
 
 def test_a_file_is_parsed_and_never_executed(tmp_path):

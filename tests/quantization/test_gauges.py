@@ -16,6 +16,7 @@ from narrowgauge.quantization import (
     quantize_in_context,
 )
 from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.gauges.bins import bins_of
 from narrowgauge.quantization.gauges.figures import (
     cosine_similarity,
     figures,
@@ -26,20 +27,6 @@ from narrowgauge.quantization.gauges.figures import (
 )
 from narrowgauge.quantization.stages.hadamard import hadamard
 
-CASTS = [
-    "e4m3",
-    "e5m2",
-    "fp8-row",
-    "fp8-128x128",
-    "mxfp8",
-    "mxfp6-e2m3",
-    "mxint8",
-    "mxfp4",
-    "nvfp4",
-    "nvfp4-2d",
-]
-SHAPES = [(33, 70), (5, 260)]  # no multiple of any block
-
 
 def numbers(shape, seed=0, spread=6.0):
     """Numbers over many binades, with zeros among them, float32."""
@@ -49,20 +36,22 @@ def numbers(shape, seed=0, spread=6.0):
     return torch.tensor(x, dtype=torch.float32)
 
 
-def blocks_in(blocks: Blocks):
-    """Slices of each block."""
-    for place in np.ndindex(*blocks.grid):
-        yield place, tuple(slice(i * b, (i + 1) * b) for i, b in zip(place, blocks.size, strict=True))
+def gauged(x, seen, c, axis=-1, *more):
+    return figures(gauge_operand(x, seen, c, axis, *more).tolist())
 
 
-def slow(x, y, blocks, scale_of, largest):
-    """The definitions of the module's docstring, one block after the other, in float64."""
+def slow(x, y, blocks, scales, largest):
+    """The definitions of the module's docstring, one block after the other, in float64.
+
+    `scales` has an entry for each block, or one for all.
+    """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     n, binades, amaxes, at_largest, clipped, nonfinite = x.size, [0] * 16, [], 0, 0, 0
-    for place, block in blocks_in(blocks):
+    for place in np.ndindex(*blocks.grid):
+        block = tuple(slice(i * b, (i + 1) * b) for i, b in zip(place, blocks.size, strict=True))
         good = np.isfinite(x[block]) & np.isfinite(y[block])
         nonfinite += (~good).sum()
-        xs, ys, m = x[block][good], y[block][good], scale_of(place) * largest
+        xs, ys, m = x[block][good], y[block][good], (scales[place] if np.ndim(scales) else scales) * largest
         amaxes.append(np.abs(x[block]).max() if np.isfinite(x[block]).all() else 0.0)
         at_largest += (np.abs(ys) >= m * (1 - 2**-20)).sum() if m > 0 else 0
         clipped += (np.abs(xs) > m * (1 + 2**-20)).sum() if m > 0 else 0
@@ -95,58 +84,56 @@ def assert_same(found, expected):
     tiny = 1e-6 * expected["rms"]
     assert found["mean_error"] == pytest.approx(expected["mean_error"], rel=1e-4, abs=tiny)
     assert found["amax"] == pytest.approx(expected["amax"])
-    padded = found["binades"] + [0] * (16 - len(found["binades"]))
-    assert padded == expected["binades"]
+    assert found["binades"] + [0] * (16 - len(found["binades"])) == expected["binades"]
 
 
-@pytest.mark.parametrize("axis", [-1, 0])
-@pytest.mark.parametrize("name", CASTS)
-@pytest.mark.parametrize("shape", SHAPES)
+# No shape is a multiple of any block; 1,100 rows are walked through in pieces.
+OPERANDS = [
+    *((name, (33, 70), axis) for name in ("e4m3", "mxfp8", "mxfp4", "nvfp4") for axis in (-1, 0)),
+    *(("e5m2", (5, 260), -1), ("fp8-row", (5, 260), 0), ("fp8-128x128", (33, 270), -1)),
+    *(("mxfp6-e2m3", (5, 260), 0), ("mxint8", (33, 70), -1), ("nvfp4-2d", (33, 70), 0)),
+    ("mxfp4", (1100, 512), -1),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "axis"), OPERANDS)
 def test_an_operand_is_gauged_as_numpy_does(name, shape, axis):
     c, x = cast(name), numbers(shape)
     q = quantize(x, c, axis)
-    seen = q.dequantize()
-    found = figures(gauge_operand(x, seen, c, axis).tolist())
-    scales = (q.scales * q.tensor_scale).numpy()
-    expected = slow(
-        x, seen, blocks_of(x.shape, c, axis), lambda p: scales[p] if scales.ndim else scales, c.element.max
-    )
-    assert_same(found, expected)
+    found, scales = gauged(x, q.dequantize(), c, axis), (q.scales * q.tensor_scale).numpy()
+    assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, axis), scales, c.element.max))
     assert found["scales"] == pytest.approx([scales.min(), scales.max()])
     assert found["elements"] == x.numel()
     values, scale = emulate(x, c, axis, torch.bfloat16)
     values = values.float() * (1 if scale is None else scale)
-    assert figures(gauge_operand(x, values, c, axis).tolist()) == found, "emulated and stored are alike"
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "e4m3"])
-def test_underflow_and_zeros_are_told_apart(name):
-    found = figures(
-        gauge_operand(x := numbers((64, 96)), quantize(x, name).dequantize(), cast(name), -1).tolist()
-    )
-    assert 0.03 < found["zeros"] - found["underflow"] < 0.07, "those that were there before"
-    assert found["underflow"] > 0.05
+    assert gauged(x, values, c, axis) == found, "emulated and stored are alike"
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
-def test_a_transform_pads_the_axis(axis):
+def test_a_transform_is_part_of_what_comes_and_pads_the_axis(axis):
     """63 tokens or 40 inputs do not divide by the group: the gauges cover the values with their padding."""
     c, x = make_cast({"cast": "nvfp4", "hadamard": 32}), numbers((63, 40))
     padded = torch.nn.functional.pad(x, (0, 24) if axis == -1 else (0, 0, 0, 1))
     q = quantize(x, c, axis)
-    assert figures(gauge_operand(x, q.dequantize(), c, axis).tolist()) == figures(
-        gauge_operand(padded, q.dequantize(), c, axis).tolist()
-    )
+    found, scales = gauged(x, q.dequantize(), c, axis), (q.scales * q.tensor_scale).numpy()
+    assert found == gauged(padded, q.dequantize(), c, axis)
+    before = hadamard(padded, 32, axis)
+    assert_same(found, slow(before, q.dequantize(), blocks_of(before.shape, c, axis), scales, 6.0))
 
 
-def test_what_does_not_fit_an_old_scale_is_clipped():
+def test_what_outliers_or_an_old_scale_clip_is_counted():
     c, x = make_cast({"cast": "e4m3", "history": 4}), numbers((32, 64), spread=0)
     context = QuantContext(scale=torch.tensor(448.0))  # of a tensor that had an amax of 1
     q = quantize_in_context(x, c, -1, context)
-    found = figures(gauge_operand(x, q.dequantize(), c, -1, context).tolist())
-    assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, -1), lambda _: 1 / 448, 448.0))
+    found = gauged(x, q.dequantize(), c, -1, context)
+    assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, -1), 1 / 448, 448.0))
     assert found["clipped"] == pytest.approx(0.95 * 0.317, abs=0.05), "of normal numbers beyond one sigma"
     assert found["largest"] >= found["clipped"]
+    c = make_cast({"cast": "fp4-row", "outliers": 0.97})
+    q = quantize(x, c)
+    found = gauged(x, q.dequantize(), c)
+    assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, -1), q.scales.numpy(), 6.0))
+    assert found["clipped"] > 0.02
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "e4m3"])
@@ -154,106 +141,104 @@ def test_blocks_that_are_not_finite_are_counted_and_left_out(name):
     c, x = cast(name), numbers((8, 128), spread=1)
     x[3, 5], x[6, 100] = math.nan, math.inf
     q = quantize(x, c)
-    found = figures(gauge_operand(x, q.dequantize(), c, -1).tolist())
+    found = gauged(x, q.dequantize(), c)
     if name == "e4m3":
-        assert found["nonfinite"] == 1
-        assert found["sqnr_db"] is None
+        assert (found["nonfinite"], found["sqnr_db"]) == (1, None)
         return
     scales = (q.scales * q.tensor_scale).numpy()
-    assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, -1), lambda p: scales[p], c.element.max))
+    assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, -1), scales, c.element.max))
     assert found["nonfinite"] == 2 * c.block[1] / x.numel()
     assert found["scales"] == pytest.approx([np.nanmin(scales), np.nanmax(scales)])
-
-
-def test_a_transform_is_part_of_what_comes_and_clamping_is_not():
-    c = make_cast({"cast": "mxfp4", "hadamard": 32})
-    x = numbers((16, 64))
-    q = quantize(x, c)
-    found = figures(gauge_operand(x, q.dequantize(), c, -1).tolist())
-    scales = q.scales.numpy()
-    turned = hadamard(x, 32, -1, ())
-    assert_same(found, slow(turned, q.dequantize(), blocks_of(x.shape, c, -1), lambda p: scales[p], 6.0))
-    c = make_cast({"cast": "fp4-row", "outliers": 0.97})
-    q = quantize(x, c)
-    found = figures(gauge_operand(x, q.dequantize(), c, -1).tolist())
-    scales = q.scales.numpy()
-    assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, -1), lambda p: scales[p], 6.0))
-    assert found["clipped"] > 0.02
 
 
 @pytest.mark.parametrize("power", [-100, 60])
 def test_squares_of_small_and_large_numbers_are_summed_all_the_same(power):
     x, c = numbers((8, 64), spread=2), cast("mxfp8").having(scale_rule="floor")
-    one, other = (
-        figures(gauge_operand(t, quantize(t, c).dequantize(), c, -1).tolist()) for t in (x, x * 2.0**power)
-    )
+    one, other = (gauged(t, quantize(t, c).dequantize(), c) for t in (x, x * 2.0**power))
     assert other["sqnr_db"] == pytest.approx(one["sqnr_db"], rel=1e-6)
     assert other["rms"] == pytest.approx(one["rms"] * 2.0**power, rel=1e-6)
-
-
-def test_large_tensors_are_walked_through_in_pieces():
-    x = numbers((1100, 512))
-    c = cast("mxfp4")
-    q = quantize(x, c)
-    scales = q.scales.numpy()
-    expected = slow(x, q.dequantize(), blocks_of(x.shape, c, -1), lambda p: scales[p], 6.0)
-    assert_same(figures(gauge_operand(x, q.dequantize(), c, -1).tolist()), expected)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_a_plain_conversion(name):
     x, c = numbers((20, 30), spread=8 if name == "fp16" else 2), cast(name)
     y = x.to(torch.bfloat16 if name == "bf16" else torch.float16)
-    found = figures(gauge_operand(x, y, c, -1).tolist())
-    assert_same(found, slow(x, y.float(), blocks_of(x.shape, c, -1), lambda _: 1.0, c.element.max))
+    assert_same(gauged(x, y, c), slow(x, y.float(), blocks_of(x.shape, c, -1), 1.0, c.element.max))
 
 
-STATE = ["bf16", "fp16-scaled", "coat", "dynamic8", "e4m3", "fp8-1x128", "nvfp4", "mxfp8"]
+def test_a_mean_and_kept_channels_are_parts_of_an_operand():
+    """The blocks are those of the rest, the errors those of both parts."""
+    x = numbers((48, 80), spread=0)
+    x[:, [3, 17]] *= 40
+    shifted = x + 4 * numbers((80,), seed=1, spread=0)
+    kept = make_cast({"cast": "nvfp4", "keep_channels": 0.1, "keep_cast": "mxfp8"})
+    for given, c in ((x, kept), (shifted, make_cast({"cast": "nvfp4", "center": "tokens"}))):
+        seen, scale = emulate(given, c, -1, torch.float32)
+        assert scale is None
+        read = gauged(given, seen, c)
+        channels = quantize(given, c).channels
+        rest = given - given.mean(0) if channels is None else given[:, ~channels]
+        assert read["amax"][-1] == pytest.approx(rest.abs().max().item(), rel=1e-5)
+        if channels is not None:
+            error = (seen - given).square().sum()
+            sqnr = 10 * (given.square().sum() / error).log10().item()
+            assert read["sqnr_db"] == pytest.approx(sqnr, abs=1e-3)
+            assert read["zeros"] == pytest.approx((seen == 0).float().mean().item(), abs=1e-6)
+            underflow = ((seen == 0) & (given != 0)).float().mean().item()
+            assert read["underflow"] == pytest.approx(underflow, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", STATE)
+@pytest.mark.parametrize("name", ["bf16", "fp16-scaled", "coat", "dynamic8", "fp8-1x128", "nvfp4"])
 def test_state_is_gauged_as_it_is_stored(name):
     x, c = numbers((24, 300), spread=2), cast(name)
-    stored = QuantizedState(x.shape, c)
-    shown = []
+    stored, shown = QuantizedState(x.shape, c), []
     stored.gauge = lambda x, stored: shown.append(figures(gauge_state(x, stored).tolist()))
     stored.write(x)
-    (found,) = shown
-    scales, largest = stored.tensors.get("scales", torch.ones(())).float().numpy(), c.element.max
-    if c.state.codebook:
-        largest = 1.0
-    elif c.scales.format in ("e8m0", "e4m3"):
+    scales = stored.tensors.get("scale", stored.tensors.get("scales", torch.ones(()))).float().numpy()
+    if name == "nvfp4":
         q = quantize(x, c)
         scales = (q.scales * q.tensor_scale).numpy()
-    elif "scale" in stored.tensors:
-        scales = stored.tensors["scale"].numpy()
-    expected = slow(
-        x, stored.read(), blocks_of(x.shape, c, -1), lambda p: scales[p] if scales.ndim else scales, largest
-    )
-    if name == "coat":
-        expected |= {"largest": 0, "clipped": 0}
-    assert_same(found, expected)
+    largest = 1.0 if c.state.codebook else c.element.max
+    expected = slow(x, stored.read(), blocks_of(x.shape, c, -1), scales, largest)
+    (found,) = shown
+    assert_same(found, expected | ({"largest": 0, "clipped": 0} if name == "coat" else {}))
     assert found["sqnr_db"] is not None
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (), (7,)])
 def test_tensors_of_any_shape(shape):
     x = torch.zeros(shape)
-    found = figures(
-        gauge(x, x, blocks_of(x.shape, cast("fp32"), -1) if shape else Blocks.of((), ())).tolist()
-    )
-    assert found["elements"] == x.numel()
-    assert found["sqnr_db"] is None
-    assert found["rms"] == 0
+    blocks = blocks_of(x.shape, cast("fp32"), -1) if shape else Blocks.of((), ())
+    found = figures(gauge(x, x, blocks).tolist())
+    assert (found["elements"], found["sqnr_db"], found["rms"]) == (x.numel(), None, 0)
 
 
 def test_a_product_is_compared_with_the_exact_one():
     a, b = numbers((6, 8), 1, 1).double(), numbers((6, 8), 2, 0.1).double()
     found = cosine_similarity(gauge_product((a + 0.01 * b).float(), a).tolist())
-    c = (a + 0.01 * b).float().double().numpy().ravel()
-    d = a.numpy().ravel()
+    c, d = (a + 0.01 * b).float().double().numpy().ravel(), a.numpy().ravel()
     assert found["cosine"] == pytest.approx(c @ d / math.sqrt(c @ c) / math.sqrt(d @ d))
     assert found["sqnr_db"] == pytest.approx(10 * math.log10(d @ d / ((c - d) @ (c - d))))
     assert cosine_similarity(gauge_product(a, a).tolist())["sqnr_db"] is None
     nothing = torch.zeros(2, 2)
     assert cosine_similarity(gauge_product(nothing, nothing).tolist()) == {"cosine": None, "sqnr_db": None}
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxint8", "nvfp4"])
+def test_every_magnitude_is_in_its_bin_of_a_histogram(name):
+    c, x = cast(name), torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    seen = quantize(x, c).dequantize()
+    found = figures(gauge_operand(x, seen, c, -1).tolist(), c.element)["histogram"]
+    assert sum(found["before"]) + found["zeros"][0] == x.numel()
+    assert sum(found["after"]) + found["zeros"][1] == x.numel()
+    assert found["zeros"][1] == int((seen == 0).sum())
+    assert 2.0 ** bins_of(c.element).low < c.element.smallest_subnormal
+
+
+def test_the_numbers_of_e2m1_lie_at_the_edges_of_their_bins():
+    c, x = cast("mxfp4"), torch.tensor([[6.0, 0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0] * 4])
+    found = figures(gauge_operand(x, x, c, -1).tolist(), c.element)["histogram"]
+    n = found["per_octave"]
+    held = [b + found["first"] for b, count in enumerate(found["after"]) if count]
+    assert [2.0 ** (b // n) * (1 + b % n / n) for b in held] == [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert (found["zeros"], found["before"]) == ([4, 4], found["after"])
