@@ -52,19 +52,21 @@ def test_a_factor_of_the_learning_rate_holds_without_a_schedule_of_ours():
     assert {g["lr"] for g in ng.AdamW(said, lr=0.5).param_groups} == {2.0}
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_an_option_that_nothing_serves_is_refused(option):
-    with pytest.raises(
-        UserError, match=f"has {option} = True, which narrowgauge's optimizers do not support"
-    ):
-        ng.AdamW([{"params": model_of("fp8").parameters(), option: True}])
+TENSOR = torch.tensor(1e-3)
+#: What an optimizer is made with, and the refusal.
+MISTAKES = [
+    (lambda ps: ng.AdamW([{"params": ps, "amsgrad": True}]), "has amsgrad = True, which narrowgauge's"),
+    (lambda ps: ng.AdamW([{"params": ps, "maximize": True}]), "has maximize = True, which narrowgauge's"),
+    (lambda ps: ng.AdamW(ps, 1e-3), r"is not a recipe; .* AdamW\(params, recipe=.*, lr="),
+    (lambda ps: ng.AdamW(ps, TENSOR), r"is not a recipe; .* AdamW\(params, recipe=.*, lr="),
+    (lambda ps: ng.Muon(ps, 1e-3), r"is not a recipe; .* Muon\(params, recipe=.*, lr="),
+]
 
 
-@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)])
-@pytest.mark.parametrize("cls", [ng.AdamW, ng.Muon])
-def test_a_learning_rate_in_the_place_where_torch_has_it_is_refused(cls, lr):
-    with pytest.raises(UserError, match=rf"is not a recipe; .* {cls.__name__}\(params, recipe=.*, lr="):
-        cls(model_of("fp8").parameters(), lr)
+@pytest.mark.parametrize(("make", "says"), MISTAKES)
+def test_what_nothing_serves_is_refused(make, says):
+    with pytest.raises(UserError, match=says):
+        make(model_of("fp8").parameters())
 
 
 def test_a_closure_computes_the_gradients():

@@ -79,16 +79,14 @@ def test_torchs_own_loop_over_elements_agrees(gradient):
 
 def test_a_convolution_in_channels_last_moves_as_one_in_its_usual_layout():
     x = torch.randn(16, 16, 3, 3, generator=torch.Generator().manual_seed(0))
-    found = trained(
-        ng.AdamW, "fp32", torch.nn.Parameter(x.to(memory_format=torch.channels_last)), torch.square
-    )
+    last = torch.nn.Parameter(x.to(memory_format=torch.channels_last))
+    found = trained(ng.AdamW, "fp32", last, torch.square)
     assert_same_state(found, trained(ng.AdamW, "fp32", torch.nn.Parameter(x), torch.square))
 
 
 def test_a_state_dict_goes_into_another_layout():
-    p, optimizer = trained(
-        ng.AdamW, "fp32", torch.nn.Parameter(LAYOUTS["transposed"](values())), torch.square
-    )
+    p = torch.nn.Parameter(LAYOUTS["transposed"](values()))
+    _, optimizer = trained(ng.AdamW, "fp32", p, torch.square)
     twin = torch.nn.Parameter(p.detach().contiguous())
     its_optimizer = ng.AdamW([twin], lr=1e-2)
     its_optimizer.load_state_dict(optimizer.state_dict())

@@ -1,40 +1,50 @@
-"""A custom training loop is saved and resumed bit for bit, under every recipe."""
+"""A saved model and optimizer continue to the same digits, whoever saves them, or are refused."""
 
+import copy
+import importlib.util
 import io
+import pickle
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import Attention
+from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
 
 STEPS = 6
+NARROW = ("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr")
 OF_LINEARS = [name for name in recipe_names() if not recipe(name).narrows_attention]
 
 
-def waits_for_a_step(name):
-    """Whether a loop has to call `set_step` under a recipe; without it the first forward pass is refused."""
-    return any(rule.is_timed for rule in recipe(name).rules)
-
-
-def make(recipe):
-    torch.manual_seed(0)
-    m = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), recipe)
+def make(recipe, seed=0, optimizer=ng.AdamW):
+    torch.manual_seed(seed)
+    m = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), recipe, keep=[])
+    if optimizer is not ng.AdamW:
+        return m, optimizer(m.parameters(), lr=1e-2)
     return m, ng.AdamW(m.parameters(), recipe, lr=1e-2, seed=3)
 
 
-def train(m, optimizer, steps, says_step):
+def train(m, optimizer, steps, says_step=False):
+    losses = []
     for step in steps:
         if says_step:
             ng.set_step(m, 7, step, 0, STEPS, decay=5)
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
-        m(x).square().mean().backward()
+        loss = m(x).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def through_a_file(state):
@@ -44,63 +54,208 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.tier("thorough", keep=("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr", "coat"))
-@pytest.mark.parametrize(
-    ("name", "says_step"),
-    [(n, says) for n in OF_LINEARS for says in (True, False) if says or not waits_for_a_step(n)],
-)
-def test_it_goes_on_to_the_same_digits(name, says_step):
-    m, optimizer = make(name)
+def tensors_of(m, optimizer):
+    """All that goes on."""
+    state = optimizer.state_dict()["state"]
+    moments = {f"{i} {key}": t for i, s in state.items() for key, t in s.items()}
+    return {**m.state_dict(), **recipe_tensors(m), **moments}
+
+
+def assert_goes_on(made, save, load, says_step=False):
+    """Train, save, train on; and so does another model, with another past, that loads what was saved."""
+    m, optimizer = made(0)
     train(m, optimizer, range(1, 4), says_step)
-    saved = through_a_file(ng.state_dict(m, optimizer))
-    train(m, optimizer, range(4, STEPS + 1), says_step)
+    saved = save(m, optimizer)
+    expected = train(m, optimizer, range(4, STEPS + 1), says_step)
+    other, its_optimizer = made(1)
+    train(other, its_optimizer, range(11, 13), says_step)
+    load(other, its_optimizer, saved)
+    assert train(other, its_optimizer, range(4, STEPS + 1), says_step) == expected
+    ours, theirs = tensors_of(m, optimizer), tensors_of(other, its_optimizer)
+    assert ours.keys() == theirs.keys()
+    assert [key for key, t in ours.items() if not torch.equal(t, theirs[key])] == []
 
-    other, its_optimizer = make(name)
-    train(other, its_optimizer, range(11, 13), says_step)  # its state is anything
-    ng.load_state_dict(other, its_optimizer, saved)
-    train(other, its_optimizer, range(4, STEPS + 1), says_step)
 
-    for ours, theirs in ((m.state_dict(), other.state_dict()), (recipe_tensors(m), recipe_tensors(other))):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
-    moments, its_moments = optimizer.state_dict()["state"], its_optimizer.state_dict()["state"]
-    assert all(torch.equal(t, its_moments[i][key]) for i, s in moments.items() for key, t in s.items())
+def by_us(_):
+    return lambda m, o: through_a_file(ng.state_dict(m, o)), ng.load_state_dict
+
+
+def by_two_state_dicts(_):
+    def load(m, optimizer, saved):
+        m.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+
+    return lambda m, o: through_a_file([m.state_dict(), o.state_dict()]), load
+
+
+def by_dcp(path):
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+
+    def save(m, optimizer):
+        weights, state = get_state_dict(m, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
+
+    def load(m, optimizer, _):
+        weights, state = get_state_dict(m, optimizer)
+        found = {"model": weights, "optimizer": state}
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+        set_state_dict(m, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+    return save, load
+
+
+def by_accelerate(path):
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    from accelerate import Accelerator
+
+    def prepared(m, optimizer):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(m, optimizer)
+        return accelerator
+
+    return (
+        lambda m, o: prepared(m, o).save_state(path / "state"),
+        lambda m, o, _: prepared(m, o).load_state(path / "state"),
+    )
+
+
+@pytest.mark.tier("thorough", keep=NARROW)
+@pytest.mark.parametrize("says_step", [True, False])
+@pytest.mark.parametrize("name", OF_LINEARS)
+def test_a_loop_of_ones_own_goes_on_under_every_recipe(name, says_step, tmp_path):
+    if not says_step and any(rule.is_timed for rule in recipe(name).rules):
+        says_step = True  # without a step its first forward pass is refused
+    assert_goes_on(lambda seed: make(name, seed), *by_us(tmp_path), says_step)
+
+
+@pytest.mark.tier("nightly", keep=NARROW)
+@pytest.mark.filterwarnings("ignore")  # of others' packages
+@pytest.mark.parametrize("by", [by_two_state_dicts, by_dcp, by_accelerate])
+@pytest.mark.parametrize("name", [*NARROW, "msamp-o1", "msamp-o2", "eco"])
+def test_others_save_and_load_it(name, by, tmp_path):
+    assert_goes_on(lambda seed: make(name, seed), *by(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
-def test_so_it_does_with_an_optimizer_of_torchs(name):
+def test_so_it_does_with_an_optimizer_of_torchs(name, tmp_path):
     """With histories and random bits, which its own state dict lacks."""
-
-    def made():
-        m = make(name)[0]
-        return m, torch.optim.AdamW(m.parameters(), lr=1e-2)
-
-    m, optimizer = made()
-    train(m, optimizer, range(1, 4), says_step=False)
-    saved = through_a_file(ng.state_dict(m, optimizer))
-    train(m, optimizer, range(4, STEPS + 1), says_step=False)
-    other, its_optimizer = made()
-    train(other, its_optimizer, range(11, 13), says_step=False)
-    ng.load_state_dict(other, its_optimizer, saved)
-    train(other, its_optimizer, range(4, STEPS + 1), says_step=False)
-    for ours, theirs in ((m.state_dict(), other.state_dict()), (recipe_tensors(m), recipe_tensors(other))):
-        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    assert_goes_on(lambda seed: make(name, seed, torch.optim.AdamW), *by_us(tmp_path))
 
 
-def test_the_state_of_another_recipe_is_refused_before_anything_changes():
-    m, optimizer = make("msamp-o2")
-    saved = through_a_file(ng.state_dict(m, optimizer))
-    other, its_optimizer = make("fp8")
-    before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
-    with pytest.raises(UserError, match=r"another model or recipe: .* use the model and recipe that"):
-        ng.load_state_dict(other, its_optimizer, saved)
-    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+class Frozen(nn.Module):
+    """A trained layer between two frozen ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 64))
+        self.layers[0].requires_grad_(False)
+        self.layers[3].requires_grad_(False)
+
+    def forward(self, x):
+        return self.layers(x)
 
 
-def test_a_state_without_an_optimizers_is_refused():
-    m, optimizer = make("fp8")
-    with pytest.raises(UserError, match="no optimizer state; pass None as the optimizer"):
-        ng.load_state_dict(m, optimizer, ng.state_dict(m))
+class Attentive(nn.Module):
+    """The attention and the residual stream of the package's own model, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.attention, self.residual = nn.Linear(64, 64), Attention(), Residual()
+
+    def forward(self, x):
+        heads = self.layer(x).view(1, -1, 4, 16).transpose(1, 2)
+        y = self.attention(heads, heads, heads).transpose(1, 2).reshape(1, *x.shape)
+        return self.residual(x[None], y)
+
+
+RANDOM = {"cast": "e4m3", "rounding": "stochastic"}
+ATTENTION = {"attention.p": RANDOM, "attention.q": RANDOM}
+OTHERS = [
+    *[(Frozen, name, {}) for name in NARROW],
+    (Attentive, "bf16", ATTENTION),
+    (Attentive, "bf16", {"stream": {"cast": "bf16", "rounding": "stochastic"}}),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "places"), OTHERS)
+def test_modules_without_a_weight_in_the_optimizer(model, name, places, tmp_path):
+    def made(seed):
+        torch.manual_seed(seed)
+        m = ng.convert(model(), ng.recipe(name).with_places(places), keep=[])
+        return m, ng.AdamW([p for p in m.parameters() if p.requires_grad], name, lr=1e-2, seed=3)
+
+    _, load = by_two_state_dicts(tmp_path)
+    assert_goes_on(made, lambda m, o: copy.deepcopy([m.state_dict(), o.state_dict()]), load)
+
+
+def test_a_copy_of_a_model_carries_its_own_state():
+    torch.manual_seed(0)
+    m = ng.convert(Attentive(), ng.recipe("bf16").with_places(ATTENTION), keep=[])
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(m)))
+    optimizer, other = (ng.AdamW(each.parameters(), "bf16") for each in (m, twin))
+    key = "recipe.others.NarrowAttention.0.position"
+    before = other.state_dict()["state"][0][key]
+    train(m, optimizer, [1])
+    own = other.state_dict()["state"][0][key]
+    assert torch.equal(own, before)
+    assert not torch.equal(optimizer.state_dict()["state"][0][key], own)
+
+
+def test_a_layer_that_was_converted_twice_counts_once():
+    m, optimizer = make("nvfp4")
+    earlier = list(m)
+    ng.convert(m, "nvfp4", keep=[])
+    train(m, optimizer, [1])
+    assert list(m) == earlier
+    other, its_optimizer = make("nvfp4")
+    other.load_state_dict(m.state_dict())
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    assert train(other, its_optimizer, [2]) == train(m, optimizer, [2])
+
+
+def test_the_state_of_an_older_release_loads():
+    (_m, optimizer), (_other, its_optimizer) = make("msamp-o2"), make("msamp-o2", seed=1)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        for key in [key for key in state if key.startswith("recipe.")]:
+            del state[key]
+    its_optimizer.load_state_dict(saved)
+
+
+def our_state(saved, into):
+    ng.load_state_dict(*into, ng.state_dict(*saved))
+
+
+def optimizers_state(saved, into):
+    into[1].load_state_dict(saved[1].state_dict())
+
+
+#: What was saved, what it is loaded into, by what, and what the refusal says.
+REFUSED = [
+    ("msamp-o2", "fp8", our_state, r"another model or recipe: .* use the model and recipe that"),
+    ("fp8-delayed", "fp8", optimizers_state, r"of another model or recipe: 'recipe\..* here"),
+    ("fp8", "nvfp4", our_state, r"'0' is torch\.int64 \(\d+,\) there and torch\.int64 \(\d+,\) here"),
+    ("nvfp4", "fp8", our_state, r"'0' is torch\.int64 \(\d+,\) there and torch\.int64 \(\d+,\) here"),
+    *[(n, n, optimizers_state, "load the model's state dict first") for n in ("msamp-o2", "bf16-sr", "eco")],
+    (
+        "fp8",
+        "fp8",
+        lambda saved, into: ng.load_state_dict(*into, ng.state_dict(saved[0])),
+        "pass None as the",
+    ),
+]
+
+
+@pytest.mark.parametrize(("of", "name", "load", "says"), REFUSED)
+def test_another_state_is_refused_before_anything_changes(of, name, load, says):
+    first, its_optimizer = make(of)
+    train(first, its_optimizer, [1])
+    m, optimizer = make(name, seed=1)
+    before = {key: t.clone() for key, t in m.state_dict().items()}
+    with pytest.raises(UserError, match=says):
+        load((first, its_optimizer), (m, optimizer))
+    assert all(torch.equal(t, before[key]) for key, t in m.state_dict().items())
     ng.load_state_dict(m, None, ng.state_dict(m))
 
 
@@ -144,20 +299,12 @@ def test_the_default_dtype_of_the_process_changes_nothing(name):
 
 @pytest.mark.parametrize("when", ["from_step = 3", "from_share = 0.3"])
 def test_a_model_that_was_loaded_evaluates_in_the_casts_of_its_step(when, tmp_path):
-    (tmp_path / "later.toml").write_text(
-        f'name = "later"\nfprop = "mxfp4"\n[[rule]]\n{when}\nfprop = "bf16"\n'
-    )
-    later = ng.load_recipe(tmp_path / "later.toml")
+    path = tmp_path / "later.toml"
+    path.write_text(f'name = "later"\nfprop = "mxfp4"\n[[rule]]\n{when}\nfprop = "bf16"\n')
+    later = ng.load_recipe(path)
     m, optimizer = make(later)
     train(m, optimizer, range(1, 5), True)
     again, its_optimizer = make(later)
     ng.load_state_dict(again, its_optimizer, through_a_file(ng.state_dict(m, optimizer)))
     with torch.no_grad():
         assert torch.equal(again(torch.eye(64)), m(torch.eye(64)))
-
-
-@pytest.mark.parametrize("names", [("fp8", "nvfp4"), ("nvfp4", "fp8")])
-def test_a_state_with_other_random_streams_is_refused(names):
-    saved, into = (make(name)[0] for name in names)
-    with pytest.raises(UserError, match=r"'0' is torch\.int64 \(\d+,\) there and torch\.int64 \(\d+,\) here"):
-        ng.load_state_dict(into, None, ng.state_dict(saved))

@@ -14,18 +14,9 @@ KINDS = ("cosine", "linear", "wsd", "constant")
 
 
 def rates(kind, steps=100, warmup=10, final=0.1, decay=0.2):
-    return [
-        learning_rate(
-            step,
-            lr=LR,
-            steps=steps,
-            kind=kind,
-            warmup_steps=warmup,
-            final_lr_fraction=final,
-            decay_fraction=decay,
-        )
-        for step in range(1, steps + 1)
-    ]
+    how = {"lr": LR, "steps": steps, "kind": kind, "warmup_steps": warmup}
+    how |= {"final_lr_fraction": final, "decay_fraction": decay}
+    return [learning_rate(step, **how) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,22 +47,14 @@ def test_the_decay_starts_with_the_first_rate_below_the_peak(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_warm_up_the_first_step_is_near_the_peak(kind):
-    r = rates(kind, warmup=0)
-    assert 0.98 * LR < r[0] <= LR
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_all_warm_up_only_rises(kind):
+def test_runs_without_warm_up_and_of_nothing_else(kind):
+    assert 0.98 * LR < rates(kind, warmup=0)[0] <= LR
     assert rates(kind, steps=10, warmup=10)[-1] == LR
     assert rates(kind, steps=5, warmup=10)[-1] == pytest.approx(LR / 2)
 
 
-def test_a_decay_longer_than_the_run_begins_after_warm_up():
+def test_a_decay_longer_than_the_run_begins_after_warm_up_and_none_is_constant():
     assert rates("wsd", decay=1.0) == rates("linear")
-
-
-def test_a_decay_of_nothing_is_constant():
     assert rates("wsd", decay=0.0) == rates("constant")
 
 

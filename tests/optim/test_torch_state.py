@@ -31,7 +31,7 @@ def ours(parameters, recipe="fp32", cls=ng.AdamW):
     return [p, *rest], cls([{"params": [p]}, {"params": rest}], recipe)
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"betas": (0.8, 0.9), "eps": 1e-6}])
+@pytest.mark.parametrize("options", [{"fused": True}, {"betas": (0.8, 0.9), "eps": 1e-6}])
 def test_it_goes_on_as_torchs_would_have(options):
     parameters, optimizer = made(**options)
     mine, my_optimizer = ours(parameters)
