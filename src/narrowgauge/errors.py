@@ -5,9 +5,19 @@ traceback and exits with code 2. Broken internal invariants are `assert`s instea
 """
 
 import signal
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import ClassVar
+from functools import wraps
+from inspect import Parameter, signature
+from types import UnionType
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# What else may stand for a number; a TypedDict of keywords is checked by its reader.
+_ALLOWED: dict[Any, Any] = dict.fromkeys((int, bool), typing.SupportsIndex)
+_ALLOWED |= {float: typing.SupportsFloat, typing.Unpack: object}
 
 
 class UserError(ValueError):
@@ -61,8 +71,32 @@ def unknown(kind: str, name: str, known: Iterable[str], *listed: str) -> UserErr
 def require(what: str, value: object, *kinds: type) -> None:
     """Refuse an argument of another type than these."""
     if not isinstance(value, kinds):
-        known = " or ".join(kind.__name__ for kind in kinds)
+        known = " or ".join(kind.__name__.replace("NoneType", "None") for kind in kinds)
         raise UserError(f"{what} is of type {type(value).__name__}: it must be of type {known}")
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Answer arguments that a public function's signature does not allow, with one sentence.
+
+    The outermost type counts: what a sequence or a mapping holds is checked where it is read.
+    """
+    form = signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            given = form.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise UserError(f"{function.__name__}: {error}") from None
+        for name, value in given.items():
+            hint = form.parameters[name].annotation
+            parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+            kinds = [typing.get_origin(part) or part for part in parts]
+            if not any(k is Parameter.empty or isinstance(value, _ALLOWED.get(k, k)) for k in kinds):
+                require(name, value, *kinds)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def words_of(error: Exception) -> str:

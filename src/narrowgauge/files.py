@@ -297,16 +297,7 @@ def unknown_name(kind: str, name: str, shipped: Iterable[str]) -> UserError:
 
 
 def named_text(kind: str, name: str, shipped: Iterable[str] = ()) -> str:
-    """The text of a `.toml` file.
-
-    Args:
-        kind: What the file describes, for the error.
-        name: The path.
-        shipped: The names that would be right in its place, for the error.
-
-    Raises:
-        UserError: The file does not exist, or cannot be read.
-    """
+    """The text of a `.toml` file; `kind` and `shipped`, the names that would be right, are for the error."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:

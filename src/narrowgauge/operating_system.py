@@ -79,14 +79,7 @@ def system_name() -> str:
 
 
 def require_posix(what: str) -> None:
-    """Refuse a command that needs file locks, directory syncs or a scheduler's signals if this is not POSIX.
-
-    Args:
-        what: The beginning of the message, such as "train".
-
-    Raises:
-        UserError: The system is not POSIX.
-    """
+    """Refuse a command, such as "train", that needs file locks, directory syncs or a scheduler's signals."""
     if not IS_POSIX:
         raise UserError(
             f"{what} needs Linux or macOS: {system_name()} lacks the file locks and signals by which a run "

@@ -174,26 +174,3 @@ def test_what_would_ignore_a_function_refuses_it():
     forecast = ng.predict(made, 1e9, 2e10)[0]
     assert forecast.refused is not None
     assert "custom functions" in forecast.refused
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda: ng.quantize(X, 3), r"cast = 3: a cast is a name such as 'mxfp4', a table"),
-        (
-            lambda: ng.quantize(3, "mxfp4"),
-            r"^x is of type int: it must be a tensor; torch.tensor\(x\) makes one$",
-        ),
-        (lambda: ng.quantize(X, ["mxfp4"]), r"cast = \['mxfp4'\]: a cast is a name"),
-        (lambda: ng.round_to(X, 3), "unknown format 3"),
-        (lambda: ng.probe(3), "run = 3: it is the path of a run directory or a model"),
-        (lambda: ng.sensitivity(3, to="mxfp4"), "run = 3: it is the path"),
-        (lambda: ng.sensitivity("runs/mine", to=3), "cast = 3: a cast is a name"),
-        (lambda: ng.search(3, formats=["mxfp4"], budget=0.5), "run = 3: it is the path"),
-        (lambda: ng.search("runs/mine", formats="mxfp4", budget=0.5), "formats = 'mxfp4': they are casts in"),
-        (lambda: ng.search("runs/mine", formats=3, budget=0.5), "formats = 3: they are casts in a list"),
-    ],
-)
-def test_an_argument_of_another_type_is_refused_in_one_sentence(wrong, message):
-    with pytest.raises(UserError, match=message):
-        wrong()

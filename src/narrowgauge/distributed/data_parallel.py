@@ -32,7 +32,7 @@ from narrowgauge.distributed.comm.grad_hooks import (
     wire_formats,
 )
 from narrowgauge.distributed.fsdp import FP32, note_shards, quantized_fsdp
-from narrowgauge.errors import UserError, require
+from narrowgauge.errors import UserError, checked
 from narrowgauge.nn.histories import ChannelChoice, History, reduce_histories
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.step_state import Stepped
@@ -41,6 +41,7 @@ from narrowgauge.quantization.state.parameter_state import drop_gradient
 from narrowgauge.torch_compat import active_ddp, after_backward, ignore_in_ddp, tensors_in
 
 
+@checked
 def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     """Let the `DistributedDataParallel` that will wrap a module reduce its low-precision gradients as well.
 
@@ -56,7 +57,6 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     Raises:
         UserError: No parameter would be left for DDP, which then refuses to wrap the module.
     """
-    require("module", module, torch.nn.Module)
     narrow = {name for name, p in module.named_parameters() if state_of(p).gradient is not None}
     if narrow and not any(p.requires_grad and n not in narrow for n, p in module.named_parameters()):
         raise UserError(
@@ -71,6 +71,7 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+@checked
 def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     """Shard a module like torch's `fully_shard`, including the low-precision state of its weights.
 
@@ -90,7 +91,6 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
             dimension than the first, or moved to host memory by torch; or layers keep channels, which each
             process would choose by itself.
     """
-    require("module", module, torch.nn.Module)
     if any(isinstance(m, ChannelChoice) for m in module.modules()):
         raise UserError(
             "keep_channels under narrowgauge.fully_shard: each process would choose other channels; train "

@@ -99,9 +99,6 @@ def make_points(values: Values, variants: Sequence[Variant], seeds: str) -> list
 
     Returns:
         The points in the order of execution.
-
-    Raises:
-        UserError: a configuration is invalid, two runs have one name, or there are fewer than two runs.
     """
     base = make_config(values)
     base_seed = base.training.seed

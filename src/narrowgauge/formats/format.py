@@ -21,9 +21,10 @@ section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from narrowgauge.errors import UserError
-from narrowgauge.once import compute_all, computed_once
+from narrowgauge.once import compute_all
 
 
 class Specials(Enum):
@@ -77,27 +78,27 @@ class Format:
         bits = f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}, bias={self.bias}"
         return f"Format({self.name!r}, {bits}, max={self.max:g})"
 
-    @computed_once
+    @cached_property
     def bits(self) -> int:
         """Bits per code."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
-    @computed_once
+    @cached_property
     def is_fixed_point(self) -> bool:
         """Whether every value is subnormal: no exponent bit is left to hold a normal one."""
         return self.exponent_bits == (self.specials is Specials.IEEE)
 
-    @computed_once
+    @cached_property
     def fraction_bits(self) -> int:
         """Bits after the leading one in the highest binade."""
         return self.mantissa_bits - self.is_fixed_point
 
-    @computed_once
+    @cached_property
     def emin(self) -> int:
         """Exponent of the smallest normal value."""
         return (1 if self.zero else 0) - self.bias
 
-    @computed_once
+    @cached_property
     def emax(self) -> int:
         """Exponent of the largest finite value."""
         top_is_taken = self.specials is Specials.IEEE or (
@@ -105,46 +106,46 @@ class Format:
         )
         return 2**self.exponent_bits - 1 - top_is_taken - self.bias
 
-    @computed_once
+    @cached_property
     def max(self) -> float:
         """Largest finite value; finite overflow saturates here."""
         lost_to_nan = self.specials is Specials.NAN_ONLY and self.mantissa_bits > 0
         steps = 2**self.fraction_bits - 1 - lost_to_nan
         return math.ldexp(1 + steps * 2.0**-self.fraction_bits, self.emax)
 
-    @computed_once
+    @cached_property
     def smallest_normal(self) -> float:
         """2^emin; in fixed point the smallest positive value."""
         return self.smallest_subnormal if self.is_fixed_point else math.ldexp(1.0, self.emin)
 
-    @computed_once
+    @cached_property
     def smallest_subnormal(self) -> float:
         """The smallest positive value: the grid spacing around zero."""
         return math.ldexp(1.0, self.emin - self.mantissa_bits)
 
-    @computed_once
+    @cached_property
     def eps(self) -> float:
         """Distance from 1 to the next larger value."""
         return 2.0**-self.fraction_bits
 
-    @computed_once
+    @cached_property
     def has_infinity(self) -> bool:
         """Whether the format has an infinity."""
         return self.specials is Specials.IEEE
 
-    @computed_once
+    @cached_property
     def has_negative_zero(self) -> bool:
         """Whether -0 has a code distinct from +0."""
         is_magnitude = self.signed and not self.twos_complement
         return is_magnitude and self.zero and self.specials is not Specials.NEGATIVE_ZERO
 
-    @computed_once
+    @cached_property
     def extent(self) -> tuple[float, ...]:
         """Measures of its set of values: a format with all these, or more, has every value of this one."""
         signs = self.signed, self.zero, self.has_infinity, self.has_negative_zero
         return *signs, self.fraction_bits, self.max, -self.smallest_subnormal
 
-    @computed_once
+    @cached_property
     def nan_code(self) -> int | None:
         """The code written for NaN (positive, quiet); None where the format has none."""
         match self.specials:
@@ -158,7 +159,7 @@ class Format:
             case Specials.NONE:
                 return None
 
-    @computed_once
+    @cached_property
     def infinity_code(self) -> int | None:
         """The code of +infinity; None where the format has none."""
         return (2**self.exponent_bits - 1) << self.mantissa_bits if self.has_infinity else None

@@ -134,11 +134,7 @@ def own_formats() -> list[Format]:
 
 
 def known_format(fmt: Format) -> Format:
-    """A format as it is, whether registered or not.
-
-    Raises:
-        UserError: Another format has its name, so that the other's codes and dtypes would be used.
-    """
+    """A format as it is, whether registered or not."""
     if (known := _FORMATS.get(fmt.name)) is None:
         _require_bounds(fmt)
     elif format_facts(known) != format_facts(fmt):

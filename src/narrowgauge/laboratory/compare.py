@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from narrowgauge.distributed import world_from
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, checked
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.experiment.design import Experiment, make_comparison, make_measured
 from narrowgauge.experiment.gate import Gate, GateResult, gate_results, parse_gate
@@ -102,6 +102,7 @@ class Comparison(Result):
         return curves(series, self.path.name, "tokens", "loss, nats a token")
 
 
+@checked
 def compare(
     recipes: RecipeLike | Sequence[RecipeLike] = (),
     seeds: int | Sequence[int] | None = None,

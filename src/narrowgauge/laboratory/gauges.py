@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from narrowgauge.errors import UserError, require
+from narrowgauge.errors import UserError, checked
 from narrowgauge.files import write_whole
 from narrowgauge.laboratory.chart import heat
 from narrowgauge.laboratory.reporters import reporter
@@ -292,6 +292,7 @@ class _WithOwn:
         self.gauge.product(place, c_MN, a_RK, b_NK)
 
 
+@checked
 def gauges(
     model: torch.nn.Module, every: int = 1, own: Mapping[str, Figure] | None = None, to: object = ()
 ) -> GaugeSession:
@@ -313,5 +314,4 @@ def gauges(
     Raises:
         UserError: No layer of the model is under a recipe, or `to` is not a reporter.
     """
-    require("model", model, torch.nn.Module)
     return GaugeSession(model, every, own or {}, to if isinstance(to, list | tuple) else (to,))

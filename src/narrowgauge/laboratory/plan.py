@@ -9,7 +9,7 @@ from rich.console import Console
 from narrowgauge.cluster import Cluster, Price, load_cluster, make_plan, parse_price, print_plan, tokens_of
 from narrowgauge.cluster.plan.pays import Pays, pays
 from narrowgauge.cluster.plan.plan import Plan, as_json
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, checked
 from narrowgauge.laboratory.chart import bars
 from narrowgauge.laboratory.settings import Section, config_of, values_of
 from narrowgauge.recipes import RecipeLike
@@ -97,6 +97,7 @@ class Planned(Result):
         return bars({name: (x, x, x) for name, x in sizes.items()}, "memory of a device", ".2f", " GiB")
 
 
+@checked
 def plan(
     model: Section | None = None,
     recipe: RecipeLike | None = None,

@@ -11,8 +11,9 @@ from rich.table import Table
 from narrowgauge.analysis import RecipeProbe, probe_json
 from narrowgauge.analysis import probe as probe_subject
 from narrowgauge.analysis.probe import USEFUL
+from narrowgauge.errors import checked
 from narrowgauge.laboratory.chart import bars
-from narrowgauge.laboratory.subject import Progress, Text, TextKeys, facts, heading, keep, run_path
+from narrowgauge.laboratory.subject import Progress, Text, TextKeys, facts, heading, keep
 from narrowgauge.recipes import RecipeLike, recipe, recipe_list
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.run_directory import PROBE
@@ -85,6 +86,7 @@ class Probes(Result):
         return bars(values, "increase of the loss, nats a token", "+.4f")
 
 
+@checked
 def probe(
     run: str | Path,
     recipes: RecipeLike | Sequence[RecipeLike] = (),
@@ -108,8 +110,8 @@ def probe(
     Raises:
         UserError: There is no such run, text or recipe, or too little text for two batches.
     """
-    path, named = run_path(run), [recipe(one) for one in recipe_list(recipes)]
-    probed = Text(**text).open(path)
+    path, named = Path(run), [recipe(one) for one in recipe_list(recipes)]
+    probed = checked(Text)(**text).open(path)
     probes = probe_subject(probed.subject, named or [probed.recipe], draws, show)
     found = probe_json(probes, **facts(probed), draws=draws)
     keep(path, PROBE, found)

@@ -31,7 +31,7 @@ from narrowgauge.analysis import (
     solve,
     step_metric,
 )
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, checked
 from narrowgauge.experiment.design import make_comparison
 from narrowgauge.experiment.grid import RECIPE, Variant
 from narrowgauge.experiment.run import train_runs
@@ -45,7 +45,6 @@ from narrowgauge.laboratory.subject import (
     heading,
     operand_cast,
     progress,
-    run_path,
 )
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, matches
@@ -121,6 +120,7 @@ class Found(Result):
         return bars(values, "predicted cost, nats")
 
 
+@checked
 def search(
     run: str | Path,
     formats: Sequence[str],
@@ -163,14 +163,14 @@ def search(
     Raises:
         UserError: The budget is out of reach, a name is unknown, or scipy is missing.
     """
-    casts, path, file = _casts(formats), run_path(run), Path(out)
+    casts, path, file = _casts(formats), Path(run), Path(out)
     require_solver()
     forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
     limit = flops_budget(casts, budget)
     _require_name(file, check)
     shown: AbstractContextManager[Progress] = nullcontext(show or _silent)
     with shown if console is None else progress(console, "search") as report:
-        probed = Text(**(FEW | text)).open(path)
+        probed = checked(Text)(**(FEW | text)).open(path)
         weights, gaps = _weights(probed), {}
         if forks is None:
             per_e_fold = _pace(path, loss_per_doubling)

@@ -21,7 +21,7 @@ from narrowgauge.analysis import (
     sensitivity_json,
     step_metric,
 )
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, checked
 from narrowgauge.formats import Format
 from narrowgauge.laboratory.chart import heat
 from narrowgauge.laboratory.subject import (
@@ -33,7 +33,6 @@ from narrowgauge.laboratory.subject import (
     heading,
     keep,
     operand_cast,
-    run_path,
 )
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES
@@ -97,6 +96,7 @@ class Sensitivity(Result):
         return heat(layers, GEMM_PLACES, values, f"cost of one place in {self.cast}", ".1e")
 
 
+@checked
 def sensitivity(
     run: str | Path,
     to: str | Format | Cast | dict[str, Any],
@@ -128,8 +128,8 @@ def sensitivity(
     if exact and fork_steps is not None:
         raise UserError("exact and fork_steps are two ways to measure the same places; choose one")
     forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
-    cast, path = operand_cast(to), run_path(run)
-    probed = Text(**(FEW | text)).open(path)
+    cast, path = operand_cast(to), Path(run)
+    probed = checked(Text)(**(FEW | text)).open(path)
     metric = step_metric(probed.trained)
     forward = forward_costs(probed.subject, cast, show)
     backward = backward_costs(probed.subject, cast, metric, show)

@@ -12,7 +12,6 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from narrowgauge.analysis import Probed, open_probed
-from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.formats import Format
 from narrowgauge.quantization import Cast, make_cast
@@ -62,17 +61,6 @@ class Text:
             *(None if self.data is None else str(self.data), self.batches),
             *(self.batch_size, self.sequence_length),
         )
-
-
-def run_path(run: str | Path) -> Path:
-    """The path of a run or a model.
-
-    Raises:
-        UserError: It is neither text nor a Path.
-    """
-    if not isinstance(run, str | Path):
-        raise UserError(f"run = {run!r}: it is the path of a run directory or a model, as in 'runs/mine'")
-    return Path(run)
 
 
 def facts(probed: Probed) -> dict[str, int]:

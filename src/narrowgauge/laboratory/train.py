@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from narrowgauge.distributed import world_from
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, checked
 from narrowgauge.laboratory.chart import curves
 from narrowgauge.laboratory.settings import Section, recipe_name, values_of
 from narrowgauge.laboratory.watch import watched_by_another
@@ -82,6 +82,7 @@ class Training(Result):
         return curves(series, self.run.name, "step", "loss, nats a token")
 
 
+@checked
 def train(
     recipe: RecipeLike | None = None,
     out: str | Path | None = None,

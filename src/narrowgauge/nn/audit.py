@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.errors import require
+from narrowgauge.errors import checked
 from narrowgauge.nn.convert import plan_of
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.transformer.outline import linear_layers
@@ -58,6 +58,7 @@ class Audit(list[AuditRecord]):
         return "\n".join([*lines, self.summary])
 
 
+@checked
 def audit(
     model: torch.nn.Module,
     recipe: RecipeLike | None = None,
@@ -79,7 +80,6 @@ def audit(
         convolution's. Notes name layers that no pass called or no gradient reached, and weights that other
         code reads.
     """
-    require("model", model, torch.nn.Module)
     if recipe is None:
         return Audit(_records(model))
     plan = plan_of(model, recipe, keep, also=also)

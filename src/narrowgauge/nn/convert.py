@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, require
+from narrowgauge.errors import UserError, checked, require
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.linear import Linear
@@ -37,6 +37,7 @@ from narrowgauge.recipes import recipe as recipe_named
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
 
 
+@checked
 def convert(
     model: torch.nn.Module,
     recipe: RecipeLike,
@@ -84,7 +85,6 @@ def plan_of(
     also: Sequence[type[torch.nn.Module]] = (),
 ) -> ModelPlan:
     """The recipe of each layer, as `convert` would apply it, except of the layers with some names."""
-    require("model", model, torch.nn.Module)
     recipe, keep = recipe_named(recipe), (keep,) if isinstance(keep, str) else keep
     outline = _outline(model, left_out, also)
     for pattern in keep:
@@ -101,9 +101,9 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe, backend: str = "auto") 
     return model
 
 
+@checked
 def kept_layers(model: torch.nn.Module) -> list[str]:
     """The names of the linear layers of a converted model whose matmuls no rule narrows at any time."""
-    require("model", model, torch.nn.Module)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) or is_conv1d(m)}
     return [name for name, m in layers.items() if not (isinstance(m, Linear) and m.recipe.is_narrow)]
 
@@ -111,11 +111,7 @@ def kept_layers(model: torch.nn.Module) -> list[str]:
 def _outline(
     model: torch.nn.Module, left_out: Container[str] = (), also: Sequence[type[torch.nn.Module]] = ()
 ) -> Outline:
-    """The outline of a model to convert, except for some layers.
-
-    Raises:
-        UserError: It has no layer that a recipe could replace.
-    """
+    """The outline of a model to convert, except for some layers."""
     layers = linear_layers(model)
     untouched = untouched_layers({name: m for name, m in layers.items() if name not in left_out}, also)
     stay = {*untouched, *(name for name in layers if name in left_out)}

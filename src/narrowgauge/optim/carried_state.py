@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, require
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import counting_layers
 from narrowgauge.nn.step_state import Stepped
@@ -114,11 +114,7 @@ def _stepped(p: torch.Tensor, layers: Layers) -> list[tuple[str, Stepped]]:
 def local_parts(
     p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What this process keeps of a saved state of a parameter's recipe.
-
-    Raises:
-        UserError: It is of another recipe, or of other weights than the parameter has.
-    """
+    """What this process keeps of a saved state of a parameter's recipe."""
     kept = {name: k.tensor for name, k in _tensors(p, layers).items()}
     kept |= {f"{PREFIX}{name}.{POSITION}": m.position() for name, m in _stepped(p, layers)}
     parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}
@@ -156,12 +152,9 @@ def _is_of(record: ParamState, prefix: str, saved: Mapping[str, torch.Tensor]) -
 
 
 def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    """Require the same names, shapes and dtypes.
-
-    Raises:
-        UserError: It is the state of another model or recipe; the first difference is named.
-    """
+    """Require the same names, shapes and dtypes; the error names the first difference."""
     for key in sorted(current.keys() | saved.keys()):
+        require(f"{key!r} of the state", saved.get(key, current.get(key)), torch.Tensor)
         both = (f"{s[key].dtype} {tuple(s[key].shape)}" if key in s else "absent" for s in (saved, current))
         there, here = both
         if here != there:

@@ -44,11 +44,7 @@ def fed_back(
 
 
 def require_adamw(p: torch.Tensor, algorithm: str) -> None:
-    """Require AdamW for a weight whose rounding error is fed back into the first moment.
-
-    Raises:
-        UserError: The weight is updated by another algorithm.
-    """
+    """Require AdamW for a weight whose rounding error is fed back into the first moment."""
     weight = state_of(p).weight
     if weight is not None and weight.cast.state.feedback and algorithm != "adamw":
         raise UserError(

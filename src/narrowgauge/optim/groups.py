@@ -1,20 +1,24 @@
 """Groups of parameters: their weight decay, learning rate and algorithm."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, require, unknown
+from narrowgauge.errors import UserError, checked, require, unknown
 from narrowgauge.quantization import state_of
 
 OPTIONS = ("weight_decay", "lr_factor")
+# What an option of a group must be below; none is negative.
+_BELOW = dict.fromkeys(("lr", "lr_factor", "weight_decay", "eps"), math.inf) | {"momentum": 1.0, "betas": 1.0}
 _UNSERVED = ("amsgrad", "maximize")  # options of torch's AdamW that change the update
 # Each row of these weights belongs to one token or position.
 _WIDE = ("embedding", "position_embedding", "head", "lm_head", "wte", "wpe", "embed_tokens")
 
 
+@checked
 def parameter_groups(
     model: torch.nn.Module,
     weight_decay: float,
@@ -36,14 +40,14 @@ def parameter_groups(
     Raises:
         UserError: A pattern matches no parameter, or an option does not exist.
     """
-    require("model", model, torch.nn.Module)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     patterns = patterns or {}
     for pattern, options in patterns.items():
+        require(f"patterns[{pattern!r}]", options, Mapping)
         for key in options:
             if key not in OPTIONS:
                 raise unknown("option of optimizer.groups", key, OPTIONS)
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
+        if not any(fnmatchcase(name, str(pattern)) for name, _ in named):
             raise UserError(f"optimizer.groups: {pattern!r} matches no parameter; write one such as '*.bias'")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, p in sorted(named, key=lambda item: item[1].ndim < 2):
@@ -102,17 +106,19 @@ def require_dense_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def require_served(group: Mapping[str, Any], members: Iterable[Any]) -> None:
-    """Refuse options of torch's AdamW that change the update, and parameters that state cannot be kept of.
-
-    Raises:
-        UserError: A group has such an option or such a member.
-    """
+    """Refuse options that torch's AdamW has or that are out of range, and parameters without state here."""
     for p in map(tensor_of, members):
         if why := _why_not(p):
             raise UserError(
                 f"a parameter of shape {'?' if p.is_nested else tuple(p.shape)} {why}, and narrowgauge's "
                 "optimizers update dense float32, bfloat16 and float16: use torch.optim.AdamW for it"
             )
+    for option, end in _BELOW.items():
+        count = 1 + (option == "betas")
+        given = group.get(option, (0.0,) * count)
+        numbers = given if isinstance(given, Sequence) else (given,)
+        if len(numbers) != count or not all(hasattr(n, "__float__") and 0 <= float(n) < end for n in numbers):
+            raise UserError(f"{option} = {given!r}: it must be {count} number(s) from 0 and below {end:g}")
     for option in _UNSERVED:
         if group.get(option):
             raise UserError(

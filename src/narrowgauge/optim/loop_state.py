@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, require
+from narrowgauge.errors import UserError, checked, require
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.optim.carried_state import require_same_tensors
@@ -36,6 +36,7 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     return state | {"optimizer": optimizer.state_dict()}
 
 
+@checked
 def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
     """What exact resumption needs in addition to the `state_dict` of the model and of the optimizer.
 
@@ -46,7 +47,6 @@ def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
         Tensors in three groups: low-precision weights and tensors of `recipe_tensors`, not copied, and
         positions.
     """
-    require("model", model, torch.nn.Module)
     named = model.named_parameters()
     return {
         "stored": {name: stored_tensor(p) for name, p in named if state_of(p).weight is not None},
@@ -55,6 +55,7 @@ def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+@checked
 def load_state_dict(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
 ) -> None:
@@ -68,8 +69,8 @@ def load_state_dict(
     Raises:
         UserError: The state is of another model or recipe, or has no optimizer state; nothing was changed.
     """
-    require("state", state, Mapping)
     _require_same(model, state)
+    require("state['model']", state.get("model"), Mapping)
     if optimizer is not None and "optimizer" not in state:
         raise UserError("the state has no optimizer state; pass None as the optimizer, or save with it")
     model.load_state_dict(state["model"])
@@ -84,9 +85,6 @@ def load_recipe_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     Args:
         model: A model of the same kind, under the same recipe.
         state: The result of `recipe_state`, or of `state_dict`.
-
-    Raises:
-        UserError: The state is of another model or recipe; nothing was changed.
     """
     current = _require_same(model, state)
     with torch.no_grad():
@@ -101,7 +99,8 @@ def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
     """The model's `recipe_state`, after checking that another one has the same names, shapes and dtypes."""
     current = recipe_state(model)
     for kind, tensors in current.items():
-        require_same_tensors(tensors, state.get(kind, {}))
+        require(f"state[{kind!r}]", saved := state.get(kind, {}), Mapping)
+        require_same_tensors(tensors, saved)
     return current
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, require, unknown
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.feedback import fed_back, require_adamw
@@ -85,6 +85,7 @@ class Optimizer(SavedOptimizer):
                 f"recipe = {recipe!r} is not a recipe; pass the recipe after the parameters, and the "
                 f"learning rate by name: {type(self).__name__}(params, recipe='msamp-o2', lr=1e-3)"
             )
+        require("seed", seed, int)
         self.recipe = recipe_named(recipe)
         if any({"m", "v"} & rule.state.keys() for rule in self.recipe.rules):
             raise UserError(
@@ -109,7 +110,7 @@ class Optimizer(SavedOptimizer):
             UserError: An option, or a kind of parameter, is not supported by any algorithm of this package.
         """
         members = members_of(param_group)
-        require_served(param_group, members)
+        require_served(self.defaults | param_group, members)
         if (name := param_group.get("algorithm", self.defaults["algorithm"])) not in [*self.algorithms]:
             raise unknown("algorithm", name, self.algorithms)
         param_group = param_group | {"params": members}

@@ -49,9 +49,6 @@ class SavedOptimizer(torch.optim.Optimizer):
         Args:
             names: The name of each parameter, as for `tensors`.
             saved: The tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
-
-        Raises:
-            UserError: It is the state of another model or of another recipe; the first difference is named.
         """
         current = self.tensors(names)
         require_same_tensors(current, saved)

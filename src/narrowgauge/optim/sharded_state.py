@@ -19,11 +19,7 @@ from narrowgauge.torch_compat import local_tensor
 
 
 def as_saved(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """A tensor of a parameter's state for a state dict; not copied.
-
-    Raises:
-        UserError: It has scales of blocks of several rows, which no DTensor describes.
-    """
+    """A tensor of a parameter's state for a state dict; not copied."""
     t = t.view(torch.uint8) if t.element_size() == 1 else t  # gloo sends no FP8
     if not isinstance(p, DTensor) or not t.ndim:
         return t

@@ -20,12 +20,12 @@ that relate two stages are in `cast_rules.py`.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
 from narrowgauge.formats import Format, format
-from narrowgauge.once import compute_all, computed_once
+from narrowgauge.once import compute_all
 from narrowgauge.quantization.cast_rules import require_valid
 from narrowgauge.quantization.stages import Stage, Transform
 from narrowgauge.quantization.stages.amax import AmaxOverTime
@@ -111,7 +111,7 @@ class Cast:
     def __hash__(self) -> int:
         return self._hash
 
-    @computed_once
+    @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
@@ -126,7 +126,7 @@ class Cast:
         """
         return tuple([key for key in self.changed_keys if key not in known])
 
-    @computed_once
+    @cached_property
     def changed_keys(self) -> tuple[str, ...]:
         """The keys that are not at their defaults, in the order in which casts are written."""
         defaults = self.defaults()
@@ -146,7 +146,7 @@ class Cast:
         """The value of each key that a recipe's table can have, in the order in which casts are written."""
         return dict(self._values)
 
-    @computed_once
+    @cached_property
     def _values(self) -> dict[str, Any]:
         return _flat({f.name: getattr(self, f.name) for f in fields(self)})
 
@@ -156,76 +156,76 @@ class Cast:
         """The default of each key; `MISSING` for the element."""
         return MappingProxyType(_flat({f.name: f.default for f in fields(cls)}))
 
-    @computed_once
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """All stages, including those at their defaults, in the order in which transforms are applied."""
         return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), Stage))
 
-    @computed_once
+    @cached_property
     def transforms(self) -> tuple[Transform, ...]:
         """The transforms applied to a tensor before its blocks get scales, in order."""
         return tuple(s for s in self.stages if isinstance(s, Transform) and s != type(s)())
 
-    @computed_once
+    @cached_property
     def is_scaled(self) -> bool:
         """Whether elements are stored with scales."""
         return self.scales.format != "none"
 
-    @computed_once
+    @cached_property
     def is_for_state(self) -> bool:
         """Whether only state can use it: its elements are wider than a byte, or expanded."""
         is_wide = self.element.bits > 8 or self.state.expand or bool(self.state.codebook)
         return self.is_scaled and (is_wide or self.state.prescale)
 
-    @computed_once
+    @cached_property
     def ignores_axis(self) -> bool:
         """Whether the values are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
         return is_square and not self.scales.by_row and not self.beyond(_ON_NO_AXIS)
 
-    @computed_once
+    @cached_property
     def is_random(self) -> bool:
         """Whether elements or scales are rounded stochastically."""
         return "stochastic" in (self.rounding.mode, self.scales.rounding)
 
-    @computed_once
+    @cached_property
     def target(self) -> float:
         """The target of the largest block scale under an outer scale."""
         return self.scales.target or (256.0 if self.choice.candidates else 448.0)
 
-    @computed_once
+    @cached_property
     def aim(self) -> float:
         """The magnitude, in units of the scale, that a block's amax is mapped to."""
         return self.element.max * self.scales.headroom
 
-    @computed_once
+    @cached_property
     def to_nearest(self) -> "Cast":
         """The cast with elements and scales rounded to nearest."""
         changes = {"rounding": "nearest-even", "scale_rounding": "nearest-even"}
         return self.having(**changes) if self.is_random else self
 
-    @computed_once
+    @cached_property
     def of_the_rest(self) -> "Cast":
         """The cast of the channels that are not kept in another one."""
         return self if self.channels == _CHANNELS else replace(self, channels=_CHANNELS)
 
-    @computed_once
+    @cached_property
     def uncorrected(self) -> "Cast":
         """The cast whose scales a correction starts from."""
         return self.having(scale_rounding="nearest-even", correct="") if self.scales.correction else self
 
-    @computed_once
+    @cached_property
     def adds_to_operand(self) -> bool:
         """Whether the operand is multiplied or added to once more, in float32."""
         return self.clamp.adds_back or self.scales.by_row or bool(self.mean.over)
 
-    @computed_once
+    @cached_property
     def scales_result(self) -> bool:
         """Whether `emulate` returns a separate tensor scale, to be applied to the GEMM's result."""
         is_apart = self.adds_to_operand or bool(self.channels.share)
         return self.is_scaled and not is_apart and (self.block is None or self.scales.outer == "tensor")
 
-    @computed_once
+    @cached_property
     def has_wide_operand(self) -> bool:
         """Whether `emulate` returns an operand in float32, because bfloat16 would round it."""
         if not self.is_scaled:

@@ -7,7 +7,7 @@ the table of each name. A table that begins with `cast = NAME` changes some keys
 from collections.abc import Mapping
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, checked, unknown
 from narrowgauge.formats import Format, format, format_names, known_format
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.own_casts import Function, has_own_cast, register
@@ -73,6 +73,7 @@ def cast(name: str) -> Cast:
     raise unknown("cast", name, _CASTS)
 
 
+@checked
 def register_cast(name: str, function: Function) -> Function:
     """Make a function a cast, whose name stands wherever the name of a cast of operands does.
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import UserError, require
 from narrowgauge.formats import (
     Format,
     Randomness,
+    RandomStream,
     codes_of,
     decode,
     format,
@@ -145,6 +146,8 @@ def quantize(
             shape that the blocks do not fit.
     """
     require_values(x)
+    require("axis", axis, int)
+    require("generator", generator, torch.Generator, RandomStream, torch.Tensor, type(None))
     c = make_cast(cast)
     if scale_rule or rounding:
         c = c.having(scale_rule=scale_rule or c.scales.rule, rounding=rounding or c.rounding.mode)
@@ -190,9 +193,6 @@ def emulate(
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
-
-    Raises:
-        UserError: Not a dense floating tensor; autograd follows it, and rounding has no gradient.
     """
     require_values(x)
     if x.requires_grad and torch.is_grad_enabled():

@@ -128,9 +128,6 @@ class Recipe:
 
         Returns:
             The recipe; its `text` is the file, which a run directory keeps.
-
-        Raises:
-            UserError: As for a file; or a value cannot be written as TOML.
         """
         if not isinstance(table, Mapping):
             raise UserError(f"a recipe from {type(table).__name__}, but from_dict takes a dictionary")

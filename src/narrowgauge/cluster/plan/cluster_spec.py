@@ -136,10 +136,6 @@ class Cluster(BaseModel):
         """
         return compute if compute in self.peak else "fp32" if "fp32" in self.peak else "bf16"
 
-    def narrow_format(self, bits: int) -> str:
-        """The narrowest matmul format for elements of this many bits; "" if there is none."""
-        return next((f for f, width in _NARROW if width >= bits and f in self.peak), "")
-
     def speed(self, name: str) -> float:
         """FLOP/s of large matmuls: measured, or the format's peak times the share measured for bf16."""
         if name in self.attainable:

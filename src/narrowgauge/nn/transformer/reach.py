@@ -134,7 +134,7 @@ def warn_of_left(model: torch.nn.Module, also: Kinds = ()) -> None:
             f"{type(model).__name__}; {share:.0%} of their elements stay as they are: {reasons(left)}. A "
             "recipe reaches torch.nn.Linear, subclasses named in convert(..., also=...) whose forward pass "
             "is a plain matmul, and experts as transformers 5 holds them; narrowgauge.audit(model) lists all",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -12,6 +12,7 @@ come in several segments, as in a fused [q | k | v] where each rank holds some h
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from narrowgauge.collectives import all_reduce_max, comm_tag
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
-from narrowgauge.once import computed_once
 from narrowgauge.quantization.cast import Cast
 
 
@@ -43,7 +43,7 @@ class ShardAxis:
         """Number of local entries."""
         return sum(length for _, length in self.segments)
 
-    @computed_once
+    @cached_property
     def global_indices(self) -> torch.Tensor:
         """Index of each local entry in the global dimension, int64, on the CPU."""
         pieces = [torch.arange(a, a + n, device="cpu") for a, n in self.segments]

@@ -3,14 +3,10 @@
 `nn.histories` keeps the values from step to step.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
-from narrowgauge.formats import Format
-from narrowgauge.formats.oracle import fl
 from narrowgauge.quantization.stages import Names, Rules, Stage
 
 ALGORITHMS = ("max", "most_recent")
@@ -45,12 +41,3 @@ class AmaxOverTime(Stage):
             ("history", self.history >= 0, "it must be a number of steps"),
             ("margin", 0 <= self.margin < 64, "it must lie in 0 to 63"),
         ]
-
-
-def delayed_scale_by_hand(amaxes: Sequence[float], element: Format, over_time: AmaxOverTime) -> float:
-    """The encoding scale after steps with these amaxes, the newest last; 1 before the first."""
-    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-over_time.history :]
-    if not history:
-        return 1.0
-    amax = max(history) if over_time.algorithm == "max" else history[-1]
-    return float(fl(fl(Fraction(element.max) / 2**over_time.margin) / Fraction(amax)))

@@ -7,10 +7,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from narrowgauge.formats import ROUNDINGS, format
-from narrowgauge.once import compute_all, computed_once
+from narrowgauge.once import compute_all
 from narrowgauge.quantization.stages import Names, Rules, Stage
 
 FORMATS = ("none", "fp32", "bf16", "e8m0", "e4m3", "e5m3")
@@ -68,27 +69,27 @@ class Scales(Stage):
     def __post_init__(self) -> None:
         compute_all(self)
 
-    @computed_once
+    @cached_property
     def are_codes(self) -> bool:
         """Whether a block scale is stored as a one-byte code."""
         return self.format in BYTES
 
-    @computed_once
+    @cached_property
     def are_nvfp4(self) -> bool:
         """Whether they follow TransformerEngine's arithmetic for NVFP4: E4M3 under an outer scale."""
         return self.format == "e4m3" and self.outer != "none"
 
-    @computed_once
+    @cached_property
     def are_rounded(self) -> bool:
         """Whether a block scale is a quotient rounded to a format, by which elements are divided."""
         return self.format in ROUNDED and not self.are_nvfp4
 
-    @computed_once
+    @cached_property
     def by_row(self) -> bool:
         """Whether there is an outer scale for each row, or for groups of columns in a row."""
         return self.outer not in ("none", "tensor")
 
-    @computed_once
+    @cached_property
     def outer_columns(self) -> int:
         """The columns of a row that share an outer scale; 0 for all of them."""
         return int(self.outer) if self.outer.isdigit() else 0
@@ -98,7 +99,7 @@ class Scales(Stage):
         """One of `OUTER`; "row" also for groups of columns in a row."""
         return "row" if self.outer_columns else self.outer
 
-    @computed_once
+    @cached_property
     def zero_rule(self) -> str:
         """What a scale that rounds to 0 becomes: one of `ZERO`."""
         return self.zero or ("zero" if self.are_nvfp4 else "one")

@@ -8,12 +8,12 @@ gradient, at the memory of a wide one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from narrowgauge.formats import RandomStream
-from narrowgauge.once import computed_once
 from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 from narrowgauge.quantization.state.prescale import PreScale, Prescaled, prescaled
 from narrowgauge.quantization.state.quantized_state import QuantizedState
@@ -47,7 +47,7 @@ class GradientState(QuantizedState):
     is_held: bool = False
     stream: RandomStream | None = None
 
-    @computed_once
+    @cached_property
     def prescale(self) -> PreScale | None:
         """The automatic pre-scaling factor, where the cast has one."""
         return PreScale(self.device) if self.cast.state.prescale else None
