@@ -17,6 +17,10 @@ def directory(tmp_path):
 
 
 def test_a_claim_writes_everything_resolved(directory, tiny):
+    """Also where one was killed half way."""
+    directory.path.mkdir(parents=True)
+    (directory.path / "recipe.toml").write_text("half of an older recipe")
+    (directory.path / ".config.toml.tmp-0a").write_text("[mod")
     config = make_config(tiny())
     directory.claim(config)
     assert directory.config().spec.model == config.spec.model
@@ -28,11 +32,7 @@ def test_a_claim_writes_everything_resolved(directory, tiny):
     ("key", "old", "new"),
     [
         ("model.dim", 32, 64),
-        ("model.layers", 2, 1),
         ("data.tokenizer", "'bytes'", "'bpe-300'"),
-        ("data.sequence_length", 32, 16),
-        ("training.steps", 6, 7),
-        ("training.seed", 0, 1),
         ("training.micro_batch_size", 1, 2),
         ("optimizer.lr", 0.002, 0.001),
         ("schedule.warmup_steps", 2, 3),
@@ -50,20 +50,16 @@ def test_another_configuration_is_refused_by_its_key_and_both_values(directory, 
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_what_does_not_move_the_trajectory_may_change(directory, tiny):
+    directory.claim(make_config(tiny()))
+    for changes in (
         {"log.every": 1, "log.prompt": "steam"},
         {"checkpoint.every": 1, "checkpoint.keep": 5, "checkpoint.every_minutes": 1},
         {"validation.every": 1, "validation.batches": 1},
         {"model.name": "debug", "model.vocab_size": 257, "model.head_dim": 16},
         {"training.device": "cpu", "recipe.backend": "auto"},
-    ],
-    ids=str,
-)
-def test_what_does_not_move_the_trajectory_may_change(directory, tiny, changes):
-    directory.claim(make_config(tiny()))
-    directory.claim(make_config(tiny(changes)))
+    ):
+        directory.claim(make_config(tiny(changes)))
 
 
 def test_another_text_of_the_recipe_is_refused(directory, tiny, tmp_path):
@@ -88,14 +84,6 @@ def test_a_directory_with_other_files_is_refused(directory, tiny):
     assert os.listdir(directory.path) == ["thesis.tex"]
 
 
-def test_a_claim_that_was_killed_half_way_is_taken_up(directory, tiny):
-    directory.path.mkdir(parents=True)
-    (directory.path / "recipe.toml").write_text("half of an older recipe")
-    (directory.path / ".config.toml.tmp-0a").write_text("[mod")
-    directory.claim(make_config(tiny()))
-    assert (directory.path / "recipe.toml").read_text() == recipe("fp8").text
-
-
 def test_a_file_in_its_place_is_refused(directory, tiny):
     directory.path.parent.mkdir(parents=True)
     directory.path.touch()
@@ -111,14 +99,12 @@ def test_a_forbidden_place_is_refused(directory, tiny):
         directory.claim(make_config(tiny()))
 
 
-@pytest.mark.parametrize(
-    "content", ["steps = = 3", "[training]\nsteps = 'many'\n", "[training]\nstepps = 3\n"]
-)
-def test_a_damaged_configuration_is_refused(directory, tiny, content):
+def test_a_damaged_configuration_is_refused(directory, tiny):
     directory.claim(make_config(tiny()))
-    (directory.path / "config.toml").write_text(content)
-    with pytest.raises(UserError):
-        directory.claim(make_config(tiny()))
+    for content in ("steps = = 3", "[training]\nsteps = 'many'\n", "[training]\nstepps = 3\n"):
+        (directory.path / "config.toml").write_text(content)
+        with pytest.raises(UserError):
+            directory.claim(make_config(tiny()))
 
 
 def test_status_is_the_last_that_was_set(directory, tiny):
@@ -131,22 +117,23 @@ def test_status_is_the_last_that_was_set(directory, tiny):
     assert directory.status() == ""
 
 
-def test_lines_after_a_checkpoint_go(directory):
+def test_lines_after_a_checkpoint_go_and_damaged_ones_are_not_dropped(directory):
     directory.path.mkdir(parents=True)
-    nan = float("nan")
-    lines = [{"event": "start", "step": 0}, {"step": 1, "loss": 0.1 + 0.2}, {"step": 2, "loss": nan}]
-    for line in [*lines, {"step": 3, "loss": 1}, {"event": "done", "step": 2}]:
+    for line in (
+        {"event": "start", "step": 0, "sample": "two\nlines"},
+        {"step": 1, "loss": 0.1 + 0.2},
+        {"step": 2, "loss": float("nan")},
+        {"step": 3, "loss": 1},
+        {"event": "done", "step": 2},
+    ):
         directory.record(line)
     directory.metrics.write_bytes(directory.metrics.read_bytes() + b'{"step": 4, "lo')
     before = directory.metrics.read_text().splitlines()
+    assert json.loads(before[0])["sample"] == "two\nlines", "a line is one JSON object"
     directory.keep_metrics_until(2)
     kept = directory.metrics.read_text()
     assert kept.splitlines() == before[:3], "to the letter; the end of the run is yet to come"
     assert kept.endswith("\n")
-
-
-def test_metrics_that_were_damaged_are_not_dropped(directory):
-    directory.path.mkdir(parents=True)
     directory.metrics.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         directory.keep_metrics_until(3)
@@ -159,12 +146,6 @@ def test_another_corpus_is_refused(directory):
     directory.check_corpus("1" * 64)
     with pytest.raises(UserError, match=r"corpus 111111111111\.\.\..* 222222222222\.\.\..* another --out"):
         directory.check_corpus("2" * 64)
-
-
-def test_a_line_is_one_json_object(directory):
-    directory.path.mkdir(parents=True)
-    directory.record({"event": "done", "sample": "two\nlines"})
-    assert json.loads(directory.metrics.read_text()) == {"event": "done", "sample": "two\nlines"}
 
 
 def test_checkpoints_stay_its_own_where_the_text_changed_before_the_first(directory, tiny):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ def with_keys(values: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Any
         section, _, name = key.partition(".")
         result.setdefault(section, {})[name] = value
     return result
+
+
+def interrupted(path: Path, *lost: int) -> Path:
+    """A run as if it had been killed before its end, and before these steps were saved."""
+    (path / "status.json").unlink()
+    for step in lost:
+        shutil.rmtree(path / "checkpoints" / f"step-{step}")
+    return path
 
 
 class Look:

@@ -1,19 +1,16 @@
-"""The same tokens give the same losses, whoever's file they come in; and runs that keep documents apart."""
-
-import json
-import shutil
+"""The same tokens make the same run, whoever's file they come in; and runs that keep documents apart."""
 
 import numpy as np
 import pytest
 
-from narrowgauge.data import prepare, write_megatron, write_token_file, write_token_shards
+from narrowgauge.data import open_data, prepare, write_megatron, write_token_file, write_token_shards
 from narrowgauge.errors import UserError
-from narrowgauge.runs import run
 from narrowgauge.runs.loop.check_data import check_vocabulary
 from narrowgauge.training import make_config
 from support.fault_table import case
+from support.runs import interrupted
 
-STEPS = 3
+SMALL = {"model.vocab_size": 300, "data.tokenizer": "auto", "training.steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +45,31 @@ def write_as(layout, corpus, folder):
     return str(folder)
 
 
-def losses(path):
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    keys = ("step", "loss", "grad_norm", "val_loss")
-    return [{key: line.get(key) for key in keys} for line in lines if "event" not in line]
+@pytest.mark.parametrize("layout", ["megatron", "llm.c", "shards", "numpy", "bare"])
+def test_every_token_file_has_the_parts_of_the_prepared_text(corpus, tmp_path, layout):
+    _, prepared = corpus
+    source = write_as(layout, prepared, tmp_path / "x")
+    opened = [open_data(source, "auto")]
+    if layout == "llm.c":  # the held-out file is found beside the one that is named
+        opened.append(open_data(f"{source}/tiny_train.bin", "auto"))
+    for found in opened:
+        for part in ("train", "val"):
+            (stream,) = getattr(found, part).streams
+            assert np.array_equal(stream[:], getattr(prepared, part)), part
 
 
-def values(source, **data):
-    return {
-        "model": {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 64},
-        "data": {"source": source, **data},
-        "training": {"steps": STEPS, "batch_size": 2, "micro_batch_size": 1, "device": "cpu"},
-        "validation": {"batches": 1},
-    }
-
-
-@pytest.mark.tier("thorough")  # a whole run
-def test_a_model_learns_the_same_from_text_and_from_every_token_file(corpus, tmp_path):
+@pytest.mark.tier("thorough")  # whole runs
+def test_a_model_learns_the_same_from_text_a_prepared_corpus_and_token_files(corpus, tmp_path, train, look):
     text, prepared = corpus
-    expected = losses(run(values(str(text), tokenizer="bpe-300"), tmp_path / "text"))
-    assert len([line for line in expected if line["loss"]]) == STEPS
-    assert expected == losses(run(values(str(prepared.directory)), tmp_path / "prepared"))
-    for layout in ("megatron", "llm.c", "shards", "numpy", "bare"):
-        source = write_as(layout, prepared, tmp_path / layout)
-        assert losses(run(values(source), tmp_path / f"run-{layout}")) == expected, layout
+    sources = {"text": str(text), "prepared": str(prepared.directory)}
+    sources["bare"] = write_as("bare", prepared, tmp_path / "x")
+    tokenizer = {"text": "bpe-300"}
+    runs = [
+        look(train(name, SMALL | {"data.source": source, "data.tokenizer": tokenizer.get(name, "auto")}))
+        for name, source in sources.items()
+    ]
+    for other in runs[1:]:
+        assert other.trajectory == runs[0].trajectory
 
 
 def test_too_small_a_vocabulary_is_refused_by_the_number_it_needs(corpus, tmp_path, train):
@@ -94,27 +92,15 @@ def test_gpt2s_tokens_are_refused_for_a_small_vocabulary_before_they_are_read(tm
     check_vocabulary(make_config({"model": {"name": "gpt2-124m"}, "data": {"source": str(tmp_path)}}))
 
 
-@pytest.mark.tier("thorough")
-def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_path, train, look):
-    _, prepared = corpus
-    source = write_as("llm.c", prepared, tmp_path / "c")
-    small = {"model.vocab_size": 300, "data.tokenizer": "auto"}
-    whole = look(train("whole", small | {"data.source": source}))
-    single = look(train("single", small | {"data.source": f"{source}/tiny_train.bin"}))
-    assert single.trajectory[0] == whole.trajectory[0]
-
-
-@pytest.mark.tier("thorough")  # a whole run
+@pytest.mark.tier("nightly", keep=("megatron",))
+@pytest.mark.tier("thorough")  # whole runs
 @case("E9", tier="quick")
 @pytest.mark.parametrize("layout", ["llm.c", "megatron"])
 def test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch(
     corpus, tmp_path, train, look, layout
 ):
-    _, prepared = corpus
-    changes = {
-        "model.vocab_size": 300,
-        "data.tokenizer": "auto",
-        "data.source": write_as(layout, prepared, tmp_path / "x"),
+    changes = SMALL | {
+        "data.source": write_as(layout, corpus[1], tmp_path / "x"),
         "data.separate_documents": True,
         "data.sequence_length": 512,
         "model.max_sequence_length": 512,
@@ -133,17 +119,12 @@ def test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch(
 def test_a_mixture_of_text_and_tokens_goes_on_where_it_stopped(corpus, tmp_path, train, look):
     text, prepared = corpus
     source = write_as("megatron", prepared, tmp_path / "x")
-    changes = {
-        "model.vocab_size": 300,
-        "data.tokenizer": f"{source}/tokenizer.json",
-        "data.source": f"{text},{source}",
-        "data.weights": "0.75,0.25",
-    }
-    whole = look(train("whole", changes))
-    part = train("part", changes)
-    shutil.rmtree(part / "checkpoints" / "step-6")
-    (part / "status.json").write_text('{"status": "preempted", "reason": "test"}')
-    train("part", changes)
-    assert look(part).events("resume")[0]["step"] == 4
-    assert look(part).trajectory == whole.trajectory
-    assert look(train("even", changes | {"data.weights": "1,1"})).column("loss") != whole.column("loss")
+    changes = SMALL | {"data.tokenizer": f"{source}/tokenizer.json", "data.source": f"{text},{source}"}
+    weighted = changes | {"data.weights": "0.75,0.25"}
+    path = train("run", weighted)
+    whole = look(path).trajectory
+    interrupted(path, 4)
+    train("run", weighted)
+    assert look(path).events("resume")[0]["step"] == 2
+    assert look(path).trajectory == whole
+    assert look(train("even", changes | {"data.weights": "1,1"})).column("loss") != look(path).column("loss")

@@ -1,7 +1,6 @@
 """The arithmetic of a CPU, of matmuls and of attention: the faster of two, the same for the whole run."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from narrowgauge.runs.monitor.arithmetic import (
     products_of,
 )
 from narrowgauge.torch_compat import cpu_multiplies_bf16
+from support.runs import interrupted
 
 HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"
 
@@ -112,59 +112,36 @@ def test_attention_of_fp16_values_is_computed_in_fp32_where_that_is_faster(monke
         choose_attention("")
 
 
-@pytest.mark.tier("thorough")
-def test_an_fp16_run_from_before_goes_on_with_torchs_attention(train, look, monkeypatch):
-    """It recorded the attention of bf16 values, which it did not compute."""
-    changes = {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "fp16"}
-    monkeypatch.setenv(ATTENTION, "in-order")
-    path = train("before", changes)
-    whole = look(path).column("loss")
-    shutil.rmtree(path / "checkpoints" / "step-4")
-    (path / "status.json").write_text(json.dumps({"status": "preempted", "reason": ""}))
-    monkeypatch.setenv(ATTENTION, "fp32")
-    assert look(train("now", changes)).column("loss") != whole
-    train("before", changes)
-    assert look(path).column("loss") == whole
+#: (variable, recipe, what it asked for at first, and when the run goes on, whether C is there by then)
+RESUMED = [
+    (PRODUCTS, "bf16", "fp32", "bf16", True),
+    (ATTENTION, "mxfp8", "in-order", "torch", False),  # on a machine without C
+    # It recorded the attention of bf16 values, which it did not compute.
+    (ATTENTION, "fp16", "in-order", "fp32", True),
+]
 
 
 @pytest.mark.tier("thorough")
 @pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
-def test_a_run_goes_on_with_its_attention_on_a_machine_without_c(train, look, tmp_path, monkeypatch):
-    changes = {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "mxfp8"}
-    monkeypatch.setenv(ATTENTION, "torch")
-    other = look(train("torch", changes)).column("loss")
-    monkeypatch.setenv(ATTENTION, "in-order")
-    path = train("in-order", changes)
-    assert look(path).events("start")[0]["attention"] == "in-order"
-    before = look(path).column("loss")
-    assert before != other
-    shutil.rmtree(path / "checkpoints" / "step-4")
-    (path / "status.json").write_text(json.dumps({"status": "preempted", "reason": ""}))
-    monkeypatch.setenv(ATTENTION, "torch")
-    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
-    assert not in_order.has_c()
-    train("in-order", changes)
-    assert look(path).events("resume")[0]["attention"] == "in-order"
-    assert look(path).column("loss") == before
-
-
-@pytest.mark.tier("thorough")
-def test_a_run_says_it_and_a_resumed_one_has_the_same_digits(train, look, tmp_path, monkeypatch):
-    found = {}
-    for name in ("bf16", "fp32"):
-        monkeypatch.setenv(PRODUCTS, name)
-        path = train(name, {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "bf16"})
-        start = look(path).events("start")[0]
-        assert (start["products"], start["threads"]) == (name, torch.get_num_threads())
-        found[name] = look(path).column("loss")
-    last = tmp_path / "fp32"
-    for file in sorted((last / "checkpoints" / "step-4").rglob("*"), reverse=True):
-        file.unlink()
-    (last / "checkpoints" / "step-4").rmdir()
-    (last / "status.json").write_text(json.dumps({"status": "preempted", "reason": ""}))
-    monkeypatch.setenv(PRODUCTS, "bf16")
-    train("fp32", {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "bf16"})
-    assert look(last).events("resume")[0]["products"] == "fp32"
-    assert look(last).column("loss") == found["fp32"]
-    if HAS_BF16 == "bf16":
-        assert found["bf16"] != found["fp32"]
+@pytest.mark.parametrize(("variable", "recipe", "first", "then", "has_c"), RESUMED)
+def test_a_run_goes_on_in_the_arithmetic_it_began_with(
+    train, look, monkeypatch, variable, recipe, first, then, has_c
+):
+    """It says which; asked for another, a new run has other digits, and a resumed one the same."""
+    changes = {"training.steps": 4, "recipe.name": recipe}
+    monkeypatch.setenv(variable, then)
+    other = look(train("other", changes)).column("loss")
+    monkeypatch.setenv(variable, first)
+    path = train("run", changes)
+    start, whole = look(path).events("start")[0], look(path).column("loss")
+    assert start["threads"] == torch.get_num_threads()
+    assert start["products" if variable == PRODUCTS else "attention"] == first
+    assert whole != other or (variable, HAS_BF16) == (PRODUCTS, "fp32")
+    interrupted(path, 4)
+    monkeypatch.setenv(variable, then)
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", str(int(has_c)))
+    assert in_order.has_c() == has_c
+    train("run", changes)
+    (event,) = look(path).events("resume")
+    assert event["products" if variable == PRODUCTS else "attention"] == first
+    assert look(path).column("loss") == whole

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from narrowgauge.cli.main import main
 from narrowgauge.runs.monitor.profiler import CLASSES, class_of, covered
 
 
@@ -16,24 +17,14 @@ def profiled(narrowgauge, line, tmp_path_factory):
     return path, ended
 
 
-@pytest.mark.tier("thorough")  # whole runs
-def test_the_trace_has_the_steps_that_were_asked_for(profiled):
-    path, _ = profiled
-    with gzip.open(path / "profile" / "trace-rank-0.json.gz", "rt") as file:
-        events = json.load(file)["traceEvents"]
-    names = [event.get("name", "") for event in events]
-    assert [n for n in dict.fromkeys(names) if n.startswith("step ")] == ["step 3", "step 4"]
-    for part in (
-        "aten::mm",
-        "Optimizer.step#AdamW.step",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    ):
-        assert part in names
-
-
-@pytest.mark.tier("thorough")  # whole runs
-def test_the_classes_make_up_the_step(profiled, look):
+@pytest.mark.tier("thorough")  # a whole run
+def test_the_trace_has_the_steps_asked_for_and_the_classes_make_up_a_step(profiled, trained, look):
     path, ended = profiled
+    with gzip.open(path / "profile" / "trace-rank-0.json.gz", "rt") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert [n for n in dict.fromkeys(names) if n.startswith("step ")] == ["step 3", "step 4"]
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert {"aten::mm", "Optimizer.step#AdamW.step", attention} <= set(names)
     (event,) = look(path).events("step time")
     assert event["step"] == 4
     assert set(event["ms"]) == {name for name, _ in CLASSES} | {"idle"}
@@ -43,28 +34,20 @@ def test_the_classes_make_up_the_step(profiled, look):
     assert event["ms"]["communication"] == 0
     assert "ms a step while it was profiled: " in ended.out
     assert ended.err == ""
+    assert look(path).trajectory == look(trained({"recipe.name": "mxfp8"})).trajectory
 
 
-@pytest.mark.tier("thorough")  # whole runs
-def test_to_be_watched_changes_no_number(profiled, narrowgauge, line, look, tmp_path):
-    path, _ = profiled
-    assert narrowgauge(*line({"recipe.name": "mxfp8"}), "--out", tmp_path / "run").code == 0
-    assert look(path).trajectory == look(tmp_path / "run").trajectory
+@pytest.mark.tier("nightly")  # a whole run
+def test_a_run_that_ends_early_tells_of_the_steps_there_were(train, look):
+    assert [
+        event["step"] for event in look(train(changes={"training.steps": 3}, profile=5)).events("step time")
+    ] == [3]
 
 
-@pytest.mark.tier("thorough")  # whole runs
-def test_a_run_that_ends_early_tells_of_the_steps_there_were(narrowgauge, line, look, tmp_path):
-    changes = {"training.steps": 3}
-    assert narrowgauge(*line(changes), "--profile", "--out", tmp_path / "run").code == 0
-    assert [event["step"] for event in look(tmp_path / "run").events("step time")] == [3]
-
-
-@pytest.mark.tier("thorough")  # whole runs
 @pytest.mark.parametrize("word", ["0", "-1", "many"])
-def test_a_number_of_steps_that_is_none(narrowgauge, line, tmp_path, word):
-    ended = narrowgauge(*line(), f"--profile={word}", "--out", tmp_path / "run")
-    assert ended.code == 2
-    assert ended.err.startswith(f"narrowgauge: argument --profile: {word!r} is not a whole number above 0")
+def test_a_number_of_steps_that_is_none(line, capsys, word):
+    assert main([*line(), f"--profile={word}"]) == 2
+    assert f"argument --profile: {word!r} is not a whole number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,58 +26,37 @@ def cores(monkeypatch):
     return set_up
 
 
-@pytest.mark.parametrize(
-    ("here", "others", "free"),
-    [(2, 0.0, 2), (2, 0.4, 2), (2, 1.0, 1), (2, 1.9, 1), (1, 1.0, 1), (16, 3.1, 13), (8, 0.3, 8)],
-)
-def test_a_new_run_takes_the_free_cores(cores, here, others, free):
-    cores(here, others)
-    number, words = threads_of([])
-    assert number == free
-    assert words.startswith(f"threads: {free}")
-    assert (f"threads: {free} of {here}" in words) == (free != here)
+#: (what `cores` sets up, the configured number, the lines of the run) -> the number, and words that tell it.
+CASES = [
+    ((2, 0.0), 0, [], 2, "threads: 2; the last digits depend on it, and --training.threads N pins it"),
+    ((2, 1.0), 0, [], 1, "threads: 1 of 2, since other programs use 1.0 cores; the last digits depend on it"),
+    ((2, 0.4), 0, [], 2, "threads: 2;"),
+    ((2, 1.9), 0, [], 1, "threads: 1 of 2"),
+    ((1, 1.0), 0, [], 1, "threads: 1;"),
+    ((16, 3.1), 0, [], 13, "threads: 13 of 16"),
+    ((8, 0.3), 0, [], 8, "threads: 8;"),
+    # the user decides
+    ((2, 1.0, "2"), 0, [], 2, "threads: 2; the last digits depend on it, and --training.threads N pins it"),
+    ((1, 0.0, "1"), 0, [STARTED | {"threads": 2}], 1, "the run had 2"),
+    # the configuration pins it: its digits matter more than its speed
+    ((8, 7.0, "4"), 2, [], 2, "threads: 2, as configured"),
+    ((8, 7.0, "4"), 2, [STARTED | {"threads": 2}], 2, "threads: 2, as before"),
+    ((1, 0.0), 2, [STARTED | {"threads": 2}], 2, ""),
+    ((1, 0.0), 2, [STARTED | {"threads": 3}], 2, "the run had 3"),
+    # a resumed run keeps its number, since the order of sums follows from it, and so last digits
+    ((8, 7.0), 0, [STARTED | {"threads": 8}, {"step": 1}], 8, "threads: 8, as before"),
+    ((8, 7.0), 0, [STARTED | {"threads": 5}], 5, "threads: 5, as before"),
+    ((8, 7.0), 0, [STARTED | {"threads": 9}], 8, "last digits may differ"),
+    ((8, 7.0), 0, [STARTED], 8, ""),  # from before it was recorded
+]
 
 
-def test_the_user_decides(cores):
-    cores(2, others=1.0, asked="2")
-    assert threads_of([]) == (
-        2,
-        "threads: 2; the last digits depend on it, and --training.threads N pins it",
-    )
-    cores(1, asked="1")
-    number, words = threads_of([STARTED | {"threads": 2}])
-    assert number == 1
-    assert "the run had 2" in words
-
-
-def test_the_configuration_pins_the_number(cores):
-    cores(8, others=7.0, asked="4")
-    assert threads_of([], pinned=2) == (2, "threads: 2, as configured")
-    assert threads_of([STARTED | {"threads": 2}], pinned=2) == (2, "threads: 2, as before")
-    cores(1)
-    assert threads_of([STARTED | {"threads": 2}], pinned=2)[0] == 2, "its digits matter more than its speed"
-    number, words = threads_of([STARTED | {"threads": 3}], pinned=2)
-    assert number == 2
-    assert "the run had 3" in words
-
-
-def test_the_line_about_fewer_threads_says_what_follows(cores):
-    cores(2, others=1.0)
-    assert threads_of([])[1] == (
-        "threads: 1 of 2, since other programs use 1.0 cores; the last digits depend on it, and "
-        "--training.threads N pins it"
-    )
-
-
-def test_a_resumed_run_keeps_its_number(cores):
-    """The number decides over the order of sums, so over last digits."""
-    cores(8, others=7.0)
-    assert threads_of([STARTED | {"threads": 8}, {"step": 1}]) == (8, "threads: 8, as before")
-    assert threads_of([STARTED | {"threads": 5}]) == (5, "threads: 5, as before")
-    number, words = threads_of([STARTED | {"threads": 9}])
-    assert number == 8
-    assert "last digits may differ" in words
-    assert threads_of([STARTED])[0] == 8  # from before it was recorded
+@pytest.mark.parametrize(("machine", "pinned", "lines", "expected", "words"), CASES)
+def test_threads_are_the_free_cores_or_those_of_before(cores, machine, pinned, lines, expected, words):
+    cores(*machine)
+    number, said = threads_of(lines, pinned=pinned)
+    assert number == expected
+    assert words in said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells what others compute")

@@ -40,7 +40,7 @@ def test_what_cannot_be_repeated_is_left_out(cache, monkeypatch):
     assert not list(cache.rglob("*.json")), "and is tried again by the next run"
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 def test_a_damaged_entry_is_measured_again(cache):
     yardstick(CPU, torch.float32)
     (entry,) = cache.rglob("*.json")

@@ -1,11 +1,20 @@
-"""A branch has the digits of a run of its length from scratch, and is refused where it could not have."""
+"""A branch has the digits of a run of its length from scratch, or another recipe; or it is refused."""
 
 import pytest
+import torch
 
+from narrowgauge.checkpoint import newest_valid
 from narrowgauge.cli.main import main
 from narrowgauge.errors import UserError
+from narrowgauge.quantization import master_or_weight
 from narrowgauge.runs import branch_run, run
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.branch import with_recipe
+from narrowgauge.runs.use.export import export_run, import_model
 from narrowgauge.training import make_config
+from narrowgauge.training.step.trainer import Trainer
+from support.fault_table import case
+from support.runs import interrupted
 
 LONG = {
     "training.steps": 12,
@@ -17,14 +26,16 @@ LONG = {
     "schedule.final_lr_fraction": 0.0,
 }
 SHORT = LONG | {"training.steps": 8}
+SIZES = {"model.dim": 128, "model.ffn_dim": 256}
+WIDE = SIZES | {"training.steps": 4, "checkpoint.every": 4}
 
 
+@pytest.mark.tier("nightly", keep=("msamp-o2",))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["bf16", "msamp-o2", "fp8-delayed", "nvfp4"])
-def test_a_branch_is_the_shorter_run_bit_for_bit(train, tiny, look, tmp_path, recipe):
-    wide = {"model.dim": 128, "model.ffn_dim": 256, "recipe.name": recipe}
-    whole = train("whole", SHORT | wide)
-    trunk, out = train("trunk", LONG | wide), tmp_path / "branch"
+def test_a_branch_is_the_shorter_run_bit_for_bit(trained, tiny, look, tmp_path, recipe):
+    wide = SIZES | {"recipe.name": recipe}
+    whole, trunk, out = trained(SHORT | wide), trained(LONG | wide), tmp_path / "branch"
     branch_run(trunk, 4, make_config(tiny(SHORT | wide)), out)
     run(tiny(SHORT | wide), out)
     assert look(out).trajectory == look(whole).trajectory
@@ -32,26 +43,137 @@ def test_a_branch_is_the_shorter_run_bit_for_bit(train, tiny, look, tmp_path, re
 
 
 @pytest.mark.tier("thorough")
-def test_a_branch_that_cannot_be_is_refused(train, tiny, tmp_path):
-    trunk = train("trunk", LONG)
-    with pytest.raises(UserError, match=r"no whole checkpoint of step 6 \(kept: 4, 8, 12\)"):
-        branch_run(trunk, 6, make_config(tiny(SHORT)), tmp_path / "a")
-    with pytest.raises(UserError, match="no step left"):
-        branch_run(trunk, 8, make_config(tiny(SHORT)), tmp_path / "b")
-    with pytest.raises(UserError):
-        branch_run(trunk, 4, make_config(tiny(SHORT | {"model.dim": 64})), tmp_path / "c")
-    assert not any((tmp_path / name).exists() for name in "abc")
+def test_the_command_makes_a_branch_once_and_refuses_what_cannot_be(trained, tiny, look, tmp_path, capsys):
+    trunk, out = trained(LONG), tmp_path / "out"
+    for step, changes, words in (
+        (6, SHORT, r"no whole checkpoint of step 6 \(kept: 4, 8, 12\)"),
+        (8, SHORT, "no step left"),
+        (4, SHORT | {"model.dim": 64}, "is of another model; a branch has the model"),
+    ):
+        with pytest.raises(UserError, match=words):
+            branch_run(trunk, step, make_config(tiny(changes)), out)
+    assert not out.exists()
     fp16 = tiny(LONG | {"recipe.name": "fp16", "training.steps": 14})  # its loss scale begins anew
-    assert branch_run(trunk, None, make_config(fp16), tmp_path / "d") == 12
-
-
-@pytest.mark.tier("thorough")
-def test_the_command_makes_it_once_and_goes_on(train, look, tmp_path, capsys):
-    trunk, out = train("trunk", LONG), tmp_path / "out"
-    line = ["train", "--branch", f"{trunk}@4", "--steps", "8", "--out", str(out)]
-    assert main(line) == 0
-    assert main(line) == 0
+    assert branch_run(trunk, None, make_config(fp16), tmp_path / "fp16") == 12
+    for _ in range(2):
+        assert main(["train", "--branch", f"{trunk}@4", "--steps", "8", "--out", str(out)]) == 0
     assert len(look(out).steps) == 8
     assert len(look(out).events("branch")) == 1
     assert main(["train", "--branch", f"{trunk}@last", "--out", str(tmp_path / "none")]) == 2
     assert "write RUN or RUN@STEP" in capsys.readouterr().err
+
+
+def convert(before, recipe, after, steps=5):
+    """Branch off the newest checkpoint of a run, under another recipe; returns its step."""
+    config = with_recipe(RunDirectory(before).config(own_recipe=True), recipe)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
+    return branch_run(before, None, config, after)
+
+
+def session_of(path):
+    trainer = Trainer.begin(RunDirectory(path).config(own_recipe=True).plan, torch.device("cpu"))
+    trainer.restore(newest_valid(RunDirectory(path).checkpoints, None)[0])
+    return trainer
+
+
+LATER = 'm = "e4m3"\nv = "e4m3"\n[[rule]]\nfrom_step = 3\nm = "fp32"\nv = "fp32"\n'
+
+
+@pytest.mark.tier("thorough")  # a whole run
+@pytest.mark.parametrize(
+    ("first", "second", "rtol"),
+    [
+        ("bf16", "msamp-o1", 2.0**-10),
+        ("msamp-o3", "bf16", 0),
+        ("msamp-o2", "msamp-o2", 0),
+        ("coat", "bf16-sr", 2.0**-8),
+        ("bf16", LATER, 0),  # a rule has changed its state by then
+    ],
+)
+def test_under_another_recipe_the_numbers_stay(trained, tmp_path, first, second, rtol):
+    before, after = trained(WIDE | {"recipe.name": first}), tmp_path / "after"
+    if second == LATER:
+        (tmp_path / "later.toml").write_text(LATER)
+        second = str(tmp_path / "later.toml")
+    assert convert(before, second, after) == 4
+    a, b = session_of(before), session_of(after)
+    for (name, p), q in zip(a.model.named_parameters(), b.model.parameters(), strict=True):
+        torch.testing.assert_close(master_or_weight(q), master_or_weight(p), rtol=rtol, atol=0, msg=name)
+        assert b.optimizer.state[q]["step"] == 4
+        is_kept = first == second or "later" in second
+        for place, moment in b.optimizer.moments(q).items() if is_kept else ():
+            # codes may differ: an amax that was rounded down to a power of two has a smaller scale
+            assert torch.equal(moment.read(), a.optimizer.moments(p)[place].read()), (name, place)
+
+
+@pytest.mark.tier("thorough")  # a whole run
+def test_a_stopped_run_goes_on_under_another_recipe(train, look, tmp_path):
+    before = look(train("before", SIZES | {"recipe.name": "bf16", "checkpoint.every": 3}))
+    whole = before.column("loss")
+    interrupted(before.path, 6)
+    after = look(tmp_path / "after")
+    assert convert(before.path, "msamp-o2", after.path, 6) == 3
+    assert after.status["status"] == "preempted"
+    run(RunDirectory(after.path).config(), after.path)
+    assert after.status["status"] == "done"
+    assert [e["step"] for e in after.events("convert")] == [3]
+    assert after.column("step") == list(range(1, 7))
+    assert after.column("loss")[:3] == whole[:3]
+    assert after.column("loss")[5] == pytest.approx(whole[5], rel=0.01)
+
+
+@pytest.mark.tier("thorough")
+def test_what_cannot_be_converted_is_refused(trained, tmp_path):
+    before = trained(WIDE)
+    export_run(before, "hf", tmp_path / "hf")
+    imported = import_model(tmp_path / "hf", tmp_path / "imported")
+    for source, recipe, out, words in (
+        (
+            before,
+            "bf16",
+            before,
+            "is there already, and nothing is ever overwritten; name another",
+        ),
+        (tmp_path / "nothing", "bf16", tmp_path / "new", "is not a run directory"),
+        (before, "bf17", tmp_path / "new", "unknown recipe 'bf17'"),
+        (
+            imported,
+            "bf16",
+            tmp_path / "new",
+            "an imported model, with weights and no optimizer; start",
+        ),
+    ):
+        with pytest.raises(UserError, match=words):
+            convert(source, recipe, out)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.tier("thorough")  # a whole run
+@case("C8", tier="quick")
+def test_a_checkpoint_of_other_formats_is_refused_with_both_named(trained, tiny):
+    path = trained(WIDE | {"recipe.name": "msamp-o1"})
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})).plan, torch.device("cpu"))
+    there = newest_valid(RunDirectory(path).checkpoints, None)[0]
+    with pytest.raises(UserError, match=r"keeps .blocks.* as torch.float16, .* as torch.float8_e4m3fn"):
+        trainer.restore(there)
+
+
+@pytest.mark.tier("thorough")
+def test_where_state_lies_is_kept_and_what_is_left_out_is_said(trained, tmp_path, capsys):
+    places = {"offload": "m,v", "gather": "fp32", "wgrad.x": "e4m3"}
+    places = {"recipe.name": "bf16", **{f"recipe.{key}": value for key, value in places.items()}}
+    words = [
+        "--recipe",
+        "mxfp8",
+        "--recipe.dgrad.w",
+        "bf16",
+        "--steps",
+        "5",
+        "--out",
+        str(tmp_path / "after"),
+    ]
+    assert main(["train", "--branch", str(trained(WIDE | places)), *words]) == 0
+    assert "left out: recipe.gather, recipe.wgrad.x, set over the trunk's recipe" in capsys.readouterr().out
+    config = RunDirectory(tmp_path / "after").config()
+    assert config.spec.recipe.offload == ("m", "v")
+    assert dict(config.recipe.places) == {"offload": "m,v", "dgrad.w": "bf16"}

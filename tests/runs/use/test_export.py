@@ -1,13 +1,11 @@
 """Out of a run and into one: the same model, whatever the recipe, and never half of it."""
 
 import copy
-import io
 import json
 import re
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.cli.main import main
@@ -15,32 +13,20 @@ from narrowgauge.data import bytes_tokenizer, export_tokens, open_data, prepare,
 from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
+from narrowgauge.nn import Linear
 from narrowgauge.recipes import recipe_names
-from narrowgauge.runs import open_run, run, validation_loss
+from narrowgauge.runs import open_run, validation_loss
 from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.use import export
 from narrowgauge.runs.use.branch import branch_run
+from narrowgauge.runs.use.calibration import activation_scales
 from narrowgauge.runs.use.export import export_run, import_model
 from narrowgauge.runs.use.trained_model import run_data
 from narrowgauge.training import make_config
+from support.in_process import run_here
 
 IDS = torch.arange(30)[None] % 257
 GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
-
-
-@pytest.fixture(scope="module")
-def trained(tiny, tmp_path_factory):
-    """Runs that are only read, each trained once: `trained({"section.key": value})`."""
-    paths = {}
-
-    def path_of(changes):
-        key = json.dumps(changes, sort_keys=True)
-        if key not in paths:
-            paths[key] = tmp_path_factory.mktemp("trained") / "run"
-            run(tiny(changes), paths[key], Console(file=io.StringIO(), width=500))
-        return paths[key]
-
-    return path_of
 
 
 def plain_logits(path):
@@ -52,9 +38,7 @@ def plain_logits(path):
         return model(IDS)
 
 
-# Those that keep weights in other numbers, and some that do not; the others are slow tests.
-
-
+@pytest.mark.tier("nightly", keep=("msamp-o3", "coat"))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_run_under_any_recipe_opens_in_transformers(trained, tmp_path, name):
@@ -84,9 +68,9 @@ def test_what_goes_out_comes_in(trained, tmp_path, to, text, look):
     assert (back / "recipe.toml").is_file()
 
 
-@pytest.mark.tier("thorough")  # `test_gguf.py` shows the same of files
-def test_a_gguf_file_comes_in_and_goes_out_as_the_same_file(train, tmp_path, text):
-    path = train(changes={"recipe.name": "fp32", "training.steps": 1})
+@pytest.mark.tier("thorough")
+def test_a_gguf_file_comes_in_with_its_tokenizer_and_goes_out_as_the_same_file(trained, tmp_path, text):
+    path = trained({"recipe.name": "fp32", "training.steps": 1})
     export_run(path, "gguf", tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()  # so that it comes from the keys of the file
     back = import_model(tmp_path / "out" / "model.gguf", tmp_path / "back", source=text)
@@ -94,12 +78,11 @@ def test_a_gguf_file_comes_in_and_goes_out_as_the_same_file(train, tmp_path, tex
     export_run(back, "gguf", tmp_path / "again")
     first, again = (tmp_path / name / "model.gguf" for name in ("out", "again"))
     assert first.read_bytes() == again.read_bytes()
-    # Without a run in between, a model without a tokenizer.
     assert torch.equal(open_run(first, "cpu").model(IDS), open_run(back, "cpu").model(IDS))
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize("recipe", ["fp32", "msamp-o3", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp32", "msamp-o3"])
 def test_a_run_starts_from_imported_weights(trained, tiny, tmp_path, text, recipe, look):
     base = trained({"recipe.name": "fp32"})
     export_run(base, "hf", tmp_path / "hf")
@@ -108,16 +91,14 @@ def test_a_run_starts_from_imported_weights(trained, tiny, tmp_path, text, recip
     values = tiny(changes)
     values["model"] = {"weights": str(tmp_path / "imported")}
     del values["data"]["tokenizer"]
-    said = io.StringIO()
-    tuned = run(values, tmp_path / "tuned", Console(file=said, width=500))
+    tuned = run_here(values, tmp_path / "tuned")
     assert look(tuned).lines[1]["step"] == 0
     first, last = look(tuned).lines[1]["val_loss"], look(base).steps[-1]["val_loss"]
     assert first == pytest.approx(last, abs=1e-6 if recipe == "fp32" else 0.05)
     assert look(tuned).steps[-1]["val_loss"] < first
-    # What was started from may be gone by the time the run is opened, or its line given again.
+    # What was started from may be gone by the time the run is opened.
     (tmp_path / "imported").rename(tmp_path / "gone")
     assert open_run(tuned, "cpu").step == 6
-    assert "done" in (tuned / "status.json").read_text()
 
 
 QWEN_INSTRUCT = {
@@ -130,9 +111,9 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.tier("thorough")
-def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path, text):
+def test_what_a_model_says_of_its_special_tokens_survives(trained, tiny, tmp_path, text):
     """As Qwen2.5-Instruct, which stops at another token than the end of a document."""
-    export_run(train("base", {"recipe.name": "fp32", "training.steps": 1}), "hf", tmp_path / "hf")
+    export_run(trained({"recipe.name": "fp32", "training.steps": 1}), "hf", tmp_path / "hf")
     for name, says in QWEN_INSTRUCT.items():
         values = json.loads((tmp_path / "hf" / name).read_text())
         code = NOT_KEPT if name == "tokenizer_config.json" else {}
@@ -142,7 +123,7 @@ def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path,
     values = tiny({"recipe.name": "fp8", "training.steps": 1})
     values["model"] = {"weights": str(tmp_path / "imported")}
     del values["data"]["tokenizer"]
-    run(values, tmp_path / "tuned", Console(file=io.StringIO()))
+    run_here(values, tmp_path / "tuned")
     values["training"] = {**values["training"], "steps": 2}
     values["recipe"] = {"name": "fp8-row"}
     branch_run(tmp_path / "tuned", None, make_config(values), tmp_path / "converted")
@@ -175,7 +156,7 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(trained, tiny, tmp_p
         values = tiny(changes)
         values["model"] = {key[6:]: value for key, value in changes.items() if key.startswith("model.")}
         with pytest.raises(UserError, match=words):
-            run(values, tmp_path / "new", Console(file=io.StringIO()))
+            run_here(values, tmp_path / "new")
         assert not (tmp_path / "new" / "checkpoints").exists()
 
 
@@ -188,13 +169,20 @@ WRITERS = {
 }
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly", keep=("hf", "gguf", "modelopt"))
+@pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize("to", EXPORT_FORMATS)
-def test_an_export_that_does_not_hold_the_weights_is_not_published(trained, tmp_path, to, monkeypatch):
-    """One number of a layer differs, as a faulty writer would leave it."""
+def test_an_export_that_is_half_written_or_does_not_hold_the_weights_is_not_published(
+    trained, tmp_path, to, monkeypatch
+):
+    """The disk is full at any point; or one number of a layer differs, as a faulty writer would leave it."""
     name = "mxfp8" if to == "modelopt" else "fp8"
     path = trained({"recipe.name": name, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
     write = getattr(export, WRITERS[to])
+
+    def stop(name):
+        if name.startswith("exchange:"):
+            raise OSError(28, "No space left on device")
 
     def faulty(folder, of, weights, *settings):
         wrong = weights["blocks.1.down.weight"].clone()
@@ -204,111 +192,108 @@ def test_an_export_that_does_not_hold_the_weights_is_not_published(trained, tmp_
             of.blocks[1].down.weight.data.copy_(wrong)
         return write(folder, of, {**weights, "blocks.1.down.weight": wrong}, *settings)
 
+    with monkeypatch.context() as full:
+        full.setattr("narrowgauge.files.crash_point", stop)
+        with pytest.raises(OSError, match="No space left"):
+            export_run(path, to, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
     monkeypatch.setattr(export, WRITERS[to], faulty)
-    with pytest.raises(
-        UserError, match=r"read back, and 'blocks.1.down.weight' differs .* so nothing was kept"
-    ):
+    words = r"read back, and 'blocks.1.down.weight' differs .* so nothing was kept"
+    with pytest.raises(UserError, match=words):
         export_run(path, to, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
 
 
-KEPT = 'fprop.KEY = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "mxfp8"}'
+KEPT = 'cast = "nvfp4", keep_channels = 0.1, keep_cast = "mxfp8"'
+#: (recipe, format, other arguments, part of the sentence); "{text}" is the text of the run.
+REFUSED = [
+    ("fp8", "ggfu", {}, "the nearest is 'gguf'"),
+    ("fp8", "hf", {"dtype": "fp8"}, "unknown dtype 'fp8'"),
+    ("fp8", "hf", {"shard_bytes": 0}, "bytes holds nothing"),
+    ("mine", "compressed-tensors", {}, r"keep_channels = 0.1.*cannot express; use --to hf"),
+    ("mxfp8", "compressed-tensors", {"calibrate": "text"}, "nothing to calibrate"),
+    ("nvfp4", "modelopt", {"calibrate": "recorded"}, "remembers no amax"),
+    ("fp8", "gguf", {"calibrate": "text"}, "holds no scales of activations"),
+    ("fp8", "modelopt", {}, "--calibrate TEXT for FP8"),
+]
+
+
+@pytest.mark.tier("thorough", keep=3)
+@pytest.mark.parametrize(("recipe", "to", "given", "words"), REFUSED)
+def test_an_export_that_cannot_be_is_refused(trained, tmp_path, text, recipe, to, given, words):
+    if recipe == "mine":
+        recipe = str(tmp_path / "mine.toml")
+        (tmp_path / "mine.toml").write_text(f"fprop.x = {{{KEPT}}}\nfprop.w = {{{KEPT}}}\n")
+    path = trained({"recipe.name": recipe, "training.steps": 1})
+    if given.get("calibrate") == "text":
+        given = {"calibrate": text}
+    with pytest.raises(UserError, match=words):
+        export_run(path, to, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.tier("thorough")
-def test_export_refuses_kept_channels_for_compressed_tensors(train, tmp_path):
-    places = f"{KEPT.replace('KEY', 'x')}\n{KEPT.replace('KEY', 'w')}"
-    (tmp_path / "mine.toml").write_text(f'name = "mine"\ncompute = "bf16"\n{places}\n')
-    path = train(changes={"recipe.name": str(tmp_path / "mine.toml"), "training.steps": 2})
-    with pytest.raises(UserError, match=r"keep_channels = 0.1.*cannot express; use --to hf"):
-        export_run(path, "compressed-tensors", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    export_run(path, "hf", tmp_path / "out")
-
-
-@pytest.mark.tier("thorough", keep=1)
-@pytest.mark.parametrize("to", EXPORT_FORMATS)
-def test_nothing_half_written_has_the_final_name(trained, tmp_path, to, monkeypatch):
-    recipe = "nvfp4" if to == "modelopt" else "fp8"
-    path = trained({"recipe.name": recipe, "training.steps": 2} | (GPT2 if to == "llmc" else {}))
-
-    def stop(name):
-        if name.startswith("exchange:"):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("narrowgauge.files.crash_point", stop)
-    with pytest.raises(OSError, match="No space left"):
-        export_run(path, to, tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
+def test_a_text_gives_each_layer_the_scale_of_its_largest_input(trained, text):
+    opened = open_run(trained({"recipe.name": "fp8", "training.steps": 1}), "cpu")
+    scales = activation_scales(opened, text)
+    layers = {name: m for name, m in opened.model.named_modules() if isinstance(m, Linear)}
+    assert scales.keys() == {name for name, m in layers.items() if m.spec.casts["fprop.w"].is_scaled}
+    seen = []
+    opened.model.blocks[0].qkv.register_forward_pre_hook(lambda _, x: seen.append(x[0].abs().max()))
+    assert activation_scales(opened, text) == scales
+    assert scales["blocks.0.qkv"].decode == float(torch.stack(seen).max().float() / 448)
 
 
 @pytest.mark.tier("thorough")
 def test_nothing_is_overwritten(trained, tmp_path):
-    path = trained({"training.steps": 1})
+    path = trained({"recipe.name": "fp32", "training.steps": 1})
     (tmp_path / "out").mkdir()
     export_run(path, "hf", tmp_path / "out")  # an empty folder is as good as none
     config = tmp_path / "out" / "config.json"
     before = config.read_bytes(), config.stat().st_mtime_ns
-    for what in (
-        lambda: export_run(path, "hf", tmp_path / "out"),
-        lambda: import_model(tmp_path / "out", path),
-    ):
-        with pytest.raises(UserError, match="nothing is ever overwritten"):
-            what()
+    with pytest.raises(UserError, match="nothing is ever overwritten"):
+        export_run(path, "hf", tmp_path / "out")
+    with pytest.raises(UserError, match="nothing is ever overwritten"):
+        import_model(tmp_path / "out", path)
     assert (config.read_bytes(), config.stat().st_mtime_ns) == before
 
 
-def test_other_numbers_and_names_are_refused(trained, tmp_path):
-    path = trained({"training.steps": 1})
-    with pytest.raises(UserError, match="the nearest is 'gguf'"):
-        export_run(path, "ggfu", tmp_path / "out")
-    with pytest.raises(UserError, match="unknown dtype 'fp8'"):
-        export_run(path, "hf", tmp_path / "out", dtype="fp8")
-    with pytest.raises(UserError, match="bytes holds nothing"):
-        export_run(path, "hf", tmp_path / "out", shard_bytes=0)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.tier("thorough")
-def test_a_model_without_a_tokenizer(trained, tmp_path):
-    path = trained({"training.steps": 1} | GPT2)
-    export_run(path, "llmc", tmp_path / "out")
+def test_a_model_without_a_tokenizer_is_given_one_or_token_files(trained, text, tmp_path, capsys):
+    export_run(trained({"training.steps": 1} | GPT2), "llmc", tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()
-    back = import_model(tmp_path / "out" / "model.bin", tmp_path / "back")
+    model = tmp_path / "out" / "model.bin"
     with pytest.raises(UserError, match=r"came without a tokenizer.*--tokenizer"):
-        assert open_run(back, "cpu").tokenizer
+        assert open_run(import_model(model, tmp_path / "back"), "cpu").tokenizer
     bytes_tokenizer().save(tmp_path / "tokenizer.json")
-    assert open_run(back, "cpu", tmp_path / "tokenizer.json").prompt_ids("ab") == [97, 98]
-    again = import_model(tmp_path / "out" / "model.bin", tmp_path / "more", tmp_path / "tokenizer.json")
+    assert open_run(tmp_path / "back", "cpu", tmp_path / "tokenizer.json").prompt_ids("ab") == [97, 98]
+    again = import_model(model, tmp_path / "more", tmp_path / "tokenizer.json")
     assert open_run(again, "cpu").tokenizer.is_bytes
-
-
-def test_token_files_need_no_tokenizer(trained, text, tmp_path, capsys):
-    path = trained({"training.steps": 1} | GPT2)
-    export_run(path, "llmc", tmp_path / "out")
-    (tmp_path / "out" / "tokenizer.json").unlink()
     export_tokens(open_data(str(text), "bytes"), "llmc", tmp_path / "tokens")
-    run = ["eval", str(tmp_path / "out" / "model.bin"), "--batches", "2", "--sequence-length", "32"]
-    main([*run, "--data", str(tmp_path / "tokens")])
+    words = [
+        "eval",
+        str(model),
+        "--batches",
+        "2",
+        "--sequence-length",
+        "32",
+        "--data",
+        str(tmp_path / "tokens"),
+    ]
+    main(words)
     assert re.search(r"validation loss \d\.\d+ nats per token$", capsys.readouterr().out.strip())
     with pytest.raises(UserError, match="text needs one"):
-        run_data(open_run(tmp_path / "out" / "model.bin", "cpu"), str(text))
+        run_data(open_run(model, "cpu"), str(text))
 
 
-def test_a_tokenizer_of_more_ids_is_refused(trained, tmp_path):
-    path = trained({"training.steps": 1})
-    export_run(path, "hf", tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["eos_token_id"] == 256
-    train_bpe(["many words to learn from, many more words"] * 30, 280).save(tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match=r"and the model .* only 257"):
-        import_model(tmp_path / "out", tmp_path / "back", tmp_path / "tokenizer.json")
-
-
-def test_validation_of_an_import_is_that_of_the_run(trained, tmp_path, text):
+def test_an_import_has_the_validation_of_the_run_and_a_tokenizer_of_no_more_ids(trained, tmp_path, text):
     path = trained({"recipe.name": "fp32"})
     export_run(path, "hf", tmp_path / "out")
     val = prepare(text, "bytes").val
     runs = [open_run(p, "cpu") for p in (path, tmp_path / "out")]
     losses = [validation_loss(Engine.alone(r.model), r.go_to_sample, val, 1, 32, 2).mean for r in runs]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
+    train_bpe(["many words to learn from, many more words"] * 30, 280).save(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"and the model .* only 257"):
+        import_model(tmp_path / "out", tmp_path / "back", tmp_path / "tokenizer.json")

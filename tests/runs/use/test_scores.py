@@ -1,7 +1,6 @@
 """Bits per byte, and tasks of the kind of HellaSwag."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -9,11 +8,10 @@ import torch
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
 
-from narrowgauge.data import bytes_tokenizer, ids_tokenizer, prepare, train_bpe
+from narrowgauge.data import bytes_tokenizer, ids_tokenizer, train_bpe
 from narrowgauge.data.tokenization.tokenizer import Tokenizer
-from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
-from narrowgauge.runs import bits_per_byte, open_run, validation_loss
+from narrowgauge.runs import open_run
 from narrowgauge.runs.loop.validation import token_bytes
 from narrowgauge.runs.use.hellaswag import evaluate, read_examples
 from support.llama2 import KINDS, write_llama2
@@ -22,30 +20,17 @@ TEXT = "narrow gauge, é 漢字 \n\ttrains 🚂 and <|endoftext|> in text"
 
 
 def test_the_bytes_of_tokens_are_those_of_their_text():
+    """Also of a vocabulary as in Llama 2: a mark for the space, and entries for single bytes."""
     for tokenizer in (bytes_tokenizer(), train_bpe([TEXT] * 20, 300)):
         ids = tokenizer.encode(TEXT)
         assert int(token_bytes(tokenizer)[ids].sum()) == len(TEXT.encode())
         assert token_bytes(tokenizer)[tokenizer.end_of_document] == 0
-
-
-def test_the_bytes_of_a_vocabulary_with_marked_spaces():
-    """As in Llama 2: a mark for the space, and entries for single bytes."""
     vocabulary = {"<unk>": 0, "</s>": 1, "<0xE6>": 2, "\u2581train": 3, "é": 4}
     library = Library(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
     library.add_special_tokens(["<unk>", "</s>"])
     assert token_bytes(Tokenizer(library, 5, 1, False)).tolist() == [0, 0, 1, 6, 2]
-
-
-@pytest.mark.tier("thorough")
-def test_bits_per_byte_of_bytes_are_bits_per_token(train, text):
-    there = open_run(train(), "cpu")
-    val = prepare(text, "bytes").val
-    loss = validation_loss(Engine.alone(there.model), there.go_to_sample, val, 2, 32, None).mean
-    bits = bits_per_byte(loss, there.tokenizer, val, 2, 32, None)
-    ends = len(val) / (len(val) - int((torch.as_tensor(np.array(val, dtype=np.int64)) == 256).sum()))
-    assert bits == pytest.approx(loss / math.log(2) * ends, rel=0.02)
-    assert bits >= loss / math.log(2)
+    assert not token_bytes(ids_tokenizer(20, 19)).any()
 
 
 EXAMPLES = [
@@ -62,8 +47,13 @@ def as_lines(path, examples):
 
 
 @pytest.fixture
-def there(train):
-    return open_run(train(changes={"recipe.name": "fp32"}), "cpu")
+def there(trained):
+    return open_run(trained({"recipe.name": "fp32"}), "cpu")
+
+
+def with_tokenizer(there, file):
+    """The same model with another tokenizer, or with none."""
+    return type(there)(there.path, there.config, there.model, 0, file)
 
 
 def test_scores_are_those_of_a_plain_computation(there, tmp_path):
@@ -107,8 +97,7 @@ def as_binary(path, examples):
 def test_both_kinds_of_file_hold_the_same_examples(there, tmp_path):
     examples = [e for e in EXAMPLES if e["ctx"]]
     lines = list(read_examples(as_lines(tmp_path / "a", examples), there))
-    (tmp_path / "none").mkdir()
-    without = type(there)(there.path, there.config, there.model, 0, None)
+    without = with_tokenizer(there, None)
     binary = list(read_examples(as_binary(tmp_path / "b", examples), without))
     assert lines == binary
     assert evaluate(without, tmp_path / "b") == evaluate(there, tmp_path / "a")
@@ -118,7 +107,7 @@ def test_both_kinds_of_file_hold_the_same_examples(there, tmp_path):
 def test_an_ending_is_encoded_as_the_continuation_of_its_context(there, tmp_path, kind):
     """As lm-eval does: one text, cut where the context's own tokens end; its last blanks are the ending's."""
     tokenizer = write_llama2(tmp_path / "tokenizer.json", kind)
-    run = type(there)(there.path, there.config, there.model, 0, tmp_path / "tokenizer.json")
+    run = with_tokenizer(there, tmp_path / "tokenizer.json")
     contexts = ["steam", "steam train,", "steam ", "steam  ", ""]
     examples = [{"ctx": text, "endings": ["train", "coal a"], "label": 0} for text in contexts]
     found = list(read_examples(as_lines(tmp_path / "task", examples), run))
@@ -131,7 +120,7 @@ def test_an_ending_is_encoded_as_the_continuation_of_its_context(there, tmp_path
 
 def test_an_ending_without_a_token_is_named(there, tmp_path):
     ids_tokenizer(257, 256).save(tmp_path / "tokenizer.json")
-    run = type(there)(there.path, there.config, there.model, 0, tmp_path / "tokenizer.json")
+    run = with_tokenizer(there, tmp_path / "tokenizer.json")
     path = as_lines(tmp_path / "task", [{"ctx": "12 13", "endings": ["14", " "], "label": 0}])
     with pytest.raises(UserError, match=r"task:1 is not an example.*an ending adds no token to its context"):
         evaluate(run, path)
@@ -143,69 +132,50 @@ def test_blanks_at_the_end_of_a_context_belong_to_the_ending(there, tmp_path):
     assert (bytes(example.context), bytes(example.endings[0])) == (b"steam", b"  train")
 
 
-def test_tokens_of_another_tokenizer_are_refused(there, tmp_path):
-    path = as_binary(tmp_path / "task.bin", EXAMPLES)
-    with pytest.raises(UserError, match=r"GPT-2's tokenizer.*has 257 ids"):
-        evaluate(there, path)
-    without = type(there)(there.path, there.config, there.model, 0, None)
-    with pytest.raises(UserError, match="example 2 has the token id 50256"):
-        evaluate(without, path)
+BINARY = [
+    (lambda data: data[:-1], "cut"),
+    (lambda data: data[:-2], "cut|stated length"),
+    (lambda data: data[:900], "header is cut"),
+    (lambda data: data[:1024] + b"\0\0" + data[1026:], "does not begin with 65535"),
+    (lambda data: data + b"\0\0", "more values follow the last example"),
+    (lambda data: data[:1030] + b"\x09\0" + data[1032:], "label is not an ending's"),
+]
+LINES = [
+    ('{"ctx": "a", "endings": ["b"', ":2 is not an example"),
+    ('{"ctx": "a", "endings": ["b"]}', "'label'"),
+    ('{"ctx": 3, "endings": ["b"], "label": 0}', "of another kind"),
+    ('{"ctx": "a", "endings": "bc", "label": 0}', "of another kind"),
+    ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', "label 2"),
+    ("[1]", ":2 is not an example"),
+]
 
 
-@pytest.mark.tier("thorough", keep=1)
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda data: data[:-1], "cut"),
-        (lambda data: data[:-2], "cut|stated length"),
-        (lambda data: data[:900], "header is cut"),
-        (lambda data: data[:1024] + b"\0\0" + data[1026:], "does not begin with 65535"),
-        (lambda data: data + b"\0\0", "more values follow the last example"),
-        (lambda data: data[:1030] + b"\x09\0" + data[1032:], "label is not an ending's"),
-    ],
-)
-def test_a_damaged_file_is_refused(there, tmp_path, change, words):
-    path = as_binary(tmp_path / "task.bin", [e for e in EXAMPLES if e["ctx"]])
-    path.write_bytes(change(path.read_bytes()))
-    without = type(there)(there.path, there.config, there.model, 0, None)
-    with pytest.raises(UserError, match=words):
-        evaluate(without, path)
-
-
-@pytest.mark.tier("thorough", keep=1)
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"ctx": "a", "endings": ["b"', ":2 is not an example"),
-        ('{"ctx": "a", "endings": ["b"]}', "'label'"),
-        ('{"ctx": 3, "endings": ["b"], "label": 0}', "of another kind"),
-        ('{"ctx": "a", "endings": "bc", "label": 0}', "of another kind"),
-        ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', "label 2"),
-        ("[1]", ":2 is not an example"),
-    ],
-)
-def test_a_wrong_line_is_named(there, tmp_path, line, words):
-    path = as_lines(tmp_path / "task.jsonl", EXAMPLES[:1])
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(UserError, match=words) as error:
-        evaluate(there, path)
-    assert str(path) in str(error.value)
-
-
-def test_bytes_that_are_no_text_are_refused_and_not_printed(there, tmp_path):
-    """A model of llm.c's in the place of its evaluation."""
-    path = tmp_path / "model.bin"
-    path.write_bytes((20240326).to_bytes(4, "little") + bytes(1020))
-    with pytest.raises(UserError, match=r"model.bin:1 is not an example of the task: it is not text; each"):
-        evaluate(there, path)
-
-
-def test_an_empty_or_missing_file_is_refused(there, tmp_path):
-    (tmp_path / "empty").write_text("\n")
-    for name, words in [("empty", "no example"), ("missing", "cannot be read")]:
+def test_a_damaged_file_is_refused_by_its_name(there, tmp_path):
+    path, without = tmp_path / "task", with_tokenizer(there, None)
+    for change, words in BINARY:
+        as_binary(path, [e for e in EXAMPLES if e["ctx"]])
+        path.write_bytes(change(path.read_bytes()))
         with pytest.raises(UserError, match=words):
-            evaluate(there, tmp_path / name)
+            evaluate(without, path)
+    for line, words in LINES:
+        as_lines(path, EXAMPLES[:1])
+        path.write_text(path.read_text() + line + "\n")
+        with pytest.raises(UserError, match=words) as error:
+            evaluate(there, path)
+        assert str(path) in str(error.value)
 
 
-def test_token_ids_have_no_bytes():
-    assert not token_bytes(ids_tokenizer(20, 19)).any()
+def test_what_is_no_evaluation_of_this_model_is_refused(there, tmp_path):
+    """A model of llm.c's in the place of its evaluation: bytes that are no text are not printed."""
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "model.bin").write_bytes((20240326).to_bytes(4, "little") + bytes(1020))
+    as_binary(tmp_path / "gpt2", EXAMPLES)
+    for name, run, words in [
+        ("empty", there, "no example"),
+        ("missing", there, "cannot be read"),
+        ("model.bin", there, r"model.bin:1 is not an example of the task: it is not text; each"),
+        ("gpt2", there, r"GPT-2's tokenizer.*has 257 ids"),
+        ("gpt2", with_tokenizer(there, None), "example 2 has the token id 50256"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            evaluate(run, tmp_path / name)

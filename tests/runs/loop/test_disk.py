@@ -1,0 +1,145 @@
+"""What becomes of a run when the disk fails: saves at once and in the background, and its records.
+
+That a save that fails or is killed leaves the older checkpoints whole, on one rank and on two, is shown in
+checkpoint/store/; with real disks and signals in faults/ (A9, D1 to D5, G8).
+"""
+
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+import torch
+
+from narrowgauge.checkpoint import SaveError, steps
+from narrowgauge.errors import UserError
+from narrowgauge.json_lines import read_jsonl
+from narrowgauge.runs.loop.run_writer import RunWriter
+from narrowgauge.training import make_config
+from narrowgauge.training.step.trainer import Trainer
+
+WAYS = pytest.mark.parametrize("way", [{}, {"checkpoint.asynchronous": True}], ids=["at once", "behind"])
+
+
+@pytest.fixture
+def before_steps(monkeypatch):
+    """Before the steps named, `actions[n]()` is called, when no save is under way."""
+    train_step, submit, pending = Trainer.train_step, ThreadPoolExecutor.submit, []
+
+    def submit_and_remember(*arguments):
+        found = submit(*arguments)
+        if arguments[0]._thread_name_prefix == "checkpoint":
+            pending.append(found)
+        return found
+
+    def do(actions):
+        def act_and_step(trainer, *arguments):
+            if action := actions.pop(trainer.step + 1, None):
+                wait(pending)
+                action()
+            return train_step(trainer, *arguments)
+
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_and_remember)
+        monkeypatch.setattr(Trainer, "train_step", act_and_step)
+
+    return do
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """The place of the checkpoints of `train("run")`: `full()`, and `mended()` again."""
+
+    class Disk:
+        place, aside = tmp_path / "run" / "checkpoints", tmp_path / "aside"
+
+        def full(self):
+            self.place.rename(self.aside)
+            self.place.touch()  # a file, in which nothing can be made
+
+        def mended(self):
+            self.place.unlink()
+            self.aside.rename(self.place)
+
+    return Disk()
+
+
+@pytest.mark.tier("thorough")
+@WAYS
+def test_saves_that_fail_are_told_and_three_in_a_row_end_the_run(train, look, disk, before_steps, way):
+    """Failures that do not follow each other end nothing."""
+    before_steps({3: disk.full, 6: disk.mended, 9: disk.full})
+    said, run = io.StringIO(), look(disk.place.parent)
+    with pytest.raises(SaveError, match="3 saves in a row have failed, and"):
+        train("run", way | {"training.steps": 20}, said)
+    disk.mended()
+    assert [event["step"] for event in run.events("save")] == [2, 6, 8]
+    assert [event["step"] for event in run.events("save failed")] == [4, 10, 12, 14]
+    assert said.getvalue().count("NOT SAVED: step") == 4
+    assert run.steps[-1]["step"] == (16 if way else 14), "it is known at the next save"
+    assert run.status["status"] == "failed"
+    assert steps(disk.place) == [6, 8]
+    train("run", way | {"training.steps": 20})
+    assert run.trajectory == look(train("other", {"training.steps": 20})).trajectory
+
+
+@pytest.mark.tier("thorough")
+@WAYS
+def test_the_last_save_must_succeed(train, look, disk, before_steps, way):
+    before_steps({6: disk.full})
+    with pytest.raises(SaveError, match="step 6 could not be saved"):
+        train("run", way | {"checkpoint.every": 4})
+    assert [event["step"] for event in look(disk.place.parent).events("save failed")][-1] == 6
+
+
+@pytest.mark.parametrize("changes", [{}, {"recipe.name": "msamp-o2"}, {"model.name": "gpt2-debug"}], ids=str)
+def test_the_planned_space_of_a_checkpoint_is_that_of_its_files(tiny, tmp_path, changes):
+    """Tied weights count once."""
+    sizes = {"model.dim": 128, "model.kv_heads": 2, "recipe.name": "fp32"}
+    trainer = Trainer.begin(make_config(tiny(sizes | changes)).plan, torch.device("cpu"))
+    space, folder = trainer.plan_save(tmp_path, "me").space, trainer.save(tmp_path, "me")
+    assert space.inodes == len(os.listdir(folder)) + 1
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert size <= space.bytes <= size + space.inodes * 65536
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(train, tmp_path):
+    words = r"needs [\d.,]+ TiB and \d+ inodes, for 20000001 more .* and its disk"
+    with pytest.raises(UserError, match=words):
+        train(changes={"checkpoint.keep": 20_000_000})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_lines_wait_while_they_cannot_be_written_and_are_told_once(tmp_path):
+    """/dev/full answers every write with "No space left on device"."""
+    said = []
+    writer = RunWriter(tmp_path, said.append)
+    for file in (writer.metrics, writer.gauges):
+        file.symlink_to("/dev/full")
+    for step in (1, 2):
+        writer.record({"step": step})
+        writer.record_gauges([{"step": step, "layer": "a"}])
+    writer.sync_metrics()
+    (warning,) = said
+    assert f"{writer.metrics} cannot be written (No space left on device); training continues" in warning
+    for file in (writer.metrics, writer.gauges):
+        file.unlink()
+    writer.record({"step": 3})
+    writer.flush()
+    assert [line["step"] for line in read_jsonl(writer.metrics)] == [1, 2, 3]
+    assert [line["step"] for line in read_jsonl(writer.gauges)] == [1, 2]
+
+
+def test_a_directory_in_the_place_of_the_run_is_left_alone(train, before_steps, tmp_path, look):
+    """As when a network disk is gone: under the old name there may be a directory, and it is another one."""
+    out, said = tmp_path / "run", io.StringIO()
+
+    def swap():
+        out.rename(tmp_path / "elsewhere")
+        out.mkdir()
+
+    before_steps({4: swap})
+    with pytest.raises(FileNotFoundError, match="run directory is gone, and another one is in its place"):
+        train(said=said)
+    assert os.listdir(out) == []
+    assert "NOT RECORDED" in said.getvalue()
+    assert look(tmp_path / "elsewhere").column("step") == [1, 2, 3]
