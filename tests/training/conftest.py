@@ -1,5 +1,5 @@
-"""The fixture `train`: runs in this process."""
+"""Runs in this process."""
 
-from support.in_process import train
+from support.in_process import train, trained, with_trainer
 
-__all__ = ["train"]
+__all__ = ["train", "trained", "with_trainer"]

@@ -27,15 +27,12 @@ def flags(monkeypatch):
     torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def test_it_is_strict(flags):
+def test_it_is_strict_and_refuses_a_workspace_with_which_cublas_does_not_repeat(flags, monkeypatch):
     """Where torch may only warn, flash-attention's backward pass does not repeat (attention_backward.cu)."""
     hardware.use_device(torch.device("cuda", 0), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_a_workspace_with_which_cublas_does_not_repeat_is_refused(flags, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(UserError, match="is ':0:0', with which cuBLAS does not repeat every bit"):
         hardware.use_device(torch.device("cuda", 0), deterministic=True)
@@ -57,6 +54,7 @@ class Refusing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.tier("nightly", keep=("fp4",))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", ["fp4", "nvfp4", "msamp-o2"])
 def test_a_step_asks_for_nothing_that_is_refused(recipe, train, flags):
