@@ -63,15 +63,10 @@ def test_two_seeds_that_agree_by_luck_pass_no_gate_that_the_plan_cannot_see(judg
     assert (word, "seeds of this spread would decide" in reason) == ("open", True)
 
 
-@pytest.mark.tier("thorough")
 def test_the_interval_of_a_gate_is_that_of_the_verdict(tmp_path):
     losses = {"bf16": (4.0, 4.0, 4.0), "fp8": (4.01, 4.03, 4.02), "mxfp8": (4.0, 4.01, 3.97)}
-    paths = [
-        write_run(tmp_path / f"{recipe}-{seed}", recipe, seed, loss)
-        for recipe, found in losses.items()
-        for seed, loss in enumerate(found)
-    ]
-    runs = read_runs(paths)
+    named = [(recipe, seed, loss) for recipe, found in losses.items() for seed, loss in enumerate(found)]
+    runs = read_runs([write_run(tmp_path / f"{recipe}-{seed}", recipe, seed, x) for recipe, seed, x in named])
     for verdict, result in zip(verdicts(runs)[1:], gate_results(runs, parse_gate("0.5%")), strict=True):
         low, high = (verdict.gap + sign * verdict.half_width for sign in (-1, 1))
         assert f"gap {verdict.gap:+.3f} % ({low:+.3f} .. {high:+.3f} %), 3 seeds" in result.reason

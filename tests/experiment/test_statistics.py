@@ -32,40 +32,41 @@ def rows_of(gaps, deviation=0.05, seeds=5):
     return rows
 
 
-def test_verdicts_of_arms_that_are_equal_worse_and_unknown():
-    rows = rows_of({"same": (0.0, 0.0), "worse": (1.0, 1.5), "little": (0.15, 0.15)}, deviation=0.02)
-    rows += rows_of({"noisy": (0.3, 0.3)}, deviation=1.0)[10:]
-    found = {result.arm: result.verdict for result in arm_results(rows) if result.rung == 2}
-    assert found == {
+def verdicts(rows, rung=2, **options):
+    return {result.arm: result.verdict for result in arm_results(rows, **options) if result.rung == rung}
+
+
+def test_verdicts_of_arms_that_are_equal_worse_unknown_or_diverged():
+    rows = rows_of({"same": (0, 0), "worse": (1, 1.5), "little": (0.15, 0.15)}, deviation=0.02)
+    rows += rows_of({"noisy": (0.3, 0.3)}, deviation=1.0)[10:] + rows_of({"fragile": (0.5, 0.5)})[10:]
+    rows[-1] = Row("fragile", 4, 2, 4000, math.nan, math.nan, "diverged")
+    assert verdicts(rows) == {
         "same": "equal within 0.25 %",
         "worse": "worse",
         "little": "worse, within 0.25 %",
         "noisy": "no difference seen",
+        "fragile": "diverges",
     }
+    last = arm_results(rows)[-1]
+    assert (last.diverged, len(last.gaps)) == (1, 4), "its seed is no gap"
 
 
 def test_a_control_is_no_arm_of_the_family_and_widens_no_interval():
     """Two verdicts of the first page hung on the null arm, which was counted among the arms."""
-    rows = rows_of(
-        {"mxfp8": (0.1, 0.1), "nvfp4": (0.5, 0.5), "bf16-again": (0.0, 0.0), "null-dither": (0, 0)}
-    )
-    found = {one.arm: one.judgement for one in arm_results(rows) if one.rung == 2}
-    assert {arm: one.family for arm, one in found.items()} == {
-        "mxfp8": 2,
-        "nvfp4": 2,
-        "bf16-again": 1,
-        "null-dither": 1,
-    }
+    gaps = {"mxfp8": (0.1, 0.1), "nvfp4": (0.5, 0.5), "bf16-again": (0, 0), "null-dither": (0, 0)}
+    found = {one.arm: one.judgement for one in arm_results(rows_of(gaps)) if one.rung == 2}
+    sizes = {"mxfp8": 2, "nvfp4": 2, "bf16-again": 1, "null-dither": 1}
+    assert {arm: one.family for arm, one in found.items()} == sizes
     assert len({one.spread for one in found.values()}) == 1
-    planned = arm_results(rows, family=["mxfp8", "nvfp4", "fp4"])
+    planned = arm_results(rows_of(gaps), family=["mxfp8", "nvfp4", "fp4"])
     assert planned[0].judgement.family == 3, "the plan fixes the family, whatever was run"
 
 
 def test_two_seeds_of_a_ladder_that_agree_by_luck_prove_nothing():
     rows = rows_of({"mxfp8": (0.01, 0.01)}, deviation=0.001, seeds=2)
-    assert arm_results(rows, parameters=1000)[-1].verdict == "no difference seen"
-    assert arm_results(rows, parameters=1000, undecided="open")[-1].verdict == "open"
-    assert arm_results(rows[:2] + rows[4:6])[-1].verdict == "open", "one seed"
+    assert verdicts(rows, parameters=1000) == {"mxfp8": "no difference seen"}
+    assert verdicts(rows, parameters=1000, undecided="open") == {"mxfp8": "open"}
+    assert verdicts(rows[:2] + rows[4:6]) == {"mxfp8": "open"}, "one seed"
 
 
 def test_contrasts_are_taken_to_each_run_of_the_reference_and_to_their_mean():
@@ -87,13 +88,6 @@ def test_a_share_has_fiellers_interval():
         assert min(abs(found.low), abs(found.high)) == pytest.approx(0, abs=1e-9)
     assert share.low < share.mean < share.high
     assert math.isnan(ratio_interval(part, [0.1, -0.1, 0.2, -0.1]).low), "a whole that may be zero"
-
-
-def test_a_run_that_diverged_is_a_verdict_and_its_seed_no_gap():
-    rows = rows_of({"fragile": (0.5, 0.5)})
-    rows[-1] = Row("fragile", 4, 2, 4000, math.nan, math.nan, "diverged")
-    last = arm_results(rows)[-1]
-    assert (last.verdict, last.diverged, len(last.gaps)) == ("diverges", 1, 4)
 
 
 def test_extra_tokens_follow_the_references_own_curve():
@@ -118,23 +112,23 @@ def test_a_csv_comes_back_and_another_file_is_refused(tmp_path):
         read_rows(file)
 
 
+def predicted(*lines):
+    return read_predictions(HEAD + "".join(f"| {line} | the positive control |\n" for line in lines))
+
+
 def test_predictions_are_held_wrong_open_or_not_run():
-    text = HEAD + "".join(
-        f"| {row} | because |\n"
-        for row in (
-            "mxfp4 | bf16 | own | 2 | +1.00 .. +3.00",
-            "mxfp4 | bf16 | own | 2 | \u22120.50 .. +0.50",
-            "mxfp4 | bf16 | bf16 | 2 - 1 | +0.98 .. +1.02",
-            "fp8 | bf16 | own | 2 | -0.1 .. +0.1",
-            "broken | bf16 | own | 2 | +5 .. +inf",
-        )
+    predictions = predicted(
+        "mxfp4 | bf16 | own | 2 | +1.00 .. +3.00",
+        "mxfp4 | bf16 | own | 2 | \u22120.50 .. +0.50",
+        "mxfp4 | bf16 | bf16 | 2 - 1 | +0.98 .. +1.02",
+        "fp8 | bf16 | own | 2 | -0.1 .. +0.1",
+        "broken | bf16 | own | 2 | +5 .. +inf",
     )
     rows = rows_of({"mxfp4": (1.0, 2.0), "broken": (9.0, 9.0)})
     rows[-1] = Row("broken", 4, 2, 4000, math.nan, math.nan, "diverged")
-    predictions = read_predictions(text)
     assert [outcome(one, rows)[1] for one in predictions] == ["held", "wrong", "open", "not run", "held"]
     with pytest.raises(Exception, match="no prediction"):
-        read_predictions(HEAD + "| mxfp4 | bf16 | own | 2 | about 2 | because |\n")
+        predicted("mxfp4 | bf16 | own | 2 | about 2")
 
 
 def test_rates_of_a_sweep_are_a_line_for_each_arm():
@@ -147,17 +141,13 @@ def test_rates_of_a_sweep_are_a_line_for_each_arm():
 
 
 def test_the_probe_is_compared_with_the_gaps_by_rank():
-    results = arm_results(
-        rows_of({"a": (0.1, 0.1), "b": (0.5, 0.5), "c": (2.0, 2.0), "unprobed": (9.0, 9.0)})
-    )
+    results = arm_results(rows_of({"a": (0.1, 0.1), "b": (0.5, 0.5), "c": (2.0, 2.0), "unprobed": (9, 9)}))
     figures = {"a": (0.02, 9.0), "b": (0.01, 5.0), "c": (0.03, 2.0), "not trained": (0.0, 99.0)}
-    probe = {
-        "recipes": {
-            arm: {"loss_increase": {"mean": loss}, "effective_bits": {"mean": bits}, "noise_ratio": None}
-            for arm, (loss, bits) in figures.items()
-        }
+    probed = {
+        arm: {"loss_increase": {"mean": loss}, "effective_bits": {"mean": bits}, "noise_ratio": None}
+        for arm, (loss, bits) in figures.items()
     }
-    head, lines = probe_table(probe, results)
+    head, lines = probe_table({"recipes": probed}, results)
     last = dict(zip(head, lines[-1], strict=True))
     assert last["arm"] == "Spearman with the gaps at rung 2 (arms)"
     assert (last["loss increase"], last["effective bits"]) == ("+0.50 (3)", "-1.00 (3)")
@@ -166,11 +156,12 @@ def test_the_probe_is_compared_with_the_gaps_by_rank():
 
 def test_a_gap_by_the_bf16_forward_pass_is_one_of_both_arms():
     """The same weights, of which one arm was measured with 10 % of noise on top."""
-    rows = [Row("nvfp4", s, 2, 900, 4.4, 4.0, "done") for s in range(3)]
-    rows += [Row("finish", s, 2, 900, 4.0, 4.0, "done") for s in range(3)]
-    (prediction,) = read_predictions(
-        HEAD + "| finish | nvfp4 | bf16 | 2 | -0.10 .. +0.10 | the same weights |\n"
-    )
+    rows = [
+        Row(arm, s, 2, 900, own, 4.0, "done")
+        for arm, own in (("nvfp4", 4.4), ("finish", 4.0))
+        for s in range(3)
+    ]
+    (prediction,) = predicted("finish | nvfp4 | bf16 | 2 | -0.10 .. +0.10")
     found, word = outcome(prediction, rows)
     assert (found.mean, word) == (0.0, "held")
     assert arm_results(rows)[0].bf16_gap.mean == 0.0
@@ -182,23 +173,14 @@ def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
     assert arm_results(rows, "bf16") == []
 
 
-def test_a_narrow_terminal_shows_every_figure_of_each_rung():
-    text = io.StringIO()
-    print_results(arm_results(rows_of({"mxfp8": (0.1, 0.1)})), Console(file=text, width=80))
-    lines = {line.split("  ")[0]: line.split() for line in text.getvalue().splitlines()}
-    assert lines["tokens"][1:] == ["1.00", "k", "4.00", "k"]
-    assert {"all arms at once", "extra tokens", "verdict"} <= set(lines)
-
-
-def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
+def test_a_page_escapes_names_and_a_narrow_terminal_shows_every_figure():
     rows = rows_of({"<b>": (1.0, 2.0), "far": (20.0, 30.0)})
-    predictions = read_predictions(HEAD + "| far | bf16 | own | 2 | +1 .. +inf | the positive control |\n")
-    one, two = (results_markdown(rows, predictions, "x.svg") for _ in range(2))
-    assert one == two
-    assert "resolved" in one
-    assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in one
-    probe = {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}}
-    page = rungs_section(rows, arm_results(rows), 500, probe)
+    page = results_markdown(rows, predicted("far | bf16 | own | 2 | +1 .. +inf"), "x.svg")
+    assert "resolved" in page
+    assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in page
+    page = rungs_section(
+        rows, arm_results(rows), 500, {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}}
+    )
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "3.1" in page
@@ -207,3 +189,8 @@ def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
     assert "+30.0 % →" in svg
     assert "← -20.0 %" in rungs_svg(arm_results(rows_of({"low": (-20.0, -20.0)}, 0.001)), 500, "bf16")
     assert "nan" not in svg
+    text = io.StringIO()
+    print_results(arm_results(rows_of({"mxfp8": (0.1, 0.1)})), Console(file=text, width=80))
+    lines = {line.split("  ")[0]: line.split() for line in text.getvalue().splitlines()}
+    assert lines["tokens"][1:] == ["1.00", "k", "4.00", "k"]
+    assert {"all arms at once", "extra tokens", "verdict"} <= set(lines)
