@@ -7,7 +7,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Format, Specials, decode, encode, format_names, unpack
+from narrowgauge.formats import Format, Specials, decode, encode, format_names, pack, unpack
 from narrowgauge.quantization import cast
 from narrowgauge.recipes.exchange import TARGETS, write_recipe
 
@@ -35,21 +35,17 @@ def test_a_registered_format_quantizes_as_an_oracle_over_all_its_codes_does():
     assert torch.equal(encode(decode(codes[finite], fmt), fmt), codes[finite])
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-def test_codes_of_every_width_are_packed_and_unpacked(bits):
-    fmt = Format(f"u{bits}", 0, bits - 1, 0, Specials.NONE, twos_complement=True)
-    codes = torch.arange(7 * 13, dtype=torch.uint8).reshape(7, 13) % (2**bits - 1)
-    from narrowgauge.formats import pack
-
-    packed = pack(codes, fmt)
-    assert packed.shape == (7, -(-13 * bits // 8))
-    assert torch.equal(unpack(packed, fmt, 13), codes)
-
-
 def test_a_format_stands_where_a_cast_goes_registered_or_not():
-    q = ng.quantize(X, Format("e2m2", 2, 2, 1, Specials.NONE))
-    assert q.packed().shape == (64, 40)
+    assert ng.quantize(X, Format("e2m2", 2, 2, 1, Specials.NONE)).packed().shape == (64, 40)
     assert ng.quantize(X, ng.format("e4m3")).cast == cast("e4m3")
+    facts = Format("e3m4", 3, 4, 3, Specials.IEEE, source="b")
+    assert ng.register_format(E3M4) is ng.register_format(facts), "the same facts again change nothing"
+    for bits in range(2, 9):
+        fmt = Format(f"u{bits}", 0, bits - 1, 0, Specials.NONE, twos_complement=True)
+        codes = torch.arange(7 * 13, dtype=torch.uint8).reshape(7, 13) % (2**bits - 1)
+        packed = pack(codes, fmt)
+        assert packed.shape == (7, -(-13 * bits // 8))
+        assert torch.equal(unpack(packed, fmt, 13), codes)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +61,6 @@ def test_a_format_stands_where_a_cast_goes_registered_or_not():
 def test_a_format_that_could_not_be_stored_is_refused(fmt, sentence):
     with pytest.raises(UserError, match=sentence):
         ng.register_format(fmt)
-
-
-def test_registering_the_same_facts_again_changes_nothing():
-    assert ng.register_format(E3M4) is ng.register_format(Format("e3m4", 3, 4, 3, Specials.IEEE, source="b"))
 
 
 def test_a_recipe_from_a_dictionary_is_that_of_the_same_file(tmp_path):
@@ -110,7 +102,10 @@ def test_a_mistake_in_a_dictionary_is_answered_in_a_sentence(table, sentence):
 
 
 def test_a_cast_that_is_a_function_gives_the_operands_of_a_layer():
+    """It sees the contracted axis last."""
+    shapes = []
     ng.register_cast("mine", nearest_eighth)
+    ng.register_cast("seen", lambda x: shapes.append(tuple(x.shape)) or x.clone())
     model = torch.nn.Sequential(torch.nn.Linear(64, 16, bias=False))
     weight = model[0].weight.detach().clone()
     ng.convert(model, {"compute": "fp32", "fprop": "mine"})
@@ -118,17 +113,9 @@ def test_a_cast_that_is_a_function_gives_the_operands_of_a_layer():
     ng.convert(model, {"compute": "fp32", "wgrad": "mine"})
     model(X).sum().backward()
     assert torch.allclose(model[0].weight.grad, torch.ones(16, 64) @ nearest_eighth(X))
-
-
-def test_the_function_sees_the_contracted_axis_last():
-    shapes = []
-    ng.register_cast("seen", lambda x: shapes.append(tuple(x.shape)) or x.clone())
+    ng.convert(model, dict.fromkeys(("fprop", "dgrad", "wgrad"), "seen"))
     shapes.clear()
-    model = ng.convert(
-        torch.nn.Sequential(torch.nn.Linear(64, 16)), dict.fromkeys(("fprop", "dgrad", "wgrad"), "seen")
-    )
-    x = torch.randn(8, 64, requires_grad=True)
-    model(x).sum().backward()
+    model(torch.randn(8, 64, requires_grad=True)).sum().backward()
     assert sorted(shapes) == sorted([(8, 64), (16, 64), (8, 16), (64, 16), (16, 8), (64, 8)])
 
 
@@ -148,17 +135,14 @@ def test_a_function_that_would_break_a_run_is_refused(function, sentence):
         ng.register_cast("broken", function)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "e4m3", "e2m3", "coat", "Mine"])
-def test_a_name_that_ships_is_not_given_away(name):
-    with pytest.raises(UserError, match=r"take another|small letters"):
-        ng.register_cast(name, nearest_eighth)
-
-
-@pytest.mark.parametrize("place", ["m", "weight", "saved", "stream", "attention", "gather", "reduce"])
-def test_places_that_store_codes_refuse_a_function(place):
+def test_a_name_that_ships_is_not_given_away_and_places_that_store_codes_refuse_a_function():
+    for name in ("mxfp4", "e4m3", "e2m3", "coat", "Mine"):
+        with pytest.raises(UserError, match=r"take another|small letters"):
+            ng.register_cast(name, nearest_eighth)
     ng.register_cast("mine", nearest_eighth)
-    with pytest.raises(UserError, match=r"function|mine"):
-        ng.recipe({place: "mine"})
+    for place in ("m", "weight", "saved", "stream", "attention", "gather", "reduce"):
+        with pytest.raises(UserError, match=r"function|mine"):
+            ng.recipe({place: "mine"})
 
 
 def test_what_would_ignore_a_function_refuses_it():

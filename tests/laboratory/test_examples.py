@@ -12,18 +12,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "examples.md").read_text(encoding="
 EXAMPLES = dict(re.findall(r"^## ([^\n]*)\n.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL))
 TRAIN = ("A comparison in a notebook", "A gate in CI", "A probe of a trained model, and a forecast")
 CLONED = {f"{program} as it is": program for program in MODULES}
-PROMISED = {
-    *("A custom format", "A custom recipe", "A custom cast", "A custom gauge", "A custom optimizer"),
-    *("A vision transformer", "A mixture of experts of transformers", "A comparison in a notebook"),
-    *("A plan over clusters", "A gate in CI", *CLONED),
-}
 SLOW = (*TRAIN, "A vision transformer", "A mixture of experts of transformers", "A plan over clusters")
 
 
 def test_there_are_thirteen_of_at_most_twenty_lines():
     assert len(EXAMPLES) == PAGE.count("```python") == 13
-    assert set(EXAMPLES) == {*PROMISED, "A probe of a trained model, and a forecast"}
-    assert {name: text.count("\n") for name, text in EXAMPLES.items() if text.count("\n") > 20} == {}
+    assert max(text.count("\n") for text in EXAMPLES.values()) <= 20
 
 
 def run(name, source, folder, monkeypatch, capsys):
@@ -38,7 +32,7 @@ def test_an_example_runs(name, source, tmp_path, monkeypatch, capsys):
     run(name, source, tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.tier("nightly", keep=2)
+@pytest.mark.tier("nightly", keep=("A gate in CI",))
 @pytest.mark.tier("thorough")  # the functions that they call are tested in test_results.py
 @pytest.mark.parametrize("name", SLOW)
 def test_a_longer_example_runs(name, source, tmp_path, monkeypatch, capsys):
@@ -49,6 +43,7 @@ def test_a_longer_example_runs(name, source, tmp_path, monkeypatch, capsys):
         assert list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", CLONED)
 def test_a_program_trains_as_it_was_cloned(name, source, tmp_path, monkeypatch, capsys):

@@ -66,28 +66,24 @@ def test_readings_every_other_step_with_a_custom_gauge(tmp_path):
         gauges.map(3)
 
 
-def test_a_step_of_another_model_is_not_one_of_this(tmp_path):
+def test_what_is_not_read_or_not_attached_says_so(tmp_path):
+    """A step of another model is none of this one, and a loop that fails leaves nothing attached."""
     model, other = model_of(), model_of()
     with ng.gauges(model) as gauges:
         train(other, adamw(other))
-    with pytest.raises(UserError, match="nothing was read"):
-        gauges.map()
-    with pytest.raises(UserError, match="nothing was read"):
-        gauges.report(tmp_path / "x.html")
-
-
-def test_a_loop_that_fails_leaves_nothing_attached():
-    model = model_of()
+    for ask in (gauges.map, lambda: gauges.report(tmp_path / "x.html")):
+        with pytest.raises(UserError, match="nothing was read"):
+            ask()
     with pytest.raises(UserError, match="give a tensor"), ng.gauges(model):
         model(torch.randn(4, 65))
     assert model[0].observer is None
-
-
-def test_a_model_without_a_recipe_is_refused():
-    with pytest.raises(UserError, match="has no layer under a recipe"):
-        ng.gauges(torch.nn.Linear(4, 4))
-    with pytest.raises(UserError, match="every = 0"):
-        ng.gauges(model_of(), every=0)
+    for arguments, given, words in [
+        (torch.nn.Linear(4, 4), {}, "has no layer under a recipe"),
+        (model, {"every": 0}, "every = 0"),
+        (model, {"to": "runs/mine"}, "'runs/mine' is not a reporter: it needs log"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            ng.gauges(arguments, **given)
 
 
 class Recorder:
@@ -133,8 +129,3 @@ def test_several_reporters_get_every_step_that_is_read(tmp_path):
         (step, pytest.approx(seen[step][name])) for step in (1, 2)
     ]
     assert seen[2] == gauges.entries()
-
-
-def test_what_is_no_reporter_is_refused():
-    with pytest.raises(UserError, match="'runs/mine' is not a reporter: it needs log"):
-        ng.gauges(model_of(), to="runs/mine")
