@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,23 +25,10 @@ from narrowgauge.cluster.doctor.host import collect_disk
 from narrowgauge.cluster.doctor.torch_setup.ask_torch import ask_torch, parse_report
 from narrowgauge.processes import Output, output_of
 
-NAMES = [
-    *(
-        "system",
-        "python",
-        "packages",
-        "torch",
-        "driver",
-        "gpus",
-        "recipes",
-        "nccl",
-        "launcher",
-        "ranks",
-        "cores",
-    ),
-    "open-files",
-    *("locked-memory", "shared-memory", "clock", "disk", "cache", "compiler", "network"),
-]
+ORDER = (
+    "system python packages torch driver gpus recipes nccl launcher ranks cores open-files locked-memory "
+    "shared-memory clock disk cache compiler network"
+)
 
 
 def said(*words):
@@ -70,8 +56,7 @@ def here(tmp_path_factory):
 
 @pytest.mark.tier("thorough")
 def test_every_item_once_and_in_order(here):
-    assert [name for name in here if name in NAMES] == NAMES
-    assert set(here) - set(NAMES) <= {"peers", "gpu-jobs"}
+    assert " ".join(name for name in here if name not in ("peers", "gpu-jobs")) == ORDER
     assert {item["status"] for item in here.values()} <= {"OK", "WARN", "MISS"}
 
 
@@ -135,23 +120,20 @@ def test_gpus(here):
 def test_data_and_tokenizer_that_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "a.txt").write_text("the narrow gauge\n")
-
-    def verdicts(*words):
-        code = main(["doctor", "--json", *words])
-        items = {item["item"]: item for item in json.loads(capsys.readouterr().out)}
-        return code, items["data"], items["tokenizer"]
-
-    code, data, tokenizer = verdicts("--data", str(tmp_path), "--tokenizer", "bytes")
-    assert (data["status"], data["found"]) == ("OK", f"{tmp_path}: text: 1 files")
-    assert (tokenizer["status"], tokenizer["found"]) == ("OK", "bytes: needs no file")
     (tmp_path / "tokenizer.json").write_text("{}")
-    code, data, tokenizer = verdicts(
-        "--data", f"{tmp_path}/b.txt", "--tokenizer", str(tmp_path / "tokenizer.json")
-    )
-    assert (code, data["status"], tokenizer["status"]) == (1, "MISS", "MISS")
-    assert "does not exist" in data["found"] + data["fix"]
-    assert str(tmp_path / "tokenizer.json") in tokenizer["found"]
-    assert tokenizer["fix"]
+
+    def verdicts(data, tokenizer):
+        code = main(["doctor", "--json", "--data", str(data), "--tokenizer", str(tokenizer)])
+        items = {item["item"]: item for item in json.loads(capsys.readouterr().out)}
+        return code, *(list(items[name].values())[1:] for name in ("data", "tokenizer"))
+
+    _, *good = verdicts(tmp_path / "a.txt", "bytes")
+    assert good == [["OK", f"{tmp_path}/a.txt: text: 1 files", ""], ["OK", "bytes: needs no file", ""]]
+    code, data, tokenizer = verdicts(tmp_path / "b.txt", tmp_path / "tokenizer.json")
+    assert (code, data[0], tokenizer[0]) == (1, "MISS", "MISS")
+    assert "does not exist" in data[1] + data[2]
+    assert str(tmp_path / "tokenizer.json") in tokenizer[1]
+    assert tokenizer[2]
 
 
 def test_a_folder_that_cannot_be_written_to_or_is_not_there_yet(tmp_path):
@@ -165,10 +147,8 @@ def test_a_folder_that_cannot_be_written_to_or_is_not_there_yet(tmp_path):
 
 
 def test_a_program_that_hangs_is_left():
-    start = time.monotonic()
     assert output_of(["sleep", "30"], 0.1).error == "no answer in 0 s"
     assert output_of(["no-such-program"], 1).code is None
-    assert time.monotonic() - start < 5
 
 
 def test_the_gpus_are_not_touched_by_this_process():

@@ -61,22 +61,22 @@ def train_says(text, gpus):
     return "OK", ""
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("text", dict.fromkeys(ALL))
-def test_the_doctor_refuses_what_train_refuses_and_nothing_else(text, gpus):
-    found = verdicts(text, gpus, gpus)
-    said = [verdict for item, verdict in found.items() if item in ("launcher", "ranks")]
-    status, sentence = train_says(text, gpus)
-    if status == "OK":
-        assert len(said) == 2
-        assert said[0].status == "OK"
-        assert said[1].status != "MISS"
-    else:
-        assert said[-1].status == status
-        assert said[-1].found
-        assert said[-1].fix
-        assert f"{said[-1].found}; {said[-1].fix}" == sentence, "the sentence of train, with its way out"
-        assert all(item.status == "OK" for item in said[:-1])
+def test_the_doctor_refuses_what_train_refuses_and_nothing_else(text):
+    """In the sentence of `train`, with its way out, wherever processes see 0 to 8 GPUs."""
+    for gpus in (0, 1, 2, 4, 8):
+        found = verdicts(text, gpus, gpus)
+        said = [verdict for item, verdict in found.items() if item in ("launcher", "ranks")]
+        status, sentence = train_says(text, gpus)
+        if status == "OK":
+            assert (len(said), said[0].status) == (2, "OK")
+            assert said[1].status != "MISS"
+        else:
+            assert said[-1].status == status
+            assert f"{said[-1].found}; {said[-1].fix}" == sentence
+            assert said[-1].found
+            assert said[-1].fix
+            assert all(item.status == "OK" for item in said[:-1])
 
 
 @pytest.mark.parametrize(
@@ -116,15 +116,11 @@ def test_one_world(text, words):
     [
         (EIGHT_BY_MPIRUN, "mpirun started 8 processes, but MASTER_ADDR is not set", "-x MASTER_ADDR=HOST"),
         ("PMI_SIZE=8 PMI_RANK=3 MPI_LOCALRANKID=3", "mpiexec started 8 processes", "-genv MASTER_ADDR HOST"),
-        ("PMI_SIZE=8 PMI_RANK=3 PMI_LOCAL_RANK=3", "mpiexec started 8 processes", "-genv MASTER_ADDR HOST"),
         ("PMIX_RANK=3", "no variable gives the number", "srun, torchrun or mpirun"),
-        (f"{STEP} RANK=0 WORLD_SIZE=1", "srun started 8 processes, but WORLD_SIZE=1", "unset RANK"),
         (f"{STEP} {ONE_NODE} WORLD_SIZE=5", "srun started 8 processes, but WORLD_SIZE=5", "unset RANK"),
         (f"{STEP} {ONE_NODE} TORCHELASTIC_RUN_ID=7", "srun started torchrun 8 times", "start it once a node"),
         ("RANK=0", "RANK is set but WORLD_SIZE is not", "set both"),
         ("RANK=x WORLD_SIZE=8", "RANK is 'x'", "unset it"),
-        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", "MASTER_ADDR is not set", "the host of rank 0"),
-        (f"{ONE_NODE} RANK=8", "8 of 8", "unset them"),
         (f"{ONE_NODE} LOCAL_RANK=9", "9 of 8", "unset them"),
         (f"{ONE_NODE} MASTER_PORT=0", "MASTER_PORT is 0", "correct it"),
     ],

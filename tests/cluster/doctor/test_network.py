@@ -19,6 +19,8 @@ from narrowgauge.cluster.doctor.network import ask_hub, proxy_for
 from support.healthy import CPU_ONLY
 
 SECRET = "s3cr/t@w:rd"
+UNREADABLE = (f"me:{SECRET}@host:port", f"me:{SECRET}@", "")
+NO_ADDRESS = ("http://mirror:port", "https://[::1", "https://a..b", "ftp://mirror", "https://")
 # Before Python 3.11.4 http.client leaves the socket of a refused tunnel to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
@@ -72,17 +74,6 @@ def nobody():
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-@pytest.fixture
-def ask(monkeypatch):
-    """Asks the hub where only these variables name proxies, mirrors and wishes."""
-
-    def with_variables(variables, **options):
-        surroundings(monkeypatch, variables)
-        return ask_hub(**options)
-
-    return with_variables
-
-
 def surroundings(monkeypatch, variables):
     """Let these be the only variables on the way to the hub."""
     for name in list(os.environ):
@@ -92,98 +83,89 @@ def surroundings(monkeypatch, variables):
         monkeypatch.setenv(name, value)
 
 
-def network(hub):
-    return check(replace(CPU_ONLY, hub=hub))["network"]
+@pytest.fixture
+def ask(monkeypatch):
+    """Asks the hub where only these variables name proxies, mirrors and wishes; (its answer, the verdict)."""
+
+    def with_variables(variables, **options):
+        surroundings(monkeypatch, variables)
+        hub = ask_hub(**options)
+        return hub, check(replace(CPU_ONLY, hub=hub))["network"]
+
+    return with_variables
 
 
-@pytest.mark.parametrize("status", [503, 407, 403, 502])
+@pytest.mark.parametrize("status", [503, 407])
 def test_a_proxy_that_refuses_is_told_apart_from_no_network(ask, status):
     with server(status) as (address, requests):
-        hub = ask({"HTTPS_PROXY": f"http://me:{SECRET}@{address}"})
+        hub, item = ask({"HTTPS_PROXY": f"http://me:{SECRET}@{address}"})
     assert (hub.outcome, hub.status, hub.proxy) == ("proxy refused", status, f"http://{address}")
     assert [request[:2] for request in requests] == [("CONNECT", "huggingface.co:443")]
     assert base64.b64decode(requests[0][2].removeprefix("Basic ")).decode() == f"me:{SECRET}"
-    item = network(hub)
     assert item.status == "WARN"
     assert f"the proxy http://{address} is reached" in item.found
     assert f"HTTP {status}" in item.found
-
-
-def test_a_proxy_without_a_tunnel(ask):
-    with server(503) as (address, requests):
-        hub = ask({"http_proxy": address, "HF_ENDPOINT": "http://mirror.test"})
-    assert (hub.outcome, hub.status, hub.host) == ("proxy refused", 503, "mirror.test")
+    with server(status) as (address, requests):  # without a tunnel
+        hub, _ = ask({"http_proxy": address, "HF_ENDPOINT": "http://mirror.test"})
+    assert (hub.outcome, hub.status, hub.host) == ("proxy refused", status, "mirror.test")
     assert requests == [("HEAD", "http://mirror.test:80/", None)]
 
 
-def test_a_proxy_that_is_not_there(ask, nobody):
-    hub = ask({"HTTPS_PROXY": f"http://me:{SECRET}@{nobody}"})
-    assert hub.outcome == "proxy unreachable"
-    assert "connection refused" in network(hub).found
-    assert SECRET not in str(hub)
-
-
-@pytest.mark.parametrize("address", [f"http://me:{SECRET}@host:port", f"http://me:{SECRET}@", "http://"])
-def test_a_proxy_that_cannot_be_read(ask, address):
-    hub = ask({"HTTPS_PROXY": address})
-    assert hub.outcome == "proxy unreachable"
+@pytest.mark.parametrize(
+    ("variable", "address", "outcome", "words"),
+    [
+        ("HTTPS_PROXY", f"http://me:{SECRET}@NOBODY", "proxy unreachable", "connection refused"),
+        *(("HTTPS_PROXY", f"http://{x}", "proxy unreachable", "http://HOST:PORT") for x in UNREADABLE),
+        *(("HF_ENDPOINT", x, "no address", "HF_ENDPOINT") for x in NO_ADDRESS),
+    ],
+)
+def test_an_address_that_leads_nowhere(ask, nobody, variable, address, outcome, words):
+    hub, item = ask({variable: address.replace("NOBODY", nobody)})
+    assert (hub.outcome, item.status) == (outcome, "WARN")
+    assert words in item.found
     assert "s3cr" not in str(hub)
-    assert "http://HOST:PORT" in network(hub).found
 
 
 def test_no_answer_ends_soon(ask, silent):
+    """The limit of all stages is 0.4 s; a stage that waited for itself would take 30."""
     start = time.monotonic()
     for environment in ({"HTTPS_PROXY": f"http://{silent}"}, {"HF_ENDPOINT": f"http://{silent}"}):
-        hub = ask(environment, seconds=0.4)  # the limit of all stages leaves a busy machine 0.8 s
-        assert (hub.outcome, network(hub).status) == ("no network", "WARN")
-    assert time.monotonic() - start < 2
+        hub, item = ask(environment, seconds=0.4)
+        assert (hub.outcome, item.status) == ("no network", "WARN")
+    assert time.monotonic() - start < 20
 
 
 def test_a_mirror_that_answers_and_its_clock(ask):
     with server(200, date="Wed, 01 Jan 2020 00:00:00 GMT") as (address, requests):
-        hub = ask({"HF_ENDPOINT": f"http://{address}", "NO_PROXY": "127.0.0.1", "ALL_PROXY": "http://x:1"})
+        variables = {"HF_ENDPOINT": f"http://{address}", "NO_PROXY": "127.0.0.1", "ALL_PROXY": "http://x:1"}
+        hub, item = ask(variables)
     assert requests == [("HEAD", "/", None)]
-    assert (hub.outcome, hub.host, hub.proxy) == ("reached", "127.0.0.1", "")
-    assert network(hub).status == "OK"
+    assert (hub.outcome, hub.host, hub.proxy, item.status) == ("reached", "127.0.0.1", "", "OK")
     clock = check(replace(CPU_ONLY, hub=hub))["clock"]
     assert (clock.status, "ahead of the hub's" in clock.found) == ("WARN", True)
     with server(500) as (address, _):
-        hub = ask({"HF_ENDPOINT": f"http://{address}"})
+        hub, _ = ask({"HF_ENDPOINT": f"http://{address}"})
     assert (hub.outcome, hub.status) == ("refused", 500)
-
-
-def test_a_name_that_no_one_has(ask):
-    hub = ask({"HF_ENDPOINT": "https://hub.invalid"}, seconds=1)
+    hub, item = ask({"HF_ENDPOINT": "https://hub.invalid"}, seconds=1)  # a name that no one has
     assert hub.outcome in ("no name", "no answer", "no network")
-    assert network(hub).status == "WARN"
+    assert item.status == "WARN"
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_is_a_wish_and_nothing_is_asked(ask, name):
     with server(503) as (address, requests):
-        hub = ask({name: "1", "HTTPS_PROXY": f"http://{address}"})
-    assert (hub.outcome, requests, network(hub).status) == ("offline", [], "OK")
+        hub, item = ask({name: "1", "HTTPS_PROXY": f"http://{address}"})
+    assert (hub.outcome, requests, item.status) == ("offline", [], "OK")
 
 
 def test_which_proxy(ask, monkeypatch):
     named = {"HTTPS_PROXY": "http://a:1", "https_proxy": "http://b:2", "no_proxy": ".local,10.0.0.1"}
     surroundings(monkeypatch, named)
-    assert proxy_for("https", "huggingface.co") == "http://b:2"
-    assert proxy_for("https", "mirror.local") == ""
-    assert proxy_for("http", "huggingface.co") == ""
+    asked = [("https", "huggingface.co"), ("https", "mirror.local"), ("http", "huggingface.co")]
+    assert [proxy_for(*one) for one in asked] == ["http://b:2", "", ""]
     surroundings(monkeypatch, {"ALL_PROXY": "socks5://c:3"})
     assert proxy_for("http", "huggingface.co") == "socks5://c:3"
-    assert ask({"ALL_PROXY": "socks5://me:word@c:3"}).outcome == "not asked"
-
-
-@pytest.mark.parametrize(
-    "address", ["http://mirror:port", "https://[::1", "https://a..b", "ftp://mirror", "https://"]
-)
-def test_a_mirror_that_is_no_address(ask, address):
-    hub = ask({"HF_ENDPOINT": address})
-    assert hub.outcome == "no address"
-    assert network(hub).status == "WARN"
-    assert "HF_ENDPOINT" in network(hub).found
+    assert ask({"ALL_PROXY": "socks5://me:word@c:3"})[0].outcome == "not asked"
 
 
 @pytest.mark.tier("thorough")

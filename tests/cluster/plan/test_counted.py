@@ -1,6 +1,11 @@
 """Best and expected come from one count, of the path that a recipe takes on a device."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -8,26 +13,30 @@ import torch
 import narrowgauge as ng
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan
 from narrowgauge.cluster.plan.counted import ceilings_of, speeds_of
+from narrowgauge.cluster.plan.estimate import estimate
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.kernels.cast import emulate
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import H200
+from narrowgauge.simulate import H200, Memory, StepEstimate
+from narrowgauge.simulate.memory import CLASSES
 from narrowgauge.simulate.operations import Cost
 from narrowgauge.training import make_config
 
-SMALL = {"name": "gpt2-124m", "layers": 2}
+MODELS = {"small": {"name": "gpt2-124m", "layers": 2}, "long": {"name": "qwen2.5-7b", "layers": 2}}
 
 
-def plan(recipe, cluster, devices=1, model=SMALL, **training):
+@cache
+def plan(recipe, cluster, devices=1, model="small", **training):
+    """Each plan is counted once for all tests."""
     base = {"batch_size": 8, "micro_batch_size": 4}
-    values = {"model": model, "data": {"sequence_length": 128}, "training": base | training}
+    values = {"model": MODELS[model], "data": {"sequence_length": 128}, "training": base | training}
     return make_plan(make_config(values | {"recipe": {"name": recipe}}), devices, load_cluster(cluster))
 
 
 # one of each path: high precision, native, kernels, plain operations
-@pytest.mark.tier("thorough", keep=("fp32", "fp8", "nvfp4", "fp4"))
+@pytest.mark.tier("nightly", keep=("fp32", "fp8", "nvfp4", "fp4"))
 @pytest.mark.parametrize("recipe", ng.recipe_names())
 def test_the_best_is_the_floor_of_the_same_count(recipe):
     """Of every part of the step; nothing is cut off at 100 %."""
@@ -58,12 +67,10 @@ def test_an_update_is_counted():
     assert coat.update > 10 * fp8.update
 
 
-@pytest.mark.parametrize("cluster", cluster_names())
-def test_expected_speeds_are_below_the_ceilings(cluster):
-    spec = load_cluster(cluster)
-    for compute in ("bf16", "fp16", "fp32"):
+def test_expected_speeds_are_below_the_ceilings():
+    for spec, compute in product(map(load_cluster, cluster_names()), ("bf16", "fp16", "fp32")):
         best, expected = ceilings_of(spec, compute), speeds_of(spec, compute).calibrated()
-        assert expected.within(best) == replace(expected, lanes_per_s=best.lanes_per_s)
+        assert expected.within(best) == replace(expected, lanes_per_s=best.lanes_per_s), spec.title
 
 
 def test_no_rate_exceeds_a_ceiling():
@@ -99,9 +106,16 @@ def test_four_over_six_is_priced_by_its_own_casts(devices):
 @pytest.mark.tier("thorough")
 def test_products_are_those_that_the_device_multiplies():
     """The forward matmuls of `fp4` are by rows, whose scales are applied afterwards: bf16, and not fp32."""
-    assert plan("fp4", "h100").time.formats[0] == "bf16"
+    formats = {
+        ("fp4", "h100"): "bf16",
+        ("fp32", "h200"): "fp32",
+        ("fp16", "v100"): "fp16",
+        ("bf16", "v100"): "fp32",
+    }
+    assert {key: plan(*key).time.formats[0] for key in formats} == formats
     assert plan("fp4", "h100").time.products < 2 * plan("bf16", "h100").time.products
-    assert plan("fp32", "h200").time.formats == ("fp32",)
+    half, wide = (plan(name, "v100").expected.counted for name in ("fp16", "bf16"))
+    assert half.seconds < wide.seconds, "counted with torch's own operations"
 
 
 @pytest.mark.tier("thorough")
@@ -115,29 +129,44 @@ def test_devices_share_what_one_computes():
 @pytest.mark.parametrize(("recipe", "cluster"), [("fp8", "rtx4090"), ("nvfp4", "b200"), ("fp4", "h100")])
 def test_mfu_is_of_the_formats_that_are_multiplied(recipe, cluster):
     """MFU divides by the peak of the formats multiplied: over bf16's peak, FP8 and FP4 would exceed 1."""
-    long = plan(recipe, cluster, model={"name": "qwen2.5-7b", "layers": 2}, micro_batch_size=8)
-    assert 0 < long.time.mfu < 1
+    assert 0 < plan(recipe, cluster, model="long", micro_batch_size=8).time.mfu < 1
 
 
 @pytest.mark.tier("thorough")
-def test_a_plan_of_a_compiled_step_is_not_called_counted():
+def test_what_is_not_counted_and_what_has_no_kernels():
     compiled = plan("fp8", "h200", compile=True)
-    assert compiled.expected.counted is None
+    assert compiled.expected.counted is None, "the plan of a compiled step is not called counted"
     assert compiled.time.products == plan("fp8", "h200").time.products
-
-
-@pytest.mark.tier("thorough")
-def test_a_cpu_casts_by_plain_operations():
-    """A machine without matrix units for narrow formats, and without kernels."""
-    cpu = plan("fp8", "cpu").time
+    cpu = plan("fp8", "cpu").time  # without matrix units for narrow formats, and without kernels
     assert cpu.backend.name == "emulated"
     assert cpu.casts > plan("bf16", "cpu").time.casts
 
 
 @pytest.mark.tier("thorough")
-def test_a_v100_is_counted_with_torchs_own_operations():
-    half, wide = (plan(name, "v100") for name in ("fp16", "bf16"))
-    assert half.time.formats == ("fp16",)
-    assert wide.time.formats == ("fp32",)
-    assert half.expected.counted.seconds < wide.expected.counted.seconds
-    assert ParallelDims() == half.parallel_dims
+def test_a_plan_of_divided_experts_takes_less_time_for_casts():
+    model = {"name": "moe-debug", "dim": 128, "layers": 2, "ffn_dim": 64, "vocab_size": 256, "experts": 8}
+    training = {"batch_size": 8, "micro_batch_size": 2}
+    values = {"model": model, "data": {"sequence_length": 128}, "training": training}
+    given = make_config(values | {"recipe": {"name": "mxfp8"}})
+    step = StepEstimate(Memory(dict.fromkeys(CLASSES, 0), {}, 1), {})
+    dims = (ParallelDims(shard=4, expert=n) for n in (1, 4))
+    plain, divided = (estimate(given, one, load_cluster("h200"), step) for one in dims)
+    assert divided.casts < plain.casts
+    assert divided.products <= plain.products, "larger products of each expert read its weights less often"
+
+
+WITHOUT = "import sys; sys.modules['triton'] = None; from narrowgauge.cli.main import main; main()"
+LINE = "--data.sequence_length 128 --model.layers 2 --training.batch_size 8 --training.micro_batch_size 4"
+
+
+@pytest.mark.tier("nightly", keep=1)
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize(("recipe", "cluster"), [("nvfp4", "h200"), ("fp8", "rtx4090"), ("fp4", "h100")])
+def test_a_plan_does_not_need_triton(recipe, cluster, narrowgauge):
+    """Kernels are declared without it, so memory and the counted step equal a machine's that has it."""
+    line = ["plan", "--model", "gpt2-124m", *LINE.split(), "--recipe", recipe, "--cluster", cluster, "--json"]
+    here = narrowgauge(*line)
+    command = [sys.executable, "-c", WITHOUT, *line]
+    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert "counted" in told["expect"]
+    assert told == json.loads(here.out)

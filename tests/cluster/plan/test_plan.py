@@ -2,11 +2,13 @@
 
 import json
 import re
+from functools import partial
 from importlib import resources
 
 import pytest
 
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
+from narrowgauge.cluster.plan import cluster_spec
 from narrowgauge.cluster.plan.cluster_spec import parse_cluster
 from narrowgauge.cluster.plan.counted import counted_step, speeds_of
 from narrowgauge.cluster.plan.estimate import estimate
@@ -18,8 +20,9 @@ from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import flops_per_token
-from narrowgauge.simulate import cheaper, count_step, estimate_memory, estimate_step
+from narrowgauge.simulate import Memory, StepEstimate, cheaper, count_step, estimate_memory, estimate_step
 from narrowgauge.simulate.few_blocks import few_blocks
+from narrowgauge.simulate.memory import CLASSES
 from narrowgauge.simulate.memory_estimate import _heaviest
 from narrowgauge.simulate.room import Room, copy_of_save
 from narrowgauge.training import make_config
@@ -35,25 +38,33 @@ def config(recipe="bf16", model=SMALL, **training):
     )
 
 
-@pytest.mark.parametrize("name", cluster_names())
-def test_clusters_that_ship(name):
-    cluster = load_cluster(name)
-    assert cluster.title
-    assert cluster.facts.maker in ("nvidia", "amd", "cpu")
-    assert cluster.memory_bytes > 1e10
-    assert all(cluster.speed(kind) <= cluster.peak[kind] for kind in cluster.peak)
-    text = (resources.files("narrowgauge.cluster.plan") / "machines" / f"{name}.toml").read_text()
-    bare = [line for line in text.splitlines() if line.startswith(("memory =", "inside", "between", "host"))]
-    assert all("#" in line for line in bare), "each figure has its source"
+def text_of(name):
+    return (resources.files("narrowgauge.cluster.plan") / "machines" / f"{name}.toml").read_text()
 
 
-def test_the_form_in_the_module_is_a_cluster(tmp_path):
-    from narrowgauge.cluster.plan import cluster_spec
+def test_clusters_that_ship():
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        assert cluster.title
+        assert cluster.facts.maker in ("nvidia", "amd", "cpu")
+        assert cluster.memory_bytes > 1e10
+        assert all(cluster.speed(kind) <= cluster.peak[kind] for kind in cluster.peak)
+        figures = ("memory =", "inside", "between", "host")
+        bare = [line for line in text_of(name).splitlines() if line.startswith(figures)]
+        assert all("#" in line for line in bare), "each figure has its source"
 
+
+def test_a_cluster_of_ones_own(tmp_path):
     lines = cluster_spec.__doc__.split("\n\n    ", 1)[1].split("\n\nA recipe is native")[0]
     file = tmp_path / "mine.toml"
     file.write_text("\n".join(line.strip() for line in lines.splitlines()))
     assert str(load_cluster(str(file)).device_hour) == "3.50 USD"
+    assert load_cluster("4090") == load_cluster("rtx4090"), (
+        "the ending of a name stands for the one that has it"
+    )
+    for name, words in (("100", "unknown cluster '100'"), ("fronteir", "frontier")):  # a100, h100 and v100
+        with pytest.raises(UserError, match=words):
+            load_cluster(name)
 
 
 @pytest.mark.parametrize(
@@ -68,23 +79,15 @@ def test_the_form_in_the_module_is_a_cluster(tmp_path):
     ],
 )
 def test_a_mistake_in_a_cluster_is_named(line, words):
-    text = (resources.files("narrowgauge.cluster.plan") / "machines" / "h100.toml").read_text()
     key = line.split(" =")[0]
-    kept = "\n".join(x for x in text.splitlines() if not x.startswith(f"{key} ="))
+    kept = "\n".join(x for x in text_of("h100").splitlines() if not x.startswith(f"{key} ="))
     with pytest.raises(UserError, match=words):
         parse_cluster(f"{line}\n{kept}", "mine.toml")
 
 
-def test_an_unknown_cluster_is_told_the_nearest():
-    with pytest.raises(UserError, match="frontier"):
-        load_cluster("fronteir")
-
-
 @pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(
-    ("recipe", "mesh"),
-    [("bf16", {}), ("bf16", {"shard": 2, "zero": 1}), ("bf16", {"pipeline": 2})],
-    ids=str,
+    ("recipe", "mesh"), [("bf16", {}), ("bf16", {"shard": 2, "zero": 1}), ("bf16", {"pipeline": 2})], ids=str
 )
 def test_a_few_layers_tell_what_many_take(recipe, mesh):
     deep = config(recipe, SMALL | {"layers": 10})
@@ -141,15 +144,6 @@ def test_time_obeys_its_ceilings():
     assert estimate(again, dims, cluster, estimate_step(again, dims)).products > found.products
 
 
-@pytest.mark.tier("thorough")  # plans of seconds; test_time_obeys_its_ceilings stays
-def test_links_between_nodes_are_waited_for():
-    cluster = load_cluster("rtx4090")
-    tiny = config("fp32", {"name": "llama3-1b"}, batch_size=8, micro_batch_size=1)
-    inside, across = (make_plan(tiny, n, cluster).time for n in (4, 8))
-    assert not any(v.between for v in inside.volumes)
-    assert across.waiting > inside.waiting > 0
-
-
 @pytest.mark.tier("thorough")
 def test_a_budget_costs_what_it_takes():
     one = config("bf16", {"name": "llama3-1b"})
@@ -162,24 +156,32 @@ def test_a_budget_costs_what_it_takes():
     assert half["days"] == pytest.approx(2 * found["days"])
 
 
+def test_a_price_has_the_currency_that_was_written():
+    words = {
+        "2.50USD": "2.50 USD",
+        "2.5 EUR": "2.50 EUR",
+        "$3": "3.00 $",
+        "1234": "1,234",
+        "0.004USD": "below 0.01 USD",
+    }
+    assert {text: str(parse_price("--price", text)) for text in words} == words
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("parse", "texts", "words"),
     [
-        ("2.50USD", "2.50 USD"),
-        ("2.5 EUR", "2.50 EUR"),
-        ("$3", "3.00 $"),
-        ("1234", "1,234"),
-        ("0.004USD", "below 0.01 USD"),
+        (
+            partial(parse_price, "--price"),
+            ("", "USD", "-1", "0 USD", "2 3", "EUR 2 USD"),
+            r"--price .*such as 2\.50USD",
+        ),
+        (tokens_of, ("", "many", "-1B", "0", "nan", "1e30"), "300B, 1T"),
     ],
 )
-def test_a_price_has_the_currency_that_was_written(text, words):
-    assert str(parse_price("--price", text)) == words
-
-
-@pytest.mark.parametrize("text", ["", "USD", "-1", "0 USD", "2 3", "EUR 2 USD"])
-def test_what_is_no_price_is_refused(text):
-    with pytest.raises(UserError, match=r"--price .*such as 2\.50USD"):
-        parse_price("--price", text)
+def test_what_is_no_price_or_number_of_tokens_is_refused(parse, texts, words):
+    for text in texts:
+        with pytest.raises(UserError, match=words):
+            parse(text)
 
 
 @pytest.mark.tier("thorough")
@@ -207,8 +209,7 @@ def test_a_format_that_the_device_lacks_is_priced_as_emulation():
 
 
 def test_a_cluster_that_names_no_gpu_has_nothing_narrow():
-    text = (resources.files("narrowgauge.cluster.plan") / "machines" / "h100.toml").read_text()
-    bare = parse_cluster(text.replace('gpu = "sm_90"', ""), "mine.toml")
+    bare = parse_cluster(text_of("h100").replace('gpu = "sm_90"', ""), "mine.toml")
     one, dims = config("fp8", SMALL | {"layers": 1}), ParallelDims()
     assert estimate(one, dims, bare, estimate_step(one, dims)).backend.name == "emulated"
 
@@ -252,20 +253,34 @@ def test_the_smallest_number_of_devices_is_found():
     assert fewest_devices(big, ParallelDims(), memory, memory.state // 100, lambda *_: False) is None
 
 
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("mesh", [{}, {"pipeline": 2}, {"pipeline": 2, "chunks": 2}], ids=str)
-def test_a_pipeline_waits_for_its_stages_less_the_chunks_it_runs_them_in(mesh):
-    """(P - 1) / (m x chunks) of the time that a process computes, with m = 8 micro-batches."""
-    dims, values = ParallelDims(**mesh), config("bf16", SMALL | {"layers": 4})
-    time = estimate(values, dims, load_cluster("h100"), estimate_step(values, dims))
-    busy = time.products + time.casts + time.passes
-    assert time.bubble == pytest.approx(busy * (dims.pipeline - 1) / (8 * dims.chunks))
+@pytest.fixture(scope="module")
+def counted():
+    """A step of eight micro-batches, counted on one device."""
+    values = config("bf16", SMALL | {"layers": 4})
+    return values, counted_step(values, ParallelDims(), load_cluster("h100"))
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1B", "0", "nan", "1e30"])
-def test_what_is_no_number_of_tokens_is_refused(text):
-    with pytest.raises(UserError, match="300B, 1T"):
-        tokens_of(text)
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"pipeline": 2}, {"pipeline": 2, "chunks": 2}], ids=str)
+def test_the_time_of_a_step_follows_from_its_memory_and_traffic(mesh, counted):
+    """A pipeline waits (P - 1) / (m x chunks) of the time that it computes; gradients on the host travel in
+    each micro-batch; a device updates its own state; and only gather and reduce overlap computation."""
+    (values, count), dims, cluster = counted, ParallelDims(**mesh), load_cluster("h100")
+    host = {"gradients": 5 * 10**8, "m": 10**8}
+    memory = Memory(dict.fromkeys(CLASSES, 0) | {"weights": 10**9, "m": 3 * 10**9}, host, 2**33)
+    sent = {("gather", tuple(range(16))): 2**30, ("reduce", tuple(range(4))): 2**28, ("stage", (0, 8)): 2**20}
+    time = estimate(values, dims, cluster, StepEstimate(memory, sent), count)
+    busy, micro_batches = time.products + time.casts + time.passes, 8 // dims.data
+    assert busy * dims.size == pytest.approx(count.best.of_micro_batches("seconds"))
+    assert time.bubble == pytest.approx(busy * (dims.pipeline - 1) / (micro_batches * dims.chunks))
+    assert time.update == pytest.approx(count.best.update.seconds * memory.state / count.state_bytes)
+    assert time.copies == pytest.approx(2 * (6e8 + micro_batches * 5e8) / cluster.host)
+    gather = 2**30 / min(
+        8 * cluster.between, cluster.inside
+    )  # each node sends on as much as each of its ranks
+    reduce, stage = 2**28 / cluster.inside, 2**20 / cluster.between
+    assert [v.seconds for v in time.volumes] == pytest.approx([gather, reduce, stage])
+    assert [v.between for v in time.volumes] == [2**30 // 8, 0, 2**20]
+    assert time.waiting == pytest.approx(max(0, gather + reduce - busy) + stage)
 
 
 @pytest.mark.tier("thorough")  # plans of seconds; test_time_obeys_its_ceilings stays
@@ -360,31 +375,6 @@ def test_what_is_expected_of_one_gpu_is_counted():
     assert counted_expectation(found, found.seconds, None, found.seconds).share == 0.5, "the host's link"
 
 
-@pytest.mark.tier("thorough")
-def test_gradients_on_the_host_travel_in_each_micro_batch():
-    card, alone = load_cluster("rtx4090"), ParallelDims()
-
-    def copies(offload, batch_size=4):
-        values = {"recipe": {"name": "msamp-o3", "offload": offload}}
-        one = make_config(values | {"training": {"micro_batch_size": 1, "batch_size": batch_size}})
-        with imagine(card.facts):
-            step = estimate_step(one)
-        host = step.memory.host
-        return (
-            estimate(one, alone, card, step).copies * card.host / 2,
-            sum(host.values()),
-            host.get("gradients", 0),
-        )
-
-    assert copies("")[0] == 0
-    moved, once, gradients = copies("m,v")
-    assert moved == pytest.approx(once)
-    assert gradients == 0
-    moved, once, gradients = copies("grad,m")
-    assert moved == pytest.approx(once + 4 * gradients)
-    assert gradients > 0
-
-
 @pytest.mark.tier("thorough")  # other tests plan smaller models
 def test_8b_in_fp8_does_not_fit_on_one_h200():
     """Weights, gradients and moments of four bytes are 120 GiB; a step that is counted there takes 136."""
@@ -405,9 +395,3 @@ def test_8b_in_fp8_does_not_fit_on_one_h200():
     assert not room.fits(memory, alone)
     assert room.fits(options["--recipe msamp-o3"], alone)
     assert room.fits(options["--recipe.offload master,grad,m,v"], alone)
-
-
-def test_the_ending_of_a_name_stands_for_the_one_cluster_that_has_it():
-    assert load_cluster("4090") == load_cluster("rtx4090")
-    with pytest.raises(UserError, match="unknown cluster '100'"):  # a100, h100 and v100
-        load_cluster("100")

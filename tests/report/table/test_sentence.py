@@ -29,10 +29,7 @@ def told(make_run, **losses):
             "Open: one seed proves no difference. The gaps in validation loss to bf16: mxfp4 (-2.50 %), "
             "mxfp8 (+2.50 %).",
         ),
-        (
-            {"bf16": [4.0]} | MANY,
-            "r8 (+2.00 %), r7 (+1.75 %), r6 (+1.50 %), r5 (+1.25 %), and 5 more.",
-        ),
+        ({"bf16": [4.0]} | MANY, "r8 (+2.00 %), r7 (+1.75 %), r6 (+1.50 %), r5 (+1.25 %), and 5 more."),
         (
             {"bf16": [math.nan], "fp8": [4.0], "mxfp4": [math.nan]},
             "No longer finite: mxfp4 (a loss is NaN or infinite). "
