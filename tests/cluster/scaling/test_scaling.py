@@ -71,10 +71,7 @@ def test_the_break_even_is_where_both_take_the_same_time(processes, fixed_ms):
     assert found is not None
     total = found * processes
     assert total * 0.1 == pytest.approx(total / processes * 0.1 + fixed_ms)
-
-
-def test_no_break_even_where_the_pieces_compute_no_faster():
-    assert break_even(ONE, row("weak", 2, 2000, 250.0, 0.1)) is None
+    assert break_even(ONE, row("weak", 2, 2000, 250.0, 0.1)) is None, "the pieces compute no faster"
     assert break_even(ONE, row("weak", 2, 2000, 100.0, 0.0)) == 0
 
 
@@ -132,33 +129,31 @@ def test_the_verdict_says_what_is_proven():
         "2.91 .. 4.57). "
         "0 % of a step is communication; more processes may be worth a try."
     )
-    assert "slower, because the interval is below 1" in verdict(two((150.0, 151.0, 152.0)), False)
-    assert "no proof, because the interval includes 1; take more --rounds" in verdict(
-        two((80, 99, 120)), False
-    )
-    assert "no proof, because one round has no interval" in verdict(two((50.0,), one=(100.0,)), False)
-    busy = verdict(two((50.0, 51.0, 52.0), starved=0.3), same_cores=False)
-    assert "no proof, because other programs used the cores" in busy
-    assert busy.endswith("measure again when the cores are free.")
-    assert "larger micro-batches would help" in verdict(rows(50.0, 125.0), same_cores=False)
-    assert "share the cores that fewer had" in verdict(rows(90.0, 400.0, 0.05), same_cores=True)
-    assert "name more with --procs" in verdict([ONE, replace(ONE, mode="weak")], same_cores=True)
+    every = [
+        (two((150.0, 151.0, 152.0)), False, "slower, because the interval is below 1"),
+        (two((80, 99, 120)), False, "no proof, because the interval includes 1; take more --rounds"),
+        (two((50.0,), one=(100.0,)), False, "no proof, because one round has no interval"),
+        (two((50.0, 51.0, 52.0), starved=0.3), False, "no proof, because other programs used the cores"),
+        (two((50.0, 51.0, 52.0), starved=0.3), False, "measure again when the cores are free."),
+        (rows(50.0, 125.0), False, "larger micro-batches would help"),
+        (rows(90.0, 400.0, 0.05), True, "share the cores that fewer had"),
+        ([ONE, replace(ONE, mode="weak")], True, "name more with --procs"),
+    ]
+    for measured, same_cores, words in every:
+        assert words in verdict(measured, same_cores), words
 
 
-def test_more_that_is_slower_is_a_warning():
+def test_more_that_is_slower_is_a_warning_and_what_is_compared_is_said():
     assert warnings(rows(50.0, 125.0), cores=4, on_cpu=True) == []
     found = warnings(rows(200.0, 125.0), cores=4, on_cpu=True)
     assert found == ["4 processes are slower than 1 (strong: 0.50x)"]
     assert "4 processes with 1 thread(s) each take turns" in warnings(rows(50.0, 125.0), 2, True)[0]
     busy = [*rows(50.0, 125.0)[:3], row("weak", 4, 4000, 125.0, starved=0.4)]
     assert "waited for a core for 40%" in warnings(busy, 4, True)[0]
-
-
-def test_what_is_compared_is_said():
-    one = replace(ONE, threads=4)
-    assert "the same cores" in compared([one, row("strong", 4, 1000, 50.0)], cores=4, on_cpu=True)
-    assert "more cores" in compared([replace(one, threads=1), row("strong", 4, 1000, 50.0)], 4, True)
-    assert "1: 4, 4: 1" in compared([one, row("strong", 4, 1000, 50.0)], 4, True)
+    one, four = replace(ONE, threads=4), row("strong", 4, 1000, 50.0)
+    assert "the same cores" in compared([one, four], cores=4, on_cpu=True)
+    assert "1: 4, 4: 1" in compared([one, four], 4, True)
+    assert "more cores" in compared([replace(one, threads=1), four], 4, True)
 
 
 def test_what_goes_on_beside_computation_is_no_communication():
@@ -171,12 +166,11 @@ def test_sleep_is_waiting_and_work_is_not():
     before = idle()
     time.sleep(0.1)
     slept = idle()
-    assert 0.09 < slept.asleep - before.asleep < 0.2
-    began = time.perf_counter()
-    while time.perf_counter() - began < 0.1:
+    assert slept.asleep - before.asleep > 0.09
+    began = time.process_time()
+    while time.process_time() - began < 0.1:
         pass
-    after = idle()
-    assert after.asleep - slept.asleep < 0.03, "neither with a core nor in want of one"
+    assert idle().asleep - slept.asleep < 0.05, "neither with a core nor in want of one"
 
 
 @pytest.mark.parametrize(
