@@ -8,22 +8,17 @@ import pytest
 from narrowgauge.data import export_tokens, open_data, open_megatron
 from narrowgauge.errors import UserError
 
+MEGATRON = [f"text_{part}_document.{end}" for part in ("train", "val") for end in ("bin", "idx")]
+
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
 def test_both_layouts_bring_back_every_document(source, tmp_path, tokenizer):
     data = open_data(source, tokenizer)
     for layout in ("llmc", "megatron"):
         export_tokens(data, layout, tmp_path / layout)
-    assert sorted(os.listdir(tmp_path / "llmc")) == [
-        "text_train_000000.bin",
-        "text_val_000000.bin",
-        "tokenizer.json",
-    ]
-    assert sorted(os.listdir(tmp_path / "megatron")) == [
-        *("text_train_document.bin", "text_train_document.idx"),
-        *("text_val_document.bin", "text_val_document.idx"),
-        "tokenizer.json",
-    ]
+    shards = ["text_train_000000.bin", "text_val_000000.bin", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "llmc")) == shards
+    assert sorted(os.listdir(tmp_path / "megatron")) == [*MEGATRON, "tokenizer.json"]
     end = data.tokenizer.end_of_document
     llmc, megatron = open_data(str(tmp_path / "llmc")), open_data(str(tmp_path / "megatron"))
     for part in ("train", "val"):
@@ -42,11 +37,8 @@ def test_a_named_pair_of_megatrons_holds_all_documents_the_held_out_ones_last(so
     names = ["tokenizer.json", "wikipedia_text_document.bin", "wikipedia_text_document.idx"]
     assert sorted(os.listdir(tmp_path / "one")) == names
     pair = open_megatron(tmp_path / "one" / names[1])
-    (train,), (val,) = data.train.streams, data.val.streams
-    documents = [*train.documents(), *val.documents()]
-    written = np.split(pair.tokens, pair.starts[1:])
-    assert len(written) == len(documents)
-    for one, other in zip(written, documents, strict=True):
+    documents = [document for part in (data.train, data.val) for document in part.streams[0].documents()]
+    for one, other in zip(np.split(pair.tokens, pair.starts[1:]), documents, strict=True):
         assert np.array_equal(one, [*other, 256])
     export_tokens(data, "llmc", tmp_path / "llmc", "wiki")
     assert sorted(os.listdir(tmp_path / "llmc"))[1:] == ["wiki_train_000000.bin", "wiki_val_000000.bin"]
@@ -54,14 +46,13 @@ def test_a_named_pair_of_megatrons_holds_all_documents_the_held_out_ones_last(so
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(source, tmp_path):
     data = open_data(source, "bytes")
-    with pytest.raises(UserError, match="unknown token layout 'megatronn'; the nearest is 'megatron'"):
-        export_tokens(data, "megatronn", tmp_path / "x")
-    with pytest.raises(
-        UserError, match=r"--name '\.\./x' begins the names of files in --out; use only letters"
-    ):
-        export_tokens(data, "llmc", tmp_path / "x", "../x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    with pytest.raises(UserError, match=r"cannot write tokens to .*full: it is not an empty directory"):
-        export_tokens(data, "llmc", tmp_path / "full")
+    for words, says in (
+        (("megatronn", tmp_path / "x"), "unknown token layout 'megatronn'; the nearest is 'megatron'"),
+        (("llmc", tmp_path / "x", "../x"), r"--name '\.\./x' begins the names of files in --out; use only"),
+        (("llmc", tmp_path / "full"), "cannot write tokens to .*full: it is not an empty directory"),
+    ):
+        with pytest.raises(UserError, match=says):
+            export_tokens(data, *words)
     assert not (tmp_path / "x").exists()

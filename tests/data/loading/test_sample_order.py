@@ -1,6 +1,6 @@
 """The order of samples: a permutation an epoch, the same however it is asked for, the same for ever."""
 
-from itertools import islice, pairwise
+from itertools import islice
 from math import isqrt
 
 import numpy as np
@@ -38,7 +38,6 @@ def slow_sample(seed, n, size):
             return value
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(-(2**70), 2**70),
     first=st.integers(0, 10**12),
@@ -51,10 +50,10 @@ def test_the_fast_order_is_the_slow_one(seed, first, count, size):
     ]
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 100, 127, 128, 129, 1000, 4095, 4097, 65_537, 250_000])
-def test_every_epoch_meets_every_window_once(size):
-    for epoch in (0, 1, 5):
-        assert np.array_equal(np.sort(samples(3, epoch * size, size, size)), np.arange(size))
+def test_every_epoch_meets_every_window_once():
+    for size in (*range(1, 40), 127, 128, 129, 4095, 4097, 65_537):
+        for epoch in (0, 5):
+            assert np.array_equal(np.sort(samples(3, epoch * size, size, size)), np.arange(size)), size
 
 
 def test_epochs_and_seeds_differ():
@@ -62,16 +61,6 @@ def test_epochs_and_seeds_differ():
     for i, one in enumerate(orders):
         for other in orders[:i]:
             assert (one == other).mean() < 0.02  # 1 in 1000 is what chance gives
-
-
-@pytest.mark.tier("thorough")
-@settings(deadline=None)
-@given(cuts=st.lists(st.integers(0, 500), max_size=20), seed=st.integers(0, 99))
-def test_batches_put_together_are_the_same_whatever_their_size(cuts, seed):
-    whole = samples(seed, 0, 500, 37)
-    edges = [0, *sorted(cuts), 500]
-    parts = [samples(seed, a, b - a, 37) for a, b in pairwise(edges)]
-    assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_small_orders_are_all_about_equally_likely():
@@ -96,6 +85,9 @@ def test_the_order_never_changes_between_versions():
     """A run that is resumed under a later version has to meet the samples that it would have met."""
     assert samples(0, 0, 12, 10).tolist() == [5, 1, 0, 3, 9, 6, 4, 8, 2, 7, 4, 0]
     assert samples(1234, 10**9, 5, 1_000_003).tolist() == [812892, 452525, 593843, 516912, 567087]
+    source_N, window_N = mixed_samples(0, 0, 8, [10, 1000], shares_of([0.5, 0.5]))
+    assert source_N.tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
+    assert window_N.tolist() == [1, 5, 0, 108, 359, 934, 4, 545]
 
 
 def slow_mixed_sample(seed, n, sizes, shares):
@@ -107,7 +99,7 @@ def slow_mixed_sample(seed, n, sizes, shares):
     return source, slow_sample(seed + (source + 1) * 0x9E3779B97F4A7C15, own, sizes[source])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**63),
     first=st.integers(0, 10**10),
@@ -140,39 +132,19 @@ def test_every_block_keeps_the_weights_and_every_epoch_of_a_source_is_whole():
         assert counts.max() <= int(mean) + 1
 
 
-@pytest.mark.tier("thorough")
-def test_a_mixture_put_together_is_the_same_whatever_the_parts():
-    shares, sizes = shares_of([1, 2]), [50, 70]
-    whole = mixed_samples(4, 65_000, 2000, sizes, shares)
-    for step in (1, 7, 500):
-        parts = [
-            mixed_samples(4, 65_000 + i, min(step, 2000 - i), sizes, shares) for i in range(0, 2000, step)
-        ]
-        for which in (0, 1):
-            assert np.array_equal(np.concatenate([part[which] for part in parts]), whole[which])
-
-
 def test_one_source_alone_has_its_own_order():
     source_N, window_N = mixed_samples(3, 100, 50, [37], shares_of([0.2]))
     assert not source_N.any()
     assert np.array_equal(window_N, samples(3, 100, 50, 37))
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1, 1], [1e-9, 1], [0.5, 1e9, 3], [1e-300] * 7])
-def test_shares_are_all_of_a_block_and_none_is_nothing(weights):
-    shares = shares_of(weights)
-    assert sum(shares) == 65536
-    assert min(shares) >= 1
-    exact = np.array(weights) / sum(weights) * 65536
-    assert np.abs(np.array(shares) - exact).max() <= len(weights)
-
-
-def test_the_mixture_never_changes_between_versions():
-    source_N, window_N = mixed_samples(0, 0, 8, [10, 1000], shares_of([0.5, 0.5]))
-    assert (source_N.tolist(), window_N.tolist()) == (
-        [0, 0, 0, 1, 1, 1, 0, 1],
-        [1, 5, 0, 108, 359, 934, 4, 545],
-    )
+def test_shares_are_all_of_a_block_and_none_is_nothing():
+    for weights in ([1], [1, 1, 1], [1e-9, 1], [0.5, 1e9, 3], [1e-300] * 7):
+        shares = shares_of(weights)
+        assert sum(shares) == 65536
+        assert min(shares) >= 1
+        exact = np.array(weights) / sum(weights) * 65536
+        assert np.abs(np.array(shares) - exact).max() <= len(weights)
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1), (8, 1)])

@@ -5,10 +5,10 @@ import resource
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
+from data.reading import contents
 from narrowgauge.data import open_corpus, prepare
 from narrowgauge.errors import UserError
 from support.fault_table import case
@@ -45,11 +45,8 @@ def child(narrowgauge, tmp_path):
     return start
 
 
-def contents(directory):
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
-
-
 @case("F4", tier="quick")
+@pytest.mark.tier("thorough", keep=("learn",))
 @pytest.mark.parametrize("stop_at", ["read", "learn", "encode"])
 def test_publish_killed_at_any_stage_leaves_nothing_and_can_be_repeated(source, tmp_path, stop_at, child):
     undisturbed = contents(prepare(source, "bpe-300", tmp_path / "undisturbed").directory)
@@ -72,9 +69,7 @@ def test_publish_killed_at_any_stage_leaves_nothing_and_can_be_repeated(source, 
 @case("F4", tier="quick")
 def test_two_at_once_both_end_well(source, tmp_path, child):
     place, go = tmp_path / "place" / "out", tmp_path / "go"
-    children = [
-        child(source, place, "encode", go) for _ in range(2)
-    ]  # both have begun, neither has published
+    children = [child(source, place, "encode", go) for _ in range(2)]  # neither has published
     assert len(os.listdir(place.parent)) == 2
     go.touch()
     ended = [process.wait(60) for process in children]
@@ -96,19 +91,8 @@ def test_a_full_disk_is_refused_and_leaves_nothing(source, cache):
     assert prepare(source, "bytes").manifest.train_documents > 0
 
 
-def test_a_directory_that_cannot_be_made_is_refused_by_name(source, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        UserError,
-        match=rf"cannot write the corpus to {tmp_path}/file/out: {tmp_path}/file is a file; delete it",
-    ):
-        prepare(source, "bytes", tmp_path / "file" / "out")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_may_not_be_written_is_refused_by_name(source, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    with pytest.raises(
-        UserError, match=rf"cannot write the corpus to {tmp_path}/locked/out: Permission denied"
-    ):
+    with pytest.raises(UserError, match=r"cannot write the corpus to .*/locked/out: Permission denied"):
         prepare(source, "bytes", tmp_path / "locked" / "out")

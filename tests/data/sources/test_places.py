@@ -1,4 +1,4 @@
-"""Which files a source leads to: each once, none left out silently."""
+"""Which files a source leads to: each once, in a fixed order, none left out silently."""
 
 import gzip
 import json
@@ -10,51 +10,52 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.data import documents, prepare
+from data.reading import documents_in, names, pairs, refusal, texts, write
+from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
 
 
-def write(path, text="text"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{text} of {path.name}")
+def fill(folder, files):
+    for name, content in files.items():
+        write(folder / name, content)
 
 
-def names(source):
-    return [document.name for document in documents(str(source))]
+def test_directory_source_reads_text_files_by_name(tmp_path):
+    found = [
+        "BOOK.TXT",
+        "Z.txt",
+        "a.txt",
+        "a/b/c.py",
+        "a/z.Md",
+        "b.txt",
+    ]  # the case of an ending is no matter
+    hidden = {"picture.png": b"\x89PNG", ".git/notes.txt": "x", ".hidden.txt": "x", "blank.txt": " \n\t\n"}
+    for root in (tmp_path / "d", tmp_path / ".notes"):
+        fill(root, {name: f"this is {name}\r\n" for name in reversed(found)} | hidden)
+        with pytest.warns(UserWarning, match=r"leaves out 1 of 8 files .* not read: picture\.png; convert"):
+            assert pairs(root) == [(name, f"this is {name}\r\n") for name in found]
 
 
-def test_a_glob_that_matches_a_file_in_several_ways_reads_it_once(tmp_path):
-    for name in ("x.txt", "a/y.txt", "a/b/z.txt"):
-        write(tmp_path / name)
-    assert names(tmp_path / "**" / "**" / "*.txt") == ["a/b/z.txt", "a/y.txt", "x.txt"]
+def test_a_glob_names_each_file_once_below_its_fixed_part(tmp_path):
+    fill(tmp_path, {name: name for name in ("x/1.txt", "x/deep/2.txt", "y/3.txt")})
+    assert names(tmp_path / "x" / "**" / "*") == ["1.txt", "deep/2.txt"]
+    assert names(tmp_path / "*" / "*.txt") == ["x/1.txt", "y/3.txt"]
+    assert names(tmp_path / "**" / "**" / "*.txt") == ["x/1.txt", "x/deep/2.txt", "y/3.txt"]
 
 
 def test_a_link_to_a_folder_is_followed_and_no_folder_is_read_twice(tmp_path):
-    write(tmp_path / "d" / "one.txt")
-    write(tmp_path / "d" / "sub" / "two.txt")
-    write(tmp_path / "elsewhere" / "deep" / "three.txt")
+    fill(tmp_path, {name: name for name in ("d/one.txt", "d/sub/two.txt", "elsewhere/deep/three.txt")})
     (tmp_path / "d" / "part").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "d" / "z-again").symlink_to(tmp_path / "elsewhere" / "deep")
     (tmp_path / "d" / "a-sub").symlink_to("sub")
     (tmp_path / "d" / "sub" / "up").symlink_to("..")
     (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "d")
     assert names(tmp_path / "d") == ["one.txt", "part/deep/three.txt", "sub/two.txt"]
-
-
-def test_a_link_that_leads_nowhere_is_refused(tmp_path):
-    write(tmp_path / "a.txt")
-    (tmp_path / "b.jsonl.gz").symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"b\.jsonl\.gz is a link that leads nowhere; fix it, or remove it"):
-        names(tmp_path)
-    (tmp_path / "b.jsonl.gz").rename(tmp_path / ".#b.txt")  # as an editor's lock
-    assert names(tmp_path) == ["a.txt#0"]
-
-
-def test_the_case_of_an_ending_does_not_matter(tmp_path):
-    write(tmp_path / "BOOK.TXT")
-    write(tmp_path / "b.Md")
-    write(tmp_path / "c.txt")
-    assert names(tmp_path) == ["BOOK.TXT", "b.Md", "c.txt"]
+    write(tmp_path / "e" / "a.txt", "text")
+    (tmp_path / "e" / "b.jsonl.gz").symlink_to(tmp_path / "gone")
+    assert "b.jsonl.gz is a link that leads nowhere; fix it, or remove it" in refusal(tmp_path / "e")
+    (tmp_path / "e" / "b.jsonl.gz").rename(tmp_path / "e" / ".#b.txt")  # as an editor's lock
+    assert names(tmp_path / "e") == ["a.txt#0"]
 
 
 def test_a_folder_that_may_not_be_read_is_refused():
@@ -62,8 +63,7 @@ def test_a_folder_that_may_not_be_read_is_refused():
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         directory.chmod(0o755)
-        write(directory / "open" / "a.txt")
-        write(directory / "locked" / "b.txt")
+        fill(directory, {"open/a.txt": "a", "locked/b.txt": "b"})
         (directory / "locked").chmod(0)
         was = os.geteuid()
         if was == 0:
@@ -81,74 +81,50 @@ def lines(start, count=30, key="text"):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+def read(count):
+    """The texts of `lines`."""
+    return [f"document {i}" for i in range(count)]
+
+
 def doc(i):
     return f'<doc id="{i}" url="https://x.org/?curid={i}" title="T {i}">\nT {i}\n\nText {i}.\n\n</doc>\n'
 
 
-def fill(folder, files):
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-SHARDS = {
-    "a.json.gz": gzip.compress(lines(0)),
-    "b.json": lines(30),
-    "c": lines(60),
-    "d.xz": lzma.compress(lines(90)),
-}
-CARDS = {"README.md": "# A card", "set.py": "class Loader: ...", "LICENSE": "MIT", "dataset_infos.json": "{}"}
+SHARDS = {"a.json.gz": gzip.compress(lines(0)), "b.json": lines(30), "c": lines(60)}
+SHARDS |= {"d.xz": lzma.compress(lines(90))}
+CARDS = {"README.md": "# A card", "set.py": "class Loader:", "LICENSE": "MIT", "dataset_infos.json": "{}"}
 ARRAY = json.dumps([{"text": "a"}, {"text": "b"}])
+WIKI = {
+    "AA/wiki_00": doc(1) + doc(2),
+    "AB/wiki_00": lines(0),
+    "AB/wiki_01.gz": gzip.compress(doc(3).encode()),
+}
+ARTICLES = [f"T {i}\n\nText {i}.\n\n" for i in (1, 2, 3)]
 # Files, the texts that are read, and the files that a warning names.
 FOLDERS = {
-    "shards of every suffix": (SHARDS, [f"document {i}" for i in range(120)], []),
-    "a data set with its card": (
-        {"data/a.jsonl": lines(0), **CARDS},
-        [f"document {i}" for i in range(30)],
-        CARDS,
-    ),
-    "text with its card": (
-        {"a.txt": "one", "b.txt": "two", "README.md": "card"},
-        ["one", "two"],
-        ["README.md"],
-    ),
+    "shards of every suffix": (SHARDS, read(120), []),
+    "a data set with its card": ({"data/a.jsonl": lines(0), **CARDS}, read(30), CARDS),
+    "text with its card": ({"a.txt": "one", "b.txt": "two", "README.md": "x"}, ["one", "two"], ["README.md"]),
     "code": ({"README.md": "read", "a.py": "1", "x/b.py": "2"}, ["read", "1", "2"], []),
     "settings beside text": (
-        {"a.md": "one", "b.md": "two", "package.json": '{"name": 1}'},
+        {"a.md": "one", "b.md": "two", "package.json": "{}"},
         ["one", "two"],
         ["package.json"],
     ),
-    "an array": ({"a.jsonl": lines(0), "b.json": ARRAY}, [f"document {i}" for i in range(30)], ["b.json"]),
-    "another packing": (
-        {"a.jsonl": lines(0), "b.jsonl.lz4": b"x"},
-        [f"document {i}" for i in range(30)],
-        ["b.jsonl.lz4"],
-    ),
-    "WikiExtractor's": (
-        {
-            "AA/wiki_00": doc(1) + doc(2),
-            "AB/wiki_00": lines(0),
-            "AB/wiki_01.gz": gzip.compress(doc(3).encode()),
-        },
-        [
-            "T 1\n\nText 1.\n\n",
-            "T 2\n\nText 2.\n\n",
-            *(f"document {i}" for i in range(30)),
-            "T 3\n\nText 3.\n\n",
-        ],
-        [],
-    ),
+    "an array": ({"a.jsonl": lines(0), "b.json": ARRAY}, read(30), ["b.json"]),
+    "another packing": ({"a.jsonl": lines(0), "b.jsonl.lz4": b"x"}, read(30), ["b.jsonl.lz4"]),
+    "WikiExtractor's": (WIKI, [*ARTICLES[:2], *read(30), ARTICLES[2]], []),
 }
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_document_of_a_folder_is_read_and_what_is_left_out_is_named(tmp_path, recwarn, name):
     """30 of 90 documents were left out in silence, for their suffix, and a card was trained on."""
-    files, texts, left_out = FOLDERS[name]
+    files, wanted, left_out = FOLDERS[name]
     fill(tmp_path / "d", files)
     for source in (tmp_path / "d", tmp_path / "d" / "**" / "*"):
         recwarn.clear()
-        assert [document.text for document in documents(str(source))] == texts
+        assert texts(source) == wanted
         said = "".join(str(warning.message) for warning in recwarn)
         assert said.count("leaves out") == bool(left_out)
         assert all(name in said for name in left_out), said
@@ -156,37 +132,66 @@ def test_every_document_of_a_folder_is_read_and_what_is_left_out_is_named(tmp_pa
         assert f"leaves out {len(left_out)} of {len(files)} files (" in said
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (
-            lines(0, key="body"),
-            ":1 has no 'text'; it has body, id; name its key or column with `narrowgauge prep",
-        ),
-        (ARRAY.encode(), ":1 holds a list where an object belongs"),
-        (doc(1).encode() + b'<doc id="2" title="T">\n', ":6 begins a document without </doc>"),
-    ],
-    ids=["another key", "array", "cut"],
-)
-def test_what_is_no_line_or_document_is_named(tmp_path, content, says):
-    path = tmp_path / "d" / ("wiki_00" if b"<doc" in content else "a.json")
-    fill(tmp_path / "d", {path.name: content})
-    for source in (path, tmp_path / "d"):
-        with pytest.raises(UserError) as caught:
-            names(source)
-        assert str(path) + says in str(caught.value)
+def test_what_is_no_line_or_document_is_named(tmp_path):
+    no_key = ":1 has no 'text'; it has body, id; name its key or column with `narrowgauge prep"
+    for name, content, says in (
+        ("key/a.json", lines(0, key="body"), no_key),
+        ("array/a.json", ARRAY, ":1 holds a list where an object belongs"),
+        ("cut/wiki_00", doc(1) + '<doc id="2" title="T">\n', ":6 begins a document without </doc>"),
+    ):
+        path = write(tmp_path / name, content)
+        for source in (path, path.parent):
+            assert str(path) + says in refusal(source)
 
 
 def test_equal_files_are_on_one_side_of_the_split(tmp_path):
     """A file twice in a folder was in the training and in the held-out part, by its names."""
     for i in range(40):
-        (tmp_path / "d" / "again").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "d" / f"{i}.txt").write_text(f"Document {i}.")
-        shutil.copy(tmp_path / "d" / f"{i}.txt", tmp_path / "d" / "again" / f"copy of {i}.txt")
+        path = write(tmp_path / "d" / f"{i}.txt", f"Document {i}.")
+        (tmp_path / "d" / "again").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "d" / "again" / f"copy of {i}.txt")
     for tokenizer in ("bytes", "bpe-260"):
         corpus = prepare(str(tmp_path / "d"), tokenizer)
-        end = corpus.tokenizer.decode([corpus.tokenizer.end_of_document])
-        train, val = (set(corpus.tokenizer.decode(ids).split(end)[1:]) for ids in (corpus.train, corpus.val))
+        parts = [documents_in(p, corpus.tokenizer.end_of_document) for p in (corpus.train, corpus.val)]
+        train, val = ({corpus.tokenizer.decode(ids) for ids in part} for part in parts)
         assert len(train | val) == 40
         assert val
         assert not train & val
+
+
+def test_a_source_that_is_not_there_is_met_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "novels" / "emma.txt", "Emma")
+    near = f"data source '{tmp_path / 'novel'}' does not exist; the nearest path is '{tmp_path / 'novels'}'"
+    for source, says in (
+        ("stdlb", "unknown data source 'stdlb'; the nearest is 'stdlib'"),
+        (tmp_path / "novel", near),
+        (tmp_path / "novels" / "ema.txt", str(tmp_path / "novels" / "emma.txt")),
+        (tmp_path / "novls" / "deeper" / "emma.txt", f"nearest path is '{tmp_path / 'novels'}'"),
+        (tmp_path / "qqq" / "www.txt", "there is no"),
+    ):
+        assert says in refusal(source)
+    for source in ("x" * 5000, "a\0b", "~nobody-at-all/x"):  # a name that no file can have
+        with pytest.raises(UserError, match=r"cannot look into|unknown data source|does not exist"):
+            prepare(source, "bytes")
+
+
+def test_a_place_without_text_is_refused(tmp_path):
+    write(tmp_path / "d" / "a.bin", b"\x00")
+    fill(tmp_path / "e", {"a.txt": "\n \n", "b.txt": "\n"})
+    write(tmp_path / "empty.txt", "")
+    leads = "leads to no file that can be read: such a file ends in .txt, .md, .py, .jsonl"
+    for name, says in (
+        ("d", leads),
+        ("d/*.txt", leads),
+        ("d/a.bin", "cannot read"),
+        ("e", "only white space"),
+        ("empty.txt", "only white space"),
+    ):
+        assert says in refusal(tmp_path / name)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
+def test_an_unreadable_file_is_refused(tmp_path):
+    write(tmp_path / "a.txt", "a").chmod(0)
+    assert "cannot read" in refusal(tmp_path / "a.txt")

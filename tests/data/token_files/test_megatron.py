@@ -10,6 +10,7 @@ import pytest
 from narrowgauge.data import open_megatron, write_megatron
 from narrowgauge.errors import UserError
 
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 DOCUMENTS = [[5, 6, 7, 256], [256], [], [1, 2, 256], [9, 8, 7, 6, 5, 256]]
 
 
@@ -23,7 +24,7 @@ def read_as_megatron(stem):
         assert stream.read(9) == b"MMIDIDX\x00\x00"
         assert struct.unpack("<Q", stream.read(8)) == (1,)
         code = struct.unpack("<B", stream.read(1))[0]
-        dtype = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}[code]
+        dtype = np.dtype(CODES[code])
         sequences, borders = struct.unpack("<QQ", stream.read(16))
         lengths = np.frombuffer(stream.read(4 * sequences), np.int32)
         pointers = np.frombuffer(stream.read(8 * sequences), np.int64)
@@ -57,9 +58,8 @@ def test_megatron_reads_what_is_written(tmp_path, vocab_size, dtype):
         opened.tokens[0] = 1
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i1", "<i2", "<i4", "<i8", "<u2"])
-def test_every_whole_dtype_and_documents_of_several_sequences_are_read(tmp_path, dtype):
-    code = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}[dtype]
+@pytest.mark.parametrize(("code", "dtype"), CODES.items())
+def test_every_whole_dtype_and_documents_of_several_sequences_are_read(tmp_path, code, dtype):
     ids = np.arange(100, 110, dtype=dtype)
     (tmp_path / "x.bin").write_bytes(ids.tobytes())
     lengths, width = [3, 3, 4], ids.itemsize
@@ -83,47 +83,42 @@ def patched(raw, offset, form, *values):
     return raw[:offset] + struct.pack(form, *values) + raw[offset + struct.calcsize(form) :]
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda raw: b"", "it is empty"),
-        (lambda raw: raw[:20], "does not begin like Megatron's index"),
-        (lambda raw: raw[:-1], "promises 5 sequences and 6 document borders, so 142 bytes, but it has 141"),
-        (lambda raw: raw + b"\0", "but it has 143"),
-        (lambda raw: raw + bytes(5), "it has a mode for each sequence"),
-        (lambda raw: with_header(raw, magic=b"MMIDIDY\0\0"), "does not begin like Megatron's index"),
-        (lambda raw: b"TNTIDX\0\0" + raw[8:], "Megatron's old layout"),
-        (lambda raw: with_header(raw, version=2), "its version is 2"),
-        (
-            lambda raw: with_header(raw, code=6),
-            "code 6 means that the ids are floating-point",
-        ),
-        (
-            lambda raw: with_header(raw, code=7),
-            "code 7 means that the ids are floating-point",
-        ),
-        (lambda raw: with_header(raw, code=9), "its dtype code 9 means that the ids are of an unknown type"),
-        (lambda raw: with_header(raw, code=4), "its sequences do not lie end to end"),
-        (lambda raw: with_header(raw, s=2**62), "but it has 142"),
-        (lambda raw: patched(raw, 34, "<i", -4), "its sequences do not lie end to end"),
-        (lambda raw: patched(raw, 34 + 20, "<q", 2), "its sequences do not lie end to end"),
-        (
-            lambda raw: patched(raw, 34 + 16, "<i", 5),
-            "it does not match x.bin: its sequences end at byte 26",
-        ),
-        (lambda raw: patched(raw, 34 + 60, "<q", 1), "its documents do not go from sequence 0 to sequence 5"),
-        (lambda raw: patched(raw, 34 + 60 + 40, "<q", 4), "its documents do not go from sequence 0"),
-        (lambda raw: patched(raw, 34 + 60 + 8, "<2q", 3, 2), "its documents do not go from sequence 0"),
-    ],
-)
-def test_a_damaged_index_is_refused_by_name_with_the_reason(tmp_path, damage, words):
+OFFSETS, BORDERS = 34 + 20, 34 + 60  # behind the header and five lengths; behind five pointers as well
+NO_ENDS = "its sequences do not lie end to end"
+NO_DOCUMENTS = "its documents do not go from sequence 0 to sequence 5"
+DAMAGE = [
+    (lambda raw: b"", "it is empty"),
+    (lambda raw: raw[:20], "does not begin like Megatron's index"),
+    (lambda raw: raw[:-1], "promises 5 sequences and 6 document borders, so 142 bytes, but it has 141"),
+    (lambda raw: raw + b"\0", "but it has 143"),
+    (lambda raw: raw + bytes(5), "it has a mode for each sequence"),
+    (lambda raw: with_header(raw, magic=b"MMIDIDY\0\0"), "does not begin like Megatron's index"),
+    (lambda raw: b"TNTIDX\0\0" + raw[8:], "Megatron's old layout"),
+    (lambda raw: with_header(raw, version=2), "its version is 2"),
+    (lambda raw: with_header(raw, code=6), "code 6 means that the ids are floating-point"),
+    (lambda raw: with_header(raw, code=7), "code 7 means that the ids are floating-point"),
+    (lambda raw: with_header(raw, code=9), "its dtype code 9 means that the ids are of an unknown type"),
+    (lambda raw: with_header(raw, code=4), NO_ENDS),
+    (lambda raw: with_header(raw, s=2**62), "but it has 142"),
+    (lambda raw: patched(raw, 34, "<i", -4), NO_ENDS),
+    (lambda raw: patched(raw, OFFSETS, "<q", 2), NO_ENDS),
+    (lambda raw: patched(raw, 34 + 16, "<i", 5), "it does not match x.bin: its sequences end at byte 26"),
+    (lambda raw: patched(raw, BORDERS, "<q", 1), NO_DOCUMENTS),
+    (lambda raw: patched(raw, BORDERS + 40, "<q", 4), NO_DOCUMENTS),
+    (lambda raw: patched(raw, BORDERS + 8, "<2q", 3, 2), NO_DOCUMENTS),
+]
+
+
+def test_a_damaged_index_is_refused_by_name_with_the_reason(tmp_path):
     _, index = write_megatron(tmp_path / "x", arrays(DOCUMENTS), 257)
-    index.write_bytes(damage(index.read_bytes()))
-    with pytest.raises(UserError) as caught:
-        open_megatron(index)
-    assert f"{index} cannot be read as tokens: " in str(caught.value)
-    assert words in str(caught.value)
-    assert str(caught.value).endswith("; copy the file again, or create it again")
+    whole = index.read_bytes()
+    for damage, words in DAMAGE:
+        index.write_bytes(damage(whole))
+        with pytest.raises(UserError) as caught:
+            open_megatron(index)
+        assert f"{index} cannot be read as tokens: " in str(caught.value)
+        assert words in str(caught.value)
+        assert str(caught.value).endswith("; copy the file again, or create it again")
 
 
 def test_a_bin_of_another_length_or_none_is_refused(tmp_path):

@@ -41,14 +41,6 @@ def test_the_layout_is_llm_c_to_the_bit(tmp_path, vocab_size, magic, version, le
     verify_token_file(path, written, vocab_size)
 
 
-def test_a_file_of_someone_else_is_read(tmp_path):
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, 5
-    body = np.array([50256, 1, 2, 3, 50256], dtype="<u2")
-    (tmp_path / "x.bin").write_bytes(header.tobytes() + body.tobytes())
-    assert open_token_file(tmp_path / "x.bin").tolist() == body.tolist()
-
-
 def test_nothing_appears_when_writing_fails(tmp_path):
     def chunks():
         yield np.arange(10)
@@ -61,27 +53,27 @@ def test_nothing_appears_when_writing_fails(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def with_count(raw, count):
+    return raw[:8] + struct.pack("<i", count) + raw[12:]
+
+
+DAMAGE = [
+    (lambda raw: raw[:-1], "promises 100 tokens, so 1224 bytes, and it has 1223"),
+    (lambda raw: raw[:1024], "and it has 1024"),
+    (lambda raw: raw[:500], "it has 500 bytes, but the header alone has 1024"),
+    (lambda raw: b"", "it has 0 bytes"),
+    (lambda raw: raw + b"\0\0", "and it has 1226"),
+    (lambda raw: b"\1\2\3\4" + raw[4:], "does not begin like a token file"),
+    (lambda raw: raw[:4] + struct.pack("<i", 2) + raw[8:], "version 2, 100 tokens"),
+    (lambda raw: with_count(raw, -1), "-1 tokens"),
+    (lambda raw: with_count(raw, 99)[:-2], "holds 99 tokens, but 100 were written"),
+    (lambda raw: with_count(raw, 50), "promises 50 tokens, so 1124 bytes"),
+    (lambda raw: struct.pack("<2i", 20240801, 7) + raw[8:], "so 1424 bytes, and it has 1224"),  # of uint32
+]
+
+
 @case("F2", tier="quick")
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda raw: raw[:-1], "promises 100 tokens, so 1224 bytes, and it has 1223"),
-        (lambda raw: raw[:-2], "and it has 1222"),
-        (lambda raw: raw[:1024], "and it has 1024"),
-        (lambda raw: raw[:500], "it has 500 bytes, but the header alone has 1024"),
-        (lambda raw: b"", "it has 0 bytes"),
-        (lambda raw: raw + b"\0", "and it has 1225"),
-        (lambda raw: raw + b"\0\0", "and it has 1226"),
-        (lambda raw: os.urandom(4).join([b"", raw[4:]]), "does not begin like a token file"),
-        (lambda raw: raw[:4] + struct.pack("<i", 2) + raw[8:], "version 2, 100 tokens"),
-        (lambda raw: raw[:8] + struct.pack("<i", -1) + raw[12:], "-1 tokens"),
-        (
-            lambda raw: raw[:8] + struct.pack("<i", 99) + raw[12:-2],
-            "holds 99 tokens, but 100 were written",
-        ),
-        (lambda raw: raw[:8] + struct.pack("<i", 50) + raw[12:], "promises 50 tokens, so 1124 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "words"), DAMAGE)
 def test_a_damaged_file_is_refused_at_opening_with_the_way_out(tmp_path, damage, words):
     path = tmp_path / "train.bin"
     written = write(path, range(100), 257)
@@ -91,14 +83,6 @@ def test_a_damaged_file_is_refused_at_opening_with_the_way_out(tmp_path, damage,
     assert f"{path} is damaged" in str(caught.value)
     assert words in str(caught.value)
     assert f"delete the directory {tmp_path} and prepare it again" in str(caught.value)
-
-
-def test_uint16_declared_uint32_is_refused(tmp_path):
-    path = tmp_path / "train.bin"
-    write(path, range(100), 257)
-    path.write_bytes(struct.pack("<2i", 20240801, 7) + path.read_bytes()[8:])
-    with pytest.raises(UserError, match="so 1424 bytes, and it has 1224"):
-        open_token_file(path)
 
 
 def test_missing_and_empty_files_are_refused(tmp_path):
@@ -127,14 +111,8 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_position(tmp_path):
     verify_token_file(path, written, 300)
     with pytest.raises(UserError, match="token 2 has id 299, but the vocabulary ends at 256"):
         verify_token_file(path, written, 257)
-    with pytest.raises(UserError, match="token 4 has id 257, but the vocabulary ends at 256"):
-        verify_token_file(path, write(path, [5, 6, 8, 7, 257], 300), 257)
-
-
-def test_an_id_beyond_the_vocabulary_is_found_past_the_first_chunk(tmp_path):
-    path = tmp_path / "train.bin"
     ids = np.zeros((1 << 22) + 10, dtype=np.int64)
-    ids[-3] = 299
+    ids[-3] = 299  # past the first chunk
     written = write_token_file(path, [ids], 300)
     with pytest.raises(UserError, match=f"token {(1 << 22) + 7} has id 299"):
         verify_token_file(path, written, 257)

@@ -27,20 +27,17 @@ def test_files_end_to_end_are_the_tokens_whatever_range_is_read(sizes, cuts):
     assert part[c:d].tolist() == whole[a:b][c:d].tolist()
 
 
-@pytest.mark.parametrize(
-    ("first", "row", "positions"),
-    [
+def test_documents_begin_at_the_boundary_or_after_it():
+    for first, row, positions in (
         (True, [1, 2, END, 3, 4, END, END, 5], [0, 1, 0, 1, 2, 0, 0, 1]),
         (True, [END, 1, 2], [0, 1, 2]),
         (False, [1, 2, END, 3, 4, END, END, 5], [0, 1, 2, 0, 1, 2, 0, 0]),
         (False, [1, 2, END], [0, 1, 2]),
         (False, [END, 1], [0, 0]),
-    ],
-)
-def test_documents_begin_at_the_boundary_or_after_it(first, row, positions):
-    stream = TokenStream((np.array([7, *row]),), boundaries=(END, 11), boundary_first=first)
-    assert stream.positions(1, np.array(row)).tolist() == positions
-    assert stream.substream(1, len(stream)).positions(0, np.array(row)).tolist() == positions
+    ):
+        stream = TokenStream((np.array([7, *row]),), boundaries=(END, 11), boundary_first=first)
+        assert stream.positions(1, np.array(row)).tolist() == positions
+        assert stream.substream(1, len(stream)).positions(0, np.array(row)).tolist() == positions
 
 
 def test_an_index_says_where_documents_begin_and_boundary_ids_then_do_not():

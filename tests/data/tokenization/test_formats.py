@@ -2,10 +2,7 @@
 
 import base64
 import json
-import os
 import random
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -15,29 +12,16 @@ from narrowgauge.data.tokenization.names import make_tokenizer, tokenizer_identi
 from narrowgauge.errors import UserError
 
 # Pieces of text at which patterns and spellings of different encodings part.
-SCRAPS = [
-    *" \n\t'1a",
-    "'s",
-    "'S",
-    "\u017f",
-    "2345",
-    "\u00e9",
-    "e\u0301",
-    "\x85",
-    "\u3000",
-    "x ",
-    "\u4e2d",
-    "\U0001f682",
-]
-SCRAPS += ["Aa", "_/", "ZZZ", "\u00bd", "\u01c5", "\x00", "\u200b", "\r\n", "<|endoftext|>"]
+SCRAPS = [*" \n\t'1a", "'s", "'S", "\u017f", "2345", "\u00e9", "e\u0301", "\x85", "\u3000", "x ", "\u4e2d"]
+SCRAPS += ["\U0001f682", "Aa", "_/", "ZZZ", "\u00bd", "\u01c5", "\x00", "\u200b", "\r\n", "<|endoftext|>"]
 
 
-def scraps(seed: int, count: int = 400) -> list[str]:
+def scraps(seed, count=400):
     rng = random.Random(seed)
     return ["".join(rng.choice(SCRAPS) for _ in range(rng.randint(1, 20))) for _ in range(count)]
 
 
-def write_gpt2(folder: Path, names: tuple[str, str] = ("vocab.json", "merges.txt")) -> Path:
+def write_gpt2(folder, names=("vocab.json", "merges.txt")):
     """A GPT-2 tokenizer of two merges: " t" and " th"."""
     letters = byte_characters()
     space = letters[0x20]
@@ -49,12 +33,11 @@ def write_gpt2(folder: Path, names: tuple[str, str] = ("vocab.json", "merges.txt
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"), ("encoder.json", "vocab.bpe")],
+    "names", ["vocab.json merges.txt", "gpt2-vocab.json gpt2-merges.txt", "encoder.json vocab.bpe"]
 )
 def test_gpt2_is_read_from_either_of_its_files_or_their_folder(tmp_path, names):
-    folder = write_gpt2(tmp_path / "gpt2", names)
-    places = [folder / name for name in names] + ([] if "gpt2-" in names[0] else [folder])
+    folder = write_gpt2(tmp_path / "gpt2", names.split())
+    places = [folder / name for name in names.split()] + ([] if "gpt2-" in names else [folder])
     for place in places:
         tokenizer = load_tokenizer(place)
         assert (tokenizer.vocab_size, tokenizer.end_of_document) == (259, 258)
@@ -64,32 +47,22 @@ def test_gpt2_is_read_from_either_of_its_files_or_their_folder(tmp_path, names):
     assert len({load_tokenizer(place).digest for place in places}) == 1
 
 
-def test_half_of_gpt2s_tokenizer_is_refused_by_the_name_of_the_other_half(tmp_path):
-    folder = write_gpt2(tmp_path / "gpt2")
-    (folder / "merges.txt").unlink()
-    for place in (folder, folder / "vocab.json"):
-        with pytest.raises(UserError, match=r"half of a tokenizer: there is no merges\.txt next to it"):
-            load_tokenizer(place)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
+def test_damage_to_gpt2s_files_is_named(tmp_path):
+    for name, content, words in (
         ("vocab.json", '["a"]', "not a table of tokens and their ids"),
         ("vocab.json", '{"a": "1"}', "not a table of tokens and their ids"),
         ("vocab.json", "{", "Expecting property name"),
         ("merges.txt", "a b\na b c\n", "line 2 of the merges is not a pair of tokens"),
         ("merges.txt", "unknown token\n", "unknown"),
-    ],
-)
-def test_damage_to_gpt2s_files_is_named(tmp_path, name, content, words):
-    folder = write_gpt2(tmp_path / "gpt2")
-    (folder / name).write_text(content)
-    with pytest.raises(UserError, match=words):
-        load_tokenizer(folder)
+        ("merges.txt", None, r"half of a tokenizer: there is no merges\.txt next to it"),
+    ):
+        folder = write_gpt2(tmp_path / "gpt2")
+        (folder / name).write_text(content) if content else (folder / name).unlink()
+        with pytest.raises(UserError, match=words):
+            load_tokenizer(folder / "vocab.json" if content is None else folder)
 
 
-def many_ranks(count: int) -> dict[bytes, int]:
+def many_ranks(count):
     """As many tokens as an encoding has: all bytes, all pairs of bytes, and triples of lower-case letters."""
     tokens = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
     triples = (bytes([a, b, c]) for a in range(97, 123) for b in range(256) for c in range(256))
@@ -98,7 +71,7 @@ def many_ranks(count: int) -> dict[bytes, int]:
     return {token: rank for rank, token in enumerate(tokens[:count])}
 
 
-def write_ranks(path: Path, ranks: dict[bytes, int]) -> Path:
+def write_ranks(path, ranks):
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
     return path
 
@@ -119,11 +92,9 @@ def test_llama_3_is_read_from_metas_file(tmp_path):
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.skipif(find_spec("tiktoken") is None, reason="tiktoken is not installed")
 @pytest.mark.parametrize("count", [50_256, 128_000])
 def test_ids_are_tiktokens(tmp_path, count):
-    import tiktoken
-
+    tiktoken = pytest.importorskip("tiktoken")
     pattern = {
         50_256: r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
         128_000: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -136,55 +107,32 @@ def test_ids_are_tiktokens(tmp_path, count):
         assert ours.encode(text) == theirs.encode_ordinary(text)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_a_rank_file_that_is_none_is_refused_with_its_line(tmp_path):
+    for content, words in (
         (b"IQ== 0\nIg== 1\n", "byte 0 has no rank"),
         (b"IQ== 0\n\x80\x04\x95\n", "line 2 is not base64 and a rank"),
         (b"IQ== 0\nIQ== 1\n", "line 2 repeats a token or a rank"),
-        (
-            b"\n\x0e\n\x05<unk>\x15\x00\x00\x00",
-            "is not a tokenizer.json, GPT-2's vocab.json",
-        ),  # SentencePiece
-    ],
-)
-def test_a_rank_file_that_is_none_is_refused_with_its_line(tmp_path, content, words):
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(UserError, match=words):
-        load_tokenizer(tmp_path)
-
-
-def test_ranks_of_an_unknown_encoding_are_refused_with_the_known_ones(tmp_path):
-    path = write_ranks(tmp_path / "x.tiktoken", many_ranks(300))
-    with pytest.raises(
-        UserError,
-        match=r"300 ranks, which matches no known encoding \(known: 50256, 100256, 128000, 199998\); convert",
+        (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00", "is not a tokenizer.json, GPT-2's vocab"),  # SentencePiece
     ):
-        load_tokenizer(path)
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            load_tokenizer(tmp_path)
+    words = r"300 ranks, which matches no known encoding \(known: 50256, 100256, 128000, 199998\); convert"
+    with pytest.raises(UserError, match=words):
+        load_tokenizer(write_ranks(tmp_path / "x.tiktoken", many_ranks(300)))
 
 
 def test_plain_ids_are_their_own_text(tmp_path):
-    tokenizer = make_tokenizer("ids-50257", [])
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50257, 50256)
-    assert tokenizer.decode([464, 3290, 50256]) == " 464 3290 <|endoftext|>"
+    tokenizer = make_tokenizer("ids-4001", [])
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (4001, 4000)
+    assert tokenizer.decode([464, 3290, 4000]) == " 464 3290 <|endoftext|>"
+    assert tokenizer.encode("3 <|endoftext|> 4") == [3, 4000, 4], "ids as text may name the end of a document"
     tokenizer.save(tmp_path / "tokenizer.json")
     for same in (tokenizer, load_tokenizer(tmp_path)):
         assert same.encode("464 3290") == same.encode(same.decode([464]) + same.decode([3290])) == [464, 3290]
         with pytest.raises(UserError, match="expects ids as text, as in '464 3290'"):
             same.encode("The dog")
         with pytest.raises(UserError, match="expects ids as text"):
-            same.encode_batch(["1", "50256"])
-    assert load_tokenizer(tmp_path).digest == tokenizer.digest != ids_tokenizer(50257, 0).digest
+            same.encode_batch(["1", "4000"])
+    assert load_tokenizer(tmp_path).digest == tokenizer.digest != ids_tokenizer(4001, 0).digest
     assert tokenizer_identity("ids-12") == "ids-12"
-
-
-@pytest.mark.skipif("NARROWGAUGE_TEST_DATA" not in os.environ, reason="NARROWGAUGE_TEST_DATA is not set")
-def test_tinyshakespeare_has_as_many_tokens_as_llm_c_says():
-    """llm.c cuts at blank lines, puts an end of text before each section, and holds out 32,768 tokens."""
-    folder = Path(os.environ["NARROWGAUGE_TEST_DATA"])
-    tokenizer = load_tokenizer(folder / "gpt2-bpe")
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50257, 50256)
-    sections = (folder / "tinyshakespeare_input.txt").read_text(encoding="utf-8").split("\n\n")
-    texts = [section + "\n\n" for section in sections[:-1]] + sections[-1:]
-    count = sum(1 + len(ids) for ids in tokenizer.encode_batch(texts))
-    assert count - 32_768 == 305_260

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from narrowgauge.data import ids_tokenizer, load_tokenizer, prepare
+from narrowgauge.data import load_tokenizer, prepare
 from narrowgauge.data.preparation.encode import _encoder
 from narrowgauge.errors import UserError
 
@@ -52,10 +52,6 @@ def test_a_name_that_only_a_normalizer_makes_is_refused(tmp_path):
         tokenizer.encode("a\uff1c/s\uff1e")
 
 
-def test_ids_as_text_may_name_the_end_of_a_document():
-    assert ids_tokenizer(100, 99).encode("3 <|endoftext|> 4") == [3, 99, 4]
-
-
 def learnt(cutter):
     """A BPE that knows the characters of one sentence, and has no token for others."""
     library = Library(models.BPE())
@@ -80,14 +76,10 @@ def test_a_character_that_would_be_left_out_is_refused(tmp_path, cutter):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_with_a_token_for_what_it_does_not_know_keeps_it(tmp_path):
-    cutter = pre_tokenizers.Whitespace()
+def test_what_is_no_character_left_out(tmp_path):
+    """A model keeps what it has a token for, and a rule of its own may remove characters."""
     model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>")
-    assert loaded(tmp_path, model, cutter).encode("a\u00efa") == [1, 0, 1]
-
-
-def test_what_a_tokenizer_removes_by_its_own_rule_is_not_missed(tmp_path):
-    cutter = pre_tokenizers.Split("-", "removed")
-    model = models.BPE(vocab={"a": 0, "b": 1}, merges=[])
+    assert loaded(tmp_path, model, pre_tokenizers.Whitespace()).encode("a\u00efa") == [1, 0, 1]
+    cutter, model = pre_tokenizers.Split("-", "removed"), models.BPE(vocab={"a": 0, "b": 1}, merges=[])
     tokenizer = loaded(tmp_path, model, cutter, normalizer=normalizers.Lowercase(), decoder=decoders.Fuse())
     assert tokenizer.encode("A-b") == [0, 1]

@@ -1,7 +1,5 @@
 """Encoding by words gives the library's ids, and is used only where it does."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,10 +9,10 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from narrowgauge.data.tokenization.tokenizer import load_tokenizer, train_bpe
 from narrowgauge.data.tokenization.word_cache import word_encoder
 
-TEXT = [
+TEXT = (
     "the cat's hat, the 12 hats they've\n\n  seen\tthere; caf\u00e9 1999 \u4e2d\u6587 \u00a0x <|endoftext|>"
-] * 9
-BPE = train_bpe(TEXT, 400)
+)
+BPE = train_bpe([TEXT] * 9, 400)
 ENCODE = word_encoder(BPE, np.dtype("<u2"))
 CHARACTERS = (
     " \n\t\r\v\f'sdmtvrela.,!1_<|>\u00e9\u4e2d\u00b2\u00bd\u0301"
@@ -22,18 +20,14 @@ CHARACTERS = (
 )
 
 
-@pytest.mark.tier("thorough")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.sampled_from(CHARACTERS), max_size=24) | st.text(max_size=24))
 def test_the_ids_are_those_of_the_library(text):
     assert ENCODE(text).tolist() == BPE.encode(text)
 
 
 def test_every_kind_of_white_space_at_every_place():
-    candidates = [
-        chr(c) for c in [*range(0x400), *range(0x1680, 0x1810), *range(0x2000, 0x2070), 0x3000, 0xFEFF]
-    ]
-    for c in candidates:
+    for c in map(chr, [*range(0x400), *range(0x1680, 0x1810), *range(0x2000, 0x2070), 0x3000, 0xFEFF]):
         text = f"a!{c} b{c}!{c}\n{c}{c}x 1{c}"
         assert ENCODE(text).tolist() == BPE.encode(text), hex(ord(c))
 
@@ -45,29 +39,18 @@ def test_a_long_word_and_many_words_are_encoded_though_they_are_not_kept(monkeyp
         assert encode(text).tolist() == encode(text).tolist() == BPE.encode(text)
 
 
-def variant(tmp_path: Path, change) -> Path:
+#: Parts of a tokenizer under which words hang together.
+PARTS = {"normalizer": normalizers.Lowercase(), "added token": AddedToken("the hat")}
+PARTS["prefix"] = pre_tokenizers.ByteLevel(add_prefix_space=True)
+PARTS["no pattern"] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_tokenizer_whose_words_hang_together_is_left_to_the_library(tmp_path, name):
     library = Tokenizer.from_str(BPE.to_json())
-    change(library)
+    if name == "added token":
+        library.add_tokens([PARTS[name]])
+    else:
+        setattr(library, "normalizer" if name == "normalizer" else "pre_tokenizer", PARTS[name])
     library.save(str(tmp_path / "t.json"))
-    return tmp_path / "t.json"
-
-
-def _lower(library):
-    library.normalizer = normalizers.Lowercase()
-
-
-def _prefix(library):
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-
-
-def _whole(library):
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-
-
-def _added(library):
-    library.add_tokens([AddedToken("the hat")])
-
-
-@pytest.mark.parametrize("change", [_lower, _prefix, _whole, _added])
-def test_a_tokenizer_whose_words_hang_together_is_left_to_the_library(tmp_path, change):
-    assert word_encoder(load_tokenizer(variant(tmp_path, change)), np.dtype("<u2")) is None
+    assert word_encoder(load_tokenizer(tmp_path / "t.json"), np.dtype("<u2")) is None

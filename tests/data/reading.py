@@ -1,0 +1,48 @@
+"""Files written, documents read, the sentence of a refusal: what tests of data share."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from narrowgauge.data import documents
+from narrowgauge.errors import UserError
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    """Write a file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def pairs(source, key="text") -> list[tuple[str, str]]:
+    """(name, text) of each document of a source."""
+    return [(document.name, document.text) for document in documents(str(source), key)]
+
+
+def names(source) -> list[str]:
+    return [name for name, _ in pairs(source)]
+
+
+def texts(source, key="text") -> list[str]:
+    return [text for _, text in pairs(source, key)]
+
+
+def refusal(source, key="text") -> str:
+    """The sentence with which a source is refused."""
+    with pytest.raises(UserError) as caught:
+        list(documents(str(source), key))
+    return str(caught.value)
+
+
+def contents(directory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def documents_in(tokens, end: int) -> list[np.ndarray]:
+    """The documents in a row of tokens, each begun by the id `end`."""
+    starts = [*np.flatnonzero(np.asarray(tokens) == end), len(tokens)]
+    assert starts[0] == 0
+    return [np.asarray(tokens[a + 1 : b]) for a, b in pairwise(starts)]
