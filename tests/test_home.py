@@ -12,8 +12,6 @@ from narrowgauge.data.tokenization.names import tokenizer_identity
 from narrowgauge.errors import UserError
 from narrowgauge.files import cache_directory, user_path
 
-NAMES = ("~", "~/x", "~nobody-here/x", "~data", "~data/*.txt")  # for which there is no home
-
 
 @pytest.fixture
 def homeless(monkeypatch):
@@ -28,24 +26,27 @@ def homeless(monkeypatch):
     monkeypatch.setattr(pwd, "getpwnam", none)
 
 
-def test_the_cache_is_a_temporary_folder_of_the_user(homeless, tmp_path, monkeypatch):
+def test_the_cache_is_where_the_environment_says(homeless, tmp_path, monkeypatch):
+    """Without a home, a temporary folder of the user."""
     assert cache_directory().is_absolute()
     assert cache_directory().name == f"narrowgauge-{os.geteuid()}"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / ".cache" / "narrowgauge"
+    for variable, folder in {
+        "HOME": tmp_path / ".cache" / "narrowgauge",
+        "XDG_CACHE_HOME": tmp_path / "narrowgauge",
+        "NARROWGAUGE_CACHE": tmp_path,
+    }.items():
+        monkeypatch.setenv(variable, str(tmp_path))
+        assert cache_directory() == folder
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_without_a_home_stands_for_itself(homeless, name):
-    assert str(user_path(name)) == name
-    assert split_sources(name) == [name]
-    assert name in why_absent(name)
-    with pytest.raises(UserError, match="tokenizer"):
-        tokenizer_identity(name)
-
-
-def test_a_folder_may_have_a_tilde(homeless, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_name_without_a_home_stands_for_itself(homeless, tmp_path, monkeypatch):
+    for name in ("~", "~/x", "~nobody-here/x", "~data", "~data/*.txt"):
+        assert str(user_path(name)) == name
+        assert split_sources(name) == [name]
+        assert name in why_absent(name)
+        with pytest.raises(UserError, match="tokenizer"):
+            tokenizer_identity(name)
+    monkeypatch.chdir(tmp_path)  # a folder may have a tilde
     (tmp_path / "~data").mkdir()
     (tmp_path / "~data" / "a.txt").write_text("text\n" * 99)
     assert why_absent("~data") == why_absent("~data/*.txt") == ""

@@ -38,24 +38,22 @@ def process():
     process.end()
 
 
-def test_answers_come_in_the_order_of_the_requests(process):
+def test_answers_come_in_order_and_ctrl_c_is_left_to_the_parent(process):
     assert [process.ask(number) for number in (1, 5)] == [3, 7]
+    os.kill(process.ask("pid"), signal.SIGINT)
+    assert process.ask(1) == 3
 
 
 def test_the_end_of_a_process_is_an_error_with_its_exit_code(process):
+    for _ in range(2):
+        with pytest.raises(Ended) as error:
+            process.ask("end")
+        assert error.value.code == 9
+    in_the_preparation = Answering(broken)
     with pytest.raises(Ended) as error:
-        process.ask("end")
-    assert error.value.code == 9
-    with pytest.raises(Ended):
-        process.ask(1)
-
-
-def test_an_end_in_the_preparation_is_an_error_with_its_exit_code():
-    process = Answering(broken)
-    with pytest.raises(Ended) as error:
-        process.wait_until_ready()
+        in_the_preparation.wait_until_ready()
     assert error.value.code == 7
-    process.end()
+    in_the_preparation.end()
 
 
 def test_a_late_answer_is_an_error_and_the_process_can_be_ended(process):
@@ -67,34 +65,28 @@ def test_a_late_answer_is_an_error_and_the_process_can_be_ended(process):
         os.kill(pid, 0)
 
 
-def test_ctrl_c_is_left_to_the_parent(process):
-    os.kill(process.ask("pid"), signal.SIGINT)
-    assert process.ask(1) == 3
-
-
 def python(text):
     return [sys.executable, "-S", "-c", text]
 
 
-def test_programs_that_still_run_are_killed_at_the_end_of_the_block():
+SLEEPS = python("import time; time.sleep(60)")
+
+
+def test_programs_end_with_the_block_and_the_wait_soon_after_a_failure():
     with Programs() as programs:
-        started = [programs.start(python("import time; time.sleep(60)"), os.environ) for _ in range(2)]
+        started = [programs.start(SLEEPS, os.environ) for _ in range(2)]
     assert [program.returncode for program in started] == [-signal.SIGKILL] * 2
-
-
-def test_the_wait_for_programs_ends_soon_after_a_failure():
-    start = time.monotonic()
     with Programs() as programs:
-        for text in ("import time; time.sleep(60)", "raise SystemExit(3)"):
-            programs.start(python(text), os.environ)
+        sleeps = programs.start(SLEEPS, os.environ)
+        programs.start(python("raise SystemExit(3)"), os.environ)
         assert programs.wait(0.1) == 3
-    assert time.monotonic() - start < 30
+    assert sleeps.returncode == -signal.SIGKILL
 
 
 def test_a_stop_signal_is_noted_and_sent_on_and_ctrl_c_is_noted_alone():
     seen = []
     with Programs() as programs:
-        program = programs.start(python("import time; time.sleep(60)"), os.environ)
+        program = programs.start(SLEEPS, os.environ)
         with programs.forwarding(seen.append):
             signal.raise_signal(signal.SIGINT)
             assert program.poll() is None

@@ -1,7 +1,14 @@
-"""What the README and the pages about topics show is what happens: code is run, tables are compared."""
+"""What pages show is what happens: their commands and programs run, their files are read, their names exist.
 
+`test_command_lines.py` reads every line of every page; here the lines of some pages run to their ends.
+"""
+
+import ast
 import contextlib
+import doctest
+import importlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -9,52 +16,42 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import narrowgauge as ng
+from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
 from narrowgauge.recipes import parse_recipe
 from narrowgauge.training import make_config
+from nn import test_own_loop, test_own_loop_state
+from nn.own_loop import PAGE as OWN_LOOP
+from nn.own_loop import ROWS
 from support.markdown import blocks, shell_lines, titled
 from support.other_tools import write_files
 
 ROOT = Path(__file__).parents[1]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "narrowgauge"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TOPICS = ("recipes", "data", "models", "gauges", "run-directory", "plan", "launch", "which-number-hurts")
 TOPICS += ("how-to/my-run-diverged",)
 PAGES = {"README.md": README} | {
-    f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
+    f"docs/{name}.md": (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
 }
 SMALL = "--model.layers 1 --model.dim 64 --model.heads 2 --model.kv_heads 1 --model.ffn_dim 64"
 SMALL += " --data.sequence_length 32 --training.batch_size 1"
 
 
-def test_make_targets_exist():
-    targets = [words[1:] for words in shell_lines(README) if words[0] == "make"]
-    assert ["train"] in targets
-    assert ["test"] in targets
-    for target in [*targets, ["bench"], ["check"], ["test-thorough"]]:
-        subprocess.run(["make", "-n", *target], cwd=ROOT, check=True, capture_output=True)
-
-
-def commands(text: str) -> list[list[str]]:
+def commands(text):
     """The words of each line of `narrowgauge` in the `sh` blocks."""
     return [words[1:] for words in shell_lines(text) if words[0] == "narrowgauge"]
-
-
-def test_every_verb_is_shown():
-    assert {words[0] for page in PAGES.values() for words in commands(page)} == {
-        *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
-        *("runs", "watch", "models"),
-        *("export", "import", "plan", "advise", "doctor", "launch"),
-        *("probe", "sensitivity", "search"),
-    }
 
 
 @pytest.mark.tier("thorough")  # below, commands run in forked processes
 def test_the_first_line_runs_in_a_process_of_its_own(tmp_path):
     """What `make train` starts, as Python starts it; on a text that is small as well."""
+    assert ["make", "train"] in shell_lines(README)
     words = ["train", "--steps", "1", *SMALL.split()]
-    text = ["--data", str(ROOT / "docs" / "*.md"), "--data.tokenizer", "bytes"]
+    text = ["--data", str(DOCS / "*.md"), "--data.tokenizer", "bytes"]
     command = [sys.executable, "-m", "narrowgauge", *words, *text]
     ended = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -93,7 +90,7 @@ def test_command_lines_run_as_they_stand(page, run):
     for name, text in titled(PAGES[page]).items():
         (run.folder / name).write_text(text, encoding="utf-8")
     for words in commands(PAGES[page]):
-        if "--cluster" not in words:  # of hundreds of devices; `test_docs` reads that line
+        if "--cluster" not in words:  # of hundreds of devices; `test_command_lines` reads that line
             run(words)
 
 
@@ -103,11 +100,29 @@ def test_python_prints_what_its_comments_say(page):
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             exec(block, {})
-        expected = re.findall(r"^print\(.*?\)\s+# (.*)$", block, re.MULTILINE)
-        assert said.getvalue().splitlines() == expected
+        assert said.getvalue().splitlines() == re.findall(r"^print\(.*?\)\s+# (.*)$", block, re.MULTILINE)
 
 
-def test_the_configuration_is_one_and_the_recipe_another():
+def test_the_examples_of_docstrings_say_what_happens():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if re.search(r"^\s*>>> ", path.read_text(encoding="utf-8"), re.MULTILINE):
+            parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+            result = doctest.testmod(importlib.import_module(".".join(parts).removesuffix(".__init__")))
+            assert (result.attempted > 0, result.failed) == (True, 0), path
+
+
+def test_the_files_that_pages_show_are_what_they_say(tmp_path):
+    shown = tmp_path / "shown.toml"
+    for page in (DOCS / "how-to").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for block in blocks(text, "toml"):
+            shown.write_text(block, encoding="utf-8")
+            assert load_site(str(shown)) if "devices_per_node" in block else ng.load_recipe(str(shown))
+        assert all(json.loads(block) for block in blocks(text, "json"))
+        assert all(ast.parse(block) for block in blocks(text, "python"))
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        named = set(re.findall(r"`((?:msamp-|mxfp|mxint|nvfp|gpt2-|gpt3-|llama3-)[a-z0-9.-]*)`", prose))
+        assert named <= {*ng.recipe_names(), *model_names()}, page
     (configuration,) = blocks(README, "toml")
     recipe, attention, channels = blocks(PAGES["docs/recipes.md"], "toml")
     config = make_config(tomllib.loads(configuration))
@@ -117,39 +132,72 @@ def test_the_configuration_is_one_and_the_recipe_another():
     assert parse_recipe(channels, "channels.toml").casts["fprop.x"].channels.share == 0.1
 
 
-def first_column(text: str) -> list[str]:
-    """What stands in `code` in the first column of the tables of a text, below their headings."""
-    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| ")]
+def first_column(page, heading):
+    """What stands in `code` in the first column of the tables of a section, below their headings."""
+    text = (DOCS / page).read_text(encoding="utf-8").split(f"## {heading}\n")[1]
+    rows = re.findall(r"^\| ([^|]*)\|", re.split(r"^## ", text, flags=re.MULTILINE)[0], re.MULTILINE)
     return re.findall(r"`([^`]+)`", " ".join(rows[1:]))
 
 
-def section(text: str, heading: str) -> str:
-    return re.split(r"^## ", text.split(f"## {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def test_the_tables_of_recipes_name_all_of_them():
-    page = PAGES["docs/recipes.md"]
-    named = [*first_column(section(page, "Recipes for the matmuls"))]
-    named += first_column(section(page, "Recipes for the state"))
+def test_tables_name_what_exists_and_links_of_the_readme_lead_somewhere():
+    named = [n for of in ("matmuls", "state") for n in first_column("recipes.md", f"Recipes for the {of}")]
     assert sorted(named) == sorted(ng.recipe_names())
+    assert set(first_column("models.md", "Named models")) <= set(model_names())
+    folders = {f"{p.name}/" for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    assert set(first_column("reading-order.md", "The rooms")) == folders
+    for target in re.findall(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)", README):
+        assert (ROOT / target).exists(), target
 
 
-def test_the_table_of_models_names_what_exists():
-    table = section(PAGES["docs/models.md"], "Named models")
-    assert set(first_column(table)) <= set(model_names())
+@pytest.mark.tier("thorough")  # trains
+def test_fp8_in_100_lines_learns_and_is_what_convert_computes():
+    page = (DOCS / "fp8-in-100-lines.md").read_text(encoding="utf-8")
+    (source,) = blocks(page, "python")
+    assert len(source.splitlines()) <= 100
+    names, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(source, names)
+    shown = next(block for block in blocks(page, "text") if block.startswith("step"))
+    words = [[word for word in text.split() if "." not in word] for text in (printed.getvalue(), shown)]
+    assert words[0] == words[1], "it prints what the page shows, but for the digits"
+    for losses in (names["wide"], names["narrow"]):
+        assert losses[0] > 5.4  # log 256 is 5.545
+        assert sum(losses[-50:]) / 50 < 2.5
+    model = names["make_model"](torch.nn.Linear)
+    for i in (2, 4):
+        model[i] = ng.convert(model[i], "fp8")
+    losses = names["train"](model)
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert losses == names["narrow"]
+    else:  # the package multiplies in fp32 there, and the sums are added up in another order
+        assert losses[0] == pytest.approx(names["narrow"][0], rel=1e-4)
+        assert sum(losses[-50:]) == pytest.approx(sum(names["narrow"][-50:]), rel=0.02)
 
 
-def test_the_table_of_rooms_is_the_package():
-    page = (ROOT / "docs" / "reading-order.md").read_text(encoding="utf-8")
-    package = ROOT / "src" / "narrowgauge"
-    folders = {f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").exists()}
-    assert set(first_column(section(page, "The rooms"))) == folders
+#: In distributed/test_data_parallel.py, optim/test_loop_state.py and nn/test_stacked_experts.py.
+ELSEWHERE = {
+    "`DistributedDataParallel`",
+    "`ng.prepare_ddp`, then `DistributedDataParallel`",
+    "`fully_shard` (FSDP2)",
+    "`ng.fully_shard`",
+    "`ng.fully_shard` on the meta device, then `to_empty`",
+    "`ng.state_dict`, `ng.load_state_dict`: resume",
+    "mixtures of experts of transformers 5 (Mixtral, Qwen3-MoE, gpt-oss and others)",
+}
 
 
-def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 300
+def test_each_row_of_your_own_loop_is_a_test():
+    assert test_own_loop
+    assert test_own_loop_state
+    table = OWN_LOOP[OWN_LOOP.index("| | GEMMs") :].partition("\n\n")[0]
+    rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]
+    assert sorted(rows) == sorted(ROWS | ELSEWHERE)
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)", README))
-def test_links_lead_somewhere(target):
-    assert (ROOT / target).exists()
+@pytest.mark.tier("thorough")
+def test_the_program_of_your_own_loop_trains_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks(OWN_LOOP, "python")[:2]:
+        exec(block, names)
+    assert names["losses"][-1] < 0.9 * names["losses"][0]

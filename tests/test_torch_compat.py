@@ -17,11 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import torch_compat as compat
+
+#: They are public, but newer than FSDP2 itself.
+SETTERS = ["reshard", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"]
+SETTERS += ["set_gradient_divide_factor", "set_requires_gradient_sync", "set_reshard_after_backward"]
+SETTERS += ["set_is_last_backward"]
 
 
 @pytest.fixture
@@ -45,93 +51,99 @@ class Named(compat.Wrapper):
         return torch.zeros(first.shape)
 
 
-def named():
+def test_a_wrapper_subclass_looks_as_it_was_told_and_its_operations_have_plain_results():
     x = compat.wrapper_subclass(Named, (2, 3), (3, 1), torch.float32, torch.device("meta"))
     x.seen = []
-    return x
-
-
-def test_a_wrapper_subclass_looks_as_it_was_told_and_has_no_memory():
-    x = named()
     assert type(x) is Named
     assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (3, 1), torch.float32, "meta")
-
-
-def test_operations_of_a_wrapper_subclass_have_plain_results():
-    x = named()
     assert type(x + 1) is torch.Tensor
     assert x.seen == [torch.ops.aten.add.Tensor]
 
 
-def test_modes_that_observe_operations_are_noticed():
+class Observing(compat.TorchDispatchMode):
+    """A mode that lists the operations it sees, and the groups of collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.groups = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.groups.append(compat.group_of_collective(args))
+        self.names.append(func.name())
+        return compat.wait_for(func(*args, **(kwargs or {})))
+
+
+def test_a_dispatch_mode_sees_operations_and_collectives_unless_unobserved(four_fake_ranks):
     assert not compat.is_in_torch_dispatch_mode()
-    with compat.TorchDispatchMode():
+    with Observing() as mode:
         assert compat.is_in_torch_dispatch_mode()
-
-
-def test_an_operation_in_an_unobserved_context_reaches_no_mode():
-    seen = []
-
-    class Observing(compat.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Observing():
         with compat.unobserved():
-            torch.ones(2)
-        assert not seen
-        torch.ones(2)
-    assert len(seen) == 1
+            x = torch.ones(2)
+        assert not mode.names
+        x = x + 1
+        dist.all_reduce(x)
+    assert mode.names[0] == "aten::add.Tensor"
+    assert "c10d::allreduce_" in mode.names
+    assert [dist.get_process_group_ranks(group) for group in mode.groups] == [[0, 1, 2, 3]]
 
 
-def test_operations_tell_whether_they_write():
-    assert compat.is_in_place(torch.ops.aten.add_.Tensor)
-    assert compat.is_in_place(torch.ops.aten.copy_.default)
-    assert not compat.is_in_place(torch.ops.aten.add.Tensor)
-    assert not compat.is_collective(torch.ops.aten.add_.Tensor)
+def test_operations_tell_what_they_do():
+    aten, a, b = torch.ops.aten, torch.ones(2), torch.ones(2)
+    assert compat.is_in_place(aten.add_.Tensor)
+    assert compat.is_in_place(aten.copy_.default)
+    assert not compat.is_in_place(aten.add.Tensor)
+    assert not compat.is_collective(aten.add_.Tensor)
     assert compat.is_collective(torch.ops.c10d.broadcast_.default)
-    assert compat.has_result(torch.ops.aten.add_.Tensor)
-    assert not compat.has_result(torch.ops.aten._foreach_add_.Scalar)
+    assert compat.has_result(aten.add_.Tensor)
+    assert not compat.has_result(aten._foreach_add_.Scalar)
+    assert compat.operation_name(aten.add.Tensor) == "add"
+    assert compat.is_view_operation(aten.view.default)
+    assert not compat.is_view_operation(aten.add.Tensor)
+    assert not compat.is_view_operation(aten.add_.Tensor)
+    assert compat.written_arguments(aten.add_.Tensor, (a, b), {}) == {0: a}
+    assert compat.written_arguments(aten.add.out, (a, b), {"out": b}) == {"out": b}
+    assert compat.written_arguments(aten.add.Tensor, (a, b), {}) == {}
+
+
+class Noting(torch.autograd.Function):
+    """x * 1, whose backward pass calls a function with its context and the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.note(ctx, dy), None
 
 
 def test_a_leaf_takes_gradients_of_the_dtype_that_they_have():
     """And an edge to it shows whether they are accumulated, which `torch.autograd.grad` does not do."""
     found = []
 
-    class Half(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, dy):
-            found.append(compat.is_accumulated(ctx.next_functions[0][0]))
-            return dy.bfloat16()
+    def half(ctx, dy):
+        found.append(compat.is_accumulated(ctx.next_functions[0][0]))
+        return dy.bfloat16()
 
     leaf = torch.zeros(2, requires_grad=True)
     compat.accept_any_gradient(leaf)
-    Half.apply(leaf).sum().backward()
+    Noting.apply(leaf, half).sum().backward()
     assert leaf.grad.dtype == (torch.bfloat16 if hasattr(torch.Tensor, "grad_dtype") else torch.float32)
-    torch.autograd.grad(Half.apply(leaf).sum(), leaf)
+    torch.autograd.grad(Noting.apply(leaf, half).sum(), leaf)
     assert found == [True, False]
 
 
 def test_a_transform_is_noticed_and_so_is_the_older_batch_of_gradients():
     found = []
 
-    class Noted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
+    def note(ctx, dy):
+        found.append((compat.is_transformed(), compat.is_batched(dy)))
+        return dy
 
-        @staticmethod
-        def backward(ctx, dy):
-            found.append((compat.is_transformed(), compat.is_batched(dy)))
-            return dy
-
-    torch.autograd.functional.jacobian(Noted.apply, torch.ones(2), vectorize=True)
-    Noted.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    torch.autograd.functional.jacobian(lambda x: Noting.apply(x, note), torch.ones(2), vectorize=True)
+    Noting.apply(torch.ones(2, requires_grad=True), note).sum().backward()
     torch.func.vmap(lambda x: found.append(compat.is_transformed()) or x)(torch.ones(2))
     assert found == [(False, True), (False, False), True]
 
@@ -149,32 +161,14 @@ def test_trees_are_walked_through():
     tree = ([1, (2.5,)], {"a": [3]})
     assert compat.tree_leaves(tree) == [1, 2.5, 3]
     assert compat.tree_map_only(int, lambda n: -n, tree) == ([-1, (2.5,)], {"a": [-3]})
+    a, b = torch.ones(1), torch.ones(2)
+    assert [t.numel() for t in compat.tensors_in({"x": [a, (b, 3)]})] == [1, 2]
 
 
-def test_a_dispatch_mode_sees_operations_and_collectives(four_fake_ranks):
-    class Mode(compat.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "c10d":
-                groups.append(compat.group_of_collective(args))
-            names.append(func.name())
-            return compat.wait_for(func(*args, **(kwargs or {})))
-
-    names, groups = [], []
-    with Mode():
-        x = torch.ones(2) + 1
-        dist.all_reduce(x)
-    assert "aten::add.Tensor" in names
-    assert "c10d::allreduce_" in names
-    assert [dist.get_process_group_ranks(group) for group in groups] == [[0, 1, 2, 3]]
-
-
-def test_collectives_of_one_tensor(four_fake_ranks):
+def test_collectives_of_one_tensor_and_a_flattened_mesh(four_fake_ranks):
     row, rows = torch.ones(3), torch.zeros(12)
     compat.all_gather_single(rows, row, group=four_fake_ranks)
     compat.reduce_scatter_single(row, rows, group=four_fake_ranks)
-
-
-def test_a_flattened_mesh_has_its_ranks_in_order(four_fake_ranks):
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
     flat = compat.flatten_mesh(mesh["a", "c"], "both")
     assert flat.mesh.tolist() == [0, 1, 2, 3]
@@ -185,8 +179,7 @@ def test_the_local_tensor_is_the_object_itself(four_fake_ranks):
     mesh = init_device_mesh("cpu", (4,))
     shard = torch.ones(2, 3)
     whole = DTensor.from_local(shard, mesh, [Shard(0)])
-    mark = compat.local_tensor(whole)
-    mark.note = "kept"
+    compat.local_tensor(whole).note = "kept"
     assert compat.local_tensor(whole).note == "kept"
     assert compat.local_tensor(shard) is shard
     assert not hasattr(whole.to_local(), "note")
@@ -194,10 +187,14 @@ def test_the_local_tensor_is_the_object_itself(four_fake_ranks):
         whole.to_local().mul_(2)
     assert torch.equal(compat.local_tensor(whole), torch.full((2, 3), 2.0))
     assert compat.version_of(compat.local_tensor(whole)) == 1
+    local = torch.arange(6.0).view(2, 3)
+    found = compat.as_shard(local, whole)
+    assert compat.local_tensor(found) is local
+    assert (found.shape, found.placements) == ((8, 3), (Shard(0),))
 
 
-def test_a_write_raises_the_version_of_a_tensor_and_its_views():
-    x = torch.zeros(4)
+def test_views_share_writes_and_a_storage():
+    x, y = torch.zeros(4), torch.zeros(4)
     view = x[1:]
     assert (compat.version_of(x), compat.version_of(view)) == (0, 0)
     view.add_(1)
@@ -205,61 +202,49 @@ def test_a_write_raises_the_version_of_a_tensor_and_its_views():
     assert (compat.version_of(x), compat.version_of(view)) == (2, 2)
     assert compat.base_of(view) is x
     assert compat.base_of(x) is None
-
-
-def test_many_tensors_are_copied_in_place():
-    to = [torch.zeros(2), torch.zeros(())]
-    before = list(to)
-    compat.copy_each(to, [torch.arange(2.0), torch.tensor(3)])
-    assert [t.tolist() for t in before] == [[0, 1], 3]
-
-
-def test_a_storage_has_one_key_for_all_its_views():
-    x, y = torch.zeros(4), torch.zeros(4)
     key = compat.storage_key(x.untyped_storage())
-    assert compat.storage_key(x[1:].untyped_storage()) == key
+    assert compat.storage_key(view.untyped_storage()) == key
     assert compat.storage_key(y.untyped_storage()) != key
     empty = [torch.empty(0, device="meta") for _ in range(2)]
     assert len({compat.storage_key(e.untyped_storage()) for e in empty}) == 2
+    product = torch.arange(6.0, requires_grad=True) * 2
+    reshaped = compat.reshaped(product, (2, 3))  # no view, in the same memory
+    assert (reshaped.shape, reshaped._is_view()) == ((2, 3), False)
+    assert reshaped.data_ptr() == product.data_ptr()
 
 
-def test_it_is_known_whether_a_backward_pass_runs():
-    told = []
+def test_it_is_known_whether_a_backward_pass_runs_and_which_node():
+    told, nodes = [], []
 
     def look(x):
         told.append(compat.is_in_backward())
         return x * x
 
     assert not compat.is_in_backward()
-    checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    y = checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False)
+    y.register_hook(lambda g: nodes.append(compat.autograd_node()))
+    y.exp().sum().backward()
     assert told == [False, True]
     assert not compat.is_in_backward()
+    assert nodes[0] is not None
+    assert compat.autograd_node() is None
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
-def test_hooks_of_a_module_are_seen(register):
+def test_hooks_are_seen_and_go_with_a_parameter_that_becomes_another_tensor():
     layer = torch.nn.Linear(2, 2)
-    assert not compat.has_hooks(layer)
-    handle = getattr(layer, register)(lambda *_: None)
-    assert compat.has_hooks(layer)
-    handle.remove()
-    assert not compat.has_hooks(layer)
+    for register in (layer.register_forward_hook, layer.register_full_backward_hook):
+        assert not compat.has_hooks(layer)
+        handle = register(lambda *_: None)
+        assert compat.has_hooks(layer)
+        handle.remove()
     layer.register_forward_pre_hook(lambda *_: None)
-    assert not compat.has_hooks(layer)
-    assert compat.has_hooks(layer, before=True)
-
-
-def test_a_parameter_says_which_hook_sees_its_accumulated_gradient():
+    assert (compat.has_hooks(layer), compat.has_hooks(layer, before=True)) == (False, True)
     p, seen = torch.nn.Parameter(torch.ones(2)), []
-    assert not compat.is_called_after_accumulation(p, seen.append)
-    p.register_post_accumulate_grad_hook(seen.append)
-    assert compat.is_called_after_accumulation(p, seen.append)
-
-
-def test_hooks_go_with_a_parameter_that_becomes_another_tensor():
-    p, seen = torch.nn.Parameter(torch.ones(2)), []
+    accumulated = lambda p: seen.append("accumulated")  # noqa: E731
+    assert not compat.is_called_after_accumulation(p, accumulated)
     p.register_hook(lambda g: seen.append("gradient"))
-    p.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    p.register_post_accumulate_grad_hook(accumulated)
+    assert compat.is_called_after_accumulation(p, accumulated)
     torch.utils.swap_tensors(p, torch.nn.Parameter(torch.ones(3)))
     compat.attach_hooks_again(p)
     p.sum().backward()
@@ -283,22 +268,7 @@ def test_without_torch_function_operations_reach_no_subclass():
     assert Counts.called == 1
 
 
-def test_written_arguments_are_found_by_position_and_by_name():
-    aten, a, b = torch.ops.aten, torch.ones(2), torch.ones(2)
-    assert compat.written_arguments(aten.add_.Tensor, (a, b), {}) == {0: a}
-    assert compat.written_arguments(aten.add.out, (a, b), {"out": b}) == {"out": b}
-    assert compat.written_arguments(aten.add.Tensor, (a, b), {}) == {}
-
-
-def test_ddp_ignores_what_it_is_told_to(four_fake_ranks):
-    module = torch.nn.Linear(2, 2)
-    compat.ignore_in_ddp(module, ["bias"])
-    wrapped = DistributedDataParallel(module, init_sync=False)
-    (bucketed,) = wrapped._module_parameters
-    assert bucketed is module.weight
-
-
-def test_a_ddp_is_known_within_its_forward_pass_only(four_fake_ranks):
+def test_a_ddp_ignores_what_it_is_told_to_and_is_known_within_its_forward_pass_only(four_fake_ranks):
     seen = []
 
     class Seen(torch.nn.Linear):
@@ -306,7 +276,11 @@ def test_a_ddp_is_known_within_its_forward_pass_only(four_fake_ranks):
             seen.append(compat.active_ddp())
             return super().forward(x)
 
-    wrapped = DistributedDataParallel(Seen(2, 2), init_sync=False)
+    module = Seen(2, 2)
+    compat.ignore_in_ddp(module, ["bias"])
+    wrapped = DistributedDataParallel(module, init_sync=False)
+    (bucketed,) = wrapped._module_parameters
+    assert bucketed is module.weight
     wrapped(torch.ones(1, 2))
     assert seen == [wrapped]
     assert compat.active_ddp() is None
@@ -322,26 +296,29 @@ def test_a_callback_comes_after_the_whole_backward_pass():
     assert order == ["the first leaf", "the end"]
 
 
-def test_tensors_in_an_output():
-    a, b = torch.ones(1), torch.ones(2)
-    assert [t.numel() for t in compat.tensors_in({"x": [a, (b, 3)]})] == [1, 2]
-
-
-def test_a_module_is_asked_before_fsdp_takes_it(four_fake_ranks):
+def test_fsdp_asks_modules_and_plain_tensors_and_has_the_names_that_are_called(four_fake_ranks):
     class Refuses(compat.SeesFSDP, torch.nn.Linear):
         def accept_fsdp(self):
             raise LookupError("asked")
 
+    class Extension(compat.FSDPExtension):
+        def fsdp_pre_all_gather(self, *args):
+            return self, args
+
+        def fsdp_post_all_gather(self, *args, **kwargs):
+            return args
+
     with pytest.raises(LookupError, match="asked"):
         fully_shard(torch.nn.Sequential(Refuses(4, 4)), mesh=init_device_mesh("cpu", (4,)))
-
-
-def test_a_reshaped_tensor_is_no_view():
-    x = torch.arange(6.0, requires_grad=True) * 2
-    y = compat.reshaped(x, (2, 3))
-    assert y.shape == (2, 3)
-    assert not y._is_view()
-    assert y.data_ptr() == x.data_ptr()
+    shard, extension = torch.ones(2), Extension()
+    compat.attach_fsdp_extension(shard, extension)
+    assert shard.fsdp_pre_all_gather(1) == (extension, (1,))
+    assert shard.fsdp_post_all_gather(2) == (2,)
+    source = Path(_fsdp_param.__file__).read_text()  # it looks for these two names
+    assert '"fsdp_pre_all_gather"' in source
+    assert '"fsdp_post_all_gather"' in source
+    for setter in SETTERS:
+        assert callable(getattr(FSDPModule, setter))
 
 
 def test_overflow_found_on_another_rank_skips_the_step():
@@ -359,109 +336,31 @@ def test_overflow_found_on_another_rank_skips_the_step():
     assert scaler.get_scale() == 2.0
 
 
-def test_fsdp_asks_a_plain_tensor_for_what_travels():
-    class Extension(compat.FSDPExtension):
-        def fsdp_pre_all_gather(self, *args):
-            return self, args
-
-        def fsdp_post_all_gather(self, *args, **kwargs):
-            return args
-
-    shard, extension = torch.ones(2), Extension()
-    compat.attach_fsdp_extension(shard, extension)
-    assert shard.fsdp_pre_all_gather(1) == (extension, (1,))
-    assert shard.fsdp_post_all_gather(2) == (2,)
-
-
-def test_a_dtensor_keeps_the_local_tensor_that_it_is_made_of(four_fake_ranks):
-    like = DTensor.from_local(torch.zeros(2, 3), init_device_mesh("cpu", (4,)), [Shard(0)])
-    local = torch.arange(6.0).view(2, 3)
-    found = compat.as_shard(local, like)
-    assert compat.local_tensor(found) is local
-    assert (found.shape, found.placements) == ((8, 3), (Shard(0),))
-
-
-def test_fsdp_looks_for_these_two_names():
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    source = Path(_fsdp_param.__file__).read_text()
-    assert '"fsdp_pre_all_gather"' in source
-    assert '"fsdp_post_all_gather"' in source
-
-
-@pytest.mark.parametrize(
-    "setter",
-    [
-        "reshard",
-        "set_custom_reduce_scatter",
-        "set_force_sum_reduction_for_comms",
-        "set_gradient_divide_factor",
-        "set_is_last_backward",
-        "set_requires_gradient_sync",
-        "set_reshard_after_backward",
-    ],
-)
-def test_fsdp_has_the_setters_that_the_engine_calls(setter):
-    """They are public, but newer than FSDP2 itself."""
-    assert callable(getattr(FSDPModule, setter))
-
-
-def test_what_the_cpu_multiplies_is_a_yes_or_a_no():
+def test_what_this_torch_has():
     assert compat.cpu_multiplies_bf16() in (True, False)
-
-
-def test_architectures_are_names_or_none():
     names = compat.cuda_architectures()
     assert all(name.startswith(("sm_", "compute_", "gfx")) for name in names)
     assert bool(names) == (torch.version.cuda is not None or torch.version.hip is not None)
-
-
-def test_names_of_scaled_products():
-    kinds = ("TensorWise", "RowWise", "BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
-    for kind in kinds:
-        assert hasattr(compat.ScalingType, kind)
+    blocks = ("BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
+    assert {"TensorWise", "RowWise", *blocks} <= set(compat.ScalingType.__members__)
     assert {"NO_SWIZZLE", "SWIZZLE_32_4_4"} <= set(compat.SwizzleType.__members__)
+    assert Path(compat.extension_file()).is_file()
 
 
 def test_scaled_products_multiply():
     a = torch.tensor([[1.0, 2.0] * 8] * 16)
     narrow = a.to(torch.float8_e4m3fn)
     two, expected = torch.full((), 2.0), 4 * (a @ a.T)
-    tensor_wise = [compat.ScalingType.TensorWise]
+    scale, kind = [two.reshape(1)], [compat.ScalingType.TensorWise]
+    scales = {"scale_a": scale, "scale_recipe_a": kind, "scale_b": scale, "scale_recipe_b": kind}
     try:
         assert torch.equal(compat.fp8_product(narrow, narrow.T, two).float(), expected)
-        product = compat.scaled_mm(
-            narrow,
-            narrow.T,
-            scale_a=[two.reshape(1)],
-            scale_recipe_a=tensor_wise,
-            scale_b=[two.reshape(1)],
-            scale_recipe_b=tensor_wise,
-            output_dtype=torch.bfloat16,
-        )
+        product = compat.scaled_mm(narrow, narrow.T, **scales, output_dtype=torch.bfloat16)
     except (NotImplementedError, RuntimeError) as error:
         if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
             raise
         pytest.skip(f"this torch has no CPU kernel: {error}")
     assert torch.equal(product.float(), expected)
-
-
-def test_an_operation_says_its_name_and_whether_it_only_looks():
-    aten = torch.ops.aten
-    assert compat.operation_name(aten.add.Tensor) == "add"
-    assert compat.is_view_operation(aten.view.default)
-    assert not compat.is_view_operation(aten.add.Tensor)
-    assert not compat.is_view_operation(aten.add_.Tensor)
-
-
-def test_a_backward_pass_knows_its_node():
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda g: seen.append(compat.autograd_node()))
-    y.exp().sum().backward()
-    assert seen[0] is not None
-    assert compat.autograd_node() is None
 
 
 def test_strict_determinism_is_lifted_for_an_operation_that_repeats():
@@ -476,24 +375,24 @@ def test_strict_determinism_is_lifted_for_an_operation_that_repeats():
         assert torch.get_deterministic_debug_mode() == 0
 
 
-@pytest.mark.parametrize("order", [2.0, 1.0, torch.inf, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_and_scaling_of_many_have_the_bits_of_each(order, dtype):
+def test_many_tensors_at_once_have_the_bits_of_each(dtype):
     g = torch.Generator().manual_seed(0)
     many = [torch.randn(shape, generator=g).to(dtype) for shape in ((300, 7), (1,), (5000,), (16, 33))]
-    norms = compat.norm_each(many, order, torch.float64)
-    each = [torch.linalg.vector_norm(x, order, dtype=torch.float64) for x in many]
-    assert all(torch.equal(a, b) for a, b in zip(norms, each, strict=True))
+    for order in (2.0, 1.0, torch.inf, 3.0):
+        norms = compat.norm_each(many, order, torch.float64)
+        each = [torch.linalg.vector_norm(x, order, dtype=torch.float64) for x in many]
+        assert all(torch.equal(a, b) for a, b in zip(norms, each, strict=True))
+        assert compat.norm_each([], order, torch.float64) == []
     factor = torch.tensor(0.3337)
     expected = [x.clone().mul_(factor) for x in many]
     compat.scale_each(many, factor)
-    assert all(torch.equal(a, b) for a, b in zip(many, expected, strict=True))
-    assert compat.norm_each([], order, torch.float64) == []
     compat.scale_each([], factor)
-
-
-def test_the_extension_module_is_a_file():
-    assert Path(compat.extension_file()).is_file()
+    assert all(torch.equal(a, b) for a, b in zip(many, expected, strict=True))
+    to = [torch.zeros(2), torch.zeros(())]
+    before = list(to)
+    compat.copy_each(to, [torch.arange(2.0), torch.tensor(3)])
+    assert [t.tolist() for t in before] == [[0, 1], 3]
 
 
 def test_every_name_is_called_here():

@@ -1,12 +1,40 @@
-"""What a refusal looks like, and one finished run to look at."""
+"""The command in this process, what a refusal looks like, and one finished run to look at."""
+
+import contextlib
+import io
+import warnings
 
 import pytest
+
+from narrowgauge.cli.main import main
+from narrowgauge.runs.monitor.arithmetic import NO_CHOICE
+from support.processes import Ended
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """`command(*words, NAME="value")` runs a line in this process."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which `main` replaces
+
+    def run(*words, **environment):
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            try:
+                code = main(list(map(str, words)))
+            except SystemExit as ended:  # of --help
+                code = ended.code or 0
+            finally:
+                NO_CHOICE.choose()  # the arithmetic of a run holds for its process
+        return Ended(code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture
 def refused(tmp_path):
-    """A check: the process ended with one sentence that holds these words, and nothing below `tmp_path` was
-    trained."""
+    """A check: one sentence that holds these words, and nothing below `tmp_path` was trained."""
 
     def check(ended, *words, code=2):
         assert ended.code == code, ended.err
@@ -23,10 +51,11 @@ def refused(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def finished(narrowgauge, line, tmp_path_factory):
+def finished(line, tmp_path_factory):
     """The directory of a finished run, to be read only."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    ended = narrowgauge(*line(), "--out", out)
-    assert ended.code == 0, ended.err
-    assert ended.err == ""
+    out, said = tmp_path_factory.mktemp("finished") / "run", io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        assert main([*line(), "--out", str(out)]) == 0
+    NO_CHOICE.choose()
+    assert said.getvalue() == ""
     return out

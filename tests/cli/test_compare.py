@@ -1,6 +1,6 @@
-"""A comparison trains each recipe in a separate process, and behaves like one run."""
+"""A comparison trains each recipe in a separate process, and behaves like one run; so does a ladder."""
 
-import json
+import csv
 import re
 import signal
 import tomllib
@@ -8,6 +8,20 @@ import tomllib
 import pytest
 
 from support.processes import TORCHRUN
+
+ARMS = """
+[arms.bf16]
+recipe.name = "bf16"
+[arms.mxfp8-e5m2]
+recipe.name = "mxfp8"
+recipe.dgrad = { dy = "mxfp8-e5m2" }
+[experiment]
+rungs = [10, 20]
+seeds = [1]
+jobs = 2
+held_out_tokens = 64
+"""
+LADDER = {"model.dim": 64, "schedule.kind": "wsd", "checkpoint.every": 2, "recipe.name": "bf16"}
 
 
 @pytest.fixture
@@ -17,74 +31,81 @@ def compare(line, tmp_path):
     def words(recipes, changes=None):
         options = line(changes)[1:]
         at = options.index("--recipe.name")
-        return [
-            "compare",
-            "--recipes",
-            recipes,
-            *options[:at],
-            *options[at + 2 :],
-            "--out",
-            tmp_path / "both",
-        ]
+        named = ["--recipes", recipes] if recipes is not None else []
+        return ["compare", *named, *options[:at], *options[at + 2 :], "--out", tmp_path / "both"]
 
     return words
 
 
+@pytest.fixture
+def ladder(line, tmp_path):
+    """The words of a ladder into a directory."""
+    file = tmp_path / "ladder.toml"
+    file.write_text(ARMS)
+    return lambda n: ["compare", file, *line(LADDER)[1:], "--gauges.every", "0", "--out", tmp_path / n]
+
+
+def table_of(ended):
+    assert ended.code == 0, ended.err
+    return ended.out[ended.out.rindex("\nrun  ") :]
+
+
+def config_of(run):
+    return tomllib.loads((run.path / "config.toml").read_text())
+
+
 @pytest.mark.tier("thorough")
-def test_a_comparison_and_the_same_line_again(narrowgauge, compare, look, tmp_path):
+def test_a_comparison_the_same_line_again_and_a_seed_more(narrowgauge, compare, look, tmp_path):
     words = [*compare("bf16,mxfp8"), "--recipe.wgrad.x", "bf16"]
     ended = narrowgauge(*words)
-    assert ended.code == 0, ended.err
+    table, both = table_of(ended), tmp_path / "both"
     assert ended.err == ""
-    both = tmp_path / "both"
     runs = {name: look(both / name) for name in ("bf16", "mxfp8")}
-    table = ended.out[ended.out.rindex("\nrun  ") :]
+    losses = [run.steps[-1]["val_loss"] for run in runs.values()]
     for row, values in {
         "run": runs,
         "arithmetic": ["native", "emulated"],
-        "val loss": [f"{run.steps[-1]['val_loss']:.4f}" for run in runs.values()],
+        "val loss": [f"{loss:.4f}" for loss in losses],
         "status": ["done", "done"],
     }.items():
         assert re.search(rf"^{row} +{' +'.join(values)}$", table, re.MULTILINE), table
     assert re.search(r"^gap +reference +[+-]\d+\.\d\d %$", table, re.MULTILINE)
     assert ended.out.endswith(f"report: {both / 'report.html'}\n")
-    page = (both / "report.html").read_text()
-    assert ">bf16<" in page
-    assert ">mxfp8<" in page
-    for name in runs:
-        assert tomllib.loads((both / name / "config.toml").read_text())["recipe"]["wgrad.x"] == "bf16"
-    threads = [
-        tomllib.loads((both / name / "config.toml").read_text())["training"]["threads"] for name in runs
-    ]
+    assert all(f">{name}<" in (both / "report.html").read_text() for name in runs)
+    assert {config_of(run)["recipe"]["wgrad.x"] for run in runs.values()} == {"bf16"}
+    threads = [config_of(run)["training"]["threads"] for run in runs.values()]
     assert threads == [runs["bf16"].lines[0]["threads"]] * 2, "the last digits follow from it"
     assert runs["bf16"].lines[1]["val_loss"] != runs["mxfp8"].lines[1]["val_loss"], "other numbers"
-
-    metrics = [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()]
     assert "sample, from" not in ended.out, "it is in each run's directory"
     assert all(run.events("done")[0]["sample"] for run in runs.values())
     assert ended.out.count("report: ") == ended.out.count("arithmetic ") == 1, "the runs leave theirs out"
 
-    at = words.index("bf16,mxfp8")
-    again = narrowgauge(*words[:at], "bf16", "--recipes", "mxfp8", *words[at + 1 :])
-    assert again.code == 0, again.err
+    metrics = [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()]
+    again = narrowgauge(*words)
+    assert table_of(again) == table
     assert again.out.count("is done; to train again") == 2
-    assert again.out[again.out.rindex("\nrun  ") :] == table
+    more = narrowgauge(*words, "--seeds", "2")
+    assert more.out.count("is done; to train again") == 2
     assert [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()] == metrics
+    second = look(both / "bf16-seed-1")
+    configs = [config_of(runs["bf16"]), config_of(second)]
+    assert [config["training"].pop("seed") for config in configs] == [0, 1]
+    assert configs[0] == configs[1]
+    found = [losses[0], second.steps[-1]["val_loss"]]
+    spread = f"{sum(found) / 2:.4f} ± {abs(found[0] - found[1]) / 2**0.5:.4f}"
+    assert re.search(rf"^val loss +{spread} ", table_of(more), re.MULTILINE), more.out
+    assert (both / "report.html").read_text().count('<tr class="seed">') == 4
 
 
-@pytest.mark.parametrize(
-    ("number", "everywhere"),
-    [
-        pytest.param(signal.SIGUSR1, False, id="SIGUSR1"),
-        pytest.param(signal.SIGTERM, True, id="SIGTERM to each process", marks=pytest.mark.tier("thorough")),
-        pytest.param(signal.SIGINT, True, id="Ctrl-C"),
-    ],
-)
-def test_asked_to_stop_the_run_inside_saves(narrowgauge, compare, look, tmp_path, number, everywhere):
+@pytest.mark.tier("thorough", keep=("Ctrl-C",))
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "Ctrl-C"])
+def test_asked_to_stop_the_run_inside_saves(narrowgauge, compare, look, tmp_path, name):
+    """SIGTERM and Ctrl-C reach each process, SIGUSR1 the first."""
+    number = signal.SIGINT if name == "Ctrl-C" else signal.Signals[name]
     words = compare("bf16,fp8", {"training.steps": 100, "checkpoint.every": 1000})
     run = look(tmp_path / "both" / "bf16")
     process = narrowgauge.start(*words).until(run.has_step(3))
-    for each in (process.child, process) if everywhere else (process,):
+    for each in (process,) if name == "SIGUSR1" else (process.child, process):
         each.send(number)
     ended = process.wait()
     assert ended.code == 75, ended.err
@@ -97,11 +118,15 @@ def test_asked_to_stop_the_run_inside_saves(narrowgauge, compare, look, tmp_path
 
 
 @pytest.mark.tier("thorough")
-def test_the_same_line_continues_a_comparison_that_stopped(narrowgauge, compare, look, tmp_path):
+def test_the_same_line_continues_a_comparison_that_stopped_or_was_killed(
+    narrowgauge, compare, look, tmp_path, refused
+):
     words = compare("bf16,fp8", {"training.steps": 100, "checkpoint.every": 1000})
     bf16, fp8 = look(tmp_path / "both" / "bf16"), look(tmp_path / "both" / "fp8")
-    for run in (bf16, fp8):
-        assert narrowgauge.start(*words).send_when(run.has_step(3), signal.SIGTERM).code == 75
+    process = narrowgauge.start(*words).until(bf16.has_step(1))
+    process.child.send(signal.SIGKILL)
+    refused(process.wait(), "the run 'bf16' was killed by SIGKILL; the same line continues", code=1)
+    assert narrowgauge.start(*words).send_when(fp8.has_step(3), signal.SIGTERM).code == 75
     ended = narrowgauge(*words)
     assert ended.code == 0, ended.err
     assert f"{bf16.path} is done" in ended.out
@@ -110,103 +135,50 @@ def test_the_same_line_continues_a_comparison_that_stopped(narrowgauge, compare,
 
 
 @pytest.mark.tier("thorough")
-def test_a_run_that_was_killed_is_named(narrowgauge, compare, look, tmp_path, refused):
-    run = look(tmp_path / "both" / "bf16")
-    process = narrowgauge.start(*compare("bf16,fp8", {"training.steps": 10_000})).until(run.has_step(1))
-    process.child.send(signal.SIGKILL)
-    refused(process.wait(), "the run 'bf16' was killed by SIGKILL; the same line continues", code=1)
-
-
-@pytest.mark.tier("thorough")
-def test_a_run_that_fails_is_a_result_and_the_others_go_on(narrowgauge, compare, tmp_path):
-    words = compare("bf16", {"training.steps": 2})
-    words = words[: words.index("--recipes")] + words[words.index("--recipes") + 2 :]
-    ended = narrowgauge(
-        *words, "--variant", "hot:optimizer.lr=1e30,guard.max_skips=0", "--variant", "cold:optimizer.lr=1e-4"
-    )
+def test_a_run_that_fails_is_a_result_and_the_others_go_on(narrowgauge, compare, look, tmp_path):
+    variants = ("hot:optimizer.lr=1e30,guard.max_skips=0", "cold:recipe=fp8,recipe.wgrad.x=bf16,lr=1e-4")
+    words = [*compare(None, {"training.steps": 2}), *(w for v in variants for w in ("--variant", v))]
+    ended = narrowgauge(*words)
     assert ended.code == 1, ended.err
     assert "1 of 2 runs failed: hot\n" in ended.out, "it diverged, and would again"
-    status = {
-        name: json.loads((tmp_path / "both" / name / "status.json").read_text()) for name in ("hot", "cold")
-    }
-    assert (status["hot"]["status"], status["cold"]["status"]) == ("failed", "done")
-    page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
-    assert "hot failed after step" in page
+    hot, cold = look(tmp_path / "both" / "hot"), look(tmp_path / "both" / "cold")
+    assert (hot.status["status"], cold.status["status"]) == ("failed", "done")
+    assert max(cold.column("lr")) == 1e-4
+    assert config_of(cold)["recipe"]["wgrad.x"] == "bf16"
+    assert "hot failed after step" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+    # Side by side, it is a row, and fails a gate.
+    beside = [*words[:-5], tmp_path / "beside", *words[-4:], "--jobs", "2"]
+    ended = narrowgauge(*beside)
+    assert ended.code == 0, ended.err
+    assert re.search(r"^hot: narrowgauge: 1 steps in a row had a non-finite loss", ended.out, re.M)
+    rows = csv.DictReader((tmp_path / "beside" / "runs.csv").read_text().splitlines())
+    assert {(row["arm"], row["status"]) for row in rows} == {("cold", "done"), ("hot", "diverged")}
 
 
 @pytest.mark.parametrize(
-    ("recipes", "words"),
+    ("recipes", "more", "says"),
     [
-        ("", ["'fp8' is one run", "at least two"]),
-        (",", ["at least two"]),
-        ("bf16", ["'bf16' is one run", "at least two"]),
-        ("bf16,fp8,bf16", ["two runs would be called 'bf16'"]),
-        ("bf16,mxpf8", ["unknown recipe 'mxpf8'", "'mxfp8'"]),
+        ("", [], ["'fp8' is one run", "at least two"]),
+        (",", [], ["at least two"]),
+        ("bf16", [], ["'bf16' is one run", "at least two"]),
+        ("bf16,fp8,bf16", [], ["two runs would be called 'bf16'"]),
+        ("bf16,mxpf8", [], ["unknown recipe 'mxpf8'", "'mxfp8'"]),
+        ("bf16,fp8", ["--data.source", "/nope"], ["data source", "/nope"]),
+        # A vocabulary is checked before a run is started or a step is timed.
+        ("bf16,fp8", ["--variant", "small:model.vocab_size=256"], ["up to 256", "--model.vocab_size 257"]),
+        (
+            "bf16,fp8",
+            ["--data.tokenizer", "bpe-300", "--dry-run"],
+            ["tokenizer 'bpe-300' has token ids", "beyond model.vocab_size = 257"],
+        ),
     ],
 )
-def test_recipes_that_cannot_be_compared(narrowgauge, compare, refused, tmp_path, recipes, words):
-    refused(narrowgauge(*compare(recipes)), *words)
+def test_what_cannot_be_compared_is_refused_once(command, compare, refused, tmp_path, recipes, more, says):
+    refused(command(*compare(recipes), *more), *says)
     assert not (tmp_path / "both").exists()
-
-
-def test_a_vocabulary_too_small_is_refused_before_a_run_is_started(narrowgauge, compare, refused, tmp_path):
-    words = [*compare("bf16,fp8"), "--variant", "small:model.vocab_size=256"]
-    refused(narrowgauge(*words), "token ids up to 256", "model.vocab_size = 256", "--model.vocab_size 257")
-    assert not (tmp_path / "both").exists()
-
-
-def test_a_vocabulary_that_the_text_decides_is_checked_before_a_step_is_timed(narrowgauge, compare, refused):
-    words = [*compare("bf16,fp8"), "--data.tokenizer", "bpe-300", "--dry-run"]
-    refused(narrowgauge(*words), "tokenizer 'bpe-300' has token ids", "beyond model.vocab_size = 257")
-
-
-def test_what_every_recipe_would_refuse_is_said_once(narrowgauge, compare, refused, tmp_path):
-    refused(
-        narrowgauge(*compare("bf16,fp8", {"data.source": tmp_path / "no"})), "data source", tmp_path / "no"
-    )
-    (tmp_path / "both").touch()
-    refused(narrowgauge(*compare("bf16,fp8")), tmp_path / "both", "cannot be written")
-
-
-@pytest.mark.tier("thorough")
-def test_seeds_that_come_later_find_the_runs_that_are_there(narrowgauge, compare, line, look, tmp_path):
-    both = tmp_path / "both"
-    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", both / "bf16").code == 0
-    before = (both / "bf16" / "metrics.jsonl").read_bytes()
-    ended = narrowgauge(*compare("bf16"), "--seeds", "2")
-    assert ended.code == 0, ended.err
-    assert ended.out.count("is done; to train again") == 1
-    assert (both / "bf16" / "metrics.jsonl").read_bytes() == before
-    runs = look(both / "bf16"), look(both / "bf16-seed-1")
-    configs = [tomllib.loads((run.path / "config.toml").read_text()) for run in runs]
-    assert [config["training"].pop("seed") for config in configs] == [0, 1]
-    begun = runs[0].lines[0]["threads"]
-    assert [config["training"].pop("threads") for config in configs] == [0, begun], "as the run that is there"
-    assert configs[0] == configs[1]
-    losses = [run.steps[-1]["val_loss"] for run in runs]
-    assert losses[0] != losses[1]
-    spread = f"{sum(losses) / 2:.4f} ± {abs(losses[0] - losses[1]) / 2**0.5:.4f}"
-    table = ended.out[ended.out.rindex("\nrun  ") :]
-    assert re.search(rf"^val loss +{spread}$", table, re.MULTILINE), table
-    assert re.search(r"^seeds +2$", table, re.MULTILINE), table
-    page = (both / "report.html").read_text()
-    assert page.count('<tr class="seed">') == 2
-    assert ">bf16-seed-1<" in page
-
-
-@pytest.mark.tier("thorough")  # the README's lines compare
-def test_variants_of_a_recipe_and_of_the_learning_rate(narrowgauge, compare, look, tmp_path):
-    rates = {"slow": 0.001, "hot": 0.004}
-    variants = [f"{name}:recipe=fp8,recipe.wgrad.x=bf16,lr={lr}" for name, lr in rates.items()]
-    ended = narrowgauge(*compare(""), "--variant", variants[0], "--variant", variants[1])
-    assert ended.code == 0, ended.err
-    for name, lr in rates.items():
-        run = look(tmp_path / "both" / name)
-        assert run.status["status"] == "done"
-        assert max(run.column("lr")) == lr
-        assert tomllib.loads((run.path / "config.toml").read_text())["recipe"]["wgrad.x"] == "bf16"
-    assert re.search(r"^verdict +reference +open$", ended.out, re.MULTILINE)
-    assert "A gap of one seed has no confidence interval" in " ".join(ended.out.split())
+    if recipes == "":
+        (tmp_path / "both").touch()
+        refused(command(*compare("bf16,fp8")), tmp_path / "both", "cannot be written")
 
 
 @pytest.mark.tier("thorough")
@@ -219,6 +191,60 @@ def test_two_processes_train_every_run_together(narrowgauge, compare, look, tmp_
         assert run.column("step") == [1, 2, 3, 4]
         assert run.events("start")[0]["processes"] == 2
     assert ended.out.count(f"report: {tmp_path / 'both' / 'report.html'}\n") == 1
-    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
-        *("bf16", "bf16.toml", "comparison.json", "fp8", "fp8.toml", "report.html")
-    ]
+    files = ["bf16", "bf16.toml", "comparison.json", "fp8", "fp8.toml", "report.html"]
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == files
+
+
+@pytest.mark.tier("thorough")  # experiment/ and runs/use/test_branch.py prove its parts in this process
+def test_a_ladder_is_the_same_after_a_kill(narrowgauge, ladder, look, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    ended = narrowgauge(*ladder("whole"))
+    assert ended.code == 0, ended.err
+    assert "One seed proves no gap" in ended.out
+    rows = list(csv.DictReader((whole / "runs.csv").read_text().splitlines()))
+    arms = [(arm, rung, "done") for arm in ("bf16", "mxfp8-e5m2") for rung in "12"]
+    assert [(row["arm"], row["rung"], row["status"]) for row in rows] == arms
+    assert rows[0]["own_loss"] == rows[0]["bf16_loss"]
+    assert rows[2]["own_loss"] != rows[2]["bf16_loss"]
+    assert rows[3]["own_loss"] == f"{look(whole / 'mxfp8-e5m2-seed-1').steps[-1]['val_loss']:.6f}"
+    assert len(look(whole / "bf16,steps=10-seed-1").events("branch")) == 1
+    assert "<svg" in (whole / "report.html").read_text()
+
+    process = narrowgauge.start(*ladder("killed"), forks=False)
+    assert process.send_when(look(killed / "bf16-seed-1").has_step(4), signal.SIGKILL).code != 0
+    again = narrowgauge(*ladder("killed"))
+    assert again.code == 0, again.err
+    other = narrowgauge(*ladder("killed"), "--optimizer.lr", "0.5")
+    assert other.code == 2
+    assert "optimizer.lr = 0.002, and now it is 0.5" in other.err
+    assert (killed / "runs.csv").read_bytes() == (whole / "runs.csv").read_bytes()
+
+
+def test_a_plan_is_said_and_nothing_is_trained(command, ladder, tmp_path):
+    ended = command(*ladder("planned"), "--dry-run")
+    assert ended.code == 0, ended.err
+    assert "One seed proves no gap" in ended.out
+    assert "2 runs, 0 done" in ended.out
+    assert "1 of 2: at most 3 steps" in ended.out  # each measurement is announced
+    assert re.search(r"[1-9][\d.]* (min|s)\b.* of 1 thread\(s\)", ended.out)  # not "0.0 hours"
+    assert not (tmp_path / "planned").exists()
+
+
+@pytest.mark.tier("thorough")  # experiment/ and runs/use/test_branch.py prove its parts in this process
+def test_a_gate_accepts_and_refuses_at_the_highest_rung(narrowgauge, line, tmp_path):
+    gated = tmp_path / "gated"
+    words = ["compare", "--recipes", "bf16,mxfp8", "--seeds", "2", "--rungs", "10,20", "--jobs", "2"]
+    words += [*line(LADDER)[1:], "--out", gated, "--gate"]
+    accepted = narrowgauge(*words, "100%")
+    assert accepted.code == 0, accepted.err
+    says = r"^gate 100 % at the highest rung, 20 steps: mxfp8 pass; gap .*, 2 seeds$"
+    assert re.search(says, accepted.out, re.M)
+    metrics = (gated / "mxfp8" / "metrics.jsonl").read_bytes()
+    refused = narrowgauge(*words, "0.000001%")
+    assert refused.code == 1, refused.err
+    assert re.search(r"20 steps: mxfp8 (open|fail); gap .*, 2 seeds", refused.out)
+    assert (gated / "mxfp8" / "metrics.jsonl").read_bytes() == metrics, "nothing is trained again"
+    page = (gated / "report.html").read_text()
+    assert page.count('<tr class="seed">') == 4, "the runs of the highest rung"
+    assert 'id="charts"' in page, "curves, as of any comparison"
+    assert "Gaps over the lengths of training" in page

@@ -1,6 +1,7 @@
-"""What leaves the process: plain text in a pipe, a live line on a terminal, an exit code."""
+"""What leaves the process: plain text in a pipe, a live line on a terminal, an exit code, any encoding."""
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -10,8 +11,16 @@ import sys
 import threading
 
 import pytest
+from rich.console import Console
 
+from narrowgauge.cli.main import main
+from narrowgauge.distributed.process_group.failure import keep_traceback
+from narrowgauge.runs.monitor.progress import Display
 from support.fault_table import case
+
+TEXT = "漢字 → déjà \udcff 🙂"  # the last but one: a byte of a file's name that is not UTF-8
+COLORS = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 
 def screen(text):
@@ -34,7 +43,7 @@ def screen(text):
 def on_terminal(narrowgauge):
     """Run the command on a pseudo-terminal: (how it ended, everything it wrote there)."""
 
-    def do(*words, **environment):
+    def do(*words):
         ours, theirs = pty.openpty()
         written = []
 
@@ -45,8 +54,8 @@ def on_terminal(narrowgauge):
 
         reader = threading.Thread(target=read)
         reader.start()
-        environment = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"} | environment
-        ended = narrowgauge(*words, terminal=os.ttyname(theirs), **environment)
+        place = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+        ended = narrowgauge(*words, terminal=os.ttyname(theirs), **place)
         os.close(theirs)
         reader.join()
         os.close(ours)
@@ -56,76 +65,55 @@ def on_terminal(narrowgauge):
 
 
 @pytest.mark.tier("thorough")
-def test_a_terminal_sees_a_live_line_and_gets_its_cursor_back(on_terminal, line, look, tmp_path):
-    ended, written = on_terminal(*line({"training.steps": 12}), "--out", tmp_path / "run")
-    assert ended.code == 0, ended.err
-    assert ended.err == ""
+def test_a_terminal_sees_a_live_line_and_gets_its_cursor_back(on_terminal, line, tmp_path, refused):
+    out = tmp_path / "run"
+    ended, written = on_terminal(*line({"training.steps": 12}), "--out", out)
+    assert (ended.code, ended.err) == (0, "")
     assert re.search(r"training.*\d+/12.*loss \d\.\d{4}.*tokens/s", written)
-    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert written.rindex(SHOWN) > written.rindex(HIDDEN)
     left = [text.rstrip() for text in screen(written)]
     assert not any("training " in text or "data:" in text for text in left), "the live line is gone"
-    assert f"run directory: {tmp_path / 'run'}" in left
+    assert f"run directory: {out}" in left
     assert any(re.fullmatch(r"step +12/12  loss .*  val loss .*", text) for text in left)
-    assert left[-2:] == [f"report: {tmp_path / 'run' / 'report.html'}", ""]
-
-
-def test_a_terminal_is_clean_after_a_failure(on_terminal, line, tmp_path, refused):
-    ended, written = on_terminal(*line({"optimizer.lr": 1e308}), "--out", tmp_path / "run")
+    assert left[-2:] == [f"report: {out / 'report.html'}", ""]
+    ended, written = on_terminal(*line({"optimizer.lr": 1e308}), "--out", tmp_path / "failed")
     refused(ended, code=1)
-    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+    assert written.rindex(SHOWN) > written.rindex(HIDDEN)
     assert "training " not in "".join(screen(written))
 
 
 @pytest.mark.tier("thorough")
-def test_a_plan_shows_its_parts_on_a_terminal():
+def test_a_plan_shows_its_parts_on_a_terminal_that_only_its_errors_reach():
     ours, theirs = pty.openpty()
-    written = b""
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"}
+    written, environment = b"", os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"}
     words = [sys.executable, "-m", "narrowgauge", "plan", "--model", "debug", "--cluster", "h100"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
         os.close(theirs)
         with contextlib.suppress(OSError):  # the process closed it
             while piece := os.read(ours, 4096):
                 written += piece
-        assert process.stdout is not None
         out = process.stdout.read()
     os.close(ours)
     assert process.returncode == 0
-    shown = [b"starting", b"the memory of a step", b"the time of a step"]
-    assert [text for text in shown if text in written] == shown
-    assert written.rindex(b"\x1b[?25h") > written.rindex(b"\x1b[?25l"), "the cursor is shown again"
+    assert all(text in written for text in (b"starting", b"the memory of a step", b"the time of a step"))
+    assert written.rindex(SHOWN.encode()) > written.rindex(HIDDEN.encode())
     assert b"fits: " in out
     assert b"\x1b" not in out
 
 
-@pytest.mark.tier("thorough")
-def test_no_terminal_gets_plain_lines(narrowgauge, line, finished, tmp_path):
-    environment = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    lines = [[*line(), "--out", tmp_path / "run"], ["recipes"], ["formats"], ["report", finished]]
-    lines.append(["eval", finished])
-    for words in lines:
-        ended = narrowgauge(*words, **environment)
-        assert ended.code == 0, ended.err
-        assert "\x1b" not in ended.out
-        assert "\r" not in ended.out
-    assert "\x1b" not in narrowgauge("trian", **environment).err
-
-
-def test_tables_keep_to_80_columns(narrowgauge, finished, tmp_path):
+def test_no_terminal_gets_plain_lines_and_tables_keep_to_80_columns(command, line, finished, tmp_path):
     for name in ("one", "two"):
         shutil.copytree(finished, tmp_path / name)
-    for words in (
-        ["recipes"],
-        ["formats"],
-        ["formats", "e4m3"],
-        ["report", tmp_path / "one", tmp_path / "two"],
-    ):
-        ended = narrowgauge(*words, COLUMNS="80")
+    tables = [["recipes"], ["formats"], ["formats", "e4m3"], ["report", tmp_path / "one", tmp_path / "two"]]
+    for words in ([*line(), "--out", tmp_path / "run"], ["eval", finished, "--batches", "2"], *tables):
+        ended = command(*words, COLUMNS="80", **COLORS)
         assert ended.code == 0, ended.err
-        # A path stays in one piece, so that it can be copied.
-        lines = [text for text in ended.out.splitlines() if not text.startswith("report: ")]
-        assert len(lines) > 2
-        assert max(map(len, lines)) <= 80
+        assert not {"\x1b", "\r"} & set(ended.out)
+        if words in tables:  # a path stays in one piece, so that it can be copied
+            lines = [text for text in ended.out.splitlines() if not text.startswith("report: ")]
+            assert len(lines) > 2
+            assert max(map(len, lines)) <= 80
+    assert "\x1b" not in command("trian", **COLORS).err
 
 
 @pytest.mark.tier("thorough")
@@ -139,20 +127,23 @@ def test_text_beyond_ascii_in_a_path(narrowgauge, line, tmp_path, look):
     assert look(out).status["status"] == "done"
 
 
-@pytest.mark.parametrize("words", [["recipes"], ["recipes", "fp8"], ["--help"]], ids=" ".join)
+@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.parametrize("words", [["recipes"], ["--help"]], ids=" ".join)
 def test_a_reader_that_had_enough_is_no_news(narrowgauge, words):
     ended = narrowgauge(*words, reader_gone=True)
-    assert ended.err == ""
-    assert ended.code == 1, "as any program in Python whose output nobody reads"
+    assert (ended.code, ended.err) == (1, ""), "as any program in Python whose output nobody reads"
 
 
 @pytest.mark.tier("thorough")
-def test_a_run_whose_reader_went_away_says_so_in_its_directory(narrowgauge, line, look, tmp_path):
+def test_a_run_goes_on_after_a_reader_or_a_disk_was_gone(narrowgauge, line, look, tmp_path, refused):
     words = [*line(), "--out", tmp_path / "run"]
     ended = narrowgauge(*words, reader_gone=True)
     assert (ended.code, ended.err) == (1, "")
     assert narrowgauge(*words).code == 0
     assert look(tmp_path / "run").column("step") == [1, 2, 3, 4, 5, 6]
+    words[-1] = tmp_path / "full"
+    refused(narrowgauge(*words, largest_file=4000), "File too large", code=1)  # bytes; the tokenizer has more
+    assert narrowgauge(*words).code == 0
 
 
 @pytest.mark.tier("thorough")
@@ -161,25 +152,66 @@ def test_memory_that_runs_out_is_one_sentence(narrowgauge, line, look, tmp_path,
     """2^31 - 1 sequences at once: their numbers alone take 16 GiB."""
     huge = {"training.batch_size": 2**31 - 1, "training.micro_batch_size": 2**31 - 1, "recipe.name": "bf16"}
     ended = narrowgauge(*line(huge), "--out", tmp_path / "run", memory=12 << 30)
-    refused(ended, "out of memory", "KiB with --training.micro_batch_size 1", code=1)
-    for name in ("a step is expected to take", "weights", "saved activations", "workspace"):
-        assert name in ended.err, "what was planned, by class"
+    planned = ("a step is expected to take", "weights", "saved activations", "workspace")
+    refused(ended, "out of memory", "KiB with --training.micro_batch_size 1", *planned, code=1)
     assert look(tmp_path / "run").status["status"] == "failed"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.tier("thorough")
-def test_a_full_disk_is_one_sentence(narrowgauge, line, tmp_path, refused):
-    ended = narrowgauge(
-        *line(), "--out", tmp_path / "run", largest_file=4000
-    )  # bytes; the tokenizer has more
-    refused(ended, "File too large", code=1)
-    assert narrowgauge(*line(), "--out", tmp_path / "run").code == 0
-
-
-@pytest.mark.tier("thorough")
-def test_weights_that_went_bad_are_a_failure_not_a_mistake(narrowgauge, line, look, tmp_path, refused):
-    ended = narrowgauge(*line({"optimizer.lr": 1e308}), "--out", tmp_path / "run")
+def test_weights_that_went_bad_are_a_failure_not_a_mistake(command, line, look, tmp_path, refused):
+    ended = command(*line({"optimizer.lr": 1e308}), "--out", tmp_path / "run")
     refused(ended, "NaN or an infinity", code=1)
     assert look(tmp_path / "run").status["status"] == "failed"
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """Make both streams strict ones of an encoding; returns what was written to standard output."""
+
+    def change(encoding):
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding, "strict", write_through=True) for _ in range(2)]
+        monkeypatch.setattr(sys, "stdout", streams[0])
+        monkeypatch.setattr(sys, "stderr", streams[1])
+        return lambda: streams[0].buffer.getvalue().decode(encoding)
+
+    return change
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "gbk", "utf-8"])
+def test_a_terminal_that_cannot_hold_a_character_shows_another(strict, tmp_path, encoding):
+    """As terminals of East Asia, of old servers and of containers without a locale; nothing else changes."""
+    run_directory = tmp_path / TEXT
+    run_directory.mkdir()
+    (run_directory / "config.toml").write_text("[recipe]\nname = 'bf16'\n")
+    (run_directory / "status.json").write_text('{"status": "failed", "reason": "no → way"}')
+    written = strict(encoding)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "failed: no " in written()
+    assert main(["runs", str(tmp_path / (TEXT + "absent"))]) == 2
+    written = strict(encoding)
+    Display(Console(), 1, 1).log(f"sample, from {TEXT}")
+    assert written().startswith("sample, from ")
+
+
+@pytest.mark.tier("thorough")
+def test_a_run_whose_sample_the_terminal_cannot_hold_is_done(strict, line, look, tmp_path):
+    written = strict("ascii")
+    short = {"training.steps": 1, "validation.batches": 1, "log.prompt": "漢字 → déjà"}
+    assert main([*line(short), "--out", str(tmp_path / "run")]) == 0
+    assert "sample, from" in written()
+    assert look(tmp_path / "run").status["status"] == "done"
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_verb_needs_no_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    for words in (["formats"], ["--help"], ["train", "--help"]):
+        with contextlib.suppress(SystemExit):
+            assert main(words) == 0
+
+
+def test_the_traceback_of_a_rank_is_kept_in_full(monkeypatch, tmp_path):
+    monkeypatch.setattr("locale.getencoding", lambda: "ascii")  # what a file of text has without encoding=
+    keep_traceback(ValueError(TEXT), 1, tmp_path)
+    assert "déjà" in (tmp_path / "errors" / "rank-1.txt").read_text(encoding="utf-8")

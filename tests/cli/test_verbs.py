@@ -1,105 +1,69 @@
 """Each verb as a user meets it: a line, what it prints, what it leaves."""
 
+import json
+import os
 import re
 import shutil
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from narrowgauge.models import count_parameters, model_config, model_names
 from narrowgauge.recipes import load_recipe, recipe, recipe_names
 
 
-def test_no_verb_and_help_explain(narrowgauge):
-    for words in ([], ["--help"]):
-        ended = narrowgauge(*words)
-        assert ended.code == 0
-        for verb in (
-            "train",
-            "compare",
-            "sample",
-            "eval",
-            "prepare",
-            "report",
-            "recipes",
-            "formats",
-            "plan",
-            "scaling",
-            "doctor",
-            "runs",
-            "models",
-        ):
-            assert re.search(rf"^ +{verb}(  |$)", ended.out, re.MULTILINE), verb
+def found(pattern, text):
+    """What one line of a text holds."""
+    return re.findall(pattern, text, re.MULTILINE)
 
 
-@pytest.mark.tier("thorough")
-def test_short_options_are_their_keys(narrowgauge, line, text, look, tmp_path):
-    short = ["--model", "gpt2-debug", "--data", text, "--recipe", "mxfp8", "--backend", "emulated"]
-    short += ["--steps", "2", "--seed", "3", "--device", "cpu"]
-    ended = narrowgauge(*line({"model.kv_heads": 2}), *short, "--out", tmp_path / "run")
-    assert ended.code == 0, ended.err
-    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert (config["model"]["name"], config["model"]["positions"]) == ("gpt2-debug", "learned")
-    assert config["data"]["source"] == text
-    assert (config["recipe"]["name"], config["recipe"]["backend"]) == ("mxfp8", "emulated")
-    assert (config["training"]["steps"], config["training"]["seed"]) == (2, 3)
-    assert look(tmp_path / "run").column("step") == [1, 2]
-
-
-@pytest.mark.tier("thorough")
-def test_a_file_and_over_it_the_line(narrowgauge, finished, look, tmp_path):
-    """The file a run leaves is the run, and the command line stands over it."""
-    mine = tmp_path / "mine.toml"
-    shutil.copy(finished / "config.toml", mine)
-    for name, words in (("same", []), ("other", ["--training.seed", "1"])):
-        ended = narrowgauge("train", mine, "--out", tmp_path / name, *words)
-        assert ended.code == 0, ended.err
-    same, other = look(tmp_path / "same"), look(tmp_path / "other")
-    assert same.trajectory == look(finished).trajectory
-    assert other.column("loss") != same.column("loss")
-    assert tomllib.loads((tmp_path / "other" / "config.toml").read_text())["training"]["seed"] == 1
-
-
-@pytest.mark.tier("thorough")
-def test_train_shows_its_steps_its_table_and_its_report(narrowgauge, line, look, tmp_path):
+def test_train_shows_its_steps_and_its_report_and_the_same_line_finds_it_done(command, line, look, tmp_path):
     out = tmp_path / "new" / "run"
-    ended = narrowgauge(*line({"log.every": 2}), "--out", out)
+    words = [*line({"log.every": 2}), "--out", out]
+    ended = command(*words)
     assert ended.code == 0, ended.err
     run = look(out)
-    shown = [int(n) for n in re.findall(r"^step +(\d+)/6", ended.out, re.MULTILINE)]
-    assert shown == [0, 2, 4, 6]
+    assert found(r"^step +(\d+)/6", ended.out) == ["0", "2", "4", "6"]
     assert f"run directory: {out}\n" in ended.out
     assert f"loss {run.column('loss')[-1]:.4f}" in ended.out
-    assert re.search(rf"^val loss +{run.steps[-1]['val_loss']:.4f}$", ended.out, re.MULTILINE)
+    assert found(rf"^val loss +{run.steps[-1]['val_loss']:.4f}$", ended.out)
     assert ended.out.endswith(f"report: {out / 'report.html'}\n")
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert run.status["status"] == "done"
+    before = (out / "metrics.jsonl").read_bytes()
+    again = command(*words)
+    assert "run is done; to train again, name another directory with --out" in again.out
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_file_of_a_run_is_the_run_and_the_line_stands_over_it(command, finished, text, look, tmp_path):
+    short = ["--data", text, "--recipe", "mxfp8", "--backend", "emulated", "--steps", "2", "--seed", "3"]
+    mine = shutil.copy(finished / "config.toml", tmp_path / "mine.toml")
+    for name, words in (("same", []), ("other", [*short, "--device", "cpu"])):
+        ended = command("train", mine, "--out", tmp_path / name, *words)
+        assert ended.code == 0, ended.err
+    assert look(tmp_path / "same").trajectory == look(finished).trajectory
+    config = tomllib.loads((tmp_path / "other" / "config.toml").read_text())
+    assert config["data"]["source"] == text
+    assert (config["recipe"]["name"], config["recipe"]["backend"]) == ("mxfp8", "emulated")
+    assert (config["training"]["steps"], config["training"]["seed"]) == (2, 3)
+    assert look(tmp_path / "other").column("step") == [1, 2]
 
 
 @pytest.mark.tier("thorough")
-def test_the_same_line_finds_a_run_done(narrowgauge, line, look, tmp_path):
-    words = [*line(), "--out", tmp_path / "run"]
-    assert narrowgauge(*words).code == 0
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    ended = narrowgauge(*words)
-    assert ended.code == 0
-    assert "run is done; to train again, name another directory with --out" in ended.out
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.tier("thorough")
-def test_without_out_a_run_goes_to_a_place_that_says_what_it_is(narrowgauge, line, text):
-    ended = narrowgauge(*line({"training.steps": 1}))
-    assert ended.code == 0, ended.err
-    (made,) = (narrowgauge.directory / "runs").glob(f"debug-{text.rsplit('/')[-1]}-fp8,*")
+def test_without_out_a_run_goes_to_a_place_that_says_what_it_is(command, line, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command(*line({"training.steps": 1})).code == 0
+    (made,) = Path("runs").glob(f"debug-{text.rsplit('/')[-1]}-fp8,*")
     assert (made / "metrics.jsonl").exists()
 
 
 @pytest.mark.tier("thorough")
-def test_sample_continues_the_prompt(narrowgauge, finished):
+def test_sample_continues_the_prompt(command, finished):
     def sample(*words):
-        ended = narrowgauge("sample", finished, "--prompt", "steam é", "--tokens", 12, *words)
-        assert ended.code == 0, ended.err
-        assert ended.err == ""
+        ended = command("sample", finished, "--prompt", "steam é", "--tokens", 12, *words)
+        assert (ended.code, ended.err) == (0, "")
         assert ended.out.startswith("steam é")
         return ended.out
 
@@ -110,109 +74,186 @@ def test_sample_continues_the_prompt(narrowgauge, finished):
     assert first == sample(*hot, "--seed", 1) != sample(*hot, "--seed", 2)
 
 
-def test_eval_repeats_the_loss_of_the_run(narrowgauge, finished, look):
+def test_eval_repeats_the_loss_of_the_run(command, finished, look):
     last = look(finished).steps[-1]["val_loss"]
-    ended = narrowgauge("eval", finished, "--task", "val", "--batches", 2)  # as the run's own [validation]
+    ended = command("eval", finished, "--task", "val", "--batches", 2)  # as the run's own [validation]
     assert ended.code == 0, ended.err
     said = f"{finished}: step 6, validation loss {last:.4f} nats per token, "
     assert ended.out.splitlines()[-1].startswith(said)
     assert ended.out.endswith(" bits per byte\n")
-    ended = narrowgauge("eval", finished)
-    assert ended.code == 0, ended.err
-    assert f"{last:.4f}" not in ended.out, "all batches are more than two"
+    assert f"{last:.4f}" not in command("eval", finished).out, "all batches are more than two"
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_report_writes_the_page_it_names(narrowgauge, finished, tmp_path, count):
+def test_report_writes_the_page_it_names(command, finished, tmp_path, count):
     runs = [tmp_path / "one", tmp_path / "two"][:count]
     for run in runs:
         shutil.copytree(finished, run)
         (run / "report.html").unlink()
-    ended = narrowgauge("report", *runs)
+    ended = command("report", *runs)
     assert ended.code == 0, ended.err
     page = (tmp_path / "one" / "report.html").read_text()
     assert ended.out.startswith(f"report: {tmp_path / 'one' / 'report.html'}\n")
     for name in ("one", "two"):
         assert (f">{name}<" in page) == (tmp_path / name in runs)
-    ended = narrowgauge("report", *runs, "--out", tmp_path / "pages" / "page.html")
-    assert ended.code == 0, ended.err
+    assert command("report", *runs, "--out", tmp_path / "pages" / "page.html").code == 0
     assert (tmp_path / "pages" / "page.html").read_text() == page
 
 
-@pytest.mark.tier("thorough")
-def test_recipes_lists_every_recipe_and_prints_one_that_loads(narrowgauge, tmp_path):
-    ended = narrowgauge("recipes")
-    assert ended.code == 0
-    for name in recipe_names():
-        assert re.search(rf"^ {name} +.* (native|emulated) ", ended.out, re.MULTILINE), name
-        mine = tmp_path / f"{name}.toml"
-        mine.write_text(narrowgauge("recipes", name).out)
+def test_runs_lists_what_is_there_and_says_what_is_broken(command, finished, look, tmp_path, monkeypatch):
+    runs = tmp_path / "runs"
+    for name in ("one", "compared/fp8", "killed"):
+        shutil.copytree(finished, runs / name)
+    (runs / "killed" / "status.json").write_text('{"status": "running", "reason": ""}')
+    (runs / "killed" / ".lock").write_text(f"process {2**22 + 1} on host {os.uname().nodename}\n")
+    with (runs / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    for name, content in (("no-toml", "[training"), ("a-list", "training = 3\nrecipe = 4\n")):
+        (runs / name).mkdir()
+        (runs / name / "config.toml").write_text(content)
+    (runs / "metrics-alone").mkdir()
+    (runs / "metrics-alone" / "metrics.jsonl").write_bytes(b"\xff\n[[[\n")
+    (runs / "no-run").mkdir()
+    listed = command("runs", runs, COLUMNS="300")
+    assert listed.code == 0, listed.err
+    last = look(finished).steps[-1]
+    ends = rf"fp8 +6/6 +{last['loss']:.4f} +{last['val_loss']:.4f} *$"
+    for name, state in (("one", "done"), ("compared/fp8", "done"), ("killed", "killed")):
+        assert found(rf"/{name} +{state} +{ends}", listed.out), name
+    for name in ("no-toml", "metrics-alone"):
+        assert found(rf"/{name} +broken ", listed.out), name
+    assert "metrics-alone broken: it has no config.toml" in listed.out
+    assert "/no-run" not in listed.out
+    told = json.loads(command("runs", runs, "--json").out)
+    assert [run["state"] for run in told if run["path"].endswith("/a-list")] == ["unknown"]
+    monkeypatch.chdir(runs / "no-run")
+    assert "no run directories in runs" in command("runs").out
+
+
+def test_recipes_lists_every_recipe_and_prints_one_that_loads(command, tmp_path):
+    listed = command("recipes").out
+    assert all(found(rf"^ {name} +.* (native|emulated) ", listed) for name in recipe_names())
+    mine = tmp_path / "mine.toml"
+    for name in ("fp8", "nvfp4", "quartet2"):
+        mine.write_text(command("recipes", name).out)
         assert load_recipe(mine).casts == recipe(name).casts
-    assert narrowgauge("recipes", mine).out == mine.read_text()
+        assert command("recipes", mine).out == mine.read_text()
 
 
-def test_formats_lists_every_format_and_the_facts_of_one(narrowgauge):
-    ended = narrowgauge("formats")
-    assert ended.code == 0
-    assert re.search(r"^ e4m3 +8 +4\.3 +7 +448 +0\.015625 +0\.00195312 *$", ended.out, re.MULTILINE)
-    assert re.search(r"^ e2m1 +4 +2\.1 +1 +6 +1 +0\.5 *$", ended.out, re.MULTILINE)
-    ended = narrowgauge("formats", "e4m3")
-    assert ended.code == 0
-    assert "no infinity" in ended.out
-    assert "OCP" in ended.out
-    assert "e5m2" not in ended.out
+def test_recipes_of_another_device(command):
+    """On an RTX 4090 FP8 is native and NVFP4 is not; MI250X multiplies nothing narrow."""
+    listed = command("recipes", "--device", "rtx4090").out
+    assert found(r"^ fp8 +native ", listed)
+    assert found(r"^ nvfp4 +emulated ", listed)
+    listed = command("recipes", "--device", "mi250x").out
+    assert found(r"^ (\S+) +native ", listed) == ["fp32", "bf16", "bf16-sr", "eco", "fp16"]
+    shown = command("recipes", "fp4", "--device", "sm_89").out
+    assert found(r"^ fprop\.x, fprop\.w +fp4-row, fp4-row +emulated ", shown)
+    assert found(r"^ wgrad\.dy, wgrad\.x +e5m2, e4m3 +native ", shown)
+    assert found(r"^ e5m2 +Triton kernel +dgrad\.dy, wgrad\.dy +$", shown)
+    assert "recipe fp4 as a whole is emulated" in shown
 
 
-def test_recipes_of_another_device(narrowgauge):
-    """On an RTX 4090 FP8 is native and NVFP4 is not; MI250X multiplies nothing narrow; typos are answered."""
-    ended = narrowgauge("recipes", "--device", "rtx4090")
-    assert re.search(r"^ fp8 +native ", ended.out, re.MULTILINE), ended.err
-    assert re.search(r"^ nvfp4 +emulated ", ended.out, re.MULTILINE)
-    ended = narrowgauge("recipes", "--device", "mi250x")
-    native = re.findall(r"^ (\S+) +native ", ended.out, re.MULTILINE)
-    assert native == ["fp32", "bf16", "bf16-sr", "eco", "fp16"]
-    ended = narrowgauge("recipes", "fp4", "--device", "sm_89")
-    assert re.search(r"^ fprop\.x, fprop\.w +fp4-row, fp4-row +emulated ", ended.out, re.MULTILINE)
-    assert re.search(r"^ wgrad\.dy, wgrad\.x +e5m2, e4m3 +native ", ended.out, re.MULTILINE)
-    assert re.search(r"^ e5m2 +Triton kernel +dgrad\.dy, wgrad\.dy +$", ended.out, re.MULTILINE)
-    assert "recipe fp4 as a whole is emulated" in ended.out
-    ended = narrowgauge("recipes", "--device", "rtx490")
-    assert (ended.code, ended.out) == (2, "")
-    assert "unknown device 'rtx490'; the nearest are rtx4090" in ended.err
+def test_recipes_shows_only_what_differs_and_places_that_are_alike_together(command, tmp_path):
+    out = " ".join(command("recipes", "fp8", "--diff", "fp8-row").out.split())
+    assert "fprop.x, fprop.w, dgrad.w, wgrad.x e4m3 fp8-row power_of_two=true" in out
+    assert "dgrad.dy, wgrad.dy e5m2 fp8-row power_of_two=true" in out
+    assert "saved operand input" in out
+    assert not re.search("master|keep", out)
+    file = tmp_path / "mine.toml"
+    file.write_text('compute = "bf16"\nfprop = "e4m3"\n')
+    assert "are equal in every place" in " ".join(command("recipes", file, "--diff", file).out.split())
+
+
+def test_a_file_of_a_tool_is_printed_as_a_recipe_and_goes_to_another_tool(command, tmp_path):
+    out = command("recipes", "fp8-row", "--to", "torchao").out
+    assert out.startswith("# Recipe fp8-row of narrowgauge")
+    compile(out, "torchao.py", "exec")
+    file, mine = tmp_path / "theirs.py", tmp_path / "mine.toml"
+    file.write_text("r = Float8CurrentScaling(fp8_format=Format.E4M3, use_power_2_scales=False)\n")
+    mine.write_text(command("recipes", file, "--from", "te").out)
+    assert mine.read_text().startswith("# Lost: fp8_gemm_fprop with use_split_accumulator=False")
+    ours = command("recipes", mine, "--to", "torchao").out
+    # The comments at the top name the line that wrote each, the file and its tool.
+    theirs = command("recipes", file, "--from", "te", "--to", "torchao").out
+    assert "--from te --to torchao" in theirs
+    assert theirs.partition("\n\n")[2] == ours.partition("\n\n")[2]
+    assert "cast_config_input=CastConfig" in ours
+
+
+def test_formats_and_models_are_listed_with_their_facts(command):
+    listed = command("formats").out
+    assert found(r"^ e4m3 +8 +4\.3 +7 +448 +0\.015625 +0\.00195312 *$", listed)
+    assert found(r"^ e2m1 +4 +2\.1 +1 +6 +1 +0\.5 *$", listed)
+    one = command("formats", "e4m3").out
+    assert "no infinity" in one
+    assert "OCP" in one
+    assert "e5m2" not in one
+    listed = command("models", COLUMNS="80").out
+    assert "…" not in listed, "no heading is cut"
+    assert all(found(rf"^ {re.escape(name)} +[\d.]+ [MB] ", listed) for name in model_names())
+    parameters = count_parameters(model_config("debug"))
+    assert f"# {parameters:,} parameters" in command("models", "debug").out
 
 
 @pytest.mark.tier("thorough")  # cluster/plan/ plans in this process
-def test_plan_says_what_fits_and_what_would_help(narrowgauge, line, tmp_path):
+def test_plan_says_what_fits_and_what_would_help(command, line):
     words = ["plan", *line({"training.micro_batch_size": 2})[1:]]
-    ended = narrowgauge(*words)
-    assert ended.code == 0, ended.err
+    plan = command(*words).out
     for name in ("weights", "gradients", "saved activations", "together"):
-        assert re.search(rf"^ *{name} ", ended.out, re.MULTILINE), name
-    assert re.search(r"^fits: ", ended.out, re.MULTILINE)
-    tight = narrowgauge(*words, "--memory-limit", "10KB")
-    assert re.search(
-        r"^does not fit: .* of 9\.8 KiB \(training\.memory_limit 10KB\)", tight.out, re.MULTILINE
-    )
-    assert "with --training.recompute true: " in tight.out
-    assert list(tmp_path.iterdir()) == []
+        assert found(rf"^ *{name} ", plan), name
+    assert found(r"^fits: ", plan)
+    tight = command(*words, "--memory-limit", "10KB").out
+    assert found(r"^does not fit: .* of 9\.8 KiB \(training\.memory_limit 10KB\)", tight)
+    assert "with --training.recompute true: " in tight
 
 
 @pytest.mark.tier("thorough")
-def test_a_limit_ends_a_run_before_it_begins(narrowgauge, refused, line, tmp_path):
-    ended = narrowgauge(*line(), "--memory-limit", "10KB", "--out", tmp_path / "run")
-    refused(ended, "a step is expected to take", "training.memory_limit is 10KB", "choose a smaller --model")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.tier("thorough")
-def test_a_run_goes_on_under_another_recipe(narrowgauge, finished, look, tmp_path, refused):
+def test_a_run_goes_on_under_another_recipe(command, finished, look, tmp_path, refused):
     words = ("train", "--branch", finished, "--recipe", "msamp-o2", "--out", tmp_path / "new")
-    refused(narrowgauge(*words), "a branch at step 6", "has no step left", "raise --steps")
-    ended = narrowgauge(*words, "--steps", "8")
+    refused(command(*words), "a branch at step 6", "has no step left", "raise --steps")
+    ended = command(*words, "--steps", "8")
     assert ended.code == 0, ended.err
     assert "after step 6" in ended.out
     assert look(tmp_path / "new").status["status"] == "done"
     assert [event["step"] for event in look(tmp_path / "new").events("convert")] == [6]
-    again = narrowgauge(*words[:3], "--recipe", "bf16", "--steps", "8", "--out", tmp_path / "new")
+    again = command(*words[:3], "--recipe", "bf16", "--steps", "8", "--out", tmp_path / "new")
     assert again.code == 2
     assert "recipe.name = 'msamp-o2', and now it is 'bf16'" in again.err
+
+
+def test_prepare_stops_at_bad_lines_or_sets_them_aside(command, refused, tmp_path):
+    source, out = tmp_path / "a.jsonl", tmp_path / "corpus"
+    source.write_text("".join(f'{{"body": "line {i % 190}"}}\n' for i in range(200)) + '{"body": "cut\n')
+    words = ("prepare", source, "--out", out, "--tokenizer", "bytes", "--text-key", "body")
+    refused(command(*words), f"{source}:201 is not JSON", "--tolerant")
+    assert not out.exists()
+    refused(command(*words, "--tolerant", "0.001"), "1 of 201 records", "(0.5%)")
+    ended = command(*words, "--tolerant", "--dedup", "--val-fraction", "0.5")
+    assert ended.code == 0, ended.err
+    assert "left out 10 duplicates" in ended.out
+    assert f"set aside 1 records: {out / 'rejected.jsonl'}" in ended.out
+    facts = json.loads((out / "manifest.json").read_text())
+    assert facts["train_documents"] + facts["val_documents"] == 190
+    assert 60 < facts["val_documents"] < 130
+    assert f"{facts['train_documents']:,} documents" in ended.out
+    assert f"{facts['train_tokens']:,} tokens" in ended.out
+    assert f"train on it: narrowgauge train --data {out}" in ended.out
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "corpus"]
+
+
+@pytest.mark.tier("thorough")
+@pytest.mark.parametrize("layout", ["ours", "llmc", "megatron"])
+def test_prepared_text_and_token_files_of_others_train_alike(
+    command, line, text, look, tmp_path, finished, layout
+):
+    """llm.c's have the end-of-document id where ours have it, so every token is the same."""
+    words = ("prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "corpus")
+    ended = command(*words, *(() if layout == "ours" else ("--layout", layout)))
+    assert ended.code == 0, ended.err
+    verb, *options = line({"data.source": str(tmp_path / "corpus")})
+    at = options.index("--data.tokenizer")
+    ended = command(verb, *options[:at], *options[at + 2 :], "--out", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    same = look(tmp_path / "run").column("loss") == look(finished).column("loss")
+    assert same == (layout != "megatron")

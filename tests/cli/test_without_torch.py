@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
+from narrowgauge.cli.options import OPTIONS
 from narrowgauge.cli.parsing.verbs import VERBS
 
 SOURCE = Path(ng.__file__).parents[1]
@@ -23,13 +24,18 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
 """
+#: Beside a rule that there is no torch: what a process has imported is told at its end.
+TOLD = """
+import atexit
+atexit.register(lambda: open("modules", "w").write(" ".join(sys.modules)))
+"""
 GLIBC = (
     "/lib64/libm.so.6: version `GLIBC_2.27' not found (required by "
     "/opt/venv/lib/python3.11/site-packages/torch/lib/libtorch_cpu.so)"
 )
 CUDART = "libcudart.so.12: cannot open shared object file: No such file or directory"
 FOLDERS = {
-    "absent": {"sitecustomize.py": ABSENT.format(name="torch")},
+    "absent": {"sitecustomize.py": ABSENT.format(name="torch") + TOLD},
     "cudart": {"torch/__init__.py": f"raise OSError({CUDART!r})"},
     "glibc": {"torch/__init__.py": f"raise ImportError({GLIBC!r})"},
     "crash": {"torch/__init__.py": "import os, signal; os.kill(os.getpid(), signal.SIGILL)"},
@@ -41,10 +47,15 @@ FOLDERS = {
     "no-pydantic": {"sitecustomize.py": ABSENT.format(name="pydantic")},
     "no-rich": {"sitecustomize.py": ABSENT.format(name="rich")},
 }
+#: The verbs that compute with torch on every line.
+WITH_TORCH = {
+    *("train", "compare", "plan", "bench", "scaling", "sample", "eval", "advise"),
+    *("export", "import", "served", "probe", "sensitivity", "search", "launch"),
+}
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory):
+def without(tmp_path_factory):
     """Runs the command with one of the folders in front: (exit code, output, errors)."""
     root = tmp_path_factory.mktemp("sites")
     for folder, files in FOLDERS.items():
@@ -52,114 +63,110 @@ def command(tmp_path_factory):
             (root / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (root / folder / name).write_text(text)
 
-    def run(folder, *words, **environment):
-        ended = subprocess.run(
-            [sys.executable, "-m", "narrowgauge", *words],
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=root,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{root / folder}:{SOURCE}"}
-            | environment,
-        )
+    def run(folder, *words, **more):
+        places = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{root / folder}:{SOURCE}"} | more
+        line = [sys.executable, "-m", "narrowgauge", *words]
+        ended = subprocess.run(line, capture_output=True, text=True, cwd=root, env={**os.environ, **places})
         return ended.returncode, ended.stdout, ended.stderr
 
+    run.root = root
     return run
 
 
+def test_every_verb_has_options_and_an_action_and_some_need_torch():
+    assert {name for name, verb in VERBS.items() if verb.has_torch} == WITH_TORCH
+    assert sorted(OPTIONS) == sorted(VERBS)
+    for verb in VERBS.values():
+        assert callable(verb.load())
+
+
+#: Lines that are answered without torch, and the one module of verbs that they import.
+ANSWERED = {
+    **dict.fromkeys(["--help", "--version", "train --help", ""], None),
+    **dict.fromkeys(["formats", "formats e4m3", "models llama3-1b", "recipes mxfp4"], "recipes"),
+    **dict.fromkeys(["recipes mxfp4 --diff nvfp4", "recipes mxfp4 --device rtx4090"], "recipes"),
+    **dict.fromkeys(["recipes fp8 --to te", "recipes --device gfx942"], "recipes"),
+    "runs .": "runs",
+}
+
+
+@pytest.mark.tier("thorough", keep=("formats",))
+@pytest.mark.parametrize("line", ANSWERED)
+def test_what_exists_is_listed_without_torch_and_imports_its_verb_alone(without, line):
+    code, out, err = without("absent", *line.split())
+    assert (code, err) == (0, "")
+    assert out
+    modules = (without.root / "modules").read_text().split()
+    verbs = {name.split(".")[3] for name in modules if name.startswith("narrowgauge.cli.verbs.")}
+    assert verbs == ({ANSWERED[line]} if ANSWERED[line] else set())
+    if line == "formats":
+        assert not {"numpy", "pydantic", "narrowgauge.training.config.schema"} & set(modules)
+    if line in ("", "--help"):
+        assert all(f"    {verb} " in out and row.line.split()[0] in out for verb, row in VERBS.items())
+    if line == "train --help":
+        assert "Train a model, or continue a run that stopped.\n" in out
+        assert "--recipe" in out
+
+
 @pytest.mark.tier("thorough")
-def test_help_version_and_a_typo_need_no_torch(command):
-    for words in ([], ["--help"]):
-        code, out, err = command("absent", *words)
-        assert (code, err) == (0, "")
-        for verb, row in VERBS.items():
-            assert f"    {verb} " in out
-            assert row.line.split()[0] in out
-    assert command("absent", "--version") == (0, f"narrowgauge {ng.__version__}\n", "")
-    code, out, err = command("absent", "trian")
-    assert (code, out) == (2, "")
-    assert err.startswith(
-        "narrowgauge: unknown verb 'trian'; the nearest is 'train' (known: train, compare, "
-    )
-    code, out, err = command("absent", "--verison")
-    assert (code, err) == (2, "narrowgauge: unknown option '--verison'; the nearest is '--version'\n")
+def test_the_report_of_a_run_needs_no_torch(without, tmp_path, finished):
+    assert without("absent", "report", str(finished), "--out", str(tmp_path / "page.html"))[::2] == (0, "")
+    assert (tmp_path / "page.html").exists()
 
 
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
-    ("folder", "why", "fix"),
+    ("line", "sentence"),
     [
-        ("absent", "torch is not installed", "python -m pip install torch"),
-        ("cudart", f"torch does not import: {CUDART}", "install torch with its dependencies"),
-        (
-            "glibc",
-            f"torch does not import: {GLIBC}",
-            "it was built for glibc 2.27 or later: use a newer Linux",
-        ),
-        ("old", "torch 2.6.0 is too old", "install torch 2.11 or later"),
-        ("no-pydantic", "the package pydantic is missing", "python -m pip install pydantic"),
+        ("trian", "unknown verb 'trian'; the nearest is 'train' (known: train, compare, "),
+        ("--verison", "unknown option '--verison'; the nearest is '--version'\n"),
+        ("train --stpes 5", "unknown option '--stpes'; the nearest is '--steps'"),
+        ("advise --model gpt2-124m --cluster 40900", "unknown cluster '40900'; the nearest is 'rtx4090'"),
+        ("advise --model gtp2-124m --cluster rtx4090", "unknown model 'gtp2-124m'"),
+        ("plan --cluster h1000", "unknown cluster 'h1000'; the nearest is 'h100'"),
+        ("train --data /nope", "data source '/nope' does not exist: there is no '/nope'"),
+        ("compare --data /nope", "data source '/nope' does not exist"),
+        ("eval run --data /nope", "data source '/nope' does not exist"),
+        ("sensitivity run --to mxfp4 --data /nope", "data source '/nope' does not exist"),
+        ("prepare /nope --out x", "data source '/nope' does not exist: there is no '/nope'"),
+        ("scaling --data /nope", "data source '/nope' does not exist"),
     ],
 )
-def test_a_verb_says_why_it_cannot_start_and_what_to_do(command, folder, why, fix):
-    code, out, err = command(folder, "train", "--steps", "1")
+def test_a_mistake_is_answered_before_torch_is_imported(without, line, sentence):
+    code, out, err = without("absent", *line.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("narrowgauge: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+CANNOT_START = {
+    "absent": ("torch is not installed", "python -m pip install torch"),
+    "cudart": (f"torch does not import: {CUDART}", "install torch with its dependencies"),
+    "glibc": (f"torch does not import: {GLIBC}", "it was built for glibc 2.27 or later: use a newer Linux"),
+    "old": ("torch 2.6.0 is too old", "install torch 2.11 or later"),
+    "no-pydantic": ("the package pydantic is missing", "python -m pip install pydantic"),
+}
+
+
+@pytest.mark.tier("thorough", keep=("no-pydantic",))
+@pytest.mark.parametrize("folder", CANNOT_START)
+def test_a_verb_says_why_it_cannot_start_and_what_to_do(without, folder):
+    why, fix = CANNOT_START[folder]
+    code, out, err = without(folder, "train", "--steps", "1")
     assert (code, out) == (1, "")
     assert err.startswith(f"narrowgauge: {why}; ")
     assert fix in err
     assert "'narrowgauge doctor' looks at the whole machine" in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.tier("thorough")
-def test_the_help_of_a_verb_needs_no_torch(command):
-    code, out, err = command("absent", "train", "--help")
-    assert (code, err) == (0, "")
-    assert "Train a model, or continue a run that stopped.\n" in out
-    assert "--recipe" in out
-
-
-def test_the_help_of_a_verb_is_its_line_and_the_reason(command):
-    code, out, err = command("no-pydantic", "train", "--help")
-    assert (code, err.split(";")[0]) == (1, "narrowgauge: the package pydantic is missing")
-    line = "Train a model, or continue a run that stopped."
-    assert out == f"usage: narrowgauge train ...\n\n{line}\n"
-
-
-@pytest.mark.tier("thorough")
-def test_what_exists_is_listed_without_torch(command):
-    for words in (
-        ["formats"],
-        ["formats", "e4m3"],
-        ["models"],
-        ["models", "llama3-1b"],
-        ["recipes", "mxfp4"],
-        ["recipes", "mxfp4", "--diff", "nvfp4"],
-        ["recipes", "mxfp4", "--device", "rtx4090"],
-        ["recipes", "fp8", "--to", "te"],
-        ["recipes", "--device", "gfx942"],
-        ["runs", "."],
-    ):
-        code, out, err = command("absent", *words)
-        assert (code, err) == (0, ""), words
-        assert out
-    code, _, err = command("absent", "recipes")  # the table lists what is native on this machine
-    assert (code, err.split(";")[0]) == (1, "narrowgauge: torch is not installed")
-
-
-@pytest.mark.tier("thorough")
-def test_a_mistake_in_a_line_is_answered_without_torch(command):
-    code, out, err = command("absent", "train", "--stpes", "5")
-    assert (code, out) == (2, "")
-    assert err.startswith("narrowgauge: unknown option '--stpes'; the nearest is '--steps'")
-    for words in (["train"], ["compare"], ["eval", "run"], ["sensitivity", "run", "--to", "mxfp4"]):
-        code, _, err = command("absent", *words, "--data", "/no/such")
-        assert (code, err.split(":")[:2]) == (2, ["narrowgauge", " data source '/no/such' does not exist"])
-
-
-@pytest.mark.tier("thorough")
-def test_one_process_of_a_job_says_it(command):
-    for rank in ("0", "1"):
-        place = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
-        assert bool(command("absent", "train", **place)[2]) == (rank == "0")
+    if folder == "absent":  # the table lists what is native on this machine; one process of a job says it
+        assert without("absent", "recipes")[2].startswith("narrowgauge: torch is not installed;")
+        job = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        assert without("absent", "train", **job)[2] == ""
+    if folder == "no-pydantic":  # the help of a verb is its line and the reason
+        code, out, err = without(folder, "train", "--help")
+        assert (code, err.split(";")[0]) == (1, "narrowgauge: the package pydantic is missing")
+        assert out == "usage: narrowgauge train ...\n\nTrain a model, or continue a run that stopped.\n"
 
 
 @pytest.mark.tier("thorough")
@@ -172,19 +179,19 @@ def test_one_process_of_a_job_says_it(command):
         ("old", "2.6.0+cu118, built for CUDA 11.8", "install torch 2.11 or later"),
     ],
 )
-def test_the_doctor_looks_at_the_rest_all_the_same(command, folder, why, fix):
-    code, out, err = command(folder, "doctor", "--json", "--data", "a.txt", CXX="true")
+def test_the_doctor_looks_at_the_rest_all_the_same(without, folder, why, fix):
+    code, out, err = without(folder, "doctor", "--json", "--data", "a.txt", CXX="true")
     assert (code, err) == (1, "")
     items = {item["item"]: item for item in json.loads(out)}
-    assert items["torch"]["status"] == "MISS"
-    assert items["torch"]["found"] == why
+    assert (items["torch"]["status"], items["torch"]["found"]) == ("MISS", why)
     assert fix in items["torch"]["fix"]
     assert items["data"]["fix"] == "fix torch and the packages first (see above)"
     assert {"system", "python", "packages", "driver", "gpus", "launcher", "disk", "network"} <= set(items)
     assert not {"recipes", "nccl"} & set(items)
 
 
-def test_the_doctor_without_its_own_package(command):
-    code, out, err = command("no-rich", "doctor")
+@pytest.mark.tier("thorough")
+def test_the_doctor_without_its_own_package(without):
+    code, out, err = without("no-rich", "doctor")
     assert (code, out) == (1, "")
     assert err.startswith("narrowgauge: the package rich is missing; python -m pip install rich; ")

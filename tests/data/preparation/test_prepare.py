@@ -12,7 +12,6 @@ from data.reading import contents, documents_in, pairs, texts, write
 from narrowgauge.data import Options, open_corpus, prepare, train_bpe
 from narrowgauge.data.preparation.document_filter import SeenTexts
 from narrowgauge.errors import UserError
-from narrowgauge.files import cache_directory
 
 FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
 
@@ -138,16 +137,6 @@ def test_a_source_that_changes_while_it_is_read_is_refused(source, cache):
     with pytest.raises(UserError, match=r"changed while it was read, at 39\.txt; prepare it again"):
         prepare(source, "bpe-300", progress=meddle)
     assert os.listdir(cache) == []
-
-
-def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
-    assert cache_directory() == tmp_path / "cache"
-    monkeypatch.delenv("NARROWGAUGE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_directory() == tmp_path / "xdg" / "narrowgauge"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / ".cache" / "narrowgauge"
 
 
 @pytest.mark.tier("thorough")

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,7 +15,6 @@ def while_importing():
 
     def do(*arguments, number):
         with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as p:
-            assert p.stderr is not None
             for line in p.stderr:  # one for each module that has been imported
                 if line.rstrip().endswith(" torch.types"):
                     break
@@ -30,13 +28,9 @@ def while_importing():
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda n: n.name)
 def test_a_run_that_is_asked_in_its_first_second_ends_with_75(while_importing, line, tmp_path, number):
-    start = time.monotonic()
-    code, said = while_importing(*line(), "--out", str(tmp_path / "run"), number=number)
-    assert (code, said) == (
-        75,
-        f"narrowgauge: stopped by {number.name} before a step was done; the same line continues\n",
-    )
-    assert time.monotonic() - start < 25
+    ended = while_importing(*line(), "--out", str(tmp_path / "run"), number=number)
+    said = f"narrowgauge: stopped by {number.name} before a step was done; the same line continues\n"
+    assert ended == (75, said)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -45,9 +39,8 @@ def test_ctrl_c_in_the_first_second_shows_no_traceback(while_importing):
     assert while_importing("recipes", number=signal.SIGINT) == (1, "narrowgauge: interrupted\n")
 
 
-def test_a_mistake_is_told_by_one_process_of_a_job(narrowgauge):
-    for rank in (0, 1):
-        place = {"TORCHELASTIC_RUN_ID": "x", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-        ended = narrowgauge("train", "--model", "gpt3-124", **place)
-        assert ended.code == 2
-        assert bool(ended.err) == (rank == 0)
+def test_a_mistake_is_told_by_one_process_of_a_job(command):
+    for rank in ("0", "1"):
+        place = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+        ended = command("train", "--model", "gpt3-124", **place)
+        assert (ended.code, bool(ended.err)) == (2, rank == "0")
