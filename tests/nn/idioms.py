@@ -14,7 +14,79 @@ from torch.nn import functional
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-READS, GRADIENTS = {}, {}
+
+def batch(seed=1, rows=32):
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def named(m):
+    return {n: p for n, p in m.named_parameters() if n.endswith("weight")}
+
+
+def grads(m):
+    return [p.grad for p in named(m).values()]
+
+
+def weights(m):
+    return [p.detach().clone() for p in named(m).values()]
+
+
+def loss_of(m, seed=1):
+    return m(batch(seed)).square().mean()
+
+
+def through_torch(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return list(torch.load(file, weights_only=True).values())
+
+
+def through_safetensors(tensors):
+    loaded = safetensors.torch.load(safetensors.torch.save(tensors))
+    return [loaded[key] for key in sorted(loaded)]
+
+
+#: Of the weight of a layer.
+READS_OF_WEIGHT = {
+    "norm": lambda w: w.norm(),
+    "reductions": lambda w: [w.sum(), w.mean(1), w.std(), w.abs().max(), w.argmax(1), w.isfinite().all()],
+    "indexing": lambda w: [w[0], w[:, 3], w[2:5, ::2], w[torch.tensor([1, 4])], w[w > 0], w[0, 0]],
+    "arithmetic": lambda w: [
+        *[2 * w + 1, w - w.T.T / 3, w**2, -w],
+        *[w.clamp(-0.1, 0.1), torch.where(w > 0, w, 0)],
+    ],
+    "shapes": lambda w: [
+        *[w.t(), w.view(-1), w.reshape(32, -1), w.unsqueeze(0), w.flatten()],
+        *[*w.chunk(2), *w.unbind(0)[:2]],
+    ],
+    "products": lambda w: [w @ w.T, torch.einsum("nk,mk->nm", w, w), w.T.mm(w), torch.linalg.svdvals(w)],
+    "casts": lambda w: [
+        *[w.float(), w.double(), w.to(torch.bfloat16).float(), w.type(torch.float32), w.type_as(w)]
+    ],
+    "other_containers": lambda w: [
+        *[torch.from_numpy(w.detach().numpy()), torch.tensor(w.tolist())],
+        *[torch.cat([w, w]), torch.stack([w, w])],
+    ],
+    "gradients_of_penalties": lambda w: [
+        torch.autograd.grad(penalty, w)[0]
+        for penalty in (w.square().sum(), w.abs().sum(), (w @ w.T - torch.eye(64)).square().sum(), w.norm())
+    ],
+    "functional_gradient": lambda w: torch.func.grad(lambda w: w.square().sum())(w.detach()),
+    "vmap_over_rows": lambda w: torch.func.vmap(lambda row: row.square().sum())(w.detach()),
+}
+READS = {name: lambda m, read=read: read(m[0].weight) for name, read in READS_OF_WEIGHT.items()}
+READS |= {
+    "linear_by_hand": lambda m: functional.linear(batch(), m[0].weight, m[0].bias),
+    "parameters_to_vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "foreach_norms": lambda m: torch._foreach_norm([p.detach() for p in m.parameters()]),
+    "saved_parameters": lambda m: through_torch(dict(m.named_parameters())),
+    "safetensors_of_a_state_dict": lambda m: through_safetensors(m.state_dict()),
+    "safetensors_of_clones": lambda m: through_safetensors(
+        {n: p.detach().clone() for n, p in m.named_parameters()}
+    ),
+    "safetensors_of_parameters": lambda m: through_safetensors(dict(m.named_parameters())),
+}
 
 
 def idiom(kind):
@@ -23,114 +95,6 @@ def idiom(kind):
         return function
 
     return add
-
-
-def batch(seed=1, rows=32):
-    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
-
-
-def grads(m):
-    return [p.grad for n, p in m.named_parameters() if n.endswith("weight")]
-
-
-def weights(m):
-    return [p.detach().clone() for n, p in m.named_parameters() if n.endswith("weight")]
-
-
-def loss_of(m, seed=1):
-    return m(batch(seed)).square().mean()
-
-
-# Reads
-
-
-@idiom(READS)
-def norm(m):
-    return m[0].weight.norm()
-
-
-@idiom(READS)
-def linear_by_hand(m):
-    return functional.linear(batch(), m[0].weight, m[0].bias)
-
-
-@idiom(READS)
-def reductions(m):
-    w = m[0].weight
-    return [w.sum(), w.mean(1), w.std(), w.abs().max(), w.argmax(1).float(), w.isfinite().all().float()]
-
-
-@idiom(READS)
-def indexing(m):
-    w = m[0].weight
-    return [w[0], w[:, 3], w[2:5, ::2], w[torch.tensor([1, 4])], w[w > 0], w[0, 0]]
-
-
-@idiom(READS)
-def arithmetic(m):
-    w = m[0].weight
-    return [2 * w + 1, w - w.T.T / 3, w**2, -w, w.clamp(-0.1, 0.1), torch.where(w > 0, w, 0)]
-
-
-@idiom(READS)
-def shapes(m):
-    w = m[0].weight
-    return [w.t(), w.view(-1), w.reshape(32, -1), w.unsqueeze(0), *w.chunk(2), *w.unbind(0)[:2], w.flatten()]
-
-
-@idiom(READS)
-def products(m):
-    w = m[0].weight
-    return [w @ w.T, torch.einsum("nk,mk->nm", w, w), w.T.mm(w), torch.linalg.svdvals(w)]
-
-
-@idiom(READS)
-def casts(m):
-    w = m[0].weight
-    return [w.float(), w.double(), w.to(torch.bfloat16).float(), w.type(torch.float32), w.type_as(w)]
-
-
-@idiom(READS)
-def other_containers(m):
-    w = m[0].weight.detach()
-    return [torch.from_numpy(w.numpy()), torch.tensor(w.tolist()), torch.cat([w, w]), torch.stack([w, w])]
-
-
-@idiom(READS)
-def parameters_to_vector(m):
-    return nn.utils.parameters_to_vector(m.parameters())
-
-
-@idiom(READS)
-def foreach_norms(m):
-    return torch._foreach_norm([p.detach() for p in m.parameters()])
-
-
-@idiom(READS)
-def saved_parameters(m):
-    file = io.BytesIO()
-    torch.save(dict(m.named_parameters()), file)
-    file.seek(0)
-    return list(torch.load(file, weights_only=True).values())
-
-
-@idiom(READS)
-def safetensors_of_a_state_dict(m):
-    loaded = safetensors.torch.load(safetensors.torch.save(m.state_dict()))
-    return [loaded[key] for key in sorted(loaded)]
-
-
-@idiom(READS)
-def safetensors_of_clones(m):
-    named = {n: p.detach().clone() for n, p in m.named_parameters()}
-    loaded = safetensors.torch.load(safetensors.torch.save(named))
-    return [loaded[key] for key in sorted(loaded)]
-
-
-@idiom(READS)
-def safetensors_of_parameters(m):
-    loaded = safetensors.torch.load(safetensors.torch.save(dict(m.named_parameters())))
-    return [loaded[key] for key in sorted(loaded)]
 
 
 @idiom(READS)
@@ -150,88 +114,46 @@ def teacher_from_parameters(m):
     return teacher(batch())
 
 
-@idiom(READS)
-def a_clone_is_independent(m):
-    before = m[0].weight.detach().clone()
-    m[0].weight.detach().clone().zero_()
-    return [before, m[0].weight.detach().clone()]
-
-
-@idiom(READS)
-def gradients_of_penalties(m):
-    w = m[0].weight
-    penalties = [w.square().sum(), w.abs().sum(), (w @ w.T - torch.eye(64)).square().sum(), w.norm()]
-    return [torch.autograd.grad(penalty, w)[0] for penalty in penalties]
-
-
-@idiom(READS)
-def functional_gradient(m):
-    return torch.func.grad(lambda w: w.square().sum())(m[0].weight.detach())
-
-
-@idiom(READS)
-def vmap_over_rows(m):
-    return torch.func.vmap(lambda row: row.square().sum())(m[0].weight.detach())
-
-
-# Gradients
-
-
-@idiom(GRADIENTS)
-def an_l2_penalty_alone(m):
-    sum(p.square().sum() for p in m.parameters()).backward()
-    return grads(m)
-
-
-@idiom(GRADIENTS)
-def an_l1_penalty_and_the_loss(m):
-    (loss_of(m) + 0.01 * sum(p.abs().sum() for p in m.parameters())).backward()
-    return grads(m)
-
-
-@idiom(GRADIENTS)
-def elastic_weight_consolidation(m):
-    anchors = [p.detach().clone() + 0.1 for p in m.parameters()]
-    penalty = sum((p - a).square().sum() for p, a in zip(m.parameters(), anchors, strict=True))
-    (loss_of(m) + penalty).backward()
-    return grads(m)
-
-
-@idiom(GRADIENTS)
-def orthogonality(m):
-    w = m[0].weight
-    (w @ w.T - torch.eye(64)).square().sum().backward()
-    return w.grad
-
-
-@idiom(GRADIENTS)
-def two_backward_passes(m):
-    loss_of(m, 1).backward()
-    loss_of(m, 2).backward()
-    return grads(m)
-
-
-@idiom(GRADIENTS)
-def a_layer_called_twice(m):
-    (m(batch(1)) + m(batch(2))).square().mean().backward()
-    return grads(m)
-
-
-@idiom(GRADIENTS)
 def a_parent_that_reads_the_weight(m):
     with torch.autocast("cpu", torch.bfloat16):
-        y = functional.linear(
-            functional.gelu(functional.linear(batch(), m[0].weight, m[0].bias)), m[2].weight
-        )
-    y.float().square().mean().backward()
-    return grads(m)
+        x = functional.gelu(functional.linear(batch(), m[0].weight, m[0].bias))
+        y = functional.linear(x, m[2].weight)
+    return y.float().square().mean()
+
+
+#: Of a model, whose weights then have the gradients of these.
+LOSSES = {
+    "an_l2_penalty_alone": lambda m: sum(p.square().sum() for p in m.parameters()),
+    "an_l1_penalty_and_the_loss": lambda m: loss_of(m) + 0.01 * sum(p.abs().sum() for p in m.parameters()),
+    "elastic_weight_consolidation": lambda m: (
+        loss_of(m) + sum((p - p.detach().clone() - 0.1).square().sum() for p in m.parameters())
+    ),
+    "orthogonality": lambda m: sum((w @ w.T).square().sum() - w.square().sum() for w in named(m).values()),
+    "two_backward_passes_and_a_read": lambda m: loss_of(m).backward() or loss_of(m, 2 if grads(m) else 1),
+    "a_layer_called_twice": lambda m: (m(batch(1)) + m(batch(2))).square().mean(),
+    "a_parent_that_reads_the_weight": a_parent_that_reads_the_weight,
+    "a_checkpointed_penalty": lambda m: sum(
+        checkpoint(lambda t: t.square().sum(), w, use_reentrant=False) for w in named(m).values()
+    ),
+    "frozen_and_trained_again": lambda m: loss_of(m.requires_grad_(False).requires_grad_(True)),
+}
+
+
+def gradients_of(loss):
+    def run(m):
+        loss(m).backward()
+        return grads(m)
+
+    return run
+
+
+GRADIENTS = {name: gradients_of(loss) for name, loss in LOSSES.items()}
 
 
 @idiom(GRADIENTS)
 def gradient_of_the_input_alone(m):
     x = batch().requires_grad_()
     torch.autograd.grad(m(x).square().mean(), x)
-    assert all(g is None for g in grads(m))
     m(x).square().mean().backward(inputs=[x])
     assert all(g is None for g in grads(m))
     loss_of(m).backward()
@@ -240,8 +162,7 @@ def gradient_of_the_input_alone(m):
 
 @idiom(GRADIENTS)
 def gradients_by_autograd_grad(m):
-    ours = [p for n, p in m.named_parameters() if n.endswith("weight")]
-    found = torch.autograd.grad(loss_of(m), ours)
+    found = torch.autograd.grad(loss_of(m), list(named(m).values()))
     assert all(g is None for g in grads(m))
     return list(found)
 
@@ -249,28 +170,22 @@ def gradients_by_autograd_grad(m):
 @idiom(GRADIENTS)
 def gradient_surgery(m):
     """PCGrad: the conflicting part of one task's gradient is removed."""
-    ours = [p for n, p in m.named_parameters() if n.endswith("weight")]
+    ours = list(named(m).values())
     a, b = (torch.autograd.grad(loss_of(m, seed), ours) for seed in (1, 2))
     for p, g, h in zip(ours, a, b, strict=True):
-        dot = (g * h).sum().clamp(max=0)
-        p.grad = g - dot / h.square().sum() * h
+        p.grad = g - (g * h).sum().clamp(max=0) / h.square().sum() * h
     return grads(m)
 
 
 @idiom(GRADIENTS)
-def a_hook_that_scales(m):
+def hooks(m):
+    """One that scales, and one after accumulation."""
+    seen = []
     handle = m[0].weight.register_hook(lambda g: 2 * g)
+    m[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     loss_of(m).backward()
     handle.remove()
-    return grads(m)
-
-
-@idiom(GRADIENTS)
-def a_hook_after_accumulation(m):
-    seen = []
-    m[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    loss_of(m).backward()
-    return seen
+    return [*seen, *grads(m)]
 
 
 @idiom(GRADIENTS)
@@ -289,27 +204,12 @@ def gradients_scaled_in_place(m):
 
 
 @idiom(GRADIENTS)
-def a_checkpointed_penalty(m):
-    w = m[0].weight
-    checkpoint(lambda t: t.square().sum(), w, use_reentrant=False).backward()
-    return w.grad
-
-
-@idiom(GRADIENTS)
 def an_embedding_tied_after_conversion(m):
     embedding = nn.Embedding(64, 32)
     embedding.weight = m[0].weight
     (m(embedding(torch.arange(32))).square().mean()).backward()
     assert embedding.weight.grad is not None
     return [embedding(torch.arange(64)).detach(), *grads(m)]
-
-
-@idiom(GRADIENTS)
-def frozen_and_trained_again(m):
-    m.requires_grad_(False)
-    m.requires_grad_(True)
-    loss_of(m).backward()
-    return grads(m)
 
 
 @idiom(GRADIENTS)
@@ -332,8 +232,7 @@ def a_copy_has_gradients_of_its_own(m):
 def a_parameter_put_in_its_place(m):
     m[0].weight = nn.Parameter(m[0].weight.detach().clone() * 2)
     loss_of(m).backward()
-    loaded = copy.deepcopy(m)
-    return [*grads(m), loaded.state_dict()["0.weight"]]
+    return [*grads(m), copy.deepcopy(m).state_dict()["0.weight"]]
 
 
 @idiom(GRADIENTS)

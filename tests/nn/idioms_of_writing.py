@@ -15,66 +15,47 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from nn.idioms import weights
 
-WRITES = {}
+
+def seeded(initialize, **options):
+    def run(w):
+        torch.manual_seed(5)
+        initialize(w, **options)
+
+    return run
+
+
+def halved(state):
+    return {k: 0.5 * v for k, v in state.items()}
+
+
+#: To the weight of a layer.
+WRITES_TO_WEIGHT = {
+    "set_to_zero": lambda w: w.mul_(0),
+    "fill": lambda w: w.fill_(0.5),
+    "initialize_constant": lambda w: nn.init.constant_(w, 0.25),
+    "initialize_normal": seeded(lambda w: w.data.normal_(std=0.02)),
+    "initialize_xavier": seeded(nn.init.xavier_uniform_),
+    "initialize_truncated": seeded(nn.init.trunc_normal_, std=0.02),
+    "initialize_orthogonal": seeded(nn.init.orthogonal_),
+    "copy_into_data": lambda w: w.data.copy_(w.flip(0).clone()),
+    "assign_data": lambda w: setattr(w, "data", w.data * 0.5),
+    "clamp": lambda w: w.clamp_(-0.05, 0.05),
+    "scale": lambda w: w.mul_(0.75).div_(2),
+    "output_argument": lambda w: torch.mul(w.clone(), 0.5, out=w),
+}
+WRITES_TO_MODEL = {
+    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
+        0.5 * nn.utils.parameters_to_vector(m.parameters()), m.parameters()
+    ),
+    "foreach_scale": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
+    "load_by_assignment": lambda m: m.load_state_dict(halved(m.state_dict()), assign=True),
+    "load_by_copy": lambda m: m.load_state_dict(halved(m.state_dict())),
+}
 
 
 def write(function):
-    def run(m):
-        with torch.no_grad():
-            function(m)
-        return weights(m)
-
-    WRITES[function.__name__] = run
+    WRITES_TO_MODEL[function.__name__] = function
     return function
-
-
-@write
-def set_to_zero(m):
-    m[0].weight.mul_(0)
-
-
-@write
-def fill(m):
-    m[0].weight.fill_(0.5)
-
-
-@write
-def initialize_constant(m):
-    nn.init.constant_(m[0].weight, 0.25)
-
-
-@write
-def initialize_normal(m):
-    torch.manual_seed(5)
-    m[0].weight.data.normal_(std=0.02)
-
-
-@write
-def initialize_xavier(m):
-    torch.manual_seed(5)
-    nn.init.xavier_uniform_(m[0].weight)
-
-
-@write
-def initialize_truncated(m):
-    torch.manual_seed(5)
-    nn.init.trunc_normal_(m[0].weight, std=0.02)
-
-
-@write
-def initialize_orthogonal(m):
-    torch.manual_seed(5)
-    nn.init.orthogonal_(m[0].weight)
-
-
-@write
-def copy_into_data(m):
-    m[0].weight.data.copy_(m[0].weight.flip(0).clone())
-
-
-@write
-def assign_data(m):
-    m[0].weight.data = m[0].weight.data * 0.5
 
 
 @write
@@ -82,17 +63,6 @@ def write_a_slice(m):
     m[0].weight[:, :4] = 0
     m[0].weight.data[0].zero_()
     m[2].weight.view(-1)[::3] = 0.01
-
-
-@write
-def scale(m):
-    m[0].weight.mul_(0.75)
-    m[2].weight.div_(2)
-
-
-@write
-def clamp(m):
-    m[0].weight.clamp_(-0.05, 0.05)
 
 
 @write
@@ -109,27 +79,9 @@ def merge_an_adapter(m):
 
 
 @write
-def vector_to_parameters(m):
-    vector = nn.utils.parameters_to_vector(m.parameters())
-    nn.utils.vector_to_parameters(0.5 * vector, m.parameters())
-
-
-@write
-def foreach_scale(m):
-    torch._foreach_mul_(list(m.parameters()), 0.5)
-
-
-@write
 def write_through_a_state_dict(m):
     for name, t in m.state_dict().items():
         t.copy_(0.5 * m.get_parameter(name))
-
-
-@write
-def average_by_state_dict_values(m):
-    other = {k: torch.ones_like(v) for k, v in m.state_dict().items()}
-    for e, v in zip(m.state_dict().values(), other.values(), strict=True):
-        e.copy_(e * 0.75 + 0.25 * v)
 
 
 @write
@@ -141,29 +93,13 @@ def lerp_through_a_state_dict(m):
 
 
 @write
-def load_by_assignment(m):
-    m.load_state_dict({k: 0.5 * v for k, v in m.state_dict().items()}, assign=True)
-
-
-@write
-def load_by_copy(m):
-    m.load_state_dict({k: 0.5 * v for k, v in m.state_dict().items()})
-
-
-@write
 def distributed_checkpoint(m):
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-        halved = {k: 0.5 * v for k, v in get_model_state_dict(m).items()}
-        dcp.save({"model": halved}, checkpoint_id=folder, no_dist=True)
+        dcp.save({"model": halved(get_model_state_dict(m))}, checkpoint_id=folder, no_dist=True)
         state = {"model": get_model_state_dict(m)}
         dcp.load(state, checkpoint_id=folder, no_dist=True)
     set_model_state_dict(m, state["model"])
-
-
-@write
-def output_argument(m):
-    torch.mul(m[0].weight.clone(), 0.5, out=m[0].weight)
 
 
 @write
@@ -171,8 +107,7 @@ def through_a_pickle(m):
     file = io.BytesIO()
     torch.save(m, file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    m.load_state_dict(loaded.state_dict())
+    m.load_state_dict(torch.load(file, weights_only=False).state_dict())
 
 
 @write
@@ -192,3 +127,18 @@ def exponential_average_of_a_copy(m):
         e.copy_(0.5 * p)
         e.mul_(0.75).add_(p, alpha=0.25)
     m.load_state_dict(ema.state_dict())
+
+
+def returning_weights(function):
+    def run(m):
+        with torch.no_grad():
+            function(m)
+        return weights(m)
+
+    return run
+
+
+WRITES = {
+    name: returning_weights(lambda m, write=write: write(m[0].weight))
+    for name, write in WRITES_TO_WEIGHT.items()
+} | {name: returning_weights(write) for name, write in WRITES_TO_MODEL.items()}

@@ -11,13 +11,20 @@ import narrowgauge as ng
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "your-own-loop.md").read_text(encoding="utf-8")
 WIDE = ("fp8-delayed", "nvfp4", "coat")  # their weights and gradients are fp32
 NARROW = ("bf16-sr", "msamp-o3")
-ROWS: set[str] = set()
+ROWS = {
+    "`torch.compile`",  # test_compile.py
+    "`nn.init`, writing to a weight in place",  # idioms_of_writing.py, as the next one
+    "averaged weights (`AveragedModel`)",
+    "a second derivative (gradient penalties, Hessians)",  # test_second_derivative.py
+    "Hugging Face `Trainer`",  # integrations/test_transformers.py
+}
 
 
-def row(title):
-    """The test of a row of the page's table, under recipes of each column."""
+def row(title, also=()):
+    """The test of a row of the page, under recipes of each column, and in the thorough tier others."""
     ROWS.add(title)
-    return pytest.mark.parametrize("name", [*WIDE, *NARROW])
+    others = [pytest.param(n, marks=pytest.mark.tier("thorough")) for n in also if n not in WIDE]
+    return pytest.mark.parametrize("name", [*WIDE, *NARROW, *others])
 
 
 def model(name, seed=0):

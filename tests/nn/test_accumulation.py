@@ -16,14 +16,10 @@ from narrowgauge.training import make_config
 SIZES = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 64, "max_sequence_length": 32}
 
 
-def model_under(recipe, name="debug", **sizes):
-    model = Transformer(model_config(name, **(SIZES | sizes)), torch.bfloat16)
+def model_under(recipe, **sizes):
+    model = Transformer(model_config("debug", **(SIZES | sizes)), torch.bfloat16)
     initialize(model, 0)
     return convert(model, recipe)
-
-
-def tokens(i):
-    return torch.randint(64, (2, 2, 16), generator=torch.Generator().manual_seed(i))
 
 
 def summed(model, is_one_step=True):
@@ -34,8 +30,8 @@ def summed(model, is_one_step=True):
             for module in model.modules():
                 module.__dict__.pop("accumulation", None)
         for i in range(3):
-            model.loss(*tokens(i)).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+            model.loss(*torch.randint(64, (2, 2, 16), generator=torch.Generator().manual_seed(i))).backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
@@ -76,30 +72,27 @@ def test_rows_of_an_embedding_are_added_as_its_whole_gradient_would_be(shape):
     assert tables.rows == [ids.numel()]
 
 
-@pytest.mark.parametrize("lacks", ["a gradient", "a large table", "the dtype", "no hook"])
+@pytest.mark.parametrize("lacks", ["a gradient", "a large table", "the dtype", "no hook", "training"])
 def test_the_gradient_of_an_embedding_is_otherwise_left_to_autograd(lacks):
     layer = Embedding(8 if lacks == "a large table" else 64, 4)
+    w, seen = layer.weight, []
     if lacks == "the dtype":
-        layer.weight.grad_dtype = None
-        layer.weight.grad = torch.zeros_like(layer.weight, dtype=torch.float64)
+        w.grad_dtype = None
+        w.grad = torch.zeros_like(w, dtype=torch.float64)
     elif lacks != "a gradient":
-        layer.weight.grad = torch.zeros_like(layer.weight)
-    seen = []
+        w.grad = torch.zeros_like(w)
     if lacks == "no hook":
-        layer.weight.register_hook(lambda g: seen.append(g.shape))
+        w.register_hook(lambda g: seen.append(g.shape))
+    w.requires_grad_(lacks != "training")
     with accumulating(layer, keeps_codes=False), Tables() as tables:
-        layer(torch.arange(8)).sum().backward()
-    assert tables.rows == [len(layer.weight)]
-    assert layer.weight.grad.sum() == 32
+        y = layer(torch.arange(8))
+        if lacks == "training":
+            assert not y.requires_grad
+            return
+        y.sum().backward()
+    assert tables.rows == [len(w)]
+    assert w.grad.sum() == 32
     assert len(seen) == (lacks == "no hook")
-
-
-def test_a_frozen_embedding_gets_no_gradient():
-    layer = Embedding(64, 4)
-    layer.weight.grad = torch.zeros_like(layer.weight)
-    layer.weight.requires_grad_(False)
-    with accumulating(layer, keeps_codes=False):
-        assert not layer(torch.arange(8)).requires_grad
 
 
 def test_a_gradient_is_added_the_way_its_weight_is_stored():
@@ -108,27 +101,27 @@ def test_a_gradient_is_added_the_way_its_weight_is_stored():
     model, x = convert(torch.nn.Sequential(Conv1D(64, 64)), "fp8"), torch.randn(16, 64)
 
     def gradient():
+        model.zero_grad()
         for _ in range(2):
             model(x).square().sum().backward()
-        found, model[0].weight.grad = model[0].weight.grad, None
-        return found
+        return model[0].weight.grad
 
     with accumulating(model, keeps_codes=False):
         ours = gradient()
     assert torch.equal(ours, gradient())
 
 
-def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it():
-    model, seen = model_under("fp8"), []
-    watched, other = model.blocks[0].down.weight, model.blocks[1].down.weight
+def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it_or_it_is_frozen():
+    model, seen, given = model_under("fp8"), [], []
+    frozen, watched, other = model.blocks[0].qkv.weight, model.blocks[0].down.weight, model.blocks[1].down
+    frozen.requires_grad_(False)
     watched.register_hook(lambda g: seen.append(g.dtype))
-    with accumulating(model, keeps_codes=False):
-        for i in range(3):
-            model.loss(*tokens(i)).backward()
-            given = model.blocks[1].down.accumulation.parameter
+    other.register_full_backward_hook(lambda *_: given.append(other.accumulation.parameter))
+    assert summed(model)["blocks.0.qkv.weight"] is None
     assert seen == [torch.float32] * 3
-    assert given is other
-    assert model.blocks[1].down.accumulation is None, "only as long as the weights are the same"
+    assert all(p is other.weight for p in given)
+    assert len(given) == 3
+    assert other.accumulation is None, "only as long as the weights are the same"
 
 
 def test_the_gradient_of_a_chunked_head_is_added_times_what_comes_back():
@@ -142,40 +135,25 @@ def test_the_gradient_of_a_chunked_head_is_added_times_what_comes_back():
     assert torch.equal(weight.grad, 1 + dw * 0.25)
 
 
-def test_a_frozen_weight_gets_no_gradient():
-    model = model_under("fp8")
-    model.blocks[0].down.weight.requires_grad_(False)
-    with accumulating(model, keeps_codes=False):
-        for i in range(2):
-            model.loss(*tokens(i)).backward()
-    assert model.blocks[0].down.weight.grad is None
-
-
-def casts(**training):
-    """Casts of a layer in a micro-batch on an H200."""
+def casts(layers, **training):
+    """Casts in a micro-batch on an H200."""
     sizes = {"name": "debug", "dim": 128, "heads": 2, "kv_heads": 1, "ffn_dim": 256, "vocab_size": 512}
-
-    def of(layers):
-        config = make_config(
-            {
-                "model": sizes | {"layers": layers},
-                "data": {"sequence_length": 64},
-                "training": {"batch_size": 8, "micro_batch_size": 2} | training,
-                "recipe": {"name": "fp8"},
-            }
-        )
-        return [event.name for event in count_step(config, named_device("h200")).micro]
-
-    return of(3).count("triton cast_given") - of(2).count("triton cast_given")
+    config = {
+        "model": sizes | {"layers": layers},
+        "data": {"sequence_length": 64},
+        "training": {"batch_size": 8, "micro_batch_size": 2} | training,
+        "recipe": {"name": "fp8"},
+    }
+    events = count_step(make_config(config), named_device("h200")).micro
+    return [event.name for event in events].count("triton cast_given")
 
 
 @pytest.mark.tier("thorough")
-def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short():
+@pytest.mark.parametrize(("recompute", "count"), [(False, 7), (True, 18), ("selective", 8)])
+def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short(recompute, count):
     """Four matmuls: x and dy of each in each micro-batch, but for the dy that is SwiGLU's gradient;
     recomputing, x and w twice, but for the last product's x, and dy."""
-    assert casts() == 7
-    assert casts(recompute=True) == 18
-    assert casts(recompute="selective") == 8
+    assert casts(3, recompute=recompute) - casts(2, recompute=recompute) == count
 
 
 @pytest.mark.parametrize("retains", [False, True])
@@ -204,9 +182,8 @@ def test_weight_operand_is_freed_before_the_gradient_of_the_weight_is_computed(m
 
 
 def test_a_recomputed_block_multiplies_its_last_product_once(monkeypatch):
-    model, made = model_under("fp8"), []
+    model, made, multiply = model_under("fp8"), [], products.multiply
     kept = summed(model)
-    multiply = products.multiply
     monkeypatch.setattr(products, "multiply", lambda *a, **k: made.append(1) or multiply(*a, **k))
     model.recompute = True
     again = summed(model)

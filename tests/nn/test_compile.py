@@ -2,34 +2,35 @@
 
 Traced and differentiated but run by torch's own kernels ("aot_eager"), everything is the same bit for bit.
 Inductor's code is bit-identical for a layer as well: casts, matmuls, biases and sums for their gradients are
-operators. It sums the gradients of norms in another order. What lies between layers has bf16's roundings
-where it is compiled as `training.compile` does (`compiled_as_eager`).
+operators. Whole models, with what lies between layers: training/step/test_compile.py.
 """
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import narrowgauge as ng
 from narrowgauge.models import ModelConfig, Transformer, initialize
-from narrowgauge.nn import convert, set_step
+from narrowgauge.nn import convert, recipe_tensors, set_step
 from narrowgauge.nn.gemm import plain_mm
 from narrowgauge.quantization import cast, emulate, gradient_of
 from narrowgauge.recipes import recipe
-from narrowgauge.torch_compat import compiled_as_eager
-from nn.plain_recipes import PLAIN
+from nn.layers import PLAIN
+from nn.own_loop import NARROW as NARROW_STATE
+from nn.own_loop import WIDE, assert_same, model, train
 
-# All come from torch's own tracing and compiling.
-pytestmark = [
+pytestmark = [  # all come from torch's own tracing and compiling
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.tier("thorough"),  # compiles for seconds
 ]
-KINDS = {
-    "gpt2": {"norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned"},
-    "llama": {"norm": "rms", "mlp": "swiglu", "bias": False, "kv_heads": 2},
-}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's CPU code needs g++")
+needs_cpu_kernels = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch 2.13")
 
 
 @pytest.fixture(autouse=True)
@@ -37,110 +38,123 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def make(name):
+def make(under):
+    """Layers with and without a bias."""
     torch.manual_seed(0)
-    return convert(
-        torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.GELU(), torch.nn.Linear(64, 24, bias=False)),
-        name,
-    )
+    layers = nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 24, bias=False)
+    return convert(nn.Sequential(*layers), under)
 
 
-def outcomes(model, run, steps=2):
-    """Loss and gradients of some steps."""
-    results = []
-    for step in range(steps):
-        set_step(model, 1, step, 4 * step)
-        results += gradients(model, run, step)
-    return results
+def assert_traced_is_eager(eager, traced, run, says_step=True, sizes=(1, 2, 3)):
+    """Losses, gradients and the memory of steps; only the first of them is traced."""
+    for number, size in enumerate(sizes):
+        x = size * torch.randn(3, 21, 40, generator=torch.Generator().manual_seed(number))
+        found = []
+        for m, call in ((eager, eager), (traced, run)):
+            m.zero_grad()
+            if says_step:
+                set_step(m, 1, number, 4 * number)
+            leaf = x.clone().requires_grad_()
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                loss = call(leaf).square().mean()
+            loss.backward()
+            memory = [t.clone() for t in recipe_tensors(m).values()]
+            found.append([loss.detach(), leaf.grad, *(p.grad for p in m.parameters()), *memory])
+        assert all(map(torch.equal, *found))
 
 
-def gradients(model, run, seed):
-    x = torch.randn(3, 21, 40, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    model.zero_grad()
-    loss = run(x).square().mean()
-    loss.backward()
-    return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+#: One recipe for each way of casting that a compiler has to follow: none, one scale a tensor that is
+#: remembered, outliers apart, blocks under two scales with random bits, an estimator.
+TRACED = ("bf16", "fp8-delayed", "fp4", "nvfp4", "quartet")
 
 
-@pytest.mark.tier("thorough")  # compiles for seconds; the test of inductor's layers keeps some
+@pytest.mark.tier("nightly", keep=TRACED)
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_traced_model_is_the_eager_one_bit_for_bit(name):
-    eager, model = make(name), make(name)
-    expected = outcomes(eager, eager)
-    got = outcomes(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    traced = make(name)
+    assert_traced_is_eager(make(name), traced, torch.compile(traced, fullgraph=True, backend="aot_eager"))
 
 
-@pytest.mark.tier("thorough")  # compiles for seconds
-def test_random_bits_go_on_without_compiling_anew():
-    eager, model = make("nvfp4"), make("nvfp4")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(4):
-            expected, got = gradients(eager, eager, 0), gradients(model, compiled, 0)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
+def test_random_bits_and_histories_go_on_where_no_step_is_said(name):
+    """A step ends within the forward pass: in the graph, and on no tensor's value (zeros say nothing)."""
+    traced = make(name)
+    run = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    assert_traced_is_eager(make(name), traced, run, says_step=False, sizes=(1, 8, 0, 2, 2, 1))
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", pytest.param("nvfp4", marks=pytest.mark.tier("nightly"))])
+def test_recomputation_within_compiled_code(name):
+    eager, traced = make(name), make(name)
+    compiled = torch.compile(
+        lambda x: checkpoint(traced, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+    )
+    assert_traced_is_eager(eager, traced, compiled)
+
+
+@pytest.mark.tier("nightly", keep=("nvfp4", "msamp-o3"))
+@pytest.mark.parametrize("name", [*WIDE, *NARROW_STATE])
+def test_a_compiled_model_trains_as_the_eager_one(name):
+    """One graph, or one that breaks at each layer whose gradient is written on the side."""
+    m, eager = model(name), model(name)
+    compiled = torch.compile(m, fullgraph=name in WIDE, backend="aot_eager")
+    assert_same(train(m, name, compiled, (1, 2)), train(eager, name, numbers=(1, 2)))
+
+
+@needs_cpu_kernels
+def test_native_products_compile_whole():
+    torch.manual_seed(0)
+    layer = convert(nn.Sequential(nn.Linear(32, 16)), "fp8")
+    layer[0].spec = replace(layer[0].spec, native=True)
+    x = torch.randn(20, 32, requires_grad=True)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 NARROW = {"attention": {"cast": "mxfp8", "block": 8, "rounding": "stochastic"}, "stream": "mxfp8"}
 
 
-@pytest.mark.tier("thorough")  # compiles for seconds
-@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("recompute", [1, pytest.param(0, marks=pytest.mark.tier("nightly"))])
 def test_a_traced_model_with_narrow_attention_trains_as_the_eager_one(recompute):
     """Graphs end at attention, which runs as ever; a gradient of two graphs is summed in another order."""
-    shape = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
-    model = Transformer(ModelConfig(**shape, max_sequence_length=32), torch.float32)
-    initialize(model, 0)
-    convert(model, recipe("fp8-attention").with_places(NARROW))
-    model.recompute = recompute
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
+    m = Transformer(ModelConfig(**sizes, max_sequence_length=32), torch.float32)
+    initialize(m, 0)
+    convert(m, recipe("fp8-attention").with_places(NARROW)).recompute = recompute
     ids = torch.randint(0, 67, (2, 32), generator=torch.Generator().manual_seed(0))
-    digits = []
-    for loss_of in (model.loss, torch.compile(model.loss, backend="aot_eager")):
-        for step in range(2):
-            set_step(model, 0, step, 0)
-            model.zero_grad()
-            loss = loss_of(ids, ids.roll(-1, 1))
-            loss.backward()
-            digits.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for step in range(2):
-        assert torch.equal(digits[2 + step][0], digits[step][0])
-        for got, expected in zip(digits[2 + step], digits[step], strict=True):
-            assert (got - expected).norm() <= 1e-6 * expected.norm()
-    assert digits[0][0] != digits[1][0], "each step draws other bits"
+    found = []
+    for loss_of in (m.loss, torch.compile(m.loss, backend="aot_eager")):
+        set_step(m, 0, 1, 0)
+        m.zero_grad()
+        loss = loss_of(ids, ids.roll(-1, 1))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in m.parameters())])
+    assert torch.equal(found[0][0], found[1][0])
+    for eager, traced in zip(*found, strict=True):
+        assert (traced - eager).norm() <= 1e-6 * eager.norm()
 
 
-def differences(expected, got):
-    """The norm of what differs, in units of the expected one, for each name that differs at all."""
-    apart = {name: (got[name].float() - t.float()).norm() / t.float().norm() for name, t in expected.items()}
-    return {name: value.item() for name, value in apart.items() if value != 0}
-
-
-# Six steps of a model under each recipe: training/step/test_compile.py.
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly", keep=[("mxfp4", "bf16")])
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"])
 def test_inductors_layers_are_the_eager_ones_bit_for_bit(name, dtype):
     """A bias is added to a rounded product, and its gradient is a sum; inductor would change both."""
 
     def outcome(compiled):
         torch.manual_seed(0)
-        layers = torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 24), torch.nn.Linear(24, 8)
-        model = convert(torch.nn.Sequential(*layers), name)
+        m = convert(nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 24), nn.Linear(24, 8)), name)
         generator = torch.Generator().manual_seed(2)
-        x = torch.randn(3, 171, 40, generator=generator).to(dtype).requires_grad_()
-        dy = torch.randn(3, 171, 8, generator=generator).to(dtype)
-        set_step(model, 1, 3, 4, 10, 8)
-        y = (torch.compile(model) if compiled else model)(x)
+        x, dy = (torch.randn(3, 171, size, generator=generator).to(ng.nn.DTYPES[dtype]) for size in (40, 8))
+        set_step(m, 1, 3, 4, 10, 8)
+        y = (torch.compile(m) if compiled else m)(x.requires_grad_())
         y.backward(dy)
-        return {"y": y.detach(), "dx": x.grad} | {n: gradient_of(p) for n, p in model.named_parameters()}
+        return [y.detach(), x.grad, *(gradient_of(p) for p in m.parameters())]
 
-    assert not differences(outcome(compiled=False), outcome(compiled=True))
+    assert all(map(torch.equal, outcome(compiled=False), outcome(compiled=True)))
 
 
-@pytest.mark.tier("thorough")
 @needs_compiler
-@pytest.mark.parametrize("columns", [40, 48, 64])
+@pytest.mark.parametrize("columns", [40, pytest.param(48, marks=pytest.mark.tier("nightly"))])
 def test_a_traced_cast_of_a_padded_block_has_the_bits_of_the_eager_one(columns):
     """Inductor's loop over the last, padded block of 32 otherwise leaves its elements uninitialized."""
     x = torch.randn(63, columns, generator=torch.Generator().manual_seed(0))
@@ -150,28 +164,3 @@ def test_a_traced_cast_of_a_padded_block_has_the_bits_of_the_eager_one(columns):
         return plain_mm(operand, torch.eye(columns, dtype=torch.bfloat16), torch.bfloat16)
 
     assert torch.equal(torch.compile(product)(x), product(x))
-
-
-@pytest.mark.tier("thorough")  # compiles for seconds
-@needs_compiler
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("fp8", "gpt2"), ("mxfp4", "gpt2"), ("nvfp4", "llama")],
-)
-def test_a_model_is_compiled_with_the_roundings_of_the_eager_one(name, kind):
-    """Each layer has the bits of the eager gradients, though casts to four bits make steps of differences."""
-    shape = {"dim": 64, "layers": 2, "heads": 4, "ffn_dim": 128, "vocab_size": 67, "max_sequence_length": 32}
-    ids = torch.randint(0, 67, (2, 32), generator=torch.Generator().manual_seed(0))
-
-    def outcome(compile_it):
-        model = Transformer(ModelConfig(**shape, **KINDS[kind]), torch.bfloat16)
-        initialize(model, 0)
-        convert(model, name)
-        set_step(model, 1, 1, 0, 10)
-        loss = compile_it(model.loss)(ids, ids.roll(-1, 1))
-        loss.backward()
-        return {n: p.grad for n, p in model.named_parameters() if "norm" not in n}
-
-    found = differences(outcome(lambda loss: loss), outcome(compiled_as_eager))
-    assert found.keys() <= {"embedding.weight", "position_embedding.weight"}  # sums over tokens
-    assert all(value < 1e-6 for value in found.values())

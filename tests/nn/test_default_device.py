@@ -15,56 +15,45 @@ RECIPES += ("coat", "averis", "eco", "fp4", "fp4-ue5m3", "mxfp8", "nvfp4-4over6"
 ROOMS = ("formats", "quantization", "kernels", "nn", "optim", "guard", "models")
 FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "as_tensor", "scalar_tensor", "arange", "linspace"}
 FACTORIES |= {"eye", "rand", "randn", "randint", "randperm", "logspace"}
-FOLLOWS = {"models/layers.py"}  # a new model's parameters are where torch puts new ones
+FOLLOWS = "layers.py"  # of models: a new model's parameters are where torch puts new ones
 
 
-def a_step(name):
+def a_step(name, device):
     """The weights of a model after two steps under a recipe, and their state saved and loaded."""
-    m = ng.convert(Transformer(model_config("debug", **SIZES, dropout=0.1), torch.bfloat16), name)
-    optimizer = ng.AdamW(m.parameters(), name, lr=1e-2)
-    ids = torch.arange(64, device="cpu").reshape(2, 2, 16)
-    for step in (1, 2):
-        ng.set_step(m, 0, step, 0, steps=4, decay=3)
-        m.loss(*ids).backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    ng.load_state_dict(m, optimizer, ng.state_dict(m, optimizer))
-    return [p.detach().float().clone() for p in m.parameters()]
-
-
-@pytest.fixture
-def models_on_the_cpu(monkeypatch):
-    """Build the model itself on the CPU, whatever the default device is."""
-    build = Transformer.__init__
-
-    def on_cpu(self, *args):
-        with torch.device("cpu"):
-            build(self, *args)
-        initialize(self, 0)
-
-    monkeypatch.setattr(Transformer, "__init__", on_cpu)
+    model = Transformer(model_config("debug", **SIZES, dropout=0.1), torch.bfloat16)
+    initialize(model, 0)
+    with torch.device(device):
+        m = ng.convert(model, name)
+        optimizer = ng.AdamW(m.parameters(), name, lr=1e-2)
+        ids = torch.arange(64, device="cpu").reshape(2, 2, 16)
+        for step in (1, 2):
+            ng.set_step(m, 0, step, 0, steps=4, decay=3)
+            m.loss(*ids).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        ng.load_state_dict(m, optimizer, ng.state_dict(m, optimizer))
+        return [p.detach().float().clone() for p in m.parameters()]
 
 
 @pytest.mark.parametrize("kernels", ["1", "0"])
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.usefixtures("models_on_the_cpu")
 def test_a_step_has_the_same_values_whatever_the_default_device(name, kernels, monkeypatch):
     monkeypatch.setenv("NARROWGAUGE_KERNELS", kernels)
-    with torch.device("meta"):
-        found = a_step(name)
-    assert all(map(torch.equal, found, a_step(name)))
+    assert all(map(torch.equal, a_step(name, "meta"), a_step(name, "cpu")))
+
+
+def makes_without_device(call):
+    match call:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
+            return name in FACTORIES and "device" not in {k.arg for k in call.keywords}
+    return False
 
 
 @pytest.mark.tier("thorough")
-def test_every_new_tensor_of_the_numeric_rooms_names_its_device():
-    source, without = Path(ng.__file__).parent, []
-    for path in sorted(p for room in ROOMS for p in (source / room).rglob("*.py")):
-        if str(path.relative_to(source)) in FOLLOWS:
-            continue
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            match call:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
-                    if name in FACTORIES and "device" not in {k.arg for k in call.keywords}:
-                        without.append(f"{path.relative_to(source)}:{call.lineno} torch.{name}")
-    assert without == []
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_new_tensor_of_the_numeric_rooms_names_its_device(room):
+    paths = [p for p in (Path(ng.__file__).parent / room).rglob("*.py") if p.name != FOLLOWS]
+    for path in paths:
+        calls = filter(makes_without_device, ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        assert not [f"{path}:{call.lineno}" for call in calls]

@@ -15,6 +15,12 @@ from narrowgauge.recipes import parse_recipe
 SIZES = {"dim": 64, "heads": 2, "ffn_dim": 64, "vocab_size": 100, "experts": 4, "layers": 1}
 
 
+def make(under, dtype=torch.float32):
+    model = Transformer(model_config("debug", **SIZES), dtype)
+    initialize(model, 0)
+    return ng.convert(model, under), model.blocks[0].experts
+
+
 def narrow_product(a_MK, b_NK):
     """MXFP8 of both operands, their last block along K filled with zeros, and the product in fp32."""
     missing = -a_MK.shape[1] % 32
@@ -27,57 +33,54 @@ def test_expert_gemms_are_those_of_its_tokens_padded_with_zeros():
     """21 tokens of one expert: one block of 32 along the tokens of wgrad, of which 11 are zeros."""
     torch.manual_seed(0)
     experts = Experts(model_config("debug", **SIZES, experts_per_token=1))
-    recipe = ng.recipe("mxfp8").with_places({"compute": "fp32"})
-    ng.convert(experts, recipe)
+    ng.convert(experts, ng.recipe("mxfp8").with_places({"compute": "fp32"}))
     with torch.no_grad():
         experts.router.weight[1:] = -100.0
-    x = torch.rand(1, 21, 64)
-    seen = {}
-    down = experts.get_submodule("0").down
+    seen, down = {}, experts.get_submodule("0").down
     down.register_forward_hook(lambda _, args, y: seen.update(x=args[0], y=y))
-    y = experts(x)
+    y = experts(torch.rand(1, 21, 64))
     dy = torch.randn_like(y)
     (dx,) = torch.autograd.grad((y * dy).sum(), [seen["x"]], retain_graph=True)
     (y * dy).sum().backward()
     x_MK, dy_MN, w_NK = seen["x"].detach(), dy[0], down.weight.detach()
     assert x_MK.shape == (21, 64)
-    assert torch.allclose(seen["y"], narrow_product(x_MK, w_NK), rtol=1e-5, atol=1e-5)
-    assert torch.allclose(dx, narrow_product(dy_MN, w_NK.T), rtol=1e-5, atol=1e-5)
-    assert torch.allclose(down.weight.grad, narrow_product(dy_MN.T, x_MK.T), rtol=1e-5, atol=1e-5)
+    pairs = ((seen["y"], x_MK, w_NK), (dx, dy_MN, w_NK.T), (down.weight.grad, dy_MN.T, x_MK.T))
+    for found, a, b in pairs:
+        torch.testing.assert_close(found, narrow_product(a, b), rtol=1e-5, atol=1e-5)
 
 
 def test_the_router_stays_wide_unless_a_rule_selects_it():
-    model = ng.convert(Transformer(model_config("debug", **SIZES)), "nvfp4")
-    experts = model.blocks[0].experts
+    model, experts = make("nvfp4")
     assert {cast.name for cast in experts.router.spec.casts.values()} == {"bf16"}
     again = ng.convert(model, "mxfp8").blocks[0].experts
     assert {cast.name for cast in again.router.spec.casts.values()} == {"bf16"}
     assert again.get_submodule("3").down.spec.casts["fprop.w"].name == "mxfp8"
     text = ng.recipe("mxfp8").text + '\n[[rule]]\nmodules = ["router"]\nfprop.x = "e4m3"\nfprop.w = "e4m3"\n'
-    ruled = ng.convert(Transformer(model_config("debug", **SIZES)), parse_recipe(text, "mine"))
-    assert ruled.blocks[0].experts.router.spec.casts["fprop.x"].name == "e4m3"
+    assert make(parse_recipe(text, "mine"))[1].router.spec.casts["fprop.x"].name == "e4m3"
 
 
-@pytest.mark.tier("thorough", keep=("bf16", "fp8-delayed", "mxfp8", "nvfp4", "msamp-o3", "coat"))
+QUICK = ("bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat")
+
+
+@pytest.mark.tier("nightly", keep=QUICK)
 @pytest.mark.parametrize("name", ng.recipe_names())
-def test_an_expert_without_tokens_is_left_alone_under_every_recipe(name):
-    recipe = ng.recipe(name)
-    model = Transformer(model_config("debug", **SIZES), DTYPES[recipe.compute])
-    initialize(model, 0)
-    model.mlp_norm = model.blocks[0].mlp_norm
+def test_an_expert_without_tokens_is_left_alone_and_a_copy_computes_the_same(name):
+    model, experts = make(name, DTYPES[ng.recipe(name).compute])
     model.blocks[0].mlp_norm.register_forward_hook(lambda _, __, out: (out[0], out[1].abs()))
     with torch.no_grad():
-        model.blocks[0].experts.router.weight[3] = -10.0
-    ng.convert(model, recipe)
+        experts.router.weight[3] = -10.0
     ids = torch.randint(100, (2, 21), generator=torch.Generator().manual_seed(0))
-    unused = model.blocks[0].experts.get_submodule("3")
-    before = {n: h.tensors() for n, h in unused.down.histories.items()}
-    before = {n: {k: t.clone() for k, t in of.items()} for n, of in before.items() if not n.endswith(".w")}
+    unused = experts.get_submodule("3")
+    before = {n: h.tensors() for n, h in unused.down.histories.items() if not n.endswith(".w")}
+    before = {n: {k: t.clone() for k, t in of.items()} for n, of in before.items()}
+    twin = copy.deepcopy(model)
     for step in (1, 2):
-        set_step(model, 0, step, 0, 100, 50)
+        for m in (model, twin):
+            set_step(m, 0, step, 0, 100, 50)
         loss = model.loss(ids, ids)
+        assert torch.equal(twin.loss(ids, ids), loss)
     loss.backward()
-    assert model.blocks[0].experts.tokens_E.tolist()[3] == 0
+    assert experts.tokens_E.tolist()[3] == 0
     for parameter, p in model.named_parameters():
         gradient = gradient_of(p)
         assert gradient is not None, parameter
@@ -91,22 +94,12 @@ def test_an_expert_without_tokens_is_left_alone_under_every_recipe(name):
 
 def test_random_bits_of_two_micro_batches_are_never_the_same():
     """An expert's matrix is as if it had all tokens: its rows begin at first_sample x tokens x width."""
-    model = Transformer(model_config("debug", **SIZES))
-    ng.convert(
-        model, ng.recipe("mxfp8").with_places({"fprop.x": {"cast": "mxfp8", "rounding": "stochastic"}})
-    )
-    expert = model.blocks[0].experts.get_submodule("0").gate_up
+    stochastic = {"fprop.x": {"cast": "mxfp8", "rounding": "stochastic"}}
+    model, experts = make(ng.recipe("mxfp8").with_places(stochastic))
+    expert, offsets = experts.get_submodule("0").gate_up, {}
     expert.sequence_length = 10
-    offsets = {}
     for first, rows in ((0, 30), (3, 4)):
         set_step(model, 0, 1, first)
         operands = expert.operands(torch.zeros(rows, 64), expert.weight)
         offsets[first] = operands.quant_context(torch.zeros(rows, 64), "fprop.x").random.offset
     assert offsets == {0: 0, 3: 3 * 10 * 64}
-
-
-def test_a_copy_of_a_converted_mixture_computes_the_same():
-    model = ng.convert(Transformer(model_config("debug", **SIZES)), "fp8")
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert torch.equal(copy.deepcopy(model)(ids), model(ids))

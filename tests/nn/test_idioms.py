@@ -9,17 +9,16 @@ from narrowgauge.errors import UserError
 from nn import idioms
 from nn.idioms_of_writing import WRITES
 
-RECIPES = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco")
+RECIPES = ("bf16-sr", "msamp-o2", "msamp-o3", "eco")
 #: The largest relative error of one rounding of a weight; that of bf16-sr may be upward or downward.
 ROUNDING = {
     "bf16-sr": 2.0**-7,
-    "msamp-o1": 2.0**-11,
     "msamp-o2": 2.0**-11,
     "msamp-o3": 2.0**-4,
     "eco": 2.0**-4,
 }
 #: Norm of the error of a gradient over that of the gradient: matmuls in bf16 or FP8, then its own format.
-GRADIENT_ERROR = {"bf16-sr": 0.02, "msamp-o1": 0.15, "msamp-o2": 0.15, "msamp-o3": 0.15, "eco": 0.02}
+GRADIENT_ERROR = {"bf16-sr": 0.02, "msamp-o2": 0.15, "msamp-o3": 0.15, "eco": 0.02}
 NO_MEMORY = "has no memory with its values: take a copy, "
 
 

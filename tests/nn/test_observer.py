@@ -16,10 +16,11 @@ from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.recipes import recipe
 
 M, K, N = 96, 160, 130
+LIKE = ("zeros", "underflow", "sqnr_db", "amax", "scales", "clipped")
 
 
-def tensors(seed=0):
-    torch.manual_seed(seed)
+def tensors():
+    torch.manual_seed(0)
     return torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16() * 1e-4
 
 
@@ -35,56 +36,44 @@ def one_step(layer, x, dy, micro_batches=1, recompute=False):
     gauges.after_backward()
     gauges.after_step()
     lines = gauges.lines(7)
+    assert layer.observer is None, "gauges leave no trace"
     assert len({line["place"] for line in lines}) == len(lines), "each place once"
     assert all(line["step"] == 7 and line["layer"] == "it" for line in lines)
     return {line["place"]: line for line in lines}
 
 
-def layer_under(r, seed=0):
-    torch.manual_seed(seed)
+def layer_under(r):
+    torch.manual_seed(0)
     return Linear(torch.nn.Linear(K, N), recipe(r) if isinstance(r, str) else r, 0)
 
 
-def dumped(x, name, axis):
-    """The figures of a tensor, from what `quantize` stores of it."""
+def assert_like(line, tensor, name, axis):
+    """A line has the figures of a tensor, from what `quantize` stores of it."""
+    assert line["cast"] == name
     c = make_cast(name)
-    found = figures(gauge_operand(x, quantize(x, c, axis).dequantize(), c, axis).tolist())
-    return {
-        k: v for k, v in found.items() if k in ("zeros", "underflow", "sqnr_db", "amax", "scales", "clipped")
-    }
-
-
-def assert_like(line, expected):
-    for key, value in expected.items():
-        assert line[key] == pytest.approx(value, rel=1e-5, abs=1e-12), key
-
-
-def cosine(a, b):
-    a, b = a.detach().double().flatten(), b.detach().double().flatten()
-    return float(a @ b / a.norm() / b.norm())
+    found = figures(gauge_operand(tensor, quantize(tensor, c, axis).dequantize(), c, axis).tolist())
+    for key in set(LIKE) & set(found):
+        assert line[key] == pytest.approx(found[key], rel=1e-5, abs=1e-12), key
 
 
 def test_each_operand_is_read_as_it_was_quantized():
     layer, (x, dy) = layer_under("mxfp4"), tensors()
-    w = layer.weight.detach().clone()
-    lines = one_step(layer, x, dy)
-    for place, tensor, axis in [
-        ("fprop.x", x, -1),
-        ("fprop.w", w, -1),
-        ("dgrad.dy", dy, -1),
-        ("dgrad.w", w, 0),
-        ("wgrad.dy", dy, 0),
-        ("wgrad.x", x, 0),
-    ]:
-        assert lines[place]["cast"] == "mxfp4"
-        assert_like(lines[place], dumped(tensor, "mxfp4", axis))
+    w, lines = layer.weight.detach().clone(), one_step(layer, x, dy)
+    for tensor, places in (
+        (x, ("fprop.x", "wgrad.x")),
+        (w, ("fprop.w", "dgrad.w")),
+        (dy, ("dgrad.dy", "wgrad.dy")),
+    ):
+        for axis, place in zip((-1, 0), places, strict=True):
+            assert_like(lines[place], tensor, "mxfp4", axis)
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4", "bf16"])
 def test_products_are_compared_with_those_of_the_numbers_before_any_rounding(name):
     layer, (x, dy) = layer_under(name), tensors()
-    w = layer.weight.detach().float()
-    lines = one_step(layer, x, dy)
+    w, lines = layer.weight.detach().float(), one_step(layer, x, dy)
+    places = {"fprop.x", "fprop.w", "dgrad.dy", "fprop.y", "dgrad.dx", "wgrad.dw"}
+    assert name != "fp8" or set(lines) == places, "numbers that two products share stand once"
     layer.set_position(1, 2, 0)
     x = x.detach().clone().requires_grad_()
     layer.weight.grad = None
@@ -96,39 +85,28 @@ def test_products_are_compared_with_those_of_the_numbers_before_any_rounding(nam
         "dgrad.dx": (x.grad[:64], dy[:64].float() @ w),
         "wgrad.dw": (layer.weight.grad.T[::2][:64], (dy.float().T @ x.float()).T[::2][:64]),
     }
-    for place, (ours, reference) in exact.items():
-        found = lines[place]["cosine"]
+    for place, pair in exact.items():
+        a, b = (t.detach().double().flatten() for t in pair)
+        found, cosine = lines[place]["cosine"], float(a @ b / a.norm() / b.norm())
         # The bias is added in bf16, which this test can only take off again within rounding.
-        assert found == pytest.approx(cosine(ours, reference), abs=1e-4 if place == "fprop.y" else 2e-6), (
-            place
-        )
-        assert -10 * math.log10(2 * (1 - min(found, 1 - 1e-6))) == pytest.approx(
-            lines[place]["sqnr_db"], abs=4
-        )
-
-
-def test_numbers_that_two_products_share_stand_once():
-    x, dy = tensors()
-    places = set(one_step(layer_under("fp8"), x, dy))
-    assert places == {"fprop.x", "fprop.w", "dgrad.dy", "fprop.y", "dgrad.dx", "wgrad.dw"}
+        assert found == pytest.approx(cosine, abs=1e-4 if place == "fprop.y" else 2e-6), place
+        noise = -10 * math.log10(2 * (1 - min(found, 1 - 1e-6)))
+        assert noise == pytest.approx(lines[place]["sqnr_db"], abs=4)
 
 
 def test_what_is_kept_in_a_cast_of_its_own_is_a_place():
     x, dy = tensors()
     lines = one_step(layer_under(recipe("mxfp4").with_places({"saved": "mxfp8"})), x, dy)
-    assert lines["saved"]["cast"] == "mxfp8"
-    assert_like(lines["saved"], dumped(x, "mxfp8", -1))
-    kept = quantize(x, "mxfp8").dequantize(torch.bfloat16)
-    assert_like(lines["wgrad.x"], dumped(kept, "mxfp4", 0))
+    assert_like(lines["saved"], x, "mxfp8", -1)
+    assert_like(lines["wgrad.x"], quantize(x, "mxfp8").dequantize(torch.bfloat16), "mxfp4", 0)
     assert lines["wgrad.dw"]["cosine"] < 1, "against the input as it came"
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8", "nvfp4"])
 def test_a_second_forward_pass_and_later_micro_batches_are_not_read(name):
     lines = one_step(layer_under(name), *tensors())
-    assert one_step(layer_under(name), *tensors(), recompute=True) == lines
-    assert one_step(layer_under(name), *tensors(), micro_batches=3) == lines
-    assert one_step(layer_under(name), *tensors(), micro_batches=2, recompute=True) == lines
+    for more in ({"recompute": True}, {"micro_batches": 3}, {"micro_batches": 2, "recompute": True}):
+        assert one_step(layer_under(name), *tensors(), **more) == lines
 
 
 @pytest.mark.parametrize("name", ["e4m3", "mxfp8", "nvfp4", "fp8-row"])
@@ -149,34 +127,24 @@ def test_a_delayed_scale_is_the_one_that_was_used():
     layer.set_position(1, 3, 0)
     gauges = Gauges({"it": layer}, {})
     gauges.begin_micro_batch(True, True)
-    scale, large = layer.histories["fprop.x"].scale.clone(), (x.detach() * 3)
-    layer(large.requires_grad_())
+    scale, large = layer.histories["fprop.x"].scale.clone(), x.detach() * 3
+    layer(large.clone().requires_grad_())
     (line,) = [line for line in gauges.lines(3) if line["place"] == "fprop.x"]
-    values, _ = emulate(
-        large.detach(), layer.spec.casts["fprop.x"], -1, torch.float32, QuantContext(scale=scale)
-    )
-    assert line["clipped"] == pytest.approx(
-        float((large.float().abs() * scale > 448 * (1 + 2**-20)).float().mean()), rel=1e-5
-    )
-    assert line["clipped"] > 0
+    cast = layer.spec.casts["fprop.x"]
+    values, _ = emulate(large, cast, -1, torch.float32, QuantContext(scale=scale))
+    clipped = (large.float().abs() * scale > 448 * (1 + 2**-20)).float().mean().item()
+    assert line["clipped"] == pytest.approx(clipped, rel=1e-5)
+    assert clipped > 0
     assert line["zeros"] == pytest.approx(float((values == 0).float().mean()), rel=1e-5, abs=1e-9)
-
-
-def test_gauges_leave_no_trace():
-    layer, (x, dy) = layer_under("nvfp4"), tensors()
-    one_step(layer, x, dy)
-    assert layer.observer is None
 
 
 @pytest.mark.parametrize("name", ["fp8", "msamp-o3", "coat"])
 def test_state_is_read_as_the_update_left_it(name):
     torch.manual_seed(0)
     model = convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)), name, keep=["1"])
-    optimizer = AdamW(model.parameters(), recipe=name, lr=1e-2)
-    p = model[0].weight
+    optimizer, p = AdamW(model.parameters(), recipe=name, lr=1e-2), model[0].weight
     places = {"weight": p, **state_of(p).by_place(), **optimizer.moments(p)}
-    state = {("0", place): tensor for place, tensor in places.items()}
-    gauges = Gauges({"0": model[0]}, state)
+    gauges = Gauges({"0": model[0]}, {("0", place): tensor for place, tensor in places.items()})
     for i in range(2):
         gauges.begin_micro_batch(i == 0, i == 1)
         model(torch.randn(32, 64)).square().mean().backward()
@@ -189,15 +157,15 @@ def test_state_is_read_as_the_update_left_it(name):
     assert lines.keys() == {"weight", "grad", "m", "v"} | ({"master"} if name == "msamp-o3" else set())
     assert lines["grad"]["amax"][2] == pytest.approx(total.abs().max().item(), rel=0.07), "not yet clipped"
     for place, line in lines.items():
-        if place == "grad":
-            continue
-        stored = state["0", place]
-        numbers = stored.detach() if isinstance(stored, torch.Tensor) else stored.read()
-        assert line["rms"] == pytest.approx(numbers.square().mean().sqrt().item(), rel=0.02)
-        assert line["zeros"] == pytest.approx((numbers == 0).float().mean().item(), rel=1e-5)
-        assert line["cast"] == ("fp32" if isinstance(stored, torch.Tensor) else stored.cast.name)
-        assert (line["sqnr_db"] is None) == (line["cast"] == "fp32"), "plain numbers lose nothing"
-    assert all(m.gauge is None for m in state.values() if not isinstance(m, torch.Tensor))
+        if place != "grad":
+            stored = places[place]
+            is_plain = isinstance(stored, torch.Tensor)
+            numbers = stored.detach() if is_plain else stored.read()
+            assert line["rms"] == pytest.approx(numbers.square().mean().sqrt().item(), rel=0.02)
+            assert line["zeros"] == pytest.approx((numbers == 0).float().mean().item(), rel=1e-5)
+            assert line["cast"] == ("fp32" if is_plain else stored.cast.name)
+            assert (line["sqnr_db"] is None) == (line["cast"] == "fp32"), "plain numbers lose nothing"
+    assert all(m.gauge is None for m in places.values() if not isinstance(m, torch.Tensor))
 
 
 def test_rows_lie_evenly():

@@ -4,16 +4,19 @@ import functools
 
 import pytest
 import torch
-import transformers
 from torch.nn import Embedding, LayerNorm, ModuleDict, ModuleList, ReLU, Sequential
 
 from narrowgauge import audit, convert, kept_layers
 from narrowgauge.nn import Linear
 from narrowgauge.recipes import parse_recipe
 
-NVFP4 = "nvfp4"
-LAST = parse_recipe('fprop = "mxfp4"\n[keep]\nlast_blocks = 1', "last.toml")
-FIRST = parse_recipe('fprop = "mxfp4"\n[keep]\nfirst_blocks = 1', "first.toml")
+
+def keeping(**keys):
+    text = "\n".join(f"{key} = {value}" for key, value in keys.items())
+    return parse_recipe(f'fprop = "mxfp4"\n[keep]\n{text}', "mine.toml")
+
+
+LAST, FIRST = keeping(last_blocks=1), keeping(first_blocks=1)
 
 
 def plain(inputs=16, outputs=16):
@@ -35,7 +38,11 @@ class Mixture(torch.nn.Module):
     def __init__(self, name="experts"):
         super().__init__()
         self.qkv, self.gate = plain(16, 48), plain(16, 8)
-        self.add_module(name, ModuleList(Mlp() for _ in range(8)))
+        self.add_module(name, blocks(8))
+
+
+def blocks(count, kind=Mlp):
+    return ModuleList(kind() for _ in range(count))
 
 
 def model_of(**parts):
@@ -46,40 +53,13 @@ def model_of(**parts):
     return made
 
 
-def kept(model, recipe):
-    """The layers that stay wide."""
-    return set(kept_layers(convert(model, recipe)))
-
-
-@pytest.mark.parametrize("name", ["experts", "mlps"])
-def test_experts_in_a_list_are_no_blocks(name):
-    model = model_of(layers=ModuleList(Mixture(name) for _ in range(4)))
-    wide = kept(model, NVFP4)
-    assert {n.split(".")[1] for n in wide} == {"3"}
-    assert len(wide) == 2 + 8 * 2
-
-
-def test_experts_of_layers_without_a_list_are_no_blocks():
-    model = model_of(layer1=Mixture(), layer2=Mixture(), layer3=Mixture())
-    assert {n.split(".")[0] for n in kept(model, LAST)} == {"layer3"}
-    assert kept(model_of(experts=ModuleList(Mlp() for _ in range(8))), LAST) == set()
-
-
-def test_blocks_of_several_stacks_are_counted_through_the_model():
-    parts = {"encoder": ModuleList(Mlp() for _ in range(3)), "decoder": ModuleList(Mlp() for _ in range(2))}
-    assert kept(model_of(**parts), LAST) == {"decoder.1.up", "decoder.1.down"}
-    parts = {"encoder": ModuleList(Mlp() for _ in range(3)), "decoder": ModuleList(Mlp() for _ in range(2))}
-    assert kept(model_of(**parts), FIRST) == {"encoder.0.up", "encoder.0.down"}
-
-
 class UNet(torch.nn.Module):
     """As diffusers registers its blocks: the middle after the way up, which it computes before."""
 
     def __init__(self):
         super().__init__()
-        self.down_blocks = ModuleList(Mlp() for _ in range(3))
-        self.up_blocks = ModuleList(Mlp() for _ in range(3))
-        self.mid_block = model_of(attentions=ModuleList([Mlp()]), resnets=ModuleList([Mlp(), Mlp()]))
+        self.down_blocks, self.up_blocks = blocks(3), blocks(3)
+        self.mid_block = model_of(attentions=blocks(1), resnets=blocks(2))
 
     def forward(self, x):
         for block in self.down_blocks:
@@ -103,91 +83,97 @@ class InParts(UNet):
         return self.mid_block(self.run(x))
 
 
-@pytest.mark.parametrize(
-    ("kind", "last"), [(UNet, "up_blocks.2"), (Wrapped, "up_blocks.2"), (InParts, "mid_block.resnets.1")]
-)
-def test_last_blocks_are_those_that_the_forward_pass_names_last(kind, last):
-    assert kept(kind(), LAST) == {f"{last}.up", f"{last}.down"}
-    kept_before = {r.layer for r in audit(kind(), LAST) if r.note.startswith("kept")}
-    assert kept_before == {f"{last}.up", f"{last}.down"}
-    assert kept(kind(), FIRST) == {"down_blocks.0.up", "down_blocks.0.down"}
+def two_stacks():
+    return model_of(encoder=blocks(3), decoder=blocks(2))
 
 
-def test_blocks_in_a_sequence_are_its_members_of_one_class():
-    model = Sequential(plain(8), LayerNorm(16), Mlp(), Mlp(), Mlp(), LayerNorm(16))
-    assert kept(model, LAST) == {"4.up", "4.down"}
-    sequences = Sequential(*(Sequential(plain(), ReLU(), plain()) for _ in range(3)), plain())
-    assert kept(sequences, LAST) == {"2.0", "2.2"}
+def with_head(**parts):
+    return model_of(tokens=Embedding(48, 16), layers=blocks(2), **parts)
 
 
-def test_halves_of_a_layer_in_a_list_are_no_blocks():
-    layers = ModuleList(ModuleList([Mixture(), Mlp()]) for _ in range(3))
-    assert {n.split(".")[1] for n in kept(model_of(layers=layers), LAST)} == {"2"}
-
-
-def test_a_list_with_numbers_for_keys_and_blocks_with_numbers_in_their_names():
-    torchtitans = model_of(layers=ModuleDict({str(i): Mlp() for i in range(12)}))
-    assert kept(torchtitans, LAST) == {"layers.11.up", "layers.11.down"}
-    assert kept(model_of(block1=Mlp(), block2=Mlp(), other=Mlp()), LAST) == {"block2.up", "block2.down"}
-
-
-def test_a_block_whose_layers_are_elsewhere_is_counted():
-    blocks = ModuleList(Mlp() for _ in range(4))
-    blocks[0] = torch.nn.Identity()  # as a stage of a pipeline has it
-    assert kept(
-        model_of(blocks=blocks), parse_recipe('fprop = "mxfp4"\n[keep]\nlast_blocks = 0.75', "x")
-    ) == {f"blocks.{i}.{name}" for i in (1, 2, 3) for name in ("up", "down")}
-
-
-def test_a_head_is_found_by_what_it_computes():
-    def with_blocks(**parts):
-        return model_of(tokens=Embedding(48, 16), layers=ModuleList(Mlp() for _ in range(2)), **parts)
-
-    assert kept(with_blocks(output=plain(16, 48)), "mxfp4") == {"output"}
-    assert kept(with_blocks(output=plain(16, 48), gate=plain(4, 1)), "mxfp4") == {"output"}
-    assert kept(with_blocks(norm=LayerNorm(16), classifier=plain(16, 3)), "mxfp4") == {"classifier"}
-    tied = with_blocks(project=plain(16, 16), unembed=plain(16, 48))
+def with_tied_head():
+    tied = with_head(project=plain(16, 16), unembed=plain(16, 48))
     tied.unembed.weight = tied.tokens.weight
-    assert kept(tied, "mxfp4") == {"unembed"}
-    assert kept(model_of(first=plain(), layers=ModuleList([Mlp(), Mlp()])), "mxfp4") == set()
-    assert kept(Sequential(plain(), ReLU(), plain()), "mxfp4") == set()
+    return tied
+
+
+def layers_of(members):
+    return model_of(layers=members)
+
+
+def sequence():
+    return Sequential(*(Sequential(plain(), ReLU(), plain()) for _ in range(3)), plain())
+
+
+def sides():
+    return Sequential(plain(8), LayerNorm(16), Mlp(), Mlp(), LayerNorm(16))
+
+
+def halves():
+    return ModuleList([Mixture(), Mlp()])
+
+
+#: A model, a recipe, and the layers that stay wide, or the blocks of which all stay so.
+KEPT = {
+    "experts in a list are no blocks": (lambda: layers_of(blocks(4, Mixture)), "nvfp4", {"layers.3"}),
+    "nor are MLPs": (lambda: layers_of(blocks(4, lambda: Mixture("mlps"))), "nvfp4", {"layers.3"}),
+    "nor are they without a list": (lambda: model_of(l1=Mixture(), l2=Mixture(), l3=Mixture()), LAST, {"l3"}),
+    "nor are they without layers": (lambda: model_of(experts=blocks(8)), LAST, set()),
+    "several stacks are counted through": (two_stacks, LAST, {"decoder.1"}),
+    "the first of several stacks": (two_stacks, FIRST, {"encoder.0"}),
+    "last in the forward pass": (UNet, LAST, {"up_blocks.2"}),
+    "first in the forward pass": (UNet, FIRST, {"down_blocks.0"}),
+    "a wrapped forward pass": (Wrapped, LAST, {"up_blocks.2"}),
+    "a forward pass in parts": (InParts, LAST, {"mid_block.resnets.1"}),
+    "a sequence's members of one class": (sides, LAST, {"3"}),
+    "sequences in a sequence": (sequence, LAST, {"2"}),
+    "halves of a layer in a list": (lambda: layers_of(blocks(3, halves)), LAST, {"layers.2"}),
+    "numbers for keys": (lambda: ModuleDict({str(i): Mlp() for i in range(12)}), LAST, {"11"}),
+    "numbers in names": (lambda: model_of(block1=Mlp(), block2=Mlp(), other=Mlp()), LAST, {"block2"}),
+    "a block of another stage is counted": (
+        lambda: ModuleList([torch.nn.Identity(), *blocks(3)]),
+        keeping(last_blocks=0.75),
+        {"1", "2", "3"},
+    ),
+    "plain layers": (
+        lambda: layers_of(blocks(11, plain)),
+        keeping(last_blocks=0.01),
+        {"layers.10"},
+    ),
+    "one layer": (lambda: Sequential(plain(2, 2)), keeping(last_blocks=0.5), set()),
+    "a head": (lambda: with_head(output=plain(16, 48)), "mxfp4", {"output"}),
+    "a head and a gate": (lambda: with_head(output=plain(16, 48), gate=plain(4, 1)), "mxfp4", {"output"}),
+    "a classifier": (lambda: with_head(norm=LayerNorm(16), out=plain(16, 3)), "mxfp4", {"out"}),
+    "a tied head": (with_tied_head, "mxfp4", {"unembed"}),
+    "no head": (lambda: model_of(first=plain(), layers=blocks(2)), "mxfp4", set()),
+    "no head of a sequence": (lambda: Sequential(plain(), ReLU(), plain()), "mxfp4", set()),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_stays_wide(case):
+    make, recipe, expected = KEPT[case]
+    model = make()
+    before = {record.layer for record in audit(model, recipe) if record.note.startswith("kept")}
+    wide = set(kept_layers(convert(model, recipe)))
+    layers = {n for n, m in model.named_modules() if isinstance(m, Linear)}
+    assert wide == before == {n for n in layers if any(f"{n}.".startswith(f"{e}.") for e in expected)}
+    assert len(wide) >= len(expected)
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "count"),
+    [(4, 0.15, 1), (12, 0.15, 2), (20, 0.15, 3), (21, 0.15, 4), (3, 0.0, 0), (3, 1.0, 3), (25, 0.28, 7)],
+)
+def test_the_share_of_last_blocks_is_rounded_up(n, share, count):
+    wide = kept_layers(convert(model_of(layers=blocks(n)), keeping(last_blocks=share)))
+    assert {int(name.split(".")[1]) for name in wide} == set(range(n - count, n))
 
 
 def test_rules_and_keep_select_the_head_by_its_role():
     text = 'fprop = "mxfp4"\n[[rule]]\nmodules = ["head"]\nfprop = "mxfp8"'
-    model = model_of(layers=ModuleList(Mlp() for _ in range(2)), output=plain())
+    model = model_of(layers=blocks(2), output=plain())
     convert(model, parse_recipe(text, "rule.toml"))
     assert model.output.recipe.casts["fprop.x"].name == "mxfp8"
-    model = model_of(layers=ModuleList(Mlp() for _ in range(2)), output=plain())
+    model = model_of(layers=blocks(2), output=plain())
     assert set(kept_layers(convert(model, parse_recipe('fprop = "mxfp4"', "x"), keep="head"))) == {"output"}
-
-
-def small(kind, **more):
-    """A tiny model of transformers'."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-    return getattr(transformers, f"{kind}Config")(**(sizes | more))
-
-
-def test_t5_keeps_the_end_of_its_decoder():
-    """The share is one of all blocks, so that it is two of the decoder's four (15 % of eight)."""
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 4, "num_heads": 2, "vocab_size": 64}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
-    wide = kept(model, NVFP4)
-    assert "lm_head" in wide
-    assert {n.rsplit(".layer.")[0] for n in wide - {"lm_head"}} == {"decoder.block.2", "decoder.block.3"}
-
-
-def test_a_vision_transformer_keeps_its_last_block_and_its_classifier():
-    config = small("ViT", image_size=32, patch_size=16, num_labels=5)
-    model = transformers.ViTForImageClassification(config)
-    layers = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    assert kept(model, NVFP4) == {"classifier", *(n for n in layers if ".3." in n)}
-
-
-def test_mixtral_keeps_whole_blocks_and_its_experts_are_narrow():
-    config = small("Mixtral", num_local_experts=8, num_key_value_heads=2, vocab_size=64)
-    model = convert(transformers.MixtralForCausalLM(config), NVFP4)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
-    wide = {n for n, m in layers.items() if not m.recipe.is_narrow}
-    assert wide == {"lm_head", *(n for n in layers if n.startswith("model.layers.3."))}
-    assert {n for n in layers if ".experts." in n} - wide

@@ -1,20 +1,27 @@
-"""A place that takes the numbers of another one: as they are, rounded once more, kept, or refused."""
+"""Operands that are used again: by a place that takes the numbers of another one, as they are or rounded once
+more; in the backward pass, kept in their bits; on the way between processes. And places that cannot."""
 
 import pytest
 import torch
 
 from narrowgauge.errors import UserError
+from narrowgauge.formats import random_stream
 from narrowgauge.nn import Linear
-from narrowgauge.quantization import make_cast, quantize
+from narrowgauge.nn.step_state import stream_ids
+from narrowgauge.nn.weight import GatheredWeight, WeightGather
+from narrowgauge.quantization import (
+    DEFAULT_CONTEXT,
+    TensorShard,
+    cast,
+    full_axis,
+    make_cast,
+    quantize,
+    quantize_in_context,
+)
 from narrowgauge.recipes import Device, choose_backend, parse_recipe, recipe
 
 M, K, N = 64, 96, 32
-DEQUANTIZED = """
-compute = "fp32"
-fprop = "mxfp4"
-dgrad.w = "fprop.w"
-wgrad.x = "fprop.x"
-"""
+DEQUANTIZED = 'compute = "fp32"\nfprop = "mxfp4"\ndgrad.w = "fprop.w"\nwgrad.x = "fprop.x"\n'
 TWICE = """
 compute = "fp32"
 fprop = {element = "e2m1", block = 16, scale = "e5m3"}
@@ -25,93 +32,185 @@ dgrad.dy = {cast = "mxfp8", rounding = "stochastic"}
 """
 
 
-def gradients(text, w=None, x=None, dy=None, **places):
-    """(layer, y, dx, dw, x, w, dy) of a layer under a recipe."""
+def run(r, w=None, x=None, dtype=torch.float32, **places):
+    """(y, dx, dw, x, w, dy) of a layer under a recipe, and the bytes kept of its input."""
     g = torch.Generator().manual_seed(0)
+    own_w, own_x, dy = (torch.randn(*shape, generator=g) for shape in ((N, K), (M, K), (M, N)))
     layer = torch.nn.Linear(K, N, bias=False)
-    layer.weight.data = torch.randn(N, K, generator=g) if w is None else w
-    x = (torch.randn(M, K, generator=g) if x is None else x).requires_grad_()
-    dy = torch.randn(M, N, generator=g) if dy is None else dy
-    layer = Linear(layer, parse_recipe(text, "mine").with_places(places), 0)
+    layer.weight.data = own_w if w is None else w
+    x, dy = (own_x if x is None else x).to(dtype).requires_grad_(), dy.to(dtype)
+    layer = Linear(layer, (parse_recipe(r, "mine") if "\n" in r else recipe(r)).with_places(places), 0)
     layer.set_position(1, 2, 0)
-    y = layer(x)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = layer(x)
     y.backward(dy)
-    return y.detach(), x.grad, layer.weight.grad, x.detach(), layer.weight.detach(), dy
+    found = y.detach(), x.grad, layer.weight.grad, x.detach(), layer.weight.detach(), dy
+    return found, sum(t.numel() * t.element_size() for t in kept if t.ndim == 0 or t.shape[0] == M)
 
 
-def seen(x, cast, axis=-1):
-    return quantize(x, make_cast(cast), axis).dequantize()
+def seen(x, cast, axis=-1, **options):
+    return quantize(x, make_cast(cast), axis, **options).dequantize()
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_products_of_the_numbers_that_the_forward_pass_saw():
-    y, dx, dw, x, w, dy = gradients(DEQUANTIZED)
+    y, dx, dw, x, w, dy = run(DEQUANTIZED)[0]
     x, w = seen(x, "mxfp4"), seen(w, "mxfp4")
-    torch.testing.assert_close(y, x @ w.T, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dx, dy @ w, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dw, dy.T @ x, rtol=1e-5, atol=1e-5)
+    close((y, dx, dw), (x @ w.T, dy @ w, dy.T @ x))
 
 
 def test_numbers_that_are_rounded_twice():
-    _, dx, dw, x, w, dy = gradients(TWICE, **{"dgrad.dy": "mxfp8"})
+    _, dx, dw, x, w, dy = run(TWICE, **{"dgrad.dy": "mxfp8"})[0]
     first = {"element": "e2m1", "block": 16, "scale": "e5m3"}
-    dy = seen(dy, "mxfp8")
     twice_w, twice_x = seen(seen(w, first), "nvfp4", 0), seen(seen(x, first), "mxfp8", 0)
-    torch.testing.assert_close(dx, dy @ twice_w, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dw, dy.T @ twice_x, rtol=1e-5, atol=1e-5)
     assert not torch.equal(seen(w, first), twice_w)
+    dy = seen(dy, "mxfp8")
+    close((dx, dw), (dy @ twice_w, dy.T @ twice_x))
 
 
 def test_random_numbers_are_drawn_once():
     """With identities for the other operand, matmuls show what they saw."""
-    x = torch.randn(M, K)
     text = 'compute = "fp32"\nfprop.x = {cast = "mxfp4", rounding = "stochastic"}\nwgrad.x = "fprop.x"'
-    eye = torch.eye(K)
-    layer = torch.nn.Linear(K, K, bias=False)
-    layer.weight.data = eye
+    x, layer = torch.randn(M, K), torch.nn.Linear(K, K, bias=False)
+    layer.weight.data = torch.eye(K)
     layer = Linear(layer, parse_recipe(text, "mine"), 0)
     layer.set_position(1, 2, 0)
     y = layer(x)
     y.backward(torch.eye(M, K))
     assert torch.equal(layer.weight.grad[:M], y.detach())
     assert not torch.equal(y.detach(), seen(x, "mxfp4"))
-    y, dx, dw, *_ = gradients(TWICE, w=6 * torch.eye(N, K), x=6 * torch.eye(M, K))
+    _, dx, dw, *_ = run(TWICE, w=6 * torch.eye(N, K), x=6 * torch.eye(M, K))[0]
     torch.testing.assert_close(dx[:, :N], dw[:, :M].T, rtol=1e-6, atol=0)  # another order of scales
 
 
 @pytest.mark.parametrize("fprop", ["nvfp4", "e4m3", "fp8-1x128", {"cast": "nvfp4", "tensor_scale": "row"}])
 def test_codes_that_are_kept_are_the_same_numbers(fprop):
-    places = {"fprop": fprop} if isinstance(fprop, str) else {"fprop.x": fprop, "fprop.w": fprop}
-    wide = gradients(DEQUANTIZED, **places)
-    narrow = gradients(DEQUANTIZED, saved="operand", **places)
+    places = {"fprop.x": fprop, "fprop.w": fprop}
+    wide, narrow = (run(DEQUANTIZED, **places, saved=saved)[0] for saved in ("input", "operand"))
     assert all(torch.equal(a, b) for a, b in zip(wide[:3], narrow[:3], strict=True))
 
 
-def test_weights_still_travel_in_the_numbers_that_both_products_see():
-    r = recipe("fp8").with_places({"dgrad.w": "fprop.w"})
-    assert r.gather.name == "e4m3"
+BF16 = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-delayed"])
+def test_an_operand_of_one_scale_costs_a_byte_and_changes_nothing(name):
+    (wide, wide_bytes), (narrow, narrow_bytes) = (run(name, **BF16, saved=s) for s in ("input", "operand"))
+    assert all(torch.equal(a, b) for a, b in zip(wide[1:3], narrow[1:3], strict=True))
+    assert narrow_bytes <= M * K + 16 < 2 * M * K <= wide_bytes
+
+
+@pytest.mark.parametrize(("name", "bits"), [("mxfp8", 8), ("mxfp4", 4), ("nvfp4", 4), ("mxfp6-e2m3", 6)])
+def test_a_block_operand_is_kept_in_its_bits(name, bits):
+    (_, _, dw, x, w, _), kept = run(name, **BF16, saved="operand")
+    c = recipe(name).casts["fprop.x"]
+    assert kept <= M * K * bits / 8 + 4 * M * K / c.block[1] + 16
+    assert torch.equal(dw, run(name, **BF16, w=w, x=seen(x, c), saved="input")[0][2])
+
+
+def test_an_operand_is_kept_with_the_random_bits_that_the_product_saw():
+    table = {"cast": "mxfp4", "rounding": "stochastic"}
+    _, _, dw, x, w, _ = run("mxfp4", **BF16, **{"saved": "operand", "fprop.x": table})[0]
+    stream = random_stream(1, 2, stream_ids(0)[0])  # of seed 1, step 2 and fprop.x, as in `run`
+    stored = seen(x, table, generator=stream)
+    assert not torch.equal(stored, seen(x, "mxfp4"))
+    assert torch.equal(dw, run("mxfp4", **BF16, w=w, x=stored)[0][2])
+
+
+def test_the_input_is_kept_in_another_cast_or_rounded():
+    (_, dx, dw, x, _, dy), kept = run("bf16", **BF16, saved="mxfp8")
+    plain = run("bf16", **BF16)[0]
+    assert kept < 1.2 * M * K
+    assert torch.equal(dx, plain[1])
+    assert not torch.equal(dw, plain[2])
+    torch.testing.assert_close(dw, dy.float().T @ seen(x.float(), "mxfp8"), rtol=2**-7, atol=1e-4)
+    _, _, dw, x, _, dy = run("fp32", saved="bf16")[0]
+    torch.testing.assert_close(dw, dy.T @ x.bfloat16().float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
+def test_what_is_not_finite_stays_so_where_it_is_kept(name, poison):
+    x = torch.randn(M, K)
+    x[3, 5] = poison
+    assert not run(name, x=x, saved="operand")[0][2][:, 5].isfinite().any()
+
+
+def test_shared_numbers_travel_narrow_and_are_emulated():
+    shared = recipe("fp8").with_places({"dgrad.w": "fprop.w"})
+    assert shared.gather.name == "e4m3"
     assert recipe("fp8").with_places({"dgrad.w": {"cast": "e4m3", "of": "fprop.w"}}).gather.name == "fp32"
-
-
-def test_it_is_emulated_everywhere_and_says_why():
-    h100 = Device(maker="nvidia", capability=(9, 0), library=(13, 0))
-    backend = choose_backend(recipe("fp8").with_places({"dgrad.w": "fprop.w"}), h100)
+    backend = choose_backend(shared, Device(maker="nvidia", capability=(9, 0), library=(13, 0)))
     assert backend.name == "emulated"
     assert "dgrad multiplies e5m2 by fprop.w, which torch does on no device" in backend.reason
 
 
+def test_a_gathered_weight_without_a_scale_is_converted_as_it_is():
+    numbers = torch.randn(4, 6).bfloat16()
+    gathered = GatheredWeight(numbers, None, cast("bf16"), True)
+    assert gathered.dtype == torch.float32, "so that its gradient is"
+    for found, dtype in (
+        (gathered.to(torch.bfloat16), torch.bfloat16),
+        (gathered.to(torch.float32, copy=True), torch.float32),
+    ):
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, numbers.to(dtype))
+
+
+class OneProcess:
+    """The mesh of a weight whose only shard is the weight."""
+
+    def size(self):
+        return 1
+
+
+def test_a_shard_is_quantized_once_until_its_weight_changes():
+    shard, fp8 = torch.randn(8, 16), cast("e4m3")
+    gather, sent = WeightGather(fp8, shard, None, TensorShard(tuple(full_axis(n) for n in shard.shape))), []
+    for factor in (1, 1, -3):
+        if factor != 1:
+            with torch.no_grad():
+                shard[0] *= factor
+        (codes,), (scale, _) = gather.fsdp_pre_all_gather(OneProcess(), shard.shape, None, None, None)
+        expected = quantize_in_context(shard, fp8, -1, DEFAULT_CONTEXT)
+        assert torch.equal(codes, expected.codes)
+        assert torch.equal(scale, expected.scales)
+        sent.append(codes)
+    assert sent[1] is sent[0], "the backward pass gathers what the forward pass did"
+    assert not torch.equal(sent[2], sent[0])
+
+
+NO_PLACE = "but no place sees its tensor before"
+#: Of places that share, hold a magnitude, or lie in attention and the stream.
 MISTAKES = {
     'dgrad.w = "fprop.x"': r"'fprop\.x', but that is another tensor, of another shape; the place that sees "
     r"this one before is 'fprop\.w'",
-    'fprop.x = "fprop.w"': r"fprop\.x = 'fprop\.w', but no place sees its tensor before; name a cast",
-    'fprop.w = "dgrad.w"': r"fprop\.w = 'dgrad\.w', but no place sees its tensor before",
+    'fprop.x = "fprop.w"': rf"fprop\.x = 'fprop\.w', {NO_PLACE}; name a cast",
+    'fprop.w = "dgrad.w"': rf"fprop\.w = 'dgrad\.w', {NO_PLACE}",
     'fprop = {cast = "mxfp4", hadamard = 32}\ndgrad.w = "fprop.w"': r"fprop\.w is transformed \(hadamard\)",
     'saved = "mxfp8"\nwgrad.x = "fprop.x"': r"wgrad\.x = 'fprop\.x' with saved = 'mxfp8', but",
     'm = {cast = "e4m3", of = "fprop.w"}': r"m = 'fprop\.w', but only dgrad\.w, wgrad\.x, wgrad\.dy take",
     '[[rule]]\nmodules = ["up"]\nwgrad.x = "fprop.w"': r"rule 1: wgrad\.x = 'fprop\.w', but that is another",
+    'fprop.x = {cast = "mxfp4", refresh = 50}': "refresh = 50, but it holds the largest magnitude",
+    'fprop.x = {cast = "e4m3", refresh = 50}': "scales of this cast are current; leave it out",
+    'fprop.x = {cast = "nvfp4", refresh = 1}': "refresh = 1, but it is a number of steps, two or more",
+    'fprop.x = {cast = "nvfp4", refresh = 9, center = "tokens"}': "what is held is of the tensor as it comes",
+    'm = {cast = "nvfp4", refresh = 9}': "refresh in place 'm', but it belongs to GEMM operands",
+    '[attention]\nx = "e4m3"': "unknown recipe place 'attention.x'.*nearest",
+    '[attention]\nq = {cast = "e4m3", history = 3}': "attention.q.*history = 3.*leave the key out",
+    '[attention]\nq = {cast = "mxfp4", hadamard = 32}': "attention.q and 0 in attention.k.*alike",
+    '[attention]\np = {cast = "mxfp4", hadamard = 32, signs = "random"}': "fixed signs",
+    '[attention]\nds = "coat"': "attention.ds.*for state",
+    'stream = {cast = "mxfp8", hadamard = 32}': "stream.*hadamard = 32.*leave the key out",
+    "attention = 3": r"attention = 3, but it must be a table; write \[attention\]",
 }
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_places_that_cannot_share(text):
+def test_a_mistake_in_a_recipe_is_told_in_a_sentence(text):
     with pytest.raises(UserError, match=MISTAKES[text]):
-        parse_recipe(text, "mine")
+        parse_recipe(text, "mine.toml")

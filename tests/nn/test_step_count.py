@@ -17,52 +17,67 @@ def histories(m):
     return ng.state_dict(m)["recipe"]
 
 
-def said(steps=3, parts=2):
-    """Histories of a loop that sets each step."""
-    m = model(RECIPE)
-    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
-    for step in range(1, steps + 1):
-        for part in range(parts):
-            ng.set_step(m, 0, step, 16 * part)
-            m(batch(parts * step + part).requires_grad_()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return histories(m)
+def ended(m):
+    """The steps whose magnitudes are in a history; the last one has not ended."""
+    return m[0].histories["fprop.x"].entries.count_nonzero().item()
+
+
+def backward(m, number, call=None):
+    (call or m)(batch(number).requires_grad_()).square().mean().backward()
 
 
 @pytest.mark.parametrize("reentrant", [None, False])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_an_optimizer_is_heard(to_none, reentrant):
     """Micro-batches, evaluations and recomputed passes do not count as steps, from the first step on."""
-    m = model(RECIPE)
-    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+    m, said = model(RECIPE), model(RECIPE)
+    optimizer, its_optimizer = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (m, said))
     for step in range(1, 4):
         for part in range(2):
-            x = batch(2 * step + part).requires_grad_()
-            y = m(x) if reentrant is None else checkpoint(m, x, use_reentrant=reentrant)
-            y.square().mean().backward()
+            recomputed = None if reentrant is None else lambda x: checkpoint(m, x, use_reentrant=False)
+            backward(m, 2 * step + part, recomputed)
             with torch.no_grad():
                 m(batch(99))
+            ng.set_step(said, 0, step, 16 * part)
+            backward(said, 2 * step + part)
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
-    assert_same(histories(m), said())
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    assert_same(histories(m), histories(said))
 
 
-def test_a_loop_without_an_optimizer_says_its_steps():
+@pytest.mark.parametrize("name", [RECIPE, "nvfp4"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_each_recomputed_pass_of_a_loop_without_an_optimizer_is_one_step(name, reentrant):
+    """Reentrant, its first pass records no gradients, so the second begins the step."""
+    plain, again = model(name), model(name)
+    for number in range(1, 5):
+        xs = [batch(number).requires_grad_() for _ in range(2)]
+        plain(xs[0]).backward(batch(9))
+        checkpoint(again, xs[1], use_reentrant=reentrant).backward(batch(9))
+        assert torch.equal(xs[0].grad, xs[1].grad)
+        for p, other in zip(plain.parameters(), again.parameters(), strict=True):
+            assert torch.equal(p.grad, other.grad)
+            p.grad = other.grad = None
+
+
+@pytest.mark.parametrize("sets_first", [False, True])
+def test_a_loop_without_an_optimizer_says_its_steps(sets_first):
+    """Or drops its gradients, before each pass of another step."""
     m, alone = model(RECIPE), model(RECIPE)
+    if sets_first:
+        ng.set_step(m, 0, 1, 0)
     for step in range(1, 4):
         for part in range(2):
-            m(batch(2 * step + part)).square().mean().backward()
-        alone(batch(step)).square().mean().backward()
-        for each in (m, alone):
-            with torch.no_grad():
-                for p in each.parameters():
-                    p -= 1e-3 * p.grad
-                    p.grad = None
-        ng.step(m)
-    for each in (m, alone):
-        entries = each[0].histories["fprop.x"].entries
-        assert entries.count_nonzero() == 2  # the third step has not ended
+            backward(m, 2 * step + part)
+        backward(alone, step)
+        for p in (*m.parameters(), *alone.parameters()):
+            p.data -= 1e-3 * p.grad
+            p.grad = None
+        if step < 3:
+            ng.step(m)
+    assert ended(m) == ended(alone) == 2
 
 
 def test_other_models_optimizers_do_not_count_where_steps_are_said():
@@ -70,52 +85,36 @@ def test_other_models_optimizers_do_not_count_where_steps_are_said():
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     ng.step(m)
     for part in range(3):
-        m(batch(part)).square().mean().backward()
+        backward(m, part)
         other(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    assert not m[0].histories["fprop.x"].entries.any()
+    assert ended(m) == 0
     ng.step(m)
     m(batch(9))
-    assert m[0].histories["fprop.x"].entries.count_nonzero() == 1
+    assert ended(m) == 1
 
 
-def through_two_passes(m, optimizer, steps, reentrant=None):
+def through_two_passes(m, optimizer, steps, call=None):
     """Train with losses of two forward passes each."""
     for step in steps:
-        a, b = (
-            m(x) if reentrant is None else checkpoint(m, x, use_reentrant=reentrant)
-            for x in (scale * batch(step).requires_grad_() for scale in (1, 5))
-        )
+        a, b = ((call or m)(scale * batch(step).requires_grad_()) for scale in (1, 5))
         (a - b).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_a_loss_of_two_passes_is_resumed_to_the_same_histories():
-    m = model(RECIPE)
-    optimizer = torch.optim.SGD(m.parameters(), lr=1e-2)
-    through_two_passes(m, optimizer, range(3))
-    saved = deepcopy(ng.state_dict(m, optimizer))
-    through_two_passes(m, optimizer, range(3, 5))
-    again = model(RECIPE)  # it has heard of no step
-    its_optimizer = torch.optim.SGD(again.parameters(), lr=1e-2)
-    ng.load_state_dict(again, its_optimizer, saved)
-    through_two_passes(again, its_optimizer, range(3, 5))
-    assert_same(histories(again), histories(m))
-
-
-def test_recomputing_two_passes_of_a_loss_counts_neither():
-    plain, recomputed = model("nvfp4"), model("nvfp4")
-    for m, reentrant in ((plain, None), (recomputed, False)):
-        through_two_passes(m, torch.optim.SGD(m.parameters(), lr=1e-2), range(3), reentrant)
-    assert_same(recomputed.state_dict(), plain.state_dict())
-
-
-def test_a_loop_that_no_longer_sets_steps_may_say_them():
-    m = model(RECIPE)
-    ng.set_step(m, 0, 1, 0)
-    m(batch()).square().mean().backward()
-    for number in range(2, 4):
-        ng.step(m)
-        m(batch(number)).square().mean().backward()
-    assert m[0].histories["fprop.x"].entries.count_nonzero() == 2
+@pytest.mark.parametrize("name", [RECIPE, "nvfp4"])
+def test_a_loss_of_two_passes_is_resumed_and_recomputed_to_the_same_numbers(name):
+    m, recomputed, again = (model(name) for _ in range(3))  # the last has heard of no step
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (m, recomputed, again)]
+    through_two_passes(m, optimizers[0], range(3))
+    saved = deepcopy(ng.state_dict(m, optimizers[0]))
+    through_two_passes(m, optimizers[0], range(3, 5))
+    ng.load_state_dict(again, optimizers[2], saved)
+    through_two_passes(again, optimizers[2], range(3, 5))
+    call = lambda x: checkpoint(recomputed, x, use_reentrant=False)  # noqa: E731
+    through_two_passes(recomputed, optimizers[1], range(5), call)
+    # Before the first optimizer step each pass is one, so that a history has moved on when it is recomputed.
+    for other in (again, recomputed) if name == "nvfp4" else (again,):
+        assert_same(histories(other), histories(m))
+        assert_same(other.state_dict(), m.state_dict())

@@ -9,9 +9,10 @@ from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.models import ModelConfig, Transformer, generate, initialize
 from narrowgauge.nn import Gauges, NarrowAttention, NarrowResidual, Stepped, discard_step, set_step
-from narrowgauge.quantization import make_cast
-from narrowgauge.recipes import parse_recipe, recipe, require_attention_shapes
+from narrowgauge.quantization import gradient_of, make_cast
+from narrowgauge.recipes import parse_recipe, recipe, recipe_names, require_attention_shapes
 from narrowgauge.runs.use.trained_model import TrainedRun
+from nn.layers import same
 
 MODEL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
 STOCHASTIC = {"cast": "mxfp4", "block": 8, "rounding": "stochastic"}
@@ -24,20 +25,20 @@ def make(under, **changes):
     return ng.convert(model, under)
 
 
-def tokens():
-    return torch.randint(0, 67, (2, 32), generator=torch.Generator().manual_seed(0))
+def tokens(seed=0):
+    return torch.randint(0, 67, (2, 32), generator=torch.Generator().manual_seed(seed))
 
 
-def digits(model, step=1):
-    set_step(model, 0, step, 0, 10)
+def digits(model, step=1, micro_batches=1):
+    """Losses and gradients of a step."""
     model.zero_grad()
-    loss = model.loss(tokens(), tokens().roll(-1, 1))
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    losses = []
+    for i in range(micro_batches):
+        set_step(model, 0, step, 2 * i, 10, 5)
+        loss = model.loss(tokens(i), tokens(i).roll(-1, 1))
+        loss.backward()
+        losses.append(loss.detach())
+    return losses + [g.clone() for p in model.parameters() if (g := gradient_of(p)) is not None]
 
 
 def test_what_stays_wide_is_computed_as_before():
@@ -52,14 +53,26 @@ def test_what_stays_wide_is_computed_as_before():
     assert same(digits(ng.convert(model, wide)), before)
 
 
-def test_recomputed_blocks_give_the_same_digits():
-    model = make(recipe("fp8").with_places(NARROW))
-    once = digits(model)
-    model.recompute = 1
-    assert same(digits(model), once)
-    model.selective = True
-    assert same(digits(model), once)
-    assert not same(digits(model, step=2), once), "another step draws other bits"
+QUICK = ("bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat", "fp8-attention")
+#: A recipe and other sizes of the model.
+RECOMPUTED = {name: (name, {}) for name in recipe_names()} | {
+    "experts": ("nvfp4", {"experts": 4}),
+    "gelu": ("nvfp4", {"mlp": "gelu", "bias": True}),
+    "narrow places": (NARROW, {}),
+}
+
+
+@pytest.mark.tier("nightly", keep=(*QUICK, "experts", "gelu", "narrow places"))
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_recomputed_blocks_and_mlps_give_the_same_digits(case):
+    under, changes = RECOMPUTED[case]
+    found = []
+    for recompute, selective in ((0, False), (1, False), (1, True)):
+        model = make(recipe("fp8").with_places(under) if under is NARROW else recipe(under), **changes)
+        model.recompute, model.selective = recompute, selective
+        found.append(digits(model, micro_batches=2))
+    assert same(found[1], found[0])
+    assert same(found[2], found[0])
 
 
 def test_rules_narrow_attention_in_some_blocks_or_from_some_step_on():
@@ -153,20 +166,3 @@ def test_what_does_not_fit_is_refused_before_the_first_step(places, changes, wor
     length, dropout = changes.get("length", 32), changes.get("dropout", 0.0)
     with pytest.raises(UserError, match=words):
         require_attention_shapes(recipe("bf16").with_places(places), 8, length, 32, dropout)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('[attention]\nx = "e4m3"', "unknown recipe place 'attention.x'.*nearest"),
-        ('[attention]\nq = {cast = "e4m3", history = 3}', "attention.q.*history = 3.*leave the key out"),
-        ('[attention]\nq = {cast = "mxfp4", hadamard = 32}', "attention.q and 0 in attention.k.*alike"),
-        ('[attention]\np = {cast = "mxfp4", hadamard = 32, signs = "random"}', "fixed signs"),
-        ('[attention]\nds = "coat"', "attention.ds.*for state"),
-        ('stream = {cast = "mxfp8", hadamard = 32}', "stream.*hadamard = 32.*leave the key out"),
-        ("attention = 3", r"attention = 3, but it must be a table; write \[attention\]"),
-    ],
-)
-def test_a_mistake_in_a_file_is_told_in_a_sentence(text, words):
-    with pytest.raises(UserError, match=words):
-        parse_recipe(text, "mine.toml")
