@@ -96,18 +96,11 @@ def test_a_16_bit_parameter_that_is_written_between_steps_goes_on_from_there():
 
 
 def test_a_restart_goes_on_from_the_master_to_the_bit():
-    def one(saved=None):
-        p = torch.nn.Parameter(torch.ones(80, dtype=torch.bfloat16))
-        optimizer = AdamW([p], lr=LR)
-        if saved is not None:
-            p.data.copy_(saved[0])
-            optimizer.load_state_dict(saved[1])
-        return p, optimizer
-
-    p, optimizer = one()
+    p, q = (torch.nn.Parameter(torch.ones(80, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer, restarted = AdamW([p], lr=LR), AdamW([q], lr=LR)
     moved(optimizer, p)
-    saved = copy.deepcopy((p.detach(), optimizer.state_dict()))
-    q, restarted = one(saved)
+    q.data.copy_(p.data)
+    restarted.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert moved(optimizer, p) == moved(restarted, q)
 
 

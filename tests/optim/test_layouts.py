@@ -66,17 +66,6 @@ def test_a_layout_changes_no_digit(cls, recipe, dtype, layout, gradient):
         assert_same_state(found, twin)
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
-def test_torchs_own_loop_over_elements_agrees(gradient):
-    p, twin = torch.nn.Parameter(LAYOUTS["transposed"](values())), torch.nn.Parameter(values())
-    its_optimizer = torch.optim.AdamW([twin], lr=1e-2, foreach=False, fused=False)
-    trained(ng.AdamW, "fp32", p, GRADIENTS[gradient])
-    for _ in range(3):
-        twin.grad = GRADIENTS[gradient](twin.detach())
-        its_optimizer.step()
-    torch.testing.assert_close(p, twin, rtol=1e-5, atol=1e-7)
-
-
 def test_a_convolution_in_channels_last_moves_as_one_in_its_usual_layout():
     x = torch.randn(16, 16, 3, 3, generator=torch.Generator().manual_seed(0))
     last = torch.nn.Parameter(x.to(memory_format=torch.channels_last))
