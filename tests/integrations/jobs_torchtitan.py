@@ -205,12 +205,12 @@ def converted(recipe):
 def layers(recipe):
     """What each linear layer records of itself."""
     found = {}
-    train(
-        configuration(recipe, steps=1),
-        at_end=lambda t: found.update(
-            {plain(n): repr(m) for n, m in t.model_parts[0].named_modules() if isinstance(m, NarrowLinear)}
-        ),
-    )
+
+    def look(trainer):
+        modules = trainer.model_parts[0].named_modules()
+        found.update({plain(n): repr(m) for n, m in modules if isinstance(m, NarrowLinear)})
+
+    train(configuration(recipe, steps=1), at_end=look)
     return found
 
 

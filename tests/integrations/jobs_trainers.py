@@ -25,7 +25,7 @@ def same_everywhere(model):
 
 def trainer(recipe, folder):
     """Losses of the whole batch, whether replicas are the same, and the losses of a continued training."""
-    from integrations.test_transformers import losses_of, model, trainer_of
+    from integrations.hugging_face import losses_of, model, trainer_of
     from narrowgauge.integrations.transformers import trainer_kwargs
 
     def run(seed, **more):
@@ -40,24 +40,10 @@ def trainer(recipe, folder):
     return {"losses": losses_of(whole), "same": same, "again": losses_of(again)}
 
 
-def refused_by_trainer(folder):
-    """The sentence with which FSDP2 in accelerate's words is refused."""
-    from integrations.test_transformers import model, trainer_of
-    from narrowgauge.errors import UserError
-    from narrowgauge.integrations.transformers import trainer_kwargs
-
-    given = trainer_kwargs(model(), "mxfp8", lr=LR)
-    try:
-        trainer_of(folder, given, fsdp="full_shard", fsdp_config={"fsdp_version": 2}).train()
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def lightning(recipe, folder):
     """Losses of this process, and whether the replicas are the same, also after going on."""
-    from integrations.test_lightning import Model as OneProcess
-    from integrations.test_lightning import batches, fit
+    from integrations.lightning_runs import Model as OneProcess
+    from integrations.lightning_runs import batches, fit
 
     class Model(OneProcess):
         def training_step(self, _, number):
@@ -75,14 +61,22 @@ def lightning(recipe, folder):
     return {"losses": whole.losses, "again": first.losses + again.losses, "same": same}
 
 
-def accelerated(recipe, folder, start=0, is_prepared=False, has_adapters=False):
-    """Losses of this process from step `start` on, and whether the replicas are the same; accelerate saves.
+def accelerated(recipe, folder, is_prepared=False, has_adapters=False):
+    """The same in a loop around accelerate, which saves after three steps."""
+    how = (recipe, folder, is_prepared, has_adapters)
+    losses, same = accelerated_from(0, *how)
+    again, same_again = accelerated_from(3, *how)
+    return {"losses": losses, "again": losses[:3] + again, "same": same and same_again}
 
-    Without a start, the state is saved after three steps. With one, models begin from other weights.
+
+def accelerated_from(start, recipe, folder, is_prepared, has_adapters):
+    """Losses of this process from step `start` on, and whether the replicas are the same.
+
+    Models begin from weights of their own on each process and at each start.
     """
     from accelerate import Accelerator
 
-    from integrations.test_lightning import batches, net
+    from integrations.lightning_runs import batches, net
 
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
@@ -107,14 +101,14 @@ def accelerated(recipe, folder, start=0, is_prepared=False, has_adapters=False):
         losses.append(loss.item())
         if not start and number == 2:
             accelerator.save_state(folder)
-    return {"losses": losses, "same": same_everywhere(m)}
+    return losses, same_everywhere(m)
 
 
 def fabric(recipe):
     """The same in Fabric."""
     from lightning import Fabric
 
-    from integrations.test_lightning import batches, net
+    from integrations.lightning_runs import batches, net
     from narrowgauge.integrations.lightning import NarrowPrecision
 
     plug = Fabric(accelerator="cpu", strategy="ddp", devices=dist_world(), plugins=[NarrowPrecision(recipe)])
@@ -136,7 +130,7 @@ def fabric(recipe):
 
 def own_loop(recipe, steps=4):
     """What Fabric's loop computes, in one process that has all sequences of a step."""
-    from integrations.test_lightning import batches, net
+    from integrations.lightning_runs import batches, net
 
     m = ng.convert(net(), recipe)
     optimizer = ng.AdamW(m.parameters(), recipe, lr=LR)

@@ -28,32 +28,18 @@ def test_train_py_of_nanogpt_trains_a_converted_model(recipe, tmp_path, monkeypa
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 128}))  # as its scripts prepare data
     monkeypatch.chdir(path)  # it reads its configurator there
     theirs = import_module("model")
-    built = theirs.GPT
-    made = []
-    monkeypatch.setattr(
-        theirs, "GPT", lambda config: made.append(ng.convert(built(config), recipe)) or made[0]
-    )
-    options = {
-        "dataset": tmp_path,
-        "out_dir": tmp_path / "out",
-        "device": "cpu",
-        "compile": False,
-        "dtype": "float32",
-        "max_iters": 8,
-    }
-    options |= {"eval_interval": 8, "eval_iters": 2, "log_interval": 1, "batch_size": 8, "block_size": 32}
-    options |= {
-        "gradient_accumulation_steps": 2,
-        "warmup_iters": 1,
-        "lr_decay_iters": 8,
-        "learning_rate": 0.01,
-    }
-    words = [f"--{key}={value}" for key, value in (options | TINY).items()]
+    built, made = theirs.GPT, []
+    convert = lambda config: made.append(ng.convert(built(config), recipe)) or made[0]  # noqa: E731
+    monkeypatch.setattr(theirs, "GPT", convert)
+    options = TINY | {"dataset": tmp_path, "out_dir": tmp_path / "out", "device": "cpu", "compile": False}
+    options |= {"dtype": "float32", "max_iters": 8, "eval_interval": 8, "eval_iters": 2, "log_interval": 1}
+    options |= {"batch_size": 8, "block_size": 32, "gradient_accumulation_steps": 2, "warmup_iters": 1}
+    options |= {"lr_decay_iters": 8, "learning_rate": 0.01}
+    words = [f"--{key}={value}" for key, value in options.items()]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     runpy.run_path(str(path / "train.py"), run_name="__main__")
-    losses = [
-        float(line.split()[4][:-1]) for line in capsys.readouterr().out.splitlines() if "train loss" in line
-    ]
+    told = [line.split() for line in capsys.readouterr().out.splitlines() if "train loss" in line]
+    losses = [float(words[4][:-1]) for words in told]
     assert losses[-1] < losses[0] - 0.5, losses
     converted = {name for name, layer in made[0].named_modules() if isinstance(layer, Stepped)}
     assert {"transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj"} <= converted

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from operator import attrgetter
 
 import pytest
 import torch
@@ -10,11 +11,10 @@ from torch import nn
 from narrowgauge.errors import UserError
 from narrowgauge.integrations import torchao as ours
 
-torchao = pytest.importorskip("torchao.float8", reason="torchao is not installed")
-PAIRS = [
-    (ours.convert_to_float8_training, torchao.convert_to_float8_training),
-    (ours.Float8LinearConfig.from_recipe_name, torchao.Float8LinearConfig.from_recipe_name),
-]
+
+@pytest.fixture(scope="module")
+def torchao():
+    return pytest.importorskip("torchao.float8", reason="torchao is not installed")
 
 
 def script(float8, recipe, steps=4):
@@ -22,7 +22,7 @@ def script(float8, recipe, steps=4):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 20))
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    if float8 is torchao:
+    if float8 is not ours:
         config = copy.copy(config)
         object.__setattr__(config, "emulate", True)  # it multiplies on GPUs alone otherwise
 
@@ -42,22 +42,19 @@ def script(float8, recipe, steps=4):
     return model, losses
 
 
-@pytest.mark.parametrize(("mine", "theirs"), PAIRS, ids=["convert", "from_recipe_name"])
-def test_signatures_are_torchaos(mine, theirs):
-    parameters, expected = (inspect.signature(f).parameters for f in (mine, theirs))
-    assert {n: (p.kind, p.default) for n, p in parameters.items()} == {
-        n: (p.kind, p.default) for n, p in expected.items()
-    }
-
-
-def test_names_of_recipes_are_torchaos():
+def test_signatures_and_names_of_recipes_are_torchaos(torchao):
+    for function in ("convert_to_float8_training", "Float8LinearConfig.from_recipe_name"):
+        get = attrgetter(function)
+        mine, theirs = (inspect.signature(get(module)).parameters for module in (ours, torchao))
+        found, expected = ({n: (p.kind, p.default) for n, p in each.items()} for each in (mine, theirs))
+        assert found == expected
     assert [n.value for n in ours.Float8LinearRecipeName] == [n.value for n in torchao.Float8LinearRecipeName]
     for name in torchao.Float8LinearRecipeName:
         assert ours.Float8LinearConfig.from_recipe_name(name).recipe == name.value
 
 
 @pytest.mark.parametrize("recipe", list(ours.OURS))
-def test_a_script_for_torchao_trains_alike_by_one_changed_import(recipe):
+def test_a_script_for_torchao_trains_alike_by_one_changed_import(torchao, recipe):
     (mine, losses), (theirs, expected) = script(ours, recipe), script(torchao, recipe)
     torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
     narrow = [n for n, m in mine.named_modules() if "Float8" in type(m).__name__]
@@ -91,7 +88,7 @@ def test_a_layer_that_is_left_out_still_shares_its_weight():
     assert model[0].weight.dtype == torch.float32
 
 
-def test_refusals_name_the_way_out():
+def test_refusals_name_the_way_out(torchao):
     model = nn.Sequential(nn.Linear(32, 32))
     with pytest.raises(UserError, match=r"narrowgauge\.fully_shard"):
         ours.Float8LinearConfig(enable_fsdp_float8_all_gather=True)

@@ -28,6 +28,5 @@ def test_a_program_learns(name, tmp_path, monkeypatch):
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_each_program_has_at_most_thirty_lines():
+def test_each_integration_has_a_program():
     assert PROGRAMS.keys() == NEEDED.keys() | ELSEWHERE
-    assert all(len(text.splitlines()) <= 30 for text in PROGRAMS.values())

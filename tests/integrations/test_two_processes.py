@@ -3,6 +3,22 @@
 import pytest
 
 RECIPES = ["fp8-delayed", "nvfp4", "msamp-o3"]
+PACKAGES = {
+    "trainer": ["transformers", "accelerate"],
+    "lightning": ["lightning"],
+    "accelerated": ["accelerate"],
+}
+ADAPTERS, PREPARED = {"has_adapters": True}, {"is_prepared": True}
+
+#: A job and a recipe; the first three run in CI.
+CASES = [
+    ("trainer", "nvfp4", {}),
+    ("lightning", "msamp-o3", {}),
+    ("accelerated", "msamp-o3", ADAPTERS),
+    *[("accelerated", name, how) for name in ("nvfp4", "msamp-o3") for how in ({}, PREPARED)],
+    ("accelerated", "msamp-o3", ADAPTERS | PREPARED),
+    *[(job, name, {}) for job in ("trainer", "lightning") for name in RECIPES],
+]
 
 
 def needs(*packages):
@@ -11,66 +27,22 @@ def needs(*packages):
 
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
-@pytest.mark.tier("nightly", keep=("nvfp4",))
+@pytest.mark.tier("nightly", keep=3)
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_trainer(torchrun, tmp_path, recipe):
-    """Replicas stay equal, and training from the trainer's checkpoint continues to the same digits."""
-    needs("transformers", "accelerate")
-    found, other = torchrun(2, "jobs_trainers.trainer", recipe=recipe, folder=str(tmp_path / "out"))
-    assert found["same"]
-    assert other["same"]
-    assert len(found["losses"]) == 6
-    assert found["losses"]["6"] < found["losses"]["1"]
-    assert found["again"] == found["losses"]
-
-
-# a trainer with its own processes; distributed/ and the other integrations show its parts
-@pytest.mark.tier("thorough")
-def test_trainer_with_fsdp2_is_refused(torchrun, tmp_path):
-    needs("transformers", "accelerate")
-    for sentence in torchrun(2, "jobs_trainers.refused_by_trainer", folder=str(tmp_path / "out")):
-        assert "train with DDP (torchrun) under any recipe" in sentence
-
-
-# a trainer with its own processes; distributed/ and the other integrations show its parts
-@pytest.mark.tier("nightly", keep=("msamp-o3",))
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_lightning(torchrun, tmp_path, recipe):
-    """Accumulation, clipping, DDP: equal replicas, resumed by Lightning's own means to the last digit."""
-    needs("lightning")
-    found = torchrun(2, "jobs_trainers.lightning", recipe=recipe, folder=str(tmp_path / "out"))
-    assert found[0]["losses"] != found[1]["losses"]
+@pytest.mark.parametrize(("job", "recipe", "how"), CASES, ids=str)
+def test_replicas_stay_equal_and_resume_to_the_last_digit(torchrun, tmp_path, job, recipe, how):
+    """Accumulation, clipping and DDP; from the trainer's own checkpoint, or what `save_state` wrote."""
+    needs(*PACKAGES[job], *["peft"] * ("has_adapters" in how))
+    found = torchrun(2, f"jobs_trainers.{job}", recipe=recipe, folder=str(tmp_path / "out"), **how)
     for each in found:
         assert each["same"]
         assert each["again"] == each["losses"]
+    losses = found[0]["losses"]  # of the whole batch, or of each process's part
+    assert losses["6"] < losses["1"] if job == "trainer" else losses != found[1]["losses"]
 
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
-@pytest.mark.tier("nightly", keep=2)
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "plain"])
-@pytest.mark.parametrize(
-    ("recipe", "has_adapters"),
-    [("nvfp4", False), ("msamp-o3", False), ("msamp-o3", True)],
-    ids=["nvfp4", "msamp-o3", "msamp-o3 with PEFT"],
-)
-def test_accelerate(torchrun, tmp_path, recipe, has_adapters, is_prepared):
-    """Processes that start again continue to the same digits, from what `save_state` wrote."""
-    needs("accelerate", *["peft"] * has_adapters)
-    how = {"recipe": recipe, "folder": str(tmp_path / "state"), "has_adapters": has_adapters}
-    whole = torchrun(2, "jobs_trainers.accelerated", is_prepared=is_prepared, **how)
-    again = torchrun(2, "jobs_trainers.accelerated", is_prepared=is_prepared, start=3, **how)
-    assert whole[0]["losses"] != whole[1]["losses"]
-    for each, continued in zip(whole, again, strict=True):
-        assert each["same"]
-        assert continued["same"]
-        assert continued["losses"] == each["losses"][3:]
-
-
-# a trainer with its own processes; distributed/ and the other integrations show its parts
-@pytest.mark.tier("nightly", keep=1)
+@pytest.mark.tier("nightly", keep=("nvfp4",))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):
