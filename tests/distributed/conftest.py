@@ -1,7 +1,6 @@
 """Small groups of real processes: each rank a separate process, or all of them under torchrun."""
 
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.fault_jobs import free_port
 from support.processes import TORCHRUN, Narrowgauge, Process
 
 MEMBER = Path(__file__).with_name("coordinator_member.py")
@@ -31,14 +31,6 @@ class Run:
             assert time.monotonic() < deadline, "it never came"
             time.sleep(0.01)
 
-    @staticmethod
-    def ended(pid: int) -> bool:
-        """Whether a process is gone, or waits for its parent to ask."""
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
     def is_under_way(self, ranks: int = 2) -> bool:
         return all((self.path / f"step-of-{rank}").exists() for rank in range(ranks))
 
@@ -53,9 +45,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def port():
-    """A port that is free."""
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture
@@ -63,14 +53,8 @@ def rank(narrowgauge, run, port):
     """Start one rank as srun does, without torchrun: rank 0 keeps the store."""
 
     def start(number: int, *words: str, size: int = 2, **environment: str):
-        place = {
-            "RANK": number,
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": number,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-        }
+        place = {"RANK": number, "WORLD_SIZE": size, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": size}
+        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         place = {name: str(value) for name, value in place.items()} | environment
         return narrowgauge.start(run.path, *words, script=MEMBER, **place)
 

@@ -10,22 +10,10 @@ from narrowgauge.simulate.memory_estimate import _heaviest
 from narrowgauge.training import make_config
 
 RULE = """
-title = "FP8, but for some layers"
-source = "a test"
-compute = "bf16"
 saved = "operand"
-
-[fprop]
-x = "e4m3"
-w = "e4m3"
-
-[dgrad]
-dy = "e5m2"
-w = "e4m3"
-
-[wgrad]
-dy = "e5m2"
-x = "e4m3"
+fprop = "e4m3"
+dgrad = "e4m3"
+wgrad = "e4m3"
 
 [[rule]]
 modules = [{}]
@@ -37,15 +25,9 @@ wgrad = "bf16"
 
 def config(recipe, layers, **training):
     sizes = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256, "layers": layers}
-    batches = {"batch_size": 8, "micro_batch_size": 2}
-    return make_config(
-        {
-            "model": sizes,
-            "data": {"sequence_length": 64},
-            "training": batches | training,
-            "recipe": {"name": str(recipe)},
-        }
-    )
+    training = {"batch_size": 8, "micro_batch_size": 2} | training
+    values = {"model": sizes, "data": {"sequence_length": 64}, "training": training}
+    return make_config(values | {"recipe": {"name": str(recipe)}})
 
 
 @pytest.fixture

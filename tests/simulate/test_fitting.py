@@ -13,20 +13,14 @@ STATES = ("fp8", "eco", "msamp-o3")  # wide, without a master, and with one
 
 
 def config(recipe, length=128, micro=2, recompute=False, chunked=False, offload="", batch=2):
-    return make_config(
-        {
-            "model": {"name": "debug", "layers": 1},
-            "data": {"sequence_length": length},
-            "training": {
-                "batch_size": batch,
-                "micro_batch_size": micro,
-                "recompute": recompute,
-                "chunked_loss": chunked,
-                "device": "cpu",
-            },
-            "recipe": {"name": recipe} | ({"offload": offload} if offload else {}),
-        }
-    )
+    training = {"batch_size": batch, "micro_batch_size": micro, "device": "cpu"}
+    values = {
+        "model": {"name": "debug", "layers": 1},
+        "data": {"sequence_length": length},
+        "training": training | {"recompute": recompute, "chunked_loss": chunked},
+        "recipe": {"name": recipe} | ({"offload": offload} if offload else {}),
+    }
+    return make_config(values)
 
 
 def least():

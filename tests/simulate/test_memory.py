@@ -54,6 +54,7 @@ def test_operations_are_counted_until_they_are_gone():
     assert watch.peak == 12000
 
 
+@pytest.mark.tier("nightly", keep=("fp8", "bf16", "msamp-o3", "coat", "eco", "nvfp4", "fp8-attention"))
 @pytest.mark.tier("thorough", keep=("fp8", "msamp-o3"))
 @pytest.mark.parametrize("name", recipe_names())
 def test_expected_state_is_the_runs(tiny, text, name):
@@ -63,11 +64,16 @@ def test_expected_state_is_the_runs(tiny, text, name):
     plan = estimate_memory(make_config(tiny(WIDE | changes)))
     assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
     assert found.parameters == plan.parameters
+    if name == "bf16":
+        assert [found.device[c] for c in ("weights", "gradients", "m", "v", "master")] == [
+            4 * found.parameters
+        ] * 4 + [0]
     assert found.device["saved activations"] == plan.device["saved activations"]
     assert found.device["logits"] == plan.device["logits"]
     assert plan.peak == pytest.approx(found.peak, rel=0.3)
 
 
+@pytest.mark.tier("thorough", keep=("fp8",))
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8"])
 def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name):
     changes = {"recipe.name": name, "training.chunked_loss": True, "training.micro_batch_size": 2}
@@ -80,19 +86,6 @@ def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name)
     assert whole.device["logits"] > 0
     # In place of the logits the gradient of what the head reads, in fp32, but not of what the head read.
     assert found.device["saved activations"] <= whole.device["saved activations"] + 2 * 32 * 128 * 4
-
-
-def test_by_hand(tiny, text):
-    trainer, found = step(tiny, text, {"recipe.name": "bf16"})
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    for name in ("weights", "gradients", "m", "v"):
-        assert found.device[name] == 4 * parameters
-    assert found.device["master"] == 0
-
-
-def test_narrow_saved_operands_are_smaller(tiny, text):
-    sizes = {n: step(tiny, text, {"recipe.name": n})[1].device["saved activations"] for n in ("bf16", "fp8")}
-    assert sizes["fp8"] < sizes["bf16"]
 
 
 def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
@@ -117,20 +110,16 @@ def test_what_lies_on_the_host_is_told_apart(tiny, text, place):
     assert set(there.host) == {name}
 
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
 @pytest.mark.tier("thorough")
-def test_the_numbers_are_the_same_wherever_they_lie(train, look):
-    narrow = {"recipe.name": "msamp-o3", **WIDE}
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_the_numbers_are_the_same_wherever_they_lie(train, look, device):
+    narrow = {"recipe.name": "msamp-o3", "training.device": device, **WIDE}
     here = train("here", narrow)
     there = train("there", narrow | {"recipe.offload": "master,grad,m,v"})
     assert look(here).trajectory[0] == look(there).trajectory[0]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_state_on_the_host_leaves_a_gpu(train, look):
-    narrow = {"recipe.name": "msamp-o3", "training.device": "cuda", **WIDE}
-    here = look(train("here", narrow))
-    there = look(train("there", narrow | {"recipe.offload": "master,grad,m,v"}))
-    assert here.trajectory[0] == there.trajectory[0]
 
 
 @pytest.mark.tier("thorough")
@@ -142,36 +131,23 @@ def test_the_run_tells_what_it_took(train, look):
     assert event["expected"]["peak"] == estimate_memory(RunDirectory(run.path).config()).peak
 
 
-@pytest.mark.parametrize(
-    ("size", "found"),
-    [("24GB", 24e9), ("22GiB", 22 * 2**30), ("500MB", 5e8), ("1.5 GB", 1.5e9), ("1024B", 1024), ("", 0)],
-)
-def test_sizes(size, found):
-    assert parse_bytes(size) == found
+SIZES = {"24GB": 24e9, "22GiB": 22 * 2**30, "500MB": 5e8, "1.5 GB": 1.5e9, "1024B": 1024, "": 0}
+NO_UNIT = r"memory size '24' has no unit; write 24GB \(10\^9 bytes\) or 24GiB"  # 24 would be 24 bytes
+NO_SIZE = "it must be a number and a unit, such as 24GB or 22GiB"
 
 
-def test_a_size_without_a_unit_is_refused(tiny):
-    """24 would be 24 bytes, which no user means, and it does not specify which gigabytes."""
-    with pytest.raises(UserError, match=r"memory size '24' has no unit; write 24GB \(10\^9 bytes\) or 24GiB"):
-        make_config(tiny({"training.memory_limit": "24"}))
-
-
-@pytest.mark.parametrize("size", ["24 gigs", "-1GB", "GB", "1e9x"])
-def test_what_is_no_size_is_refused(tiny, size):
-    with pytest.raises(UserError, match="it must be a number and a unit, such as 24GB or 22GiB"):
-        make_config(tiny({"training.memory_limit": size}))
+def test_sizes(tiny):
+    assert {size: parse_bytes(size) for size in SIZES} == SIZES
+    for size in ("24", "24 gigs", "-1GB", "GB", "1e9x"):
+        with pytest.raises(UserError, match=NO_UNIT if size == "24" else NO_SIZE):
+            make_config(tiny({"training.memory_limit": size}))
 
 
 @pytest.mark.parametrize("name", ["msamp-o1", "msamp-o2", "msamp-o3"])
 def test_bytes_a_parameter_of_linear_weights(name):
     """FP8-LM's levels: 11, 6 and 7 bytes, scales under one per cent; the rest of the model is fp32."""
-    config = make_config(
-        {
-            "model": {"name": "debug", "vocab_size": 256},
-            "recipe": {"name": name},
-            "training": {"batch_size": 8},
-        }
-    )
+    model = {"name": "debug", "vocab_size": 256}
+    config = make_config({"model": model, "recipe": {"name": name}, "training": {"batch_size": 8}})
     trainer = Trainer.begin(config.plan, torch.device("meta"))
     linear = [p for p in trainer.model.parameters() if state_of(p).weight is not None]
     total = 0

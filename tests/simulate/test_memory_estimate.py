@@ -23,48 +23,44 @@ MODEL = {
 }
 
 
-@pytest.mark.tier("thorough", keep=5)
+def config(recipe, batch_size, **more):
+    training = {"batch_size": batch_size, "micro_batch_size": 2}
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 256},
+        "training": training,
+        "recipe": {"name": recipe},
+    }
+    return make_config(values | more)
+
+
+@pytest.mark.tier("nightly", keep=8)
+@pytest.mark.tier("thorough", keep=4)
 @pytest.mark.parametrize(("recipe", "kind"), COVERING)
 def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
-    config = make_config(
-        {
-            "model": MODEL,
-            "data": {"sequence_length": 256},
-            "training": {"batch_size": 4, "micro_batch_size": 2},
-            "recipe": {"name": recipe},
-            "parallel": {kind: 2},
-        }
-    )
-    step = estimate_step(config, ParallelDims(**{kind: 2}))
+    step = estimate_step(config(recipe, 4, parallel={kind: 2}), ParallelDims(**{kind: 2}))
     assert step.memory.device["weights"] > 0
     assert step.memory.peak > step.memory.state
     assert sum(step.sent.values()) > 0
 
 
+@pytest.mark.tier("nightly", keep=2)
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize("recipe", ["bf16", "msamp-o2"])
+@pytest.mark.parametrize("recipe", ["msamp-o2", "bf16"])
 @pytest.mark.parametrize(
     "dims",
     [
-        ParallelDims(pipeline=2, shard=2),
-        ParallelDims(pipeline=2, tensor=2),
         ParallelDims(pipeline=4, shard=2),
         ParallelDims(pipeline=2, shard=2, chunks=2),
+        ParallelDims(pipeline=2, tensor=2),
     ],
     ids=lambda dims: f"{dims.text} chunks {dims.chunks}",
 )
 def test_few_micro_batches_tell_what_all_of_a_pipeline_send_and_keep(recipe, dims):
-    config = make_config(
-        {
-            "model": MODEL | {"layers": 4},
-            "data": {"sequence_length": 256},
-            "training": {"batch_size": 24 * dims.data, "micro_batch_size": 2},
-            "recipe": {"name": recipe},
-        }
-    )
-    estimated = estimate_step(config, dims)
+    values = config(recipe, 24 * dims.data, model=MODEL | {"layers": 4})
+    estimated = estimate_step(values, dims)
     ranks = (0, dims.size - dims.size // dims.pipeline)
-    whole = [simulate_step(config, 12, dims, rank) for rank in ranks]
+    whole = [simulate_step(values, 12, dims, rank) for rank in ranks]
     heaviest = max(whole, key=lambda step: step.memory.peak)
     assert estimated.memory == heaviest.memory
     assert estimated.sent == heaviest.sent[-1] - heaviest.sent[0]
