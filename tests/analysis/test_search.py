@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import tomllib
+from functools import cache
 
 import pytest
 
@@ -42,15 +43,24 @@ def costs_of(casts=CASTS):
 CHOICES = choices_of(CASTS, WEIGHTS, gemm_costs(costs_of()))
 
 
+def assignments(kept=()):
+    """Every assignment of a format to each GEMM that is not kept wide."""
+    free = [gemm for gemm in CHOICES.shares if gemm not in kept]
+    for names in itertools.product(CASTS, repeat=len(free)):
+        yield dict.fromkeys(kept, "bf16") | dict(zip(free, names, strict=True))
+
+
+@cache
+def costs_and_amounts():
+    """Of each of the 19,683 assignments: the cost, and the amount in 4 bits."""
+    return [(CHOICES.cost(one), CHOICES.amount(one, flops_budget(CASTS, 0.5))) for one in assignments()]
+
+
 @pytest.mark.parametrize("budget", [flops_budget(CASTS, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)])
 def test_no_assignment_within_the_budget_costs_less(budget):
     found = solve(CHOICES, budget)
     assert budget.holds(CHOICES.amount(found, budget))
-    best = float("inf")
-    for names in itertools.product(CASTS, repeat=len(CHOICES.shares)):
-        other = dict(zip(CHOICES.shares, names, strict=True))
-        if budget.holds(CHOICES.amount(other, budget)):
-            best = min(best, CHOICES.cost(other))
+    best = min(cost for cost, amount in costs_and_amounts() if budget.holds(amount))
     assert CHOICES.cost(found) == pytest.approx(best, abs=1e-12)
 
 
@@ -69,9 +79,11 @@ def test_the_pace_is_that_of_the_last_doubling():
     assert pace({7: 5.0}) is pace({}) is None
 
 
-def test_amounts_are_shares():
+def test_amounts_are_shares_and_all_gemms_of_a_layer_do_the_same_work():
     half = dict.fromkeys(CHOICES.shares, "bf16") | {("blocks.0.down", g): "mxfp4" for g in GEMMS}
     assert CHOICES.amount(half, flops_budget(CASTS, 0.5)) == pytest.approx(300 / 700)
+    assert sum(CHOICES.shares.values()) == pytest.approx(1)
+    assert CHOICES.shares["head", "wgrad"] == CHOICES.shares["head", "fprop"] == pytest.approx(100 / 2100)
 
 
 def test_what_is_kept_stays_wide_and_the_rest_is_the_best():
@@ -84,18 +96,12 @@ def test_what_is_kept_stays_wide_and_the_rest_is_the_best():
     others = baselines(kept, budget, errors, {"blocks.0.down": 0, "blocks.1.down": 1, "head": None}, 0)
     for assignment in (found, *others.values()):
         assert {assignment["head", gemm] for gemm in GEMMS} == {"bf16"}
-    free = [gemm for gemm in kept.shares if gemm not in kept.kept]
-    wide = dict.fromkeys(kept.kept, "bf16")
-    tried = (wide | dict(zip(free, n, strict=True)) for n in itertools.product(CASTS, repeat=len(free)))
-    best = min(kept.cost(other) for other in tried if budget.holds(kept.amount(other, budget)))
+    best = min(
+        kept.cost(other) for other in assignments(kept.kept) if budget.holds(kept.amount(other, budget))
+    )
     assert kept.cost(found) == pytest.approx(best)
     with pytest.raises(UserError, match=r"--budget 0.9: the most that can be reached is 0\.857 of the FLOPs"):
         solve(kept, flops_budget(CASTS, 0.9))
-
-
-def test_all_gemms_of_a_layer_do_the_same_work():
-    assert sum(CHOICES.shares.values()) == pytest.approx(1)
-    assert CHOICES.shares["head", "wgrad"] == CHOICES.shares["head", "fprop"] == pytest.approx(100 / 2100)
 
 
 @pytest.mark.parametrize("budget", [0.25, 0.75, 1.0])
@@ -131,63 +137,66 @@ def test_the_baselines_keep_to_the_budget():
 
 
 @pytest.mark.parametrize(
-    ("ask", "sentence"),
+    ("casts", "share", "sentence"),
     [
-        (lambda: flops_budget({n: CASTS[n] for n in ("mxfp8", "bf16")}, 0.5), "none has 4 bits or fewer"),
-        (lambda: flops_budget(CASTS, 1.5), "must be a share from 0 to 1"),
-        (lambda: flops_budget(CASTS, float("nan")), "must be a share from 0 to 1"),
+        (("mxfp8", "bf16"), 0.5, "none has 4 bits or fewer"),
+        (CASTS, 1.5, "must be a share from 0 to 1"),
+        (CASTS, math.nan, "must be a share from 0 to 1"),
     ],
 )
-def test_what_cannot_be_is_refused(ask, sentence):
+def test_what_cannot_be_is_refused(casts, share, sentence):
     with pytest.raises(UserError, match=sentence):
-        ask()
+        flops_budget({name: CASTS[name] for name in casts}, share)
 
 
 def test_a_budget_between_whole_gemms_is_refused():
     costs = {name: [c for c in found if c.layer == "head"] for name, found in costs_of().items()}
-    one = choices_of(CASTS, {"head": 100}, gemm_costs(costs))
+    one, above = choices_of(CASTS, {"head": 100}, gemm_costs(costs)), flops_budget(CASTS, 0.666)
     with pytest.raises(UserError, match=r"the next above has 0\.666, so take that"):
         solve(one, flops_budget(CASTS, 0.4))
-    assert one.amount(solve(one, flops_budget(CASTS, 0.666)), flops_budget(CASTS, 0.666)) == pytest.approx(
-        2 / 3
-    )
+    assert one.amount(solve(one, above), above) == pytest.approx(2 / 3)
+
+
+@pytest.fixture(scope="module")
+def trained(narrowgauge, line, tmp_path_factory):
+    """A run of bf16 that the commands below search."""
+    run = tmp_path_factory.mktemp("search") / "run"
+    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
+    return run
+
+
+WORDS = ("--formats", "mxfp4,bf16", "--budget", "0.5", "--batches", 1, "--batch-size", 2)
 
 
 @pytest.mark.tier("thorough")
-def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
-    run, out = tmp_path / "run", tmp_path / "found.toml"
-    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
-    words = ("--formats", "mxfp4,bf16", "--budget", "0.5", "--batches", 1, "--batch-size", 2)
-    done = narrowgauge("search", run, *words, "--out", out)
+def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, trained, tmp_path):
+    out = tmp_path / "found.toml"
+    done = narrowgauge("search", trained, *WORDS, "--out", out)
     assert done.code == 0, done.err
     assert "of the FLOPs in 4 bits, predicted cost" in done.out
     assert load_recipe(out).name == "found"
-    told = narrowgauge("search", run, *words, "--keep", "head,blocks.0.qkv", "--out", out, "--json")
+    told = narrowgauge("search", trained, *WORDS, "--keep", "head,blocks.0.qkv", "--out", out, "--json")
     answer = json.loads(told.out)
     assert answer["kept"] == ["blocks.0.qkv", "head"]
     assert 0.5 <= answer["amount"] <= 0.55
     assert tuple(answer["baselines"]) == BASELINES
     assert answer["loss_per_doubling"] >= 0
-    missed = narrowgauge("search", run, *words, "--keep", "lm_head", "--out", out)
-    assert (missed.code, "--keep lm_head: no layer has this name; take one of qkv, " in missed.err) == (
-        2,
-        True,
-    )
-    taken = narrowgauge("search", run, *words, "--check", "--out", tmp_path / "uniform.toml")
-    assert (taken.code, "--check trains another recipe of this name" in taken.err) == (2, True)
+    for words, sentence in (
+        (("--keep", "lm_head", "--out", out), "--keep lm_head: no layer has this name; take one of qkv, "),
+        (("--check", "--out", tmp_path / "uniform.toml"), "--check trains another recipe of this name"),
+    ):
+        refused = narrowgauge("search", trained, *WORDS, *words)
+        assert (refused.code, sentence in refused.err) == (2, True)
     assert narrowgauge(*line({"recipe.name": str(out)}), "--out", tmp_path / "narrow").code == 0
 
 
 @pytest.mark.tier("thorough")
-def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgauge, line, tmp_path):
-    run, out = tmp_path / "run", tmp_path / "mine.toml"
-    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
-    words = ("--formats", "mxfp4,bf16", "--budget", "0.5", "--check", "--seeds", "1", "--steps", "2")
-    done = narrowgauge("search", run, *words, "--out", out)
+def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgauge, trained, tmp_path):
+    words = ("--check", "--seeds", "1", "--steps", "2", "--out", tmp_path / "mine.toml")
+    done = narrowgauge("search", trained, *WORDS, *words)
     assert done.code == 0, done.err
     others = ("uniform", "keep-ends", "smallest-error", "random")
-    trained = {path.parent.name for path in (tmp_path / "mine").glob("*/status.json")}
-    assert trained == {"bf16", "mine", *others}
+    assert {p.parent.name for p in (tmp_path / "mine").glob("*/status.json")} == {"bf16", "mine", *others}
     to_bf16, beside = " ".join(done.out.split()).split("The result of the search and its baselines: ")
     assert "validation loss to bf16: " in to_bf16
     assert "validation loss to mine: " in beside
@@ -195,12 +204,10 @@ def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgaug
 
 
 @pytest.mark.tier("thorough")
-def test_without_losses_lost_progress_has_no_price(narrowgauge, line, text, tmp_path):
+def test_without_losses_lost_progress_has_no_price(narrowgauge, trained, text, tmp_path):
     """A model of another program does not record its training, so its user has to name it."""
-    run, model, out = tmp_path / "run", tmp_path / "model", tmp_path / "m.toml"
-    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
-    assert narrowgauge("export", run, "--to", "hf", "--out", model).code == 0
-    words = ("search", model, "--formats", "mxfp4,bf16", "--budget", "0.5", "--batches", 1, "--out", out)
-    refused = narrowgauge(*words, "--batch-size", 2, "--sequence-length", 32, "--data", text)
+    model, out = tmp_path / "model", tmp_path / "m.toml"
+    assert narrowgauge("export", trained, "--to", "hf", "--out", model).code == 0
+    refused = narrowgauge("search", model, *WORDS, "--out", out, "--sequence-length", 32, "--data", text)
     assert refused.code == 2
     assert "give the nats that twice the steps would remove, as in --loss-per-doubling 0.1" in refused.err

@@ -48,16 +48,11 @@ def costs(trained):
 
 
 @pytest.mark.tier("thorough")
-def test_every_layer_has_every_place(costs):
+def test_every_layer_has_every_place_and_the_estimate_ranks_as_the_measurement_does(costs):
     forward, estimated, exact = costs
     assert sorted(c.name for c in estimated) == sorted(c.name for c in exact)
     assert len(forward) + len(exact) == 9 * len(GEMM_PLACES)
-    assert {c.unit for c in forward} == {"nats"}
-    assert {c.unit for c in exact} == {"share"}
-
-
-@pytest.mark.tier("thorough")
-def test_the_estimate_ranks_as_the_measurement_does(costs):
+    assert [{c.unit for c in found} for found in (forward, exact)] == [{"nats"}, {"share"}]
     assert sensitivity_json(*costs)["rank_correlation"] > 0.9
 
 
@@ -147,7 +142,20 @@ def exported(narrowgauge, trained, tmp_path_factory):
     return write
 
 
-def test_the_sick_layer_is_the_worst(narrowgauge, text, exported):
+@pytest.fixture
+def costs_in(narrowgauge, text):
+    """The JSON of `sensitivity` of a folder."""
+
+    def ask(folder):
+        words = ("--to", "mxfp4", "--data", text, "--batches", 2, "--batch-size", 4, "--sequence-length", 32)
+        done = narrowgauge("sensitivity", folder, *words, "--json")
+        assert done.code == 0, done.err
+        return json.loads(done.out)
+
+    return ask
+
+
+def test_the_sick_layer_is_the_worst(costs_in, exported):
     """An outlier in one channel of a layer's input leaves the function as it is, and a narrow block without
     its other channels."""
     outlier, inverse = torch.ones(32), torch.ones(32)
@@ -155,10 +163,7 @@ def test_the_sick_layer_is_the_worst(narrowgauge, text, exported):
     layer = "model.layers.1"
     changes = {f"{layer}.self_attn.{name}_proj.weight": inverse for name in "qkv"}
     sick = exported("sick", {f"{layer}.input_layernorm.weight": outlier, **changes})
-    words = ("--to", "mxfp4", "--data", text, "--batches", 2, "--batch-size", 4, "--sequence-length", 32)
-    done = narrowgauge("sensitivity", sick, *words, "--json")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = costs_in(sick)
     first, second = (
         next(c for c in found["layers"] if f"{c['layer']}.{c['place']}" == n) for n in found["worst"][:2]
     )
@@ -167,9 +172,8 @@ def test_the_sick_layer_is_the_worst(narrowgauge, text, exported):
 
 
 @pytest.mark.tier("thorough")
-def test_costs_do_not_depend_on_how_a_function_is_written(narrowgauge, text, exported):
+def test_costs_do_not_depend_on_how_a_function_is_written(costs_in, exported):
     """A tensor times 8 and the next one by 8 are the same model, also in each place of the backward pass."""
-    words = ("--to", "mxfp4", "--data", text, "--batches", 2, "--batch-size", 4, "--sequence-length", 32)
     layer = "model.layers.0"
     changes = {
         f"{layer}.mlp.up_proj.weight": 8.0,
@@ -177,13 +181,10 @@ def test_costs_do_not_depend_on_how_a_function_is_written(narrowgauge, text, exp
         f"{layer}.input_layernorm.weight": 4.0,
         **{f"{layer}.self_attn.{name}_proj.weight": 1 / 4 for name in "qkv"},
     }
-    costs = []
-    for folder in (exported("plain", {}), exported("scaled", changes)):
-        done = narrowgauge("sensitivity", folder, *words, "--json")
-        assert done.code == 0, done.err
-        costs.append({(c["layer"], c["place"]): c["cost"] for c in json.loads(done.out)["layers"]})
-    for key, cost in costs[0].items():
-        assert costs[1][key] == pytest.approx(cost, rel=1e-3, abs=1e-6), key
+    plain, scaled = (costs_in(exported(*of))["layers"] for of in (("plain", {}), ("scaled", changes)))
+    for one, other in zip(plain, scaled, strict=True):
+        assert (one["layer"], one["place"]) == (other["layer"], other["place"])
+        assert other["cost"] == pytest.approx(one["cost"], rel=1e-3, abs=1e-6), one
 
 
 @pytest.mark.tier("thorough")

@@ -1,5 +1,6 @@
 """The law on atlases whose truth is known: exponents inside their intervals, and breaks that are covered."""
 
+import itertools
 import math
 
 import numpy as np
@@ -159,18 +160,12 @@ def test_a_break_at_large_sizes_is_covered_once_seen_and_refused_far_beyond(fact
     draw = np.random.default_rng(5)
     points = synthetic(draw, 0.17)
     far = setting("fine", 4e9, 4e11, sides=("fprop",))
-    kappa = np.mean(
-        [o.gap / (o.setting.tokens_per_param / 100) ** 0.17 for o in points if o.setting.recipe == "fine"]
-    )
-    ratio = {name: 2.4 * (NOISE[name] / 0.02) ** 0.7 * factor for name in ("middle", "coarse")}
-    seen = [
-        Observed(
-            setting(name, 2e9, 2e9 * length, sides=("fprop",)),
-            gap * (length / 100) ** 0.17 + draw.normal(0, 0.04),
-        )
-        for name, gap in ratio.items()
-        for length in LENGTHS
-    ]
+    fine = [o for o in points if o.setting.recipe == "fine"]
+    kappa = np.mean([o.gap / (o.setting.tokens_per_param / 100) ** 0.17 for o in fine])
+    seen = []
+    for name, length in itertools.product(("middle", "coarse"), LENGTHS):
+        gap = 2.4 * (NOISE[name] / 0.02) ** 0.7 * factor * (length / 100) ** 0.17 + draw.normal(0, 0.04)
+        seen.append(Observed(setting(name, 2e9, 2e9 * length, sides=("fprop",)), gap))
     low, high = fit_laws([*points, *seen]).predict(far).interval()
     assert low <= kappa * factor <= high
     beyond = setting("fine", 1e11, 1e13, sides=("fprop",))

@@ -16,9 +16,11 @@ import pytest
 import forecasts
 import narrowgauge as ng
 import registry
+from narrowgauge.cli.main import main
 from narrowgauge.errors import UserError
 from narrowgauge.forecast import COLUMNS, Forecaster, described, read_atlas, scheme
 from narrowgauge.forecast.noise import TABLE, cast_text, measured_noise
+from narrowgauge.forecast.published import loss_of
 from narrowgauge.models import model_names
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
 from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row, rows_text
@@ -68,8 +70,6 @@ def test_every_recipe_and_named_model_is_answered_or_refused_in_a_sentence(forec
 
 
 def test_json_has_the_settled_fields(capsys):
-    from narrowgauge.cli.main import main
-
     assert main(["predict", "--recipe", "nvfp4,coat", "--params", "1.9e9", "--tokens", "38B", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     one, refused = found["forecasts"]
@@ -88,22 +88,19 @@ def test_json_has_the_settled_fields(capsys):
     ("line", "sentence"),
     [
         ("--recipe nvfp5 --params 1e9 --tokens 2e10", "nvfp4"),
-        (
-            "--recipe nvfp4 --params many --tokens 2e10",
-            "--params 'many': it must be a number such as 1.9e9 or 38B",
+        ("--params many --tokens 2e10", "--params 'many': it must be a number such as 1.9e9 or 38B"),
+        ("--params 1e9 --tokens -1", "--tokens '-1'"),
+        ("--model llama --tokens 2e10", "llama"),
+        *(
+            (f"--params 1e9 --tokens 2e10 --{x} none", "none cannot be read")
+            for x in ("atlas", "probe", "runs")
         ),
-        ("--recipe nvfp4 --params 1e9 --tokens -1", "--tokens '-1'"),
-        ("--recipe nvfp4 --model llama --tokens 2e10", "llama"),
-        ("--recipe nvfp4 --params 1e9 --tokens 2e10 --atlas none.csv", "none.csv cannot be read"),
-        ("--recipe nvfp4 --params 1e9 --tokens 2e10 --probe none.json", "none.json cannot be read"),
-        ("--recipe nvfp4 --params 1e9 --tokens 2e10 --runs nowhere", "nowhere cannot be read"),
-        ("--recipe nvfp4 --params 1e9 --tokens 2e10 --out x.png", "must end in .json, .csv, .svg, .txt"),
+        ("--params 1e9 --tokens 2e10 --out x.png", "must end in .json, .csv, .svg, .txt"),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(line, sentence, capsys):
-    from narrowgauge.cli.main import main
-
-    assert main(["predict", *line.split()]) == 2
+    given = line if "--recipe" in line else f"--recipe nvfp4 {line}"
+    assert main(["predict", *given.split()]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -137,8 +134,6 @@ def test_dictionaries_are_recipes_and_need_names_if_there_are_two():
 
 
 def test_more_tokens_buy_the_gap_back(forecaster):
-    from narrowgauge.forecast.published import loss_of
-
     one = forecaster.forecast(ng.recipe("nvfp4"), 1e9, 2e10)
     more = 2e10 * (1 + one.extra_tokens_percent.mean / 100)
     assert loss_of(1e9, more) * (1 + one.gap_percent.mean / 100) == pytest.approx(loss_of(1e9, 2e10))
@@ -175,12 +170,8 @@ def test_a_probe_moves_a_recipe_without_points_and_narrows_it(tmp_path):
             "gradient_cosine": {"mean": cosine, "low": cosine, "high": cosine},
         }
 
-    path = tmp_path / "probe.json"
-    recipes = {
-        "mxfp4": figures(0.034, 0.979),
-        "nvfp4": figures(0.0146, 0.984),
-        "tetrajet2": figures(0.068, 0.984),
-    }
+    path, measured = tmp_path / "probe.json", {"mxfp4": (0.034, 0.979), "nvfp4": (0.0146, 0.984)}
+    recipes = {name: figures(*of) for name, of in (measured | {"tetrajet2": (0.068, 0.984)}).items()}
     path.write_text(json.dumps({"recipes": recipes}))
     free, told = (ng.predict("tetrajet2", 1e9, 2e10, probe=p)[0] for p in (None, path))
     assert told.gap_percent.mean > 1.2 * free.gap_percent.mean
@@ -189,10 +180,8 @@ def test_a_probe_moves_a_recipe_without_points_and_narrows_it(tmp_path):
 
 @pytest.mark.tier("thorough")
 def test_it_takes_no_torch():
-    code = (
-        "import sys, narrowgauge as ng; ng.predict(ng.recipe_names(), 1e9, 2e10).table(); "
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, narrowgauge as ng; ng.predict(ng.recipe_names(), 1e9, 2e10).table(); "
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -201,9 +190,7 @@ def test_the_table_of_noise_is_what_the_casts_measure():
     with TABLE.open(encoding="utf-8", newline="") as file:
         kept = {row["cast"]: float(row["noise"]) for row in csv.DictReader(file)}
     for cast in casts:
-        assert kept[cast_text(cast)] == pytest.approx(
-            measured_noise(cast), rel=0.02
-        )  # of another torch's draws
+        assert kept[cast_text(cast)] == pytest.approx(measured_noise(cast), rel=0.02)  # other draws
     for name in recipe_names():
         for place in GEMM_PLACES:
             cast = ng.recipe(name).casts[place]
