@@ -22,7 +22,7 @@ def test_the_tables_of_the_page_are_those_of_the_recipes():
     assert page.text() == page.PAGE.read_text(encoding="utf-8"), "python tests/golden/make.py page"
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")  # a table of a page; tests/runs shows exports
 def test_every_recipe_is_exported_exactly_or_with_a_stated_difference_or_refused():
     """An export that does not hold the weights is an error of `export_model`; the page has all outcomes."""
     assert export_page.text() == export_page.PAGE.read_text(encoding="utf-8"), (

@@ -1,5 +1,6 @@
 """The passes in C give the bits of torch's operations, and no library of others is loaded."""
 
+import contextlib
 import os
 import shlex
 import stat
@@ -120,15 +121,12 @@ SHARED = """
 import os, torch
 from narrowgauge.quantization import emulate, make_cast
 from narrowgauge.quantization.passes.c_call import c_library
-
-threads = lambda: len(os.listdir("/proc/self/task"))
 c_library()
 torch.set_num_threads(3)
-x = torch.randn(1024, 1024)
-x + 1  # torch starts its threads
-before = threads()
+x = torch.randn(1024, 1024) + 1  # torch starts its threads
+before = len(os.listdir("/proc/self/task"))
 emulate(x, make_cast("mxfp8"), -1, torch.bfloat16)
-print(threads() - before)
+print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
@@ -199,45 +197,38 @@ def test_a_cached_library_is_loaded_again_unless_it_has_other_bytes(planted):
     assert mark.exists()
 
 
+WRITABLE = ["library mode", "library link", "library owner", "folder mode", "folder link", "folder owner"]
+
+
 @pytest.mark.tier("thorough")
 @needs_c
-@pytest.mark.parametrize("what", ["mode", "link", "owner"])
-def test_a_cached_library_that_others_could_write_is_not_loaded(planted, what, monkeypatch):
+@pytest.mark.parametrize("what", [*WRITABLE, "a file for a folder"])
+def test_what_others_could_write_is_not_loaded(planted, what, monkeypatch):
+    """Of a folder the sentence names it, and each process compiles for itself."""
     there, mark = planted
     named = named_as_its_content(there)
-    if what == "mode":
-        named.chmod(0o660)
-    elif what == "link":
-        named.symlink_to(named.rename(named.parent / "elsewhere"))
-    else:
-        real, own = operating_system.is_private, stat.S_ISREG
-        monkeypatch.setattr(build, "is_private", lambda s: not own(s.st_mode) and real(s))
-    assert rounds_as_torch()
-    assert not mark.exists()
-
-
-@pytest.mark.tier("thorough")
-@needs_c
-@pytest.mark.parametrize("what", ["mode", "link", "owner", "file"])
-def test_a_folder_that_others_could_write_is_not_used(planted, what, monkeypatch):
-    """The sentence names it, and each process compiles for itself."""
-    there, mark = planted
-    folder = named_as_its_content(there).parent
-    if what == "mode":
-        folder.chmod(0o775)
-    elif what == "link":
-        folder.symlink_to(folder.rename(folder.parent / "elsewhere"))
-    elif what == "owner":  # the next user's folder, made by this one
+    folder, is_private = named.parent, operating_system.is_private
+    of = named if "library" in what else folder
+    if "mode" in what:
+        of.chmod(0o660 if of is named else 0o775)
+    elif "link" in what:
+        of.symlink_to(of.rename(of.parent / "elsewhere"))
+    elif what == "library owner":
+        monkeypatch.setattr(build, "is_private", lambda s: not stat.S_ISREG(s.st_mode) and is_private(s))
+    elif what == "folder owner":  # the next user's folder, made by this one
         folder = folder.rename(folder.with_name("passes-12345"))
         monkeypatch.setattr(operating_system.os, "geteuid", lambda: 12345)
     else:
         folder.rename(folder.parent / "elsewhere")
         folder.write_text("")
     before = sorted(folder.parent.rglob("*"))
-    with pytest.warns(UserWarning, match=rf"{folder} is not a directory that only this user can write to"):
+    with contextlib.ExitStack() as expected:
+        if of is folder:
+            sentence = rf"{folder} is not a directory that only this user can write to"
+            expected.enter_context(pytest.warns(UserWarning, match=sentence))
         assert rounds_as_torch()
     assert not mark.exists()
-    assert sorted(folder.parent.rglob("*")) == before
+    assert of is named or sorted(folder.parent.rglob("*")) == before
 
 
 def test_without_a_compiler_torch_computes(tmp_path, monkeypatch):

@@ -161,34 +161,28 @@ def test_a_transform_keeps_products_and_spreads_outliers():
     assert torch.equal(hadamard(a.T, 16, 0), hadamard(a, 16, -1).T)
 
 
-# A chunk is 700 elements here: shapes of several chunks, of blocks that fit none, of one row, of one column.
-WALKS = list(
-    itertools.product(
-        [(150, 77), (1, 3000), (3000, 1), (4, 60, 33)],
-        (-1, 0),
-        ("nearest-even", "stochastic"),
-    )
-)
+#: Shapes of several chunks of 700 elements, of blocks that fit none, of one row, of one column.
+SHAPES = [(150, 77), (1, 3000), (3000, 1), (4, 60, 33)]
+WALKS = list(itertools.product(SHAPES, (-1, 0), ("nearest-even", "stochastic")))
 
 
-@pytest.mark.parametrize("name", [*SCALED])
+@pytest.mark.parametrize("name", SCALED)
 def test_chunks_give_the_numbers_of_the_full_tensor(name, monkeypatch):
     """Each cast in four of the walks, which together are all; the passes in C have no chunks."""
     monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+    assert len(list(blocks.chunks(torch.zeros(3000, 256)))) > 1
+    large = blocks.CHUNK
     for shape, axis, rounding in WALKS[SCALED.index(name) % 4 :: 4]:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
         x[0].view(-1)[:1] = float("inf")
         c, found = make_cast({"cast": name, "rounding": rounding}), []
-        for size in (blocks.CHUNK, 700):
+        for size in (large, 700):
             monkeypatch.setattr(blocks, "CHUNK", size)
             q = ng.quantize(x, c, axis, generator=random_stream(1, 2, 3))
             operand, _ = emulate(x, c, axis, torch.bfloat16, QuantContext(random_stream(1, 2, 3)))
             found.append([q.codes, q.scales, q.tensor_scale, operand.float()])
-        monkeypatch.undo()
-        monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert len(list(blocks.chunks(torch.zeros(3000, 256)))) > 1, "a large tensor is walked through in chunks"
 
 
 def test_the_number_of_kept_channels_is_the_share_rounded_and_at_least_one():

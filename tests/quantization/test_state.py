@@ -115,9 +115,7 @@ def test_stochastic_rounding_is_right_on_average_and_repeats(name):
     assert torch.equal(state.read(), once)
 
 
-def test_scaled_fp16_keeps_what_plain_fp16_loses_and_rounds_to_eleven_bits():
-    small = torch.full((8, 8), 2.0**-30)
-    assert torch.equal(stored(small, "fp16-scaled"), small)
+def test_scaled_fp16_rounds_to_eleven_bits():
     x = numbers()
     error = (stored(x, "fp16-scaled") - x).abs()
     assert (error <= x.abs() * 2.0**-11 + x.abs().max() * 2.0**-39).all()
