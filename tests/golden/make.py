@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from golden import cells, exact, export_page, outputs, page, resolved
+from golden import cells, exact, outputs, pages, resolved
 from golden.runs import kept_file, read_kept, worker
 from narrowgauge.quantization import cast_names
 from narrowgauge.recipes import recipe_names
@@ -67,8 +67,8 @@ if __name__ == "__main__":
     if "resolved" in asked:  # follows from no digit
         resolved.write()
     if "page" in asked:
-        for one in (page, export_page):
-            one.PAGE.write_text(one.text(), encoding="utf-8")
-            print(one.PAGE)
+        for name, (page, _) in pages.TABLES.items():
+            page.write_text(pages.text(name), encoding="utf-8")
+            print(page)
     if of_digits := [name for name in ("digits", *outputs.OUTPUTS) if name in asked]:
         parts(of_digits)

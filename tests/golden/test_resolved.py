@@ -2,7 +2,7 @@
 
 import pytest
 
-from golden import export_page, page, resolved
+from golden import pages, resolved
 from narrowgauge.recipes import recipe_names
 
 
@@ -18,13 +18,9 @@ def test_nothing_is_kept_of_recipes_that_do_not_exist():
     assert {file.stem for file in resolved.FOLDER.iterdir()} == set(recipe_names())
 
 
-def test_the_tables_of_the_page_are_those_of_the_recipes():
-    assert page.text() == page.PAGE.read_text(encoding="utf-8"), "python tests/golden/make.py page"
-
-
-@pytest.mark.tier("nightly")  # a table of a page; tests/runs shows exports
-def test_every_recipe_is_exported_exactly_or_with_a_stated_difference_or_refused():
-    """An export that does not hold the weights is an error of `export_model`; the page has all outcomes."""
-    assert export_page.text() == export_page.PAGE.read_text(encoding="utf-8"), (
-        "python tests/golden/make.py page"
-    )
+# Exports take their time; that one which does not hold the weights is an error is shown in tests/runs.
+@pytest.mark.tier("nightly", keep=("written",))
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_the_tables_of_pages_are_those_of_the_recipes(name):
+    page, _ = pages.TABLES[name]
+    assert pages.text(name) == page.read_text(encoding="utf-8"), "python tests/golden/make.py page"

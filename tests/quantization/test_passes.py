@@ -186,9 +186,9 @@ def rounds_as_torch():
 @needs_c
 def test_a_cached_library_is_loaded_again_unless_it_has_other_bytes(planted):
     there, mark = planted
+    library = there.read_bytes()
     assert rounds_as_torch()
     assert not mark.exists(), "the file is not named as its content"
-    library = there.read_bytes()
     there.write_bytes(b"cut off")
     assert rounds_as_torch()
     mask = os.umask(0o002)  # which lets a group write

@@ -1,8 +1,8 @@
-"""The table of docs/serving.md: what each format that a server reads makes of each shipped recipe.
+"""The tables of docs/recipes.md and docs/serving.md that follow from the shipped recipes.
 
-Each recipe's model is exported in earnest: the files are read back and compared with what the model
-multiplies, so a cell is an export that holds the weights exactly, with or without a sentence on the rest, or
-a refusal.
+One lists the recipes that can be written for another tool, one what exports make of each. Each recipe's model
+is exported in earnest: the files are read back and compared with what the model multiplies, so a cell is an
+export that holds the weights exactly, with or without a sentence on the rest, or a refusal.
 """
 
 import re
@@ -13,14 +13,14 @@ import torch
 
 from narrowgauge.data import bytes_tokenizer
 from narrowgauge.errors import UserError
-from narrowgauge.recipes import recipe_names
+from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.recipes.exchange import TARGETS, refusals
 from narrowgauge.runs.use.export import export_model
 from narrowgauge.runs.use.trained_model import TrainedRun
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.build_model import build_model, go_to
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
-BEGIN, END = "<!-- table: exports -->\n", "<!-- end -->"
+DOCS, END = Path(__file__).parents[2] / "docs", "<!-- end -->"
 COLUMNS = {
     "compressed-tensors": ("compressed-tensors", False),
     "with scales": ("compressed-tensors", True),
@@ -77,7 +77,7 @@ KINDS = {
 }
 
 
-def table() -> str:
+def exported() -> str:
     """A Markdown row for the recipes with the same outcomes, and the sentences that letters stand for."""
     letters: dict[str, str] = {}
     head = " | ".join(name.strip() for name in COLUMNS)
@@ -105,7 +105,23 @@ def _kind(sentence: str) -> str:
     return sentence if pattern is None else re.sub(pattern, KINDS[pattern], sentence, count=1)
 
 
-def text() -> str:
-    """The page with its table made again."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n\n{END}{rest.partition(END)[2]}"
+def written() -> str:
+    """A Markdown row for each target: its version, and the recipes that it can express."""
+    lines = ["| `--to` | version | recipes |", "| --- | --- | --- |"]
+    for name, target in TARGETS.items():
+        names = [*recipe_names(), *recipe_names("modelopt")]
+        found = ", ".join(f"`{r}`" for r in names if not refusals(recipe(r), name))
+        lines.append(f"| `{name}` | {target.version.partition(' (')[0]} | {found} |")
+    return "\n".join(lines)
+
+
+#: The page of each table.
+TABLES = {"written": (DOCS / "recipes.md", written), "exports": (DOCS / "serving.md", exported)}
+
+
+def text(name: str) -> str:
+    """The page of a table with the table made again."""
+    page, table = TABLES[name]
+    begin = f"<!-- table: {name} -->\n"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    return f"{before}{begin}\n{table()}\n\n{END}{rest.partition(END)[2]}"
