@@ -15,60 +15,33 @@ ROOT = Path(ng.__file__).parent
 
 # A room may import itself and the rooms above it. The same holds inside a room for the entries that are
 # listed: its modules and sub-packages, from the ground up. Those that are not listed make no circle.
-ROOMS: dict[str, tuple[str, ...]] = {
-    "errors": (),
-    "operating_system": (),
-    "triton_version": (),
-    "lazy": (),
-    "signals": (),
-    "processes": (),
-    "units": (),
-    "once": (),
-    "t_interval": (),
-    "files": (),
-    "result": (),
-    "json_lines": (),
-    "toml_text": (),
-    "torch_compat": (),
-    "second_derivative": (),
-    "devices": (),
-    "collectives": (),
-    "formats": (),
+ORDER = [
+    *("errors", "operating_system", "triton_version", "lazy", "signals", "processes", "units", "once"),
+    *("t_interval", "files", "result", "json_lines", "toml_text", "torch_compat", "second_derivative"),
+    *("devices", "collectives", "formats", "quantization", "kernels", "recipes", "forecast", "conformance"),
+    *("nn", "optim", "guard", "models", "data", "distributed", "checkpoint", "training", "simulate"),
+    *("runs", "analysis", "report", "experiment", "bench", "cluster", "laboratory", "integrations", "cli"),
+]
+ENTRIES: dict[str, tuple[str, ...]] = {
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),
     "kernels": ("amax", "triton"),
-    "recipes": (),
     "forecast": (
         *("traits", "schemes", "atlas", "noise", "setting", "parts", "curve", "law", "fit", "laws"),
         *("support", "published", "hints", "forecast", "picture", "result"),
     ),
-    "conformance": (),
     "nn": ("gemm", "weight", "operands", "linear_function", "fused", "linear", "convert"),
-    "optim": (),
     "guard": ("rules", "widening", "raises", "broken_place", "guard"),
-    "models": (),
     "data": ("sources", "tokenization", "token_files", "corpus", "preparation", "loading"),
     "distributed": (
-        "launch",
-        "process_group",
-        "mesh",
-        "fsdp",
-        "comm",
-        "data_parallel",
-        "pipeline_stage",
-        "parallel",
+        *("launch", "process_group", "mesh", "fsdp", "comm"),
+        *("data_parallel", "pipeline_stage", "parallel"),
     ),
     "checkpoint": ("store", "interop"),
     "training": ("outline", "plan", "config", "step"),
-    "simulate": (),
     "runs": ("monitor", "run_directory", "use", "loop"),
-    "analysis": (),
     "report": ("read", "verdict", "table", "page", "live"),
-    "experiment": (),
-    "bench": (),
     "cluster": ("plan", "launch", "doctor", "scaling"),
     "laboratory": ("chart", "settings", "subject", "watch", "advise"),
-    "integrations": (),
-    "cli": (),
 }
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -131,8 +104,8 @@ def imports_from_below() -> list[str]:
         if module in ("", "__main__"):
             continue
         room = module.split(".")[0]
-        assert room in ROOMS, f"{room} has no place in the house: add it to the list, with its question"
-        above, entries = list(ROOMS)[: list(ROOMS).index(room)], ROOMS[room]
+        assert room in ORDER, f"{room} has no place in the house: add it to the list, with its question"
+        above, entries = ORDER[: ORDER.index(room)], ENTRIES.get(room, ())
         is_package = MODULES[module].name == "__init__.py" and module.count(".") == 0
         for source, name in imports:
             target = defined_in(source, name)

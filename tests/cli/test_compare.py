@@ -97,7 +97,7 @@ def test_a_comparison_the_same_line_again_and_a_seed_more(narrowgauge, compare, 
     assert (both / "report.html").read_text().count('<tr class="seed">') == 4
 
 
-@pytest.mark.tier("thorough", keep=("Ctrl-C",))
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "Ctrl-C"])
 def test_asked_to_stop_the_run_inside_saves(narrowgauge, compare, look, tmp_path, name):
     """SIGTERM and Ctrl-C reach each process, SIGUSR1 the first."""

@@ -52,33 +52,18 @@ sys.exit(main(["doctor", "--json"]) if said["formats"] == said["recipes"] == 0 e
 
 @pytest.mark.tier("thorough")
 def test_the_library_and_the_doctor_work_and_a_run_is_refused(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "CXX": "true",
-            "PYTHONPATH": str(Path(ng.__file__).parents[1]),
-        },
-    )
+    place = {"HF_HUB_OFFLINE": "1", "CXX": "true", "PYTHONPATH": str(Path(ng.__file__).parents[1])}
+    line, place = [sys.executable, "-c", CHILD], {**os.environ, **place}
+    ended = subprocess.run(line, check=False, capture_output=True, text=True, cwd=tmp_path, env=place)
     assert ended.returncode in (0, 1), ended.stderr
     said = json.loads(ended.stdout.splitlines()[0])
     assert said["codes"] == [6] * 64  # 1 is 4 (code 6) under a scale of 1/4
     assert said["gradient"]
-    rest = "needs Linux or macOS: Windows lacks the file locks and signals by which a run survives a kill; "
-    rest += "use WSL 2"
+    rest = "needs Linux or macOS: Windows lacks the file locks and signals by which a run survives a kill"
+    rest += "; use WSL 2"
     assert said["run"].startswith(f"a run {rest}")
     assert (said["train"], said["prepare"]) == (2, 2)
-    sentences = ended.stderr.splitlines()
-    assert [sentence.split(" needs")[0] for sentence in sentences] == [
-        "narrowgauge: train",
-        "narrowgauge: prepare",
-    ]
-    assert all(rest in sentence for sentence in sentences)
+    assert ended.stderr.splitlines() == [f"narrowgauge: {verb} {rest}" for verb in ("train", "prepare")]
     assert list(tmp_path.iterdir()) == []
     assert "\nnot finite: " in ended.stdout  # of the format
     items = {item["item"]: item for item in json.loads(ended.stdout[ended.stdout.rindex("\n[\n") :])}

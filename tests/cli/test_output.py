@@ -101,6 +101,7 @@ def test_a_plan_shows_its_parts_on_a_terminal_that_only_its_errors_reach():
     assert b"\x1b" not in out
 
 
+@pytest.mark.tier("thorough")
 def test_no_terminal_gets_plain_lines_and_tables_keep_to_80_columns(command, line, finished, tmp_path):
     for name in ("one", "two"):
         shutil.copytree(finished, tmp_path / name)

@@ -56,28 +56,20 @@ def test_every_epoch_meets_every_window_once():
             assert np.array_equal(np.sort(samples(3, epoch * size, size, size)), np.arange(size)), size
 
 
-def test_epochs_and_seeds_differ():
+def test_orders_look_like_chance():
+    """Of epochs and seeds, of all orders of four windows, of neighbours; chi-squared to 5 deviations."""
     orders = [samples(seed, epoch * 1000, 1000, 1000) for seed in (0, 1, -1, 2**63) for epoch in range(4)]
     for i, one in enumerate(orders):
         for other in orders[:i]:
             assert (one == other).mean() < 0.02  # 1 in 1000 is what chance gives
-
-
-def test_small_orders_are_all_about_equally_likely():
-    """Of 4! orders of four windows, each should come in 1/24 of 24000 epochs: chi-squared with 23 degrees."""
-    orders = samples(11, 0, 4 * 24_000, 4).reshape(-1, 4)
-    _, counts = np.unique(orders, axis=0, return_counts=True)
+    _, counts = np.unique(samples(11, 0, 4 * 24_000, 4).reshape(-1, 4), axis=0, return_counts=True)
     assert len(counts) == 24
     assert ((counts - 1000) ** 2 / 1000).sum() < 23 + 5 * np.sqrt(46)
-
-
-def test_neighbours_in_the_order_are_not_neighbours_in_the_text():
     order = samples(0, 0, 100_000, 100_000).astype(float)
     for lag in (1, 2, 316, 317):  # 317 is the side of the network
         assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < 0.02
     assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.02
-    # Each tenth of the run draws from each tenth of the text alike.
-    table, _, _ = np.histogram2d(np.arange(100_000), order, bins=10)
+    table, _, _ = np.histogram2d(np.arange(100_000), order, bins=10)  # tenths of the run and of the text
     assert ((table - 1000) ** 2 / 1000).sum() < 81 + 5 * np.sqrt(162)
 
 

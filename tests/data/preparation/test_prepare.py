@@ -153,16 +153,23 @@ def test_the_standard_library_is_prepared_and_is_in_order():
     assert dict(read)["shutil.py"] == Path(shutil.__file__).read_text(encoding="utf-8")
 
 
-def test_a_prepared_corpus_refuses_options_it_was_not_made_with(tmp_path):
+def test_a_prepared_corpus_is_a_source_with_its_own_tokenizer_and_options(tmp_path):
     """They were taken and did nothing: `prepare CORPUS --layout llmc --dedup` left out no duplicate."""
-    path = write(tmp_path / "a.txt", "some words in a row\n\n" * 3000)
+    path, out = write(tmp_path / "a.txt", "some words in a row\n\n" * 3000), str(tmp_path / "corpus")
     made = Options(val_fraction=0.2, dedup=True)
-    corpus = prepare(str(path), "bytes", tmp_path / "corpus", options=made)
+    corpus = prepare(str(path), "bpe-260", tmp_path / "corpus", options=made)
     for options in (None, Options(), made):
-        assert prepare(str(tmp_path / "corpus"), options=options).digest == corpus.digest
-    for options, said in ((Options(val_fraction=0.5), "0.2"), (Options(text_key="body"), "text")):
-        with pytest.raises(UserError, match=rf"was prepared with \w+ = {said}, not .*; leave"):
-            prepare(str(tmp_path / "corpus"), options=options)
+        assert prepare(out, options=options).digest == corpus.digest
+    for tokenizer in ("bpe-260", f"{out}/tokenizer.json"):
+        assert np.array_equal(prepare(out, tokenizer).train, corpus.train)
+    for words, options, says in (
+        ((), Options(val_fraction=0.5), r"was prepared with val_fraction = 0\.2, not .*; leave"),
+        ((), Options(text_key="body"), "was prepared with text_key = text, not .*; leave"),
+        (("bytes",), None, "was prepared with tokenizer 'bpe-260', and data.tokenizer asks"),
+        ((None, tmp_path / "twice"), None, "is already prepared; train on it directly"),
+    ):
+        with pytest.raises(UserError, match=says):
+            prepare(out, *words, options=options)
 
 
 def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(tmp_path, monkeypatch):

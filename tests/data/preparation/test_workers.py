@@ -76,18 +76,6 @@ def test_a_larger_share_holds_out_the_same_and_more(lines, tmp_path):
         assert held_out[1] == (int.from_bytes(digest[:8], "big") % 10 == 0)
 
 
-def test_a_prepared_directory_is_a_source_with_its_own_tokenizer(lines, tmp_path):
-    made = prepare(lines, "bpe-300", tmp_path / "out")
-    for tokenizer in (None, "bpe-300", str(tmp_path / "out" / "tokenizer.json")):
-        again = prepare(str(tmp_path / "out"), tokenizer)
-        assert again.digest == made.digest
-        assert np.array_equal(again.train, made.train)
-    with pytest.raises(UserError, match=r"was prepared with tokenizer 'bpe-300', and data.tokenizer asks"):
-        prepare(str(tmp_path / "out"), "bytes")
-    with pytest.raises(UserError, match="is already prepared; train on it directly"):
-        prepare(str(tmp_path / "out"), None, tmp_path / "twice")
-
-
 def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
     whole = prepare(lines, "bytes", tmp_path / "one")
     monkeypatch.setattr("narrowgauge.data.preparation.shard_writer.MOST_TOKENS", 100_000)
