@@ -1,6 +1,7 @@
 """`bench --verify` runs every variant of every kernel that a step launches, counted on imagined GPUs."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -12,20 +13,18 @@ from narrowgauge.recipes import named_device, recipe_names
 from narrowgauge.simulate.recorder import Recorder
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
+from support.covering import covering, properties_of, representatives
 
 META = torch.device("meta")
 # What a variant is compiled for besides what `Launch` specializes: switches, not sizes.
 MODELS = ("qwen2.5-0.5b", "gpt2-124m")
-
-
-def variant(work):
-    """The name of a kernel, and which of its switches are on."""
-    switches = [n for n in work.numbers if isinstance(n, tuple) and isinstance(n[1], bool | str)]
-    return work.name, tuple(switches)
+SITES = {(gpu, model): (gpu, model) for gpu in ("h200", "b200") for model in MODELS}
+FEW = covering({name: properties_of(name) for name in sorted(representatives())}, SITES)
+EVERY = sorted(product(recipe_names(), SITES), key=lambda case: case not in FEW)  # the few first
 
 
 class Launches(Recorder):
-    """The variants of kernels that are launched."""
+    """The variants of kernels that are launched: a name, and which switches are on."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +32,8 @@ class Launches(Recorder):
 
     def told(self, work):
         if work.name.startswith("triton"):
-            self.found.add(variant(work))
+            switches = [n for n in work.numbers if isinstance(n, tuple) and isinstance(n[1], bool | str)]
+            self.found.add((work.name, tuple(switches)))
 
 
 def launches_of(gpu, run):
@@ -56,35 +56,24 @@ def step(recipe, model, **places):
     Trainer.begin(config.plan, META).train_step(iter([Batch(x_BT, x_BT, x_BT.numel())] * 2))
 
 
-@pytest.mark.tier("thorough", keep=("h200-qwen2.5-0.5b-fp8",))
-@pytest.mark.parametrize("recipe", recipe_names())
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("gpu", ["h200", "b200"])
-def test_each_variant_that_a_step_launches_is_verified(gpu, model, recipe, verified):
-    missing = launches_of(gpu, lambda: step(recipe, model)) - verified(gpu)
-    assert not missing
+@cache
+def verified(gpu):
+    """The variants that the checks of kernels launch on a GPU, at their small shapes."""
+    operations = [check.run.args[0] for check in kernel_checks(META, "")]
+    return launches_of(gpu, lambda: [operation.run(META, operation.small) for operation in operations])
+
+
+@pytest.mark.tier("nightly", keep=len(FEW))
+@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.parametrize(("recipe", "site"), EVERY)
+def test_each_variant_that_a_step_launches_is_verified(recipe, site):
+    gpu, model = site
+    assert not launches_of(gpu, lambda: step(recipe, model)) - verified(gpu)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed"])
-def test_a_head_in_fp8_is_verified(recipe, verified):
+def test_a_head_in_fp8_is_verified(recipe):
     """Its loss writes codes, which no shipped recipe asks for."""
     launched = launches_of("h200", lambda: step(recipe, MODELS[0], keep="none"))
     assert any("gradient_codes" in name for name, _ in launched)
     assert not launched - verified("h200")
-
-
-@pytest.fixture(scope="module")
-def verified():
-    """The variants that the checks of kernels launch on a GPU, found once."""
-
-    @cache
-    def found(gpu):
-        return launches_of(gpu, lambda: [run_once(check) for check in kernel_checks(META, "")])
-
-    return found
-
-
-def run_once(check):
-    """The operation of a check, at its small shape."""
-    (operation,) = check.run.args
-    operation.run(META, operation.small)

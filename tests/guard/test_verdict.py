@@ -9,10 +9,21 @@ import pytest
 from narrowgauge.guard import Diverged, Guard, GuardRules
 
 NAN, INF = math.nan, math.inf
+SPIKES = {"off": "take", "warn": "warn", "skip": "skip", "rollback": "rollback"}
 
 
-def guard(**rules):
-    return Guard(GuardRules(**({"spike_window": 16} | rules)))
+def guard(history=(), **rules):
+    """A guard that has judged a history."""
+    g = Guard(GuardRules(**({"spike_window": 16} | rules)))
+    actions(g, history)
+    return g
+
+
+def again(g):
+    """The same guard from its state, through JSON."""
+    state = json.dumps({"guard": g.state()}, allow_nan=False)
+    assert len(state) < 2000
+    return Guard.from_state(g.rules, json.loads(state), 0)
 
 
 def noise(steps, level=3.0, seed=0):
@@ -26,29 +37,31 @@ def actions(g, history):
 
 @pytest.mark.parametrize("bad", [(NAN, 1.0), (3.0, NAN), (INF, 1.0), (3.0, INF), (-INF, 1.0)])
 def test_what_is_not_finite_is_skipped_whatever_spikes_do(bad):
-    for spike in ("off", "warn", "skip", "rollback"):
-        g = guard(spike=spike)
-        actions(g, noise(20))
+    for spike in SPIKES:
+        g = guard(noise(130), spike=spike, spike_window=128)
         verdict = g.judge(*bad)
         assert (verdict.action, verdict.takes, verdict.is_finite) == ("skip", False, False)
         assert "loss" in verdict.reason
         assert (g.skips, g.skips_in_a_row) == (1, 1)
+        assert actions(g, noise(200, seed=1)).count("skip") == 0, "good steps after it are taken"
+        assert all(map(math.isfinite, g.losses + g.norms))
+        assert (g.skips, g.skips_in_a_row) == (1, 0)
 
 
-def test_one_bad_step_and_then_200_good_ones_are_one_skip():
-    g = guard(spike="skip", spike_window=128)
-    history = [*noise(130), (NAN, NAN), *noise(200, seed=1)]
-    assert actions(g, history).count("skip") == 1
-    assert all(map(math.isfinite, g.losses + g.norms))
-    assert (g.skips, g.skips_in_a_row) == (1, 0)
+#: A loss and a norm after others around 3 and 1, and whether that is a spike.
+STEPS = [
+    *((30.0, 1.0, True), (3.0, 10.0, True), (4.5, 1.0, True)),
+    *((3.4, 1.0, False), (0.1, 0.01, False), (3.0, 3.0, False)),
+]
 
 
-@pytest.mark.parametrize(("loss", "norm"), [(30.0, 1.0), (3.0, 10.0), (4.5, 1.0)])
-def test_a_spike_is_what_the_policy_says(loss, norm):
-    for spike, action in {"off": "take", "warn": "warn", "skip": "skip", "rollback": "rollback"}.items():
-        g = guard(spike=spike)
-        assert set(actions(g, noise(50))) == {"take"}
-        assert g.judge(loss, norm).action == action
+@pytest.mark.parametrize(("loss", "norm", "is_spike"), STEPS)
+def test_a_spike_is_far_above_and_what_the_policy_says(loss, norm, is_spike):
+    for spike, action in SPIKES.items():
+        assert guard(noise(50), spike=spike).judge(loss, norm).action == (action if is_spike else "take")
+        assert set(actions(guard(spike=spike), [*noise(15), (1e6, 1e6)])) == {"take"}, (
+            "the window is not full"
+        )
 
 
 @pytest.mark.parametrize("spike", ["warn", "skip", "rollback"])
@@ -60,62 +73,37 @@ def test_a_spike_in_the_warm_up_is_taken_and_said_once(spike):
     assert [v.action for v in found] == ["take"] * 6 + ["warn"] + ["take"] * 4
     assert all(v.takes for v in found)
     assert "is 4 times the median before it, so a comparison with this run begins in chaos" in found[6].reason
-    assert g.warmup_spikes == 2
-    assert Guard.from_state(g.rules, {"guard": json.loads(json.dumps(g.state()))}, 0).warmup_spikes == 2
+    assert g.warmup_spikes == again(g).warmup_spikes == 2
     for quiet in (guard(spike="off"), guard(spike=spike)):
         is_warmup = quiet.rules.spike == "off"
         assert {quiet.judge(*one, is_warmup=is_warmup).action for one in history} == {"take"}
 
 
-@pytest.mark.parametrize(("loss", "norm"), [(3.4, 1.0), (0.1, 0.01), (3.0, 3.0)])
-def test_what_is_not_far_above_is_no_spike(loss, norm):
-    g = guard(spike="skip")
-    actions(g, noise(50))
-    assert g.judge(loss, norm).action == "take"
-
-
 def test_the_bounds_are_those_that_are_documented():
     losses, norms = [1.0, 2.0, 3.0, 4.0, 10.0], [1.0, 1.0, 2.0, 5.0, 5.0]
-    g = guard(spike="skip", spike_window=5, spike_factor=2)
-    actions(g, zip(losses, norms, strict=True))
+    g = guard(zip(losses, norms, strict=True), spike="skip", spike_window=5, spike_factor=2)
     bound = 3 + 2 * 1.4826 * 1  # the median is 3, the distances from it are 2 1 0 1 7
     for value, action in ((bound - 1e-6, "take"), (bound + 1e-6, "skip")):
-        assert Guard.from_state(g.rules, {"guard": g.state()}, 0).judge(value, 1.0).action == action
+        assert again(g).judge(value, 1.0).action == action
     for value, action in ((4.0, "take"), (4.001, "skip")):  # the median of the norms is 2
-        assert Guard.from_state(g.rules, {"guard": g.state()}, 0).judge(3.0, value).action == action
-
-
-def test_a_loss_that_hardly_moves_makes_no_spike_of_a_twitch():
-    g = guard(spike="skip")
-    assert actions(g, [(2.0, 1.0)] * 16 + [(2.1, 1.0), (2.13, 1.0)]) == ["take"] * 17 + ["skip"]
-
-
-def test_there_is_no_spike_before_the_window_is_full():
-    g = guard(spike="skip")
-    assert actions(g, [*noise(15), (1e6, 1e6)]) == ["take"] * 16
+        assert again(g).judge(3.0, value).action == action
+    # a loss that hardly moves makes no spike of a twitch
+    g = guard([(2.0, 1.0)] * 16, spike="skip")
+    assert actions(g, [(2.1, 1.0), (2.13, 1.0)]) == ["take", "skip"]
 
 
 def test_a_spike_that_lasts_is_told_once_and_becomes_the_rule():
-    g = guard(spike="warn")
-    actions(g, noise(20))
-    told = actions(g, [(30 + 0.1 * i, 1.0) for i in range(20)] + noise(1))
+    told = actions(guard(noise(20), spike="warn"), [(30 + 0.1 * i, 1.0) for i in range(20)] + noise(1))
     assert told == ["warn"] + ["take"] * 20
 
 
-def test_spikes_that_are_skipped_for_ever_end_it():
-    g = guard(spike="skip", max_skips=3)
-    actions(g, noise(20))
-    for step in range(4):
-        verdict = g.judge(30.0, 1.0)
-        if step < 3:
-            g.require_patience(verdict, step)
+def test_spikes_that_are_skipped_for_ever_end_it_and_rollbacks_too():
+    g = guard(noise(20), spike="skip", max_skips=3)
+    for step in range(3):
+        g.require_patience(g.judge(30.0, 1.0), step)
     with pytest.raises(Diverged, match=r"4 steps in a row had a spike, the last is 3; lower optimizer\.lr"):
-        g.require_patience(verdict, 3)
-
-
-def test_rollbacks_end_too():
-    g = guard(spike="rollback", max_rollbacks=1)
-    actions(g, noise(20))
+        g.require_patience(g.judge(30.0, 1.0), 3)
+    g = guard(noise(20), spike="rollback", max_rollbacks=1)
     verdict = g.judge(30.0, 1.0)
     g.require_patience(verdict, 21)
     back = guard(spike="rollback", max_rollbacks=1)
@@ -131,13 +119,10 @@ def test_a_guard_that_was_kept_in_json_decides_alike(cut):
     history = [*noise(30), (NAN, 1.0), (30.0, 1.0), *noise(30, seed=2), (3.0, 20.0), *noise(30, 2.5, seed=3)]
     for spike in ("warn", "skip", "rollback"):
         whole, first = guard(spike=spike), guard(spike=spike)
-        expected = actions(whole, history)
-        begun = actions(first, history[:cut])
-        state = json.loads(json.dumps({"guard": first.state()}, allow_nan=False))
-        second = Guard.from_state(first.rules, state, 0)
+        expected, begun = actions(whole, history), actions(first, history[:cut])
+        second = again(first)
         assert begun + actions(second, history[cut:]) == expected
         assert second.state() == whole.state()
-        assert len(json.dumps(state)) < 2000
 
 
 def test_the_state_of_an_older_version_is_read():

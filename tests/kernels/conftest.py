@@ -11,8 +11,6 @@ import torch
 
 from support.interpreted import COMPILED_FOR
 
-triton = pytest.importorskip("triton", reason="torch came without Triton here")
-
 
 def pytest_terminal_summary(terminalreporter):
     if COMPILED_FOR:
@@ -26,6 +24,7 @@ def device(monkeypatch):
     """Where kernels run here. Triton asks for its interpreter when a kernel is defined, which is at the first
     use: on a CPU that is always under this variable. Its own functions, such as the sum, were defined when it
     was imported, by whomever. It computes with numpy, which would warn of infinities and NaN."""
+    triton = pytest.importorskip("triton", reason="torch came without Triton here")
     if torch.cuda.is_available() and not COMPILED_FOR:
         yield torch.device("cuda")
         return
@@ -43,3 +42,12 @@ def device(monkeypatch):
             monkeypatch.setattr(triton.language, name, InterpretedFunction(function.fn))
     with np.errstate(all="ignore"):
         yield torch.device("cpu")
+
+
+@pytest.fixture(params=["kernel", "plain"])
+def where(request, monkeypatch):
+    """The device, once with kernels and once without."""
+    if request.param == "kernel":
+        return request.getfixturevalue("device")
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

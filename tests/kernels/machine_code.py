@@ -1,9 +1,9 @@
-"""Compile every kernel that the cases launch to machine code of GPUs that need not be here.
+"""Compile every kernel to machine code of GPUs that need not be here, at the real shapes of `bench --verify`.
 
     python machine_code.py TARGET...        such as cuda:90 or hip:gfx942
 
-Triton's own compiler and assembler do it; only the launch is replaced. For each kernel and target a line of
-JSON reports the assembler's figures for it.
+A step launches no other variant (tests/bench/test_verify_covers.py). Triton's own compiler and assembler do
+it; only the launch is replaced. For each kernel and target a line of JSON reports the assembler's figures.
 """
 
 import json
@@ -11,77 +11,112 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 
+import torch
 import triton
-from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from ptx.compiled import OPTIONS, converts_to_fp8, source_of, target_of
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from narrowgauge.bench.verify.kernel_checks import kernel_checks
+from narrowgauge.bench.verify.operations import passes
+from narrowgauge.devices import imagine
+from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.cross_entropy import cross_entropy
+from narrowgauge.kernels.norm import norm
+from narrowgauge.kernels.triton.launch import Launch
+from narrowgauge.recipes import named_device
+from ptx.compiled import OPTIONS, source_of, target_of
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+META = torch.device("meta")
+#: Casts whose code is another's but for constants.
+ALIKE = re.compile(r"fnuz|mxint8|mxfp6-e3m2|mxfp8-e5m2|powers of two along axis")
 
 
-def resources(kernel, target):
+def on_meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def of_loss(z_TV):
+    y_T = torch.empty(len(z_TV), dtype=torch.long, device=META)
+    return cross_entropy(z_TV, y_T, targets=3, z_loss=1e-4)[0]
+
+
+#: What the checks leave out: other dtypes, the widest row, ignored targets and a z-loss.
+OTHERS = [
+    partial(passes, swiglu, "x", on_meta(64, 9728, dtype=torch.float16)),
+    partial(passes, swiglu, "x", on_meta(64, 192)),
+    partial(passes, gelu, "x", on_meta(64, 3072)),
+    partial(passes, of_loss, "z", on_meta(64, 50257)),
+    partial(passes, of_loss, "z", on_meta(64, 128256, dtype=torch.float16)),
+    *(
+        partial(
+            passes,
+            lambda x, *weights: norm(x, *weights, 1e-5, "layer", torch.float16),
+            *("x weight bias", on_meta(64, 8192, dtype=dtype), on_meta(8192), on_meta(8192)),
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+]
+
+
+def told_by(program, *words, file):
+    return subprocess.run([program, *words, file], capture_output=True, text=True, check=True).stdout
+
+
+def figures_of(kernel, target, converts):
     """The assembler's report: registers a thread, bytes of stack (spilled registers among them)."""
     if target.backend != "cuda":
         return {"spills": int(re.search(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])[1])}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        "registers": int(re.search(r"REG:(\d+)", told)[1]),
-        "spills": int(re.search(r"STACK:(\d+)", told)[1]),
-    }
+        told = told_by(CUOBJDUMP, "--dump-resource-usage", file=file.name)
+        found = {
+            "registers": int(re.search(r"REG:(\d+)", told)[1]),
+            "spills": int(re.search(r"STACK:(\d+)", told)[1]),
+        }
+        if converts:  # of a thread, whose instructions run once each, as a cast has no loop
+            code = told_by(CUOBJDUMP, "-sass", file=file.name)
+            found["instructions"] = len(re.findall(r"/\*[0-9a-f]{4,5}\*/ ", code))
+            # pairs of codes that one instruction makes
+            found["conversions"] = len(re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32", kernel.asm["ptx"]))
+    return found
 
 
-def instructions_of(kernel):
-    """The instructions of a thread; a cast has no loop, so each runs once."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        told = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True)
-    return len(re.findall(r"/\*[0-9a-f]{4,5}\*/ ", told.stdout))
-
-
-def compiling_for(targets, found):
+def compile_for(target, found, launch, *args):
     """In place of a launch; every launch requires that multiplications and additions are not fused."""
-
-    def run(self, *args, grid, warmup, **kwargs):
-        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        assert given["enable_fp_fusion"] is False, self.__name__
-        options = {k: given.pop(k) for k in OPTIONS if k in given}
-        for target in targets:
-            if given.get("CONVERTS") and not converts_to_fp8(target):
-                continue
-            kernel = triton.compile(source_of(self, given), target=target, options=options)
-            shared = kernel.metadata.shared
-            of = {"kernel": self.__name__, "target": f"{target.backend}:{target.arch}", "shared": shared}
-            if given.get("CONVERTS"):
-                rows, columns = (
-                    given[n] if n in given else given[m] for n, m in (("TR", "ROWS"), ("TK", "COLS"))
-                )
-                of["elements"] = rows * columns // options["num_warps"] // 32  # of a thread
-                of["instructions"] = instructions_of(kernel)
-                # pairs of codes that one instruction makes
-                of["conversions"] = len(re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32", kernel.asm["ptx"]))
-            found.append(of | resources(kernel, target))
-
-    return run
+    kernel = launch.kernel
+    given = dict(zip(kernel.arg_names, args, strict=False)) | launch.options
+    assert given["enable_fp_fusion"] is False, kernel.__name__
+    options = {k: given.pop(k) for k in OPTIONS if k in given}
+    source = source_of(kernel, given)
+    if (key := (source.hash(), *options.items())) in found:
+        return
+    made = triton.compile(source, target=target, options=options)
+    converts = bool(given.get("CONVERTS"))
+    found[key] = {"kernel": kernel.__name__, "shared": made.metadata.shared}
+    found[key] |= figures_of(made, target, converts)
+    if converts:
+        rows, columns = (given[n] if n in given else given[m] for n, m in (("TR", "ROWS"), ("TK", "COLS")))
+        found[key]["elements"] = rows * columns // options["num_warps"] // 32  # of a thread
 
 
 def main(names):
-    sys.path.insert(0, str(Path(__file__).parent))
-    found = []
-    JITFunction.run = compiling_for([target_of(n) for n in names], found)
-    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
-        for case in import_module(path.stem).CASES:
-            case()
-    for line in {json.dumps(f): None for f in found}:
-        print(line)
+    for name in names:
+        target, found = target_of(name), {}
+        Launch.__call__ = lambda *args, target=target, found=found: compile_for(target, found, *args)
+        gpu = named_device(f"sm_{target.arch}" if target.backend == "cuda" else target.arch)
+        with imagine(gpu, lambda _: None):
+            for check in kernel_checks(META, ""):
+                (operation,) = check.run.args
+                for shape in () if ALIKE.search(operation.name) else operation.real:
+                    operation.run(META, shape)
+            for run in OTHERS:
+                run()
+        for figures in found.values():
+            print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.common import DTYPES, normal
 from narrowgauge.kernels import amax as amax_room
 from narrowgauge.kernels.activation import swiglu_and_amax
 from narrowgauge.kernels.amax import (
@@ -16,26 +17,17 @@ from narrowgauge.kernels.amax import (
     send_back,
 )
 
-
-def test_it_holds_until_the_tensor_is_written_to():
-    x, amax = torch.tensor([1.0, -3.0]), torch.tensor(3.0)
-    known = known_amax(x, amax)
-    assert known.of(x) is amax
-    x.mul_(2)
-    assert known.of(x) is None
-    known = known_amax(x, amax * 2)
-    x[0] = 9  # through a view, which counts as well
-    assert known.of(x) is None
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_every_tensor_has_a_number_of_its_own_that_begins_as_zero(begins):
     """Also beyond what one launch computes, whatever was written to the others."""
-    cpu, taken = torch.device("cpu"), []
+    taken = []
     for i in range(_NUMBERS + 7):
         if begins and i % 100 == 0:
             begin_amaxes()
-        amax = new_amax(cpu)
+        amax = new_amax(CPU)
         assert (amax.ndim, amax.item(), amax.data_ptr() % 16) == (0, 0.0, 0)
         taken.append(amax.fill_(i))
     assert [int(amax) for amax in taken] == list(range(_NUMBERS + 7))
@@ -44,18 +36,18 @@ def test_every_tensor_has_a_number_of_its_own_that_begins_as_zero(begins):
 def test_a_number_that_was_made_in_inference_is_one_for_training():
     begin_amaxes()
     with torch.inference_mode():
-        new_amax(torch.device("cpu"))
-    assert not new_amax(torch.device("cpu")).is_inference()
+        new_amax(CPU)
+        assert known_amax(torch.ones(3), torch.tensor(1.0)) is None, "such a tensor counts no versions"
+    assert not new_amax(CPU).is_inference()
 
 
 def test_what_a_graph_records_begins_as_zero_in_each_replay(monkeypatch):
     """It makes each zero itself, and shares none with what is launched before it and after it."""
-    cpu = torch.device("cpu")
-    before = new_amax(cpu)
+    before = new_amax(CPU)
     monkeypatch.setattr(amax_room, "_is_recorded", lambda _: True)
-    recorded = [new_amax(cpu) for _ in range(2)]
+    recorded = [new_amax(CPU) for _ in range(2)]
     monkeypatch.undo()
-    one, two, *others = (t.untyped_storage().data_ptr() for t in (*recorded, before, new_amax(cpu)))
+    one, two, *others = (t.untyped_storage().data_ptr() for t in (*recorded, before, new_amax(CPU)))
     assert one != two
     assert others[0] == others[1] not in (one, two)
 
@@ -73,9 +65,9 @@ def test_a_replay_finds_the_largest_of_what_it_reads():
         assert known.amax == y.max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_known_is_read(dtype):
-    x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = normal(7, 33, dtype=dtype)
     assert torch.equal(amax_of(x), x.abs().amax().float())
     x[3, 4] = -torch.inf
     assert amax_of(x) == torch.inf
@@ -84,43 +76,31 @@ def test_what_is_not_known_is_read(dtype):
 
 
 @pytest.mark.parametrize("is_view", [False, True])
-def test_it_holds_for_a_view_of_all_of_it_and_not_for_a_part(is_view):
+def test_it_holds_for_a_view_of_all_of_it_until_that_is_written_to_and_not_for_a_part(is_view):
     x = torch.arange(24.0).clone().view(2, 3, 4) if is_view else torch.arange(24.0).view(2, 3, 4).clone()
     known = known_amax(x, torch.tensor(23.0))
-    assert known.of(x.reshape(-1, 4)) == 23
-    assert known.of(x.flatten()) == 23
-    for other in (
-        x[0],
-        x[:, :2],
-        x.transpose(0, 1),
-        x.clone(),
-        x[..., :1].expand(2, 3, 4),
-        x.view(torch.int32),
-    ):
+    whole, part = x.view(6, 4), x[0]
+    for same in (x, whole, x.flatten()):
+        assert known.of(same) == 23
+    others = part, x[:, :2], x.transpose(0, 1), x.clone(), x[..., :1].expand(2, 3, 4), x.view(torch.int32)
+    for other in others:
         assert known.of(other) is None
-    view = x.view(6, 4)
-    view.add_(1)
-    assert known.of(x) is None
-    assert known.of(view) is None
-
-
-def test_a_tensor_that_counts_no_versions_has_no_record():
-    with torch.inference_mode():
-        assert known_amax(torch.ones(3), torch.tensor(1.0)) is None
+    for write in (x, whole, part):
+        known = known_amax(x, torch.tensor(23.0))
+        write.mul_(2)
+        assert known.of(x) is None
+        assert known.of(whole) is None
 
 
 def test_a_layer_gets_the_record_only_if_it_takes_one():
     x = torch.ones(3)
     known = known_amax(x, torch.tensor(1.0))
 
-    def plain(x):
-        return x
-
     def layer(x, known=None):
         return known
 
     layer.takes_amax = True
-    assert call(plain, x, [known]) is x
+    assert call(lambda x: x, x, [known]) is x
     assert call(layer, x, [known]) is known
     assert call(layer, x, [None]) is None
     assert call(layer, x, []) is None
@@ -144,7 +124,7 @@ class Times(torch.autograd.Function):
         return dx
 
 
-def test_autograd_hands_it_on_to_the_next_backward():
+def test_autograd_hands_it_on_to_the_next_backward_and_tells_nothing_of_a_sum():
     """Through a view of the whole as well, as a linear layer makes of its output."""
     HEARD.clear()
     x = torch.ones(2, 3, requires_grad=True)
@@ -152,11 +132,7 @@ def test_autograd_hands_it_on_to_the_next_backward():
     y.backward(torch.full((6,), 2.0))
     assert HEARD[0] is None
     assert [float(t) for t in HEARD[1:]] == [6, 18]
-
-
-def test_autograd_tells_nothing_of_a_sum_of_gradients():
     HEARD.clear()
-    x = torch.ones(3, requires_grad=True)
     y = Times.apply(x)
-    (Times.apply(y) + Times.apply(y)).backward(torch.ones(3))
+    (Times.apply(y) + Times.apply(y)).sum().backward()
     assert HEARD == [None, None, None]

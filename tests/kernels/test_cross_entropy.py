@@ -1,22 +1,21 @@
-"""Cross entropy by kernel, against torch in float64 and against the reference."""
+"""Cross entropy by kernel and by its reference in torch against float64, and its gradient as FP8 codes."""
 
 import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 import narrowgauge.kernels.cross_entropy as ce
+from kernels.common import DTYPES, INF, NAN, assert_same, same_bits
+from narrowgauge.formats import format
+from narrowgauge.kernels import quantize
+from narrowgauge.kernels.amax import DelayedScale
 from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy
+from narrowgauge.kernels.dispatch import plain_operations
+from narrowgauge.quantization import make_cast
 
-SHAPES = [(5, 137), (3, 4096), (2, 4096 * 2 + 19), (1, 1)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture
-def on_gpu(device):
-    from narrowgauge.kernels.triton import cross_entropy as on_gpu
-
-    return on_gpu
+F32, BF16, F16 = DTYPES
 
 
 def drawn(rows, width, dtype, device, spread=5.0):
@@ -25,27 +24,25 @@ def drawn(rows, width, dtype, device, spread=5.0):
     return z_TV.to(device), torch.randint(width, (rows,), generator=generator).to(device)
 
 
-def exact(z_TV, y_T, factor=1.0):
-    """(losses, gradients) in float64."""
-    z_TV = z_TV.double()
-    p_TV = z_TV.softmax(-1)
-    one_TV = torch.nn.functional.one_hot(y_T, z_TV.shape[1])
-    return torch.nn.functional.cross_entropy(z_TV, y_T, reduction="none"), (p_TV - one_TV) * factor
-
-
-def poisoned(z_TV):
-    return torch.full_like(z_TV, float("nan"))
+def outcome(z_TV, y_T, factor=1.0, ignores=False):
+    """(losses, gradients), by a kernel where there are kernels; what is allocated is poisoned first."""
+    loss_T, stats_2T = ce.row_losses(z_TV, y_T, ignores)
+    out_TV = torch.full_like(z_TV, NAN)
+    factor = torch.as_tensor(factor, dtype=F32, device=z_TV.device)
+    ce.write_gradients(z_TV, y_T, stats_2T, factor, ignores, out_TV)
+    return loss_T, out_TV
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_losses_and_gradients_are_those_of_float64(on_gpu, device, shape, dtype):
-    z_TV, y_T = drawn(*shape, dtype, device)
-    factor = torch.tensor(0.7, device=device)
-    loss_T, stats_2T = on_gpu.losses(z_TV, y_T, None)
-    out_TV = poisoned(z_TV)
-    on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, None, out_TV)
-    expected_T, expected_TV = exact(z_TV, y_T, factor.double())
+@pytest.mark.parametrize("shape", [(5, 137), (2, 4096 * 2 + 19), (1, 1)], ids=str)
+def test_losses_and_gradients_are_those_of_float64(where, monkeypatch, shape, dtype):
+    """The reference in chunks of two rows."""
+    monkeypatch.setattr(ce, "CHUNK_ELEMENTS", 2 * shape[1])
+    z_TV, y_T = drawn(*shape, dtype, where)
+    loss_T, out_TV = outcome(z_TV, y_T, 0.7)
+    one_TV, factor = functional.one_hot(y_T, shape[1]), torch.tensor(0.7).double()
+    expected_T = functional.cross_entropy(z_TV.double(), y_T, reduction="none")
+    expected_TV = (z_TV.double().softmax(-1) - one_TV) * factor
     # Differences z - max of up to 50 are rounded (2^-24 of them), exponentials and the logarithm are good to
     # 2 ulp on a GPU, and an exponent of 50 loses 2^-24 of itself when it is multiplied by log2(e).
     torch.testing.assert_close(loss_T.double(), expected_T, rtol=2e-6, atol=1e-5)
@@ -53,55 +50,47 @@ def test_losses_and_gradients_are_those_of_float64(on_gpu, device, shape, dtype)
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     # p is good to the same 1e-5 of itself (exponents of 50 again); p - 1 to 2^-23; then one rounding.
     bound_TV = half * expected_TV.abs() * 1.01 + 1e-5 * expected_TV.abs() + 2.0**-22 * (z_TV == 0) + tiny
-    bound_TV += 2.0**-22 * torch.nn.functional.one_hot(y_T, shape[1])
+    bound_TV += 2.0**-22 * one_TV
     assert ((out_TV.double() - expected_TV).abs() <= bound_TV).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_numbers_are_exact_every_bit_is_the_references(on_gpu, device, dtype):
+def test_where_numbers_are_exact_every_bit_is_the_references(device, dtype):
     """Equal logits: exponentials are 1, their sum is the vocabulary, p a power of two."""
     z_TV = torch.full((3, 8192), 1.5, dtype=dtype, device=device)
     y_T = torch.tensor([0, 8191, 4000], device=device)
-    factor = torch.tensor(0.25, device=device)
-    loss_T, stats_2T = on_gpu.losses(z_TV, y_T, None)
-    assert stats_2T.tolist() == [[1.5] * 3, [8192.0] * 3]
+    assert ce.row_losses(z_TV, y_T, False)[1].tolist() == [[1.5] * 3, [8192.0] * 3]
+    loss_T, out_TV = outcome(z_TV, y_T, 0.25)
     assert loss_T.tolist() == pytest.approx([math.log(8192)] * 3, rel=2e-7)
-    out_TV, expected_TV = poisoned(z_TV), poisoned(z_TV)
-    on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, None, out_TV)
-    ce.write_gradients(z_TV, y_T, None, factor, False, expected_TV)
-    assert torch.equal(out_TV, expected_TV)
+    with plain_operations():
+        assert_same([out_TV], outcome(z_TV, y_T, 0.25)[1:])
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
-@pytest.mark.parametrize("ignored", [None, IGNORED])
-def test_one_launch_gives_the_bits_of_two(on_gpu, device, z_loss, ignored):
-    z_TV, y_T = drawn(3, 4096 + 19, torch.bfloat16, device)
-    if ignored is not None:
-        y_T[1] = ignored
-    factor, two_TV = torch.tensor(0.7, device=device), z_TV.clone()
-    loss_T, stats_2T = on_gpu.losses(z_TV, y_T, ignored)
-    on_gpu.write_gradients(two_TV, y_T, stats_2T, factor, ignored, two_TV, z_loss)
-    together = on_gpu.losses(z_TV, y_T, ignored, factor, z_loss)
-    for one, two in zip((z_TV, *together), (two_TV, loss_T, stats_2T), strict=True):
-        assert torch.equal(one, two)
+@pytest.mark.parametrize("ignores", [False, True])
+def test_one_launch_gives_the_bits_of_two(where, z_loss, ignores):
+    z_TV, y_T = drawn(3, 4096 + 19, BF16, where)
+    y_T[1] = IGNORED if ignores else 1
+    factor, two_TV = torch.tensor(0.7, device=where), z_TV.clone()
+    loss_T, stats_2T = ce.row_losses(z_TV, y_T, ignores)
+    squares_T = ce.row_squares(z_TV, y_T, stats_2T, ignores) if z_loss else None
+    ce.write_gradients(two_TV, y_T, stats_2T, factor, ignores, two_TV, z_loss)
+    together = ce.row_losses_and_gradients(z_TV, y_T, factor, ignores, z_loss)
+    assert_same((z_TV, *together), (two_TV, loss_T, squares_T))
 
 
-def test_rows_may_lie_apart_and_gradients_over_logits(on_gpu, device):
-    z_TV, y_T = drawn(4, 300, torch.bfloat16, device)
-    apart_TV = torch.full((4, 320), float("nan"), dtype=torch.bfloat16, device=device)[:, :300]
+def test_rows_may_lie_apart_and_gradients_over_logits(device):
+    z_TV, y_T = drawn(4, 300, BF16, device)
+    apart_TV = torch.full((4, 320), NAN, dtype=BF16, device=device)[:, :300]
     apart_TV.copy_(z_TV)
-    factor = torch.tensor(0.25, device=device)
-    loss_T, stats_2T = on_gpu.losses(z_TV, y_T, None)
-    of_apart_T, of_apart_2T = on_gpu.losses(apart_TV, y_T, None)
-    assert torch.equal(loss_T, of_apart_T)
-    out_TV = poisoned(z_TV)
-    on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, None, out_TV)
-    on_gpu.write_gradients(apart_TV, y_T, of_apart_2T, factor, None, apart_TV)
-    assert torch.equal(out_TV, apart_TV)
+    loss_T, stats_2T = ce.row_losses(apart_TV, y_T, False)
+    ce.write_gradients(apart_TV, y_T, stats_2T, torch.tensor(0.25, device=device), False, apart_TV)
+    assert_same([loss_T, apart_TV], outcome(z_TV, y_T, 0.25))
     assert apart_TV._base[:, 300:].isnan().all()
+    empty_T, empty_2T = ce.row_losses(z_TV[:0], y_T[:0], False)
+    assert (empty_T.shape, empty_2T) == ((0,), None), "no tokens are no launch"
 
 
-INF, NAN = float("inf"), float("nan")
 ROWS = [
     [3e4, -3e4, 0.0],
     [-INF, 1.0, 2.0],
@@ -118,82 +107,149 @@ ROWS = [
 
 
 @pytest.mark.parametrize("width", [3, 9000])
-def test_extreme_rows_are_as_in_the_reference(on_gpu, device, width):
+def test_extreme_rows_are_those_of_float64(where, width):
     """In three lanes of one block, and in blocks apart."""
-    rows_TV = torch.full((len(ROWS), width), -INF, device=device)
-    rows_TV[:, :: (width - 1) // 2] = torch.tensor(ROWS, device=device)
-    y_T = torch.full((len(ROWS),), (width - 1) // 2, device=device)
-    loss_T, stats_2T = on_gpu.losses(rows_TV, y_T, None)
-    expected_T = ce._losses(rows_TV, y_T, False)
-    torch.testing.assert_close(loss_T, expected_T, equal_nan=True, rtol=1e-6, atol=1e-6)
-    out_TV, expected_TV, one = poisoned(rows_TV), poisoned(rows_TV), torch.ones((), device=device)
-    on_gpu.write_gradients(rows_TV, y_T, stats_2T, one, None, out_TV)
-    ce.write_gradients(rows_TV, y_T, None, one, False, expected_TV)
-    torch.testing.assert_close(out_TV, expected_TV, equal_nan=True, rtol=1e-6, atol=1e-7)
+    rows_TV = torch.full((len(ROWS), width), -INF, device=where)
+    rows_TV[:, :: (width - 1) // 2] = torch.tensor(ROWS, device=where)
+    y_T = torch.full((len(ROWS),), (width - 1) // 2, device=where)
+    wide_TV = rows_TV.double().requires_grad_()
+    expected_T = functional.cross_entropy(wide_TV, y_T, reduction="none")
+    (expected_TV,) = torch.autograd.grad(expected_T.sum(), wide_TV)
+    loss_T, out_TV = outcome(rows_TV, y_T)
+    torch.testing.assert_close(loss_T, expected_T.float(), equal_nan=True, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out_TV, expected_TV.float(), equal_nan=True, rtol=1e-6, atol=1e-7)
 
 
-def test_ignored_targets_give_nothing_and_ids_beyond_the_vocabulary_nan(on_gpu, device):
-    z_TV, _ = drawn(6, 50, torch.float32, device)
+def test_ignored_targets_give_nothing_and_ids_beyond_the_vocabulary_nan(device):
+    z_TV, _ = drawn(6, 50, F32, device)
     y_T = torch.tensor([3, IGNORED, 50, -1, 2**40, 49], device=device)
-    loss_T, stats_2T = on_gpu.losses(z_TV, y_T, IGNORED)
-    out_TV = poisoned(z_TV)
-    on_gpu.write_gradients(z_TV, y_T, stats_2T, torch.ones((), device=device), IGNORED, out_TV)
-    assert loss_T.isnan().tolist() == [False, False, True, True, True, False]
+    loss_T, out_TV = outcome(z_TV, y_T, ignores=True)
+    is_bad = [False, False, True, True, True, False]
+    assert (
+        loss_T.isnan().tolist() == out_TV.isnan().all(1).tolist() == out_TV.isnan().any(1).tolist() == is_bad
+    )
     assert loss_T[1] == 0
     assert not out_TV[1].any()
-    assert out_TV.isnan().all(1).tolist() == [False, False, True, True, True, False]
-    assert out_TV.isnan().any(1).tolist() == [False, False, True, True, True, False]
-    assert on_gpu.losses(z_TV, y_T, None)[0].isnan()[1], "without leave, nothing is ignored"
+    assert ce.row_losses(z_TV, y_T, False)[0].isnan()[1], "without leave, nothing is ignored"
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("targets", [None, 5])
-def test_the_loss_and_its_gradient_through_autograd(device, overwrite, targets):
-    z_TV, y_T = drawn(6, 50, torch.float32, device)
+@pytest.mark.parametrize(("bad", "targets"), [(IGNORED, None), (-1, 3), (8, 3), (-1, None)])
+def test_an_id_outside_the_vocabulary_is_an_error_in_plain_torch(bad, targets):
+    y_BT = torch.tensor([[1, 2, bad, 3]])
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        cross_entropy(torch.randn(1, 4, 8), y_BT, targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "overwrite", "z_loss"),
+    [(None, False, 0.0), (None, True, 0.0), (5, False, 0.0), (5, True, 0.01), (None, True, 0.01)],
+)
+def test_the_loss_and_its_gradient_through_autograd(where, targets, overwrite, z_loss):
+    """The mean is over the targets that count, and the z-loss a term of its own."""
+    z_TV, y_T = drawn(6, 500, F32, where)
     if targets is not None:
         y_T[2] = IGNORED
-    z_BTV, y_BT = z_TV.view(2, 3, 50), y_T.view(2, 3)
-    leaf = z_BTV.clone().requires_grad_()
-    loss = cross_entropy(leaf * 1, y_BT, targets, overwrite)  # a leaf's own numbers are not for overwriting
-    (3 * loss).backward()
+    leaf = z_TV.view(2, 3, 500).clone().requires_grad_()
+    given = leaf * 1  # a leaf's own numbers are not for overwriting
+    found = cross_entropy(given, y_T.view(2, 3), targets, overwrite, z_loss)
+    (3 * ce.objective_of(found)).backward()
     wide = z_TV.double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(wide, y_T, ignore_index=IGNORED)
-    (3 * expected).backward()
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    torch.testing.assert_close(leaf.grad.view(6, 50).double(), wide.grad, rtol=1e-5, atol=1e-7)
+    expected = functional.cross_entropy(wide, y_T, ignore_index=IGNORED)
+    of_z = z_loss * wide.logsumexp(-1)[y_T != IGNORED].square().mean()
+    (3 * (expected + of_z)).backward()
+    terms = [expected + of_z, expected, of_z] if z_loss else [expected]
+    assert found.dtype == torch.float32
+    assert found.flatten().tolist() == pytest.approx([x.item() for x in terms], rel=1e-6)
+    torch.testing.assert_close(leaf.grad.view(6, 500).double(), wide.grad, rtol=1e-5, atol=1e-7)
+    assert same_bits(given.detach().view(6, 500), z_TV) is not overwrite
 
 
-@pytest.mark.parametrize("targets", [None, 5])
-@pytest.mark.parametrize("kernels", ["0", "1"])
-def test_the_z_loss_is_a_term_of_its_own_with_its_exact_gradient(device, monkeypatch, targets, kernels):
-    monkeypatch.setenv("NARROWGAUGE_KERNELS", kernels)
-    z_TV, y_T = drawn(6, 500, torch.float32, device)
-    if targets is not None:
-        y_T[2] = IGNORED
-    leaf = z_TV.clone().requires_grad_()
-    objective, loss, z_loss = cross_entropy(leaf * 1, y_T, targets, overwrite=True, z_loss=0.01)
-    objective.backward()
-    wide = z_TV.double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(wide, y_T, ignore_index=IGNORED)
-    expected_z = 0.01 * wide.logsumexp(-1)[y_T != IGNORED].square().mean()
-    (expected + expected_z).backward()
-    assert z_loss.item() == pytest.approx(expected_z.item(), rel=1e-6)
-    assert objective.item() == pytest.approx(expected.item() + expected_z.item(), rel=1e-6)
-    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-5, atol=1e-7)
-    assert loss.item() == cross_entropy(z_TV, y_T, targets).item(), "what is reported stays the same"
+def test_nothing_but_ignored_targets_is_a_loss_of_zero(where):
+    z_BTV = torch.randn(1, 4, 8, device=where).requires_grad_()
+    loss = cross_entropy(z_BTV, torch.full((1, 4), IGNORED, device=where), targets=0)
+    loss.backward()
+    assert loss.item() == 0
+    assert not z_BTV.grad.any()
 
 
-def test_a_second_backward_pass_over_gradients_is_refused(device):
-    leaf = torch.randn(2, 3, 50, device=device, requires_grad=True)
-    loss = cross_entropy(leaf * 1, torch.zeros(2, 3, dtype=torch.long, device=device), overwrite=True)
+def test_a_second_backward_pass_over_gradients_is_refused(where):
+    leaf = torch.randn(2, 3, 50, device=where, requires_grad=True)
+    loss = cross_entropy(leaf * 1, torch.zeros(2, 3, dtype=torch.long, device=where), overwrite=True)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_no_tokens_are_no_launch(on_gpu, device):
-    loss_T, stats_2T = on_gpu.losses(
-        torch.empty(0, 7, device=device), torch.empty(0, dtype=torch.long, device=device), None
-    )
-    assert (loss_T.shape, stats_2T.shape) == ((0,), (2, 0))
+def test_only_the_logits_are_kept_for_the_backward_pass():
+    z_TV, y_T = drawn(37, 101, BF16, "cpu")
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        cross_entropy(z_TV.requires_grad_(), y_T)
+    assert [t.dtype for t in kept] == [BF16, torch.int64]
+
+
+def changed(rows, width, dtype=BF16, spread=4.0, ignored=(), **places):
+    """Logits and targets, with other numbers at some places: {"z1_7": 30.0, "y1": 8}."""
+
+    def make(device):
+        z_TV, y_T = drawn(rows, width, dtype, device, spread)
+        y_T[0] = z_TV[0].float().argmax()  # a target that is the largest logit
+        for row in ignored:
+            y_T[row], z_TV[row] = IGNORED, z_TV[row] * 8
+        for place, number in places.items():
+            (y_T if place[0] == "y" else z_TV)[tuple(map(int, place[1:].split("_")))] = number
+        return z_TV, y_T
+
+    return make
+
+
+#: Logits, the factor, and the format of the codes.
+IN_CODES = {
+    "bf16": (changed(70, 200), 2.0**-9, "e5m2"),
+    "fp16": (changed(5, 137, F16), 2.0**-9, "e4m3"),
+    "fp32": (changed(1, 64, F32), 2.0**-9, "e5m2"),
+    "a sure row of the wrong token": (changed(3, 70, spread=0.1, z1_7=30.0, y1=8), 0.3, "e5m2"),
+    "ignored": (changed(6, 90, ignored=(2, 5)), 0.25, "e5m2"),
+    "nan": (changed(4, 40, z1_3=NAN), 1.0, "e5m2"),
+    "no such target": (changed(4, 40, y1=40), 1.0, "e5m2"),
+}
+
+
+def both_ways(z_TV, y_T, factor, name, delayed=None):
+    """The codes by the kernel, and the gradient that another kernel writes."""
+    ignores = bool((y_T == IGNORED).any())
+    factor = torch.tensor(factor, device=z_TV.device)
+    loss_T, stats_2T, largest = ce.losses_before_codes(z_TV, y_T, ignores)
+    found = ce.gradient_codes(z_TV, y_T, stats_2T, largest, factor, ignores, format(name), delayed)
+    assert torch.equal(found.codes_TV, found.codes_VT.T)
+    alone_T, gradient_TV = outcome(z_TV, y_T, factor, ignores)
+    assert same_bits(loss_T, alone_T)
+    return found, gradient_TV
+
+
+@pytest.mark.parametrize("case", IN_CODES)
+def test_codes_and_scale_are_those_that_a_cast_makes_of_the_gradient(device, case):
+    """If it is not finite, the scale is NaN and the codes are of no matter."""
+    make, factor, name = IN_CODES[case]
+    z_TV, y_T = make(device)
+    found, gradient_TV = both_ways(z_TV, y_T, factor, name)
+    q, _ = quantize(gradient_TV, make_cast(name), -1)
+    assert same_bits(found.scale, q.scales)
+    if case in ("nan", "no such target"):
+        assert found.scale.isnan()
+    else:
+        assert torch.equal(found.codes_TV, q.codes)
+    if "sure" in case:  # two entries are nearly 1 in magnitude; the amax is the larger
+        assert gradient_TV[1, 7] == -gradient_TV[1, 8] == torch.tensor(0.3).bfloat16()
+    if case == "ignored":
+        assert not found.codes_TV[2].any()
+
+
+def test_codes_under_a_known_scale_record_the_amax(device):
+    z_TV, y_T = drawn(5, 137, BF16, device)
+    delayed = DelayedScale(torch.tensor(2.0**12, device=device), torch.zeros((), device=device))
+    found, gradient_TV = both_ways(z_TV, y_T, 2.0**-4, "e5m2", delayed)
+    expected = (gradient_TV.float() * 2.0**12).to(torch.float8_e5m2)
+    assert torch.equal(found.codes_TV.view(torch.float8_e5m2).float(), expected.float())
+    assert torch.equal(delayed.seen, gradient_TV.float().abs().max())
+    assert found.scale == 2.0**-12

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from kernels.common import normal, of_traced_code
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.dropout import Dropout
 
-B, T, D = 4, 6, 50
 CPU = torch.device("cpu")
 
 
@@ -16,12 +16,12 @@ def at(p=0.25, tensor=7, seed=0, step=1, first_sample=0):
     return dropout
 
 
-def drawn(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+def drawn():
+    return normal(4, 6, 50).requires_grad_()
 
 
 def test_what_is_kept_is_larger_and_its_gradient_as_well():
-    x = drawn(40, 50, 50).requires_grad_()
+    x = normal(40, 50, 50).requires_grad_()
     y = at()(x)
     kept = y != 0
     assert kept.float().mean().item() == pytest.approx(0.75, abs=4 * (0.25 * 0.75 / x.numel()) ** 0.5)
@@ -32,7 +32,7 @@ def test_what_is_kept_is_larger_and_its_gradient_as_well():
 
 
 def test_shares_and_micro_batches_have_the_bits_of_the_whole():
-    x = drawn(B, T, D).requires_grad_()
+    x = drawn()
     whole = at(first_sample=2**31)(x)
     shares = [at(first_sample=2**31)(part, i, 3) for i, part in enumerate(x.chunk(3, dim=1))]
     assert torch.equal(torch.cat(shares, dim=1), whole)
@@ -42,7 +42,7 @@ def test_shares_and_micro_batches_have_the_bits_of_the_whole():
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"step": 2}, {"tensor": 8}, {"first_sample": 1}], ids=str)
 def test_everything_else_has_other_bits(other):
-    x = torch.ones(B, T, D).requires_grad_()
+    x = torch.ones(4, 6, 50).requires_grad_()
     same = ((at()(x) != 0) == (at(**other)(x) != 0)).float().mean().item()
     # independent masks agree with 0.75^2 + 0.25^2
     assert same == pytest.approx(0.625, abs=4 * (0.625 * 0.375 / x.numel()) ** 0.5)
@@ -50,7 +50,7 @@ def test_everything_else_has_other_bits(other):
 
 
 def test_it_is_off_where_nothing_is_trained():
-    x = drawn(B, T, D).requires_grad_()
+    x = drawn()
     with torch.no_grad():
         assert at()(x) is x
     assert at().eval()(x) is x
@@ -58,16 +58,12 @@ def test_it_is_off_where_nothing_is_trained():
         Dropout(0.1, 0)(x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own tracing
+@of_traced_code
 def test_compiled_it_has_the_same_bits_and_is_compiled_once():
-    dropout, x = at(), drawn(B, T, D).requires_grad_()
-    frames = []
-
-    def backend(graph, _):
-        frames.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(dropout, backend=backend, fullgraph=True, dynamic=False)
+    dropout, x, frames = at(), drawn(), []
+    compiled = torch.compile(
+        dropout, backend=lambda graph, _: frames.append(1) or graph.forward, fullgraph=True, dynamic=False
+    )
     for step in (1, 2, 3):
         dropout.set_position(0, step, step, CPU)
         assert torch.equal(compiled(x), dropout(x))

@@ -1,10 +1,9 @@
 """A gradient that is added to by the kernel has the codes, the scale and the factor of the reference."""
 
-import math
-
 import pytest
 import torch
 
+from kernels.common import INF, NAN, assert_same, normal
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.quantization import GradientState, make_cast
@@ -16,6 +15,10 @@ WAYS = {
     "without a factor": {"cast": "e4m3"} | RANDOM,
     "e5m2 to nearest": {"cast": "e5m2", "prescale": True},
 }
+
+
+def two(shape, device, way="msamp"):
+    return (GradientState(torch.Size(shape), make_cast(WAYS[way]), device) for _ in range(2))
 
 
 def stream(step, device, offset):
@@ -37,11 +40,10 @@ def test_the_kernel_is_its_reference(way, dtype, device):
     The shape fills two programs of the first launch and five of the second, none of them to the end.
     """
     cast, shape = make_cast(WAYS[way]), (71, 137)
-    ours, plain = (GradientState(torch.Size(shape), cast, device) for _ in range(2))
-    g = torch.Generator().manual_seed(0)
+    ours, plain = two(shape, device, way)
     for step in (1, 2):
         for micro in range(3):
-            dw = torch.randn(shape, generator=g) * 10.0**-micro
+            dw = normal(*shape, seed=3 * step + micro) * 10.0**-micro
             dw[:, ::9] *= 2.0**-14
             dw = dw.to(dtype).to(device)
             dw = dw if micro != 1 else dw.T.contiguous().T  # as that of a transposed layer
@@ -52,10 +54,9 @@ def test_the_kernel_is_its_reference(way, dtype, device):
             for name, found in bits(ours).items():
                 assert torch.equal(found, bits(plain)[name]), (step, micro, name)
             assert (ours.sums, ours.is_empty) == (plain.sums, plain.is_empty)
-        if cast.state.prescale:  # a factor that makes elements overflow, so that the next step's is another
-            for state in (ours, plain):
-                state.prescale.tensors["mu"].fill_(2.5)
         for state in (ours, plain):
+            if cast.state.prescale:  # a factor that makes elements overflow: the next step's is another
+                state.prescale.tensors["mu"].fill_(2.5)
             state.is_empty = True
     if cast.state.prescale:
         ours.prescale.end_step()
@@ -69,36 +70,32 @@ def test_in_the_memory_of_the_host_it_is_added_to_in_a_copy(device, monkeypatch)
     addresses = [t.data_ptr() for t in there.tensors.values()]
     monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
     for micro in range(2):
-        dw = torch.randn(5, 16, generator=torch.Generator().manual_seed(micro)).to(device)
+        dw = normal(5, 16, seed=micro).to(device)
         for gradient in (here, there):
             add_gradient(gradient, dw, stream(1, device, micro))
         assert all(torch.equal(found, bits(there)[name].to(device)) for name, found in bits(here).items())
     assert [t.data_ptr() for t in there.tensors.values()] == addresses
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_so(bad, device):
-    ours, plain = (GradientState(torch.Size((5, 16)), make_cast(WAYS["msamp"]), device) for _ in range(2))
-    for value in (1.0, bad, 1.0):
-        dw = torch.ones(5, 16, device=device)
-        dw[2, 3] = value
-        add_gradient(ours, dw, stream(1, device, 0))
-        plain.add(dw, stream(1, device, 0))
-    assert ours.read().isnan().all()
-    assert plain.read().isnan().all()
-    for name, t in ours.prescale.tensors.items():
-        assert torch.equal(t, plain.prescale.tensors[name]), name
+def test_what_is_not_finite_stays_so(device):
+    for bad in (NAN, INF, -INF):
+        ours, plain = two((5, 16), device)
+        for value in (1.0, bad, 1.0):
+            dw = torch.ones(5, 16, device=device)
+            dw[2, 3] = value
+            add_gradient(ours, dw, stream(1, device, 0))
+            plain.add(dw, stream(1, device, 0))
+        assert ours.read().isnan().all()
+        assert plain.read().isnan().all()
+        assert_same(ours.prescale.tensors.values(), plain.prescale.tensors.values())
 
 
-def test_zeros_stay_zeros(device):
-    ours = GradientState(torch.Size((3, 4)), make_cast(WAYS["msamp"]), device)
+def test_zeros_stay_zeros_and_what_it_does_not_take_goes_to_the_reference(device):
+    ours, _ = two((3, 4), device)
     for _ in range(2):
         add_gradient(ours, torch.zeros(3, 4, device=device), stream(1, device, 0))
     assert not ours.read().any()
     assert ours.sums == 2
-
-
-def test_what_it_does_not_take_goes_to_the_reference(device):
     wide, blocks, bf16 = (
         GradientState(torch.Size((4, 32)), make_cast(cast), device) for cast in ("e4m3", "mxfp8", "bf16")
     )

@@ -1,7 +1,6 @@
 """Every kernel compiles to machine code of the GPUs it is for, on any machine: Triton brings its assemblers.
 
-What the cases launch is in `cases_*.py`; the interpreter, under which all other tests run, takes more than
-the compiler does.
+The interpreter, under which all other tests run, takes more than the compiler does.
 """
 
 import json
@@ -39,7 +38,7 @@ def test_every_kernel_compiles_without_spilling_registers(target, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) >= 5
+    assert len(found) >= 100
     for kernel in found:
         assert kernel["spills"] == 0, kernel
         assert kernel["shared"] <= TARGETS[target], kernel

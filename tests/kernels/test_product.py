@@ -1,41 +1,141 @@
-"""Around a product: scale, rounding, codes along the other axis, signs of a transform, all bit for bit."""
+"""Around a product: scales, rounding, codes along the other axis, signs, and the remedies of FP4.
+
+The remedies: quantiles of any numbers, rows in parts, slopes of rounding. All bit for bit, but for slopes.
+"""
 
 import pytest
 import torch
 
-from narrowgauge.formats import RandomStream, random_stream
-from narrowgauge.kernels.cast import random_signs
-from narrowgauge.kernels.product import scaled_and_rounded
-from narrowgauge.nn.gemm import along_contraction
+from kernels.common import INF, NAN, normal, same_bits
+from narrowgauge.kernels.cast import emulate_rows
+from narrowgauge.kernels.dispatch import plain_operations
+from narrowgauge.kernels.gradient_sum import through_rounding
+from narrowgauge.kernels.product import scaled_and_rounded, scaled_rows_and_rounded
+from narrowgauge.nn.gemm import Operand, RowOperand, along_contraction, multiply
+from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
+from narrowgauge.quantization import emulate as emulate_in_torch
+from narrowgauge.quantization.stages.clamp import quantile_ranks, ranked
+
+BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [0.0123, 3.7e-12, 5.1e9, float("nan")])
-def test_it_is_the_scaled_product_rounded_once(device, dtype, scale):
-    x = torch.randn(37, 131, generator=torch.Generator().manual_seed(0)) * 100
-    x[0, :4] = torch.tensor([torch.nan, torch.inf, -0.0, 2.0**-140])
-    x, scale = x.to(device), torch.tensor(scale, device=device)
-    got = scaled_and_rounded(x, scale, dtype)
-    torch.testing.assert_close(got, (x * scale).to(dtype), rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(got.signbit()[~got.isnan()], (x * scale).signbit()[~got.isnan()])
-    other = torch.tensor(1.7, device=device)
-    both = scaled_and_rounded(x, scale, dtype, other)
-    torch.testing.assert_close(both, (x * (scale * other)).to(dtype), rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("scale", [3.7e-12, NAN])
+def test_it_is_the_scaled_product_rounded_once(device, scale):
+    x, scale = normal(37, 131).to(device), torch.tensor(scale, device=device)
+    assert same_bits(scaled_and_rounded(x, scale, torch.float16), (x * scale).half())
 
 
-@pytest.mark.parametrize("size", [16, 32, 128])
-def test_signs_are_those_of_the_stream(device, size):
-    for tensor in range(5):
-        key = random_stream(3, 7, tensor, device).key
-        expected = 1 - 2 * (RandomStream(key).bits((size,)) & 1)
-        assert torch.equal(random_signs(key, size).float(), expected.float())
+@pytest.mark.parametrize("has_rest", [True, False])
+def test_scales_of_rows_and_columns_are_applied_as_by_torch(device, has_rest):
+    product, rest, rows, columns = (normal(5, 1100, seed=i).to(device) for i in range(4))
+    args = product, rest if has_rest else None
+    for r, c in ((rows[:, 0], columns[0]), (rows[:, 0], columns[0, 0]), (rows[0, 0], columns[0])):
+        ours = scaled_rows_and_rounded(*args, r, c, BF16)
+        with plain_operations():
+            assert torch.equal(ours, scaled_rows_and_rounded(*args, r, c, BF16))
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (70, 131), (1, 5), (3, 1)])
-def test_codes_along_the_other_axis_are_the_same_codes(device, shape):
-    codes = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = along_contraction(codes.to(device).T)
-    assert found.is_contiguous()
-    assert torch.equal(found.cpu(), codes.T)
-    strided = codes.to(device)[:, ::2]
-    assert torch.equal(along_contraction(strided).cpu(), codes[:, ::2])
+def test_codes_along_the_other_axis_are_the_same_codes(device):
+    for shape in ((64, 64), (70, 131), (1, 5), (3, 1)):
+        codes = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        found = along_contraction(codes.to(device).T)
+        assert found.is_contiguous()
+        assert torch.equal(found.cpu(), codes.T)
+        assert torch.equal(along_contraction(codes.to(device)[:, ::2]).cpu(), codes[:, ::2])
+
+
+def launch_ranked(*args):
+    """The kernel is imported where its interpreter is asked for."""
+    from narrowgauge.kernels.triton import remedies
+
+    return remedies.launch_ranked(*args)
+
+
+def special(n):
+    words = torch.tensor([0x0000, 0x8000, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x7F7F, 0xFF7F], dtype=torch.int32)
+    return words.repeat(n)[:n].to(torch.int16).view(BF16)
+
+
+def test_ranks_are_those_of_a_selection_and_nan_is_the_largest(device):
+    for numbers in (normal(37, 301, dtype=BF16), special(1001), torch.full((5, 3), -2.0).bfloat16()):
+        n = numbers.numel()
+        for low, high in ((0, n - 1), (n // 100, n - 1 - n // 100), (n // 2, n // 2)):
+            found = launch_ranked(numbers.to(device), low, high)
+            expected = ranked(numbers.float().to(device), low, high)
+            assert [f.item() for f in found] == [e.item() for e in expected]
+            assert not any(torch.signbit(f) and f == 0 for f in found)
+    numbers = normal(500, dtype=BF16)
+    numbers[7], numbers[9] = NAN, -NAN
+    low, high = launch_ranked(numbers.to(device), 497, 498)
+    assert low.item() == numbers.nan_to_num(-9).max().item()
+    assert high.isnan()
+
+
+APART = {"cast": "fp4-row", "outliers": 0.99, "compensate": True}
+CLAMPS = APART | {"compensate": False}
+
+
+def outlying(rows, columns):
+    """Normal numbers, of which some in each row are up to thirty times as large."""
+    x = normal(rows, columns, dtype=BF16)
+    x[:, ::40] *= torch.linspace(1, 30, rows).bfloat16()[:, None]
+    return x
+
+
+@pytest.mark.tier("thorough")  # it clamps and compensates; the others do one of both
+@pytest.mark.parametrize("cast", [APART, CLAMPS, {"cast": "fp4-row"}, {"cast": "fp8-row"}])
+def test_rows_in_parts_are_the_numbers_of_the_reference(device, cast):
+    """The rest of an element beyond twice the limit is rounded to bf16; all else is equal, bit for bit."""
+    cast = make_cast(cast)
+    wide = outlying(37, 1301)
+    for x in (wide, wide[:, 8:200], special(24 * 96).view(24, 96), normal(3, 1, dtype=BF16)):
+        x = x.to(device)
+        values, scale, rest = emulate_rows(x, cast)
+        numbers = values.float() * scale[:, None]
+        whole = cast if rest is None else make_cast(CLAMPS)
+        expected, none = emulate_in_torch(x, whole, -1, BF16)
+        assert none is None
+        torch.testing.assert_close(numbers, expected.float(), rtol=0, atol=0, equal_nan=True)
+        if rest is None:
+            continue
+        low, high = ranked(x.float(), *quantile_ranks(x.numel(), 0.99))
+        cut = x.float() - x.float().clamp(low, high)
+        assert (rest.float() == cut.bfloat16().float())[~cut.isnan()].all()
+        near = x.float().abs() <= 2 * torch.where(x < 0, -low, high)
+        assert (rest.float() == cut)[near & ~cut.isnan()].all()
+
+
+def test_rows_that_have_no_kernel_are_left_to_the_reference(device):
+    x = normal(32, 64, dtype=BF16).to(device)
+    for cast in ({"cast": "mxfp4"}, {"cast": "fp4-row", "rounding": "stochastic"}, {"cast": "e4m3"}):
+        assert emulate_rows(x, make_cast(cast)) is None
+    assert emulate_rows(x.T, make_cast({"cast": "fp4-row"})) is None
+    assert emulate_rows(x.float(), make_cast(APART)) is None
+
+
+@pytest.mark.tier("thorough")
+def test_a_product_in_parts_is_that_of_the_numbers_rounded_once(device):
+    x = RowOperand(*emulate_rows(outlying(33, 160).to(device), make_cast(APART)))
+    w = normal(50, 160, dtype=BF16).to(device)
+    w_rows = RowOperand(*emulate_rows(w, make_cast({"cast": "fp4-row"})))
+    for other in (w_rows, Operand(w), Operand(w, torch.tensor(0.37, device=device))):
+        numbers = other.numbers().double()
+        exact = x.numbers().double() @ numbers.T
+        got = multiply(x, other, BF16)
+        slack = 160 * 2.0**-23 * (x.numbers().double().abs() @ numbers.abs().T)
+        half_ulp = torch.exp2(exact.abs().log2().floor() - 8)
+        assert got.dtype == BF16
+        assert ((got.double() - exact).abs() <= half_ulp + slack).all()
+    exact = w.double() @ x.numbers().double().T  # a rest on the other side: in fp32
+    assert (multiply(Operand(w), x, BF16).double() - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_the_slope_of_rounding_is_that_of_the_reference(device):
+    cast = make_cast({"cast": "fp4-row", "estimator_k": 5, "estimator_cap": 3})
+    w, dw = normal(19, 1100, seed=1).to(device), normal(19, 1100, dtype=BF16).to(device)
+    w[3, 5], w[4] = INF, 0.0
+    ours = through_rounding(dw, w, cast, QuantContext())
+    expected = dw * estimator_slope(w, cast, -1)
+    finite = torch.arange(19) != 3
+    torch.testing.assert_close(ours[finite], expected[finite], rtol=3e-6, atol=0)
+    assert not ours[3].isfinite().any()

@@ -20,10 +20,14 @@ from narrowgauge.training.config.named import config_names, published_config, wi
 PUBLISHED = {"gpt3-345m": (32.8, 0.355), "gpt3-6.7b": (100, 6.66), "gpt3-13b": (300, 12.85)}
 
 
+def values_of(line):
+    return config_values(read_line(shlex.split(line)))
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_ready_configuration_is_the_run_it_names(name):
+def test_a_ready_configuration_is_the_run_it_names(name, tmp_path):
     config = make_config(load_values(Path(name)))
-    tokens, parameters = PUBLISHED[config.model.name]
+    tokens, parameters = PUBLISHED[name]
     t, s = config.training, config.schedule
     assert config.model.name == name
     assert t.steps * t.batch_size * config.data.sequence_length / 1e9 == pytest.approx(tokens, rel=0.002)
@@ -31,22 +35,24 @@ def test_a_ready_configuration_is_the_run_it_names(name):
     assert s.warmup_steps < t.steps
     stated = make_config(published_config(name, published(name)))
     assert t.steps == pytest.approx(stated.training.steps, rel=0.002)
-    for section, key in (
-        ("data", "sequence_length"),
-        ("training", "batch_size"),
-        ("optimizer", "lr"),
-        ("optimizer", "weight_decay"),
-        ("schedule", "warmup_steps"),
-        ("schedule", "final_lr_fraction"),
+    for path in (
+        *("data.sequence_length", "training.batch_size", "optimizer.lr", "optimizer.weight_decay"),
+        *("schedule.warmup_steps", "schedule.final_lr_fraction"),
     ):
-        assert getattr(getattr(config, section), key) == getattr(getattr(stated, section), key)
+        section, key = path.split(".")
+        assert getattr(getattr(config, section), key) == getattr(getattr(stated, section), key), path
+    # It takes a corpus with its own tokenizer.
+    (tmp_path / "text.txt").write_text("a narrow gauge\n" * 4000)
+    corpus = prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / "corpus")
+    config = make_config(values_of(f"train {name} --data {tmp_path / 'corpus'}"))
+    assert open_data(config.data.source, config.data.tokenizer).tokenizer.digest == corpus.tokenizer.digest
 
 
 def test_each_name_is_a_valid_configuration_wherever_a_file_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # no checkout is near
     assert shipped_names("training/config/shipped") == sorted(PUBLISHED)
     for name in config_names():
-        config = make_config(config_values(read_line(["train", name, "--recipe", "fp8"])))
+        config = make_config(values_of(f"train {name} --recipe fp8"))
         assert (config.model.name, config.recipe.name) == (name, "fp8")
     with pytest.raises(UserError, match="one that ships: gpt2-"):
         load_values(Path("gpt9"))
@@ -66,20 +72,10 @@ def test_a_plan_of_a_named_model_is_of_its_published_training():
 
 
 def test_what_is_given_stays_and_few_steps_shorten_the_warm_up():
-    given = config_values(
-        read_line(shlex.split("plan --model gpt2-124m --steps 500 --training.batch_size 8"))
-    )
+    given = values_of("plan --model gpt2-124m --steps 500 --training.batch_size 8")
     values, note = with_published(given)
     config = make_config(values)
     assert (config.training.steps, config.training.batch_size) == (500, 8)
     assert (config.data.sequence_length, config.schedule.warmup_steps) == (1024, 50)
     assert note.startswith("what the line leaves out is as published: github.com/karpathy/llm.c")
     assert with_published({"model": {"name": "debug"}}) == ({"model": {"name": "debug"}}, "")
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_ready_configuration_takes_a_corpus_with_its_own_tokenizer(name, tmp_path):
-    (tmp_path / "text.txt").write_text("a narrow gauge\n" * 4000)
-    corpus = prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / "corpus")
-    config = make_config(config_values(read_line(["train", name, "--data", str(tmp_path / "corpus")])))
-    assert open_data(config.data.source, config.data.tokenizer).tokenizer.digest == corpus.tokenizer.digest

@@ -1,3 +1,5 @@
+"""Parameters and FLOPs of a model: as published, as its tensors have them, and as torch counts."""
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,48 +26,37 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_counts(name):
-    assert count_parameters(model_config(name)) == PUBLISHED[name]
-
-
-@pytest.mark.tier("thorough", keep=set(model_names()) - {"qwen3-30b-a3b"})  # 6,144 experts
-@pytest.mark.parametrize("name", model_names())
-def test_count_equals_the_real_model(name):
-    config = model_config(name)
-    with torch.device("meta"):
-        model = Transformer(config)
-    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"norm": "layer"},
-        {"bias": True},
-        {"norm": "layer", "bias": True},
-        {"qkv_bias": True},
-        {"bias": True, "qkv_bias": False},
-        {"mlp": "gelu", "bias": True},
-        {"positions": "learned"},
-        {"tied_head": True},
-        {"head_dim": 32},
-        {"qk_norm": True, "head_dim": 32},
-        {"experts": 3, "bias": True, "mlp": "gelu"},
-    ],
-)
-def test_count_follows_every_choice(overrides):
-    config = model_config("debug", **overrides)
-    with torch.device("meta"):
-        model = Transformer(config)
-    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
-
-
-def test_a_token_meets_some_of_the_experts():
-    """Active parameters: 12.9 and 3.3 billion are published (arXiv 2401.04088; arXiv 2505.09388, table 2)."""
-    assert count_parameters(model_config("mixtral-8x7b"), active=True) == pytest.approx(12.9e9, rel=0.005)
-    assert count_parameters(model_config("qwen3-30b-a3b"), active=True) == pytest.approx(3.3e9, rel=0.02)
+def test_counts_are_those_that_are_published():
+    """And active parameters: 12.9 and 3.3 billion (arXiv 2401.04088; arXiv 2505.09388, table 2)."""
+    assert {name: count_parameters(model_config(name)) for name in PUBLISHED} == PUBLISHED
+    for name, active, near in (("mixtral-8x7b", 12.9e9, 0.005), ("qwen3-30b-a3b", 3.3e9, 0.02)):
+        assert count_parameters(model_config(name), active=True) == pytest.approx(active, rel=near)
     assert count_parameters(model_config("debug"), active=True) == count_parameters(model_config("debug"))
+
+
+CHOICES = [
+    {"norm": "layer"},
+    {"bias": True},
+    {"norm": "layer", "bias": True},
+    {"qkv_bias": True},
+    {"bias": True, "qkv_bias": False},
+    {"mlp": "gelu", "bias": True},
+    {"positions": "learned"},
+    {"tied_head": True},
+    {"head_dim": 32},
+    {"qk_norm": True, "head_dim": 32},
+    {"experts": 3, "bias": True, "mlp": "gelu"},
+]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_counts_equal_the_real_models(layers):
+    """Of every size, which is linear in its layers, and of every choice."""
+    configs = [model_config(name, layers=layers) for name in model_names()]
+    for config in [*configs, *(model_config("debug", layers=layers, **choice) for choice in CHOICES)]:
+        with torch.device("meta"):
+            model = Transformer(config)
+        assert count_parameters(config) == sum(p.numel() for p in model.parameters()), config
 
 
 @pytest.mark.parametrize("name", ["debug", "gpt2-debug", "moe-debug"])

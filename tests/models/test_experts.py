@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.models.experts import Experts
 
@@ -91,8 +90,3 @@ def test_balance_loss_is_of_all_layers_and_the_same_with_recomputation():
     p_ME = model.blocks[0].experts.router(hidden[0].flatten(0, 1)).softmax(-1)
     assert torch.allclose(balances[0], 5 * (shares[0] * p_ME.mean(0)).sum())
     assert shares[0].sum() == pytest.approx(2)  # each token is counted at each of its experts
-
-
-def test_more_experts_a_token_than_there_are_is_refused():
-    with pytest.raises(UserError, match=r"model.experts_per_token = 9 must be at most model.experts = 8"):
-        model_config("moe-debug", experts_per_token=9)

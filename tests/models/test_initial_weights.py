@@ -24,6 +24,7 @@ def test_published_models_keep_their_published_standard_deviation():
     assert {name for name, std in found.items() if std == 0} == set(OURS)
     assert found["gpt3-6.7b"] == found["gpt3-13b"] == 0.0099
     assert found["gpt2-124m"] == found["llama3-8b"] == found["qwen2.5-7b"] == found["mixtral-8x7b"] == 0.02
+    assert model_config("custom", **SMALL, dim=64, ffn_dim=96).initial_std == 0, "a rule by role"
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -37,6 +38,8 @@ def test_a_given_standard_deviation_holds_for_all_weights(name):
             std = 0.02 / math.sqrt(4) if writes else 0.02
             drawn = torch.empty(value.shape).normal_(0.0, std, generator=generator)
             assert torch.equal(value, drawn), parameter
+        else:
+            assert (value == (0 if parameter.endswith("bias") else 1)).all(), parameter
 
 
 def test_the_file_of_an_old_run_names_the_same_trajectory(tmp_path):
@@ -49,18 +52,21 @@ def test_the_file_of_an_old_run_names_the_same_trajectory(tmp_path):
     assert trajectory(make_config({})) != trajectory(old)
 
 
-def test_a_model_without_a_name_has_a_rule_by_role():
-    given = SMALL | {"dim": 64, "ffn_dim": 96}
-    assert model_config("custom", **given).initial_std == 0
-
-
-def test_values_are_a_function_of_the_seed_and_no_device_or_dtype():
-    config = model_config("debug", **SMALL, dim=128)
-    model = Transformer(config, torch.bfloat16).to(torch.bfloat16)
-    initialize(model, 5)
+@pytest.mark.parametrize("name", ["debug", "gpt2-debug"])
+def test_values_are_a_function_of_the_seed_and_no_device_or_dtype(name):
+    """Drawing them leaves torch's own generator alone."""
+    config, before = model_config(name, **SMALL, dim=128), torch.get_rng_state()
     values = values_of(config, 5)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, values[name].bfloat16()), name
+    narrow = Transformer(config, torch.bfloat16).to(torch.bfloat16)
+    with torch.device("meta"):
+        empty = Transformer(config)
+    torch.set_rng_state(before)
+    for model in (narrow, empty.to_empty(device="cpu")):
+        initialize(model, 5)
+        for key, parameter in model.named_parameters():
+            assert torch.equal(parameter, values[key].to(parameter.dtype)), key
+        assert (model.head.weight is model.embedding.weight) == config.tied_head
+    assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(values_of(config, 6)["embedding.weight"], values["embedding.weight"])
 
 
@@ -68,7 +74,6 @@ def test_values_are_a_function_of_the_seed_and_no_device_or_dtype():
 @pytest.mark.parametrize("name", OURS)
 def test_each_role_has_its_standard_deviation(name, dim):
     config = model_config(name, **SMALL, dim=dim)
-    assert config.initial_std == 0
     unit = 1 / math.sqrt(dim)
     embedding = unit / 2 if config.tied_head else 0.2
     roles = {"embedding": embedding, "position_embedding": embedding, "head": unit}
@@ -83,8 +88,7 @@ def test_each_role_has_its_standard_deviation(name, dim):
         assert value.std().item() == pytest.approx(expected, rel=error), parameter
 
 
-@pytest.mark.parametrize("name", ["debug", "ladder-1m"])
-@pytest.mark.parametrize("dim", [64, 768])
+@pytest.mark.parametrize(("name", "dim"), [("debug", 64), ("debug", 768), ("ladder-1m", 64)])
 def test_every_weight_has_a_gradient_in_the_first_step(name, dim):
     model = Transformer(model_config(name, **SMALL, dim=dim))
     initialize(model, 0)

@@ -1,3 +1,5 @@
+"""Attention, rotary positions and norms against their formulas."""
+
 import math
 
 import pytest
@@ -26,10 +28,9 @@ def test_grouped_attention_equals_the_formula():
 
 
 def test_rope_makes_products_depend_on_distance_only():
-    config = model_config("debug")
-    table = rope_table(config, 40, torch.device("cpu"))
+    table = rope_table(model_config("debug"), 40, torch.device("cpu"))
     q_H, k_H = normal(64), normal(64, seed=1)
-    q_TH, k_TH = rotary(q_H.expand(1, 1, 40, 64), table)[0, 0], rotary(k_H.expand(1, 1, 40, 64), table)[0, 0]
+    q_TH, k_TH = (rotary(x.expand(1, 1, 40, 64), table)[0, 0] for x in (q_H, k_H))
     scores_TT = q_TH @ k_TH.T
     for distance in (0, 3, 20):
         diagonal = scores_TT.diagonal(-distance)
@@ -39,16 +40,12 @@ def test_rope_makes_products_depend_on_distance_only():
 
 
 def test_rope_scaling_stretches_slow_turns_and_leaves_fast_ones():
-    plain = model_config("llama3-1b", rope_factor=1.0)
-    scaled = model_config("llama3-1b")
-    angle = torch.stack([rope_table(c, 2, torch.device("cpu"))[:, 1] for c in (plain, scaled)])
+    configs = model_config("llama3-1b", rope_factor=1.0), model_config("llama3-1b")
+    angle = torch.stack([rope_table(c, 2, torch.device("cpu"))[:, 1] for c in configs])
     freqs = torch.atan2(angle[:, 1], angle[:, 0])
-    turns = 8192 * freqs[0] / (2 * math.pi)
-    ratio = freqs[0] / freqs[1]
-    torch.testing.assert_close(ratio[turns > 4], torch.ones(int((turns > 4).sum())))
-    torch.testing.assert_close(
-        ratio[turns < 1], torch.full((int((turns < 1).sum()),), 32.0), rtol=1e-4, atol=0
-    )
+    turns, ratio = 8192 * freqs[0] / (2 * math.pi), freqs[0] / freqs[1]
+    torch.testing.assert_close(ratio[turns > 4], torch.ones_like(ratio[turns > 4]))
+    torch.testing.assert_close(ratio[turns < 1], torch.full_like(ratio[turns < 1], 32.0), rtol=1e-4, atol=0)
     between = ratio[(turns > 1) & (turns < 4)]
     assert len(between) > 0
     assert ((between > 1) & (between < 32)).all()
@@ -62,11 +59,9 @@ def test_norms_equal_their_formulas_and_emit_the_compute_dtype(name):
         if norm.bias is not None:
             norm.bias.copy_(normal(256, seed=2))
     x = (normal(2, 3, 256) * 7 + 2).double()
-    if name == "debug":
-        expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
-    else:
-        centred = x - x.mean(-1, keepdim=True)
-        expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+    centred = x if name == "debug" else x - x.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    expected = expected if norm.bias is None else expected + norm.bias
     y = norm(x.float())
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)

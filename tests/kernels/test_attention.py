@@ -1,16 +1,18 @@
-"""Attention in C on a CPU: the bits of its twin in torch, close to float64, the same for any cut."""
+"""Attention on a CPU in C: the bits of its twin, the same for any cut; and which of torch's are allowed."""
 
 import subprocess
 
 import pytest
 import torch
 
+from kernels.common import INF, NAN, assert_same, assert_same_for_threads, needs_c, of_traced_code
 from narrowgauge.kernels import choose_attention
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.attention import in_order as way
+from narrowgauge.kernels.dispatch import attention_backends
 from narrowgauge.quantization.passes import build, c_call
 
-needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 SHAPES = [(2, 4, 2, 37, 32), (1, 1, 1, 2, 16), (2, 3, 1, 16, 48), (1, 2, 2, 130, 64)]  # B, N, K, T, H
 
 
@@ -27,32 +29,30 @@ def operands(B, N, K, T, H, size=1.0):
     return *(x.transpose(1, 2) for x in (q, k, v)), grad
 
 
-def outcome(shape, size=1.0):
-    """y, its row statistics and the gradients of q, k and v."""
-    q, k, v, grad = operands(*shape, size=size)
-    y, stats = way.forward(q, k, v)
-    return y, stats, *way.backward(q, k, v, y, stats, grad)
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def outcomes(*shapes, size=1.0):
+    """y, its row statistics and the gradients of q, k and v, of each shape."""
+    found = []
+    for shape in shapes:
+        q, k, v, grad = operands(*shape, size=size)
+        y, stats = way.forward(q, k, v)
+        found += [y, stats, *way.backward(q, k, v, y, stats, grad)]
+    return found
 
 
 @needs_c
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1.0, 6.0])
-def test_c_gives_the_bits_of_the_twin(shape, size, monkeypatch):
-    found = outcome(shape, size)
+def test_attention_in_c_gives_the_bits_of_the_twin(size, monkeypatch):
+    found = outcomes(*SHAPES, size=size)
     monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
     assert not way.has_c()
-    assert same(found, outcome(shape, size))
+    assert_same(found, outcomes(*SHAPES, size=size))
 
 
 @needs_c
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("flags", ["-mno-avx512f -mavx2 -mfma", "-mno-avx -mno-fma"])
 def test_other_vector_widths_give_the_same_bits(flags, tmp_path, monkeypatch):
-    here = [outcome(shape) for shape in SHAPES]
+    here = outcomes(*SHAPES)
     probe = tmp_path / "empty.c"
     probe.write_text("")
     known = [*build.compiler(), "-march=native", *flags.split(), "-c", str(probe), "-o", str(tmp_path / "o")]
@@ -64,21 +64,16 @@ def test_other_vector_widths_give_the_same_bits(flags, tmp_path, monkeypatch):
     library = c_call.c_library.__wrapped__()
     assert library is not None
     monkeypatch.setattr(way, "c_library", lambda: library)
-    assert all(same(a, outcome(shape)) for a, shape in zip(here, SHAPES, strict=True))
+    assert_same(outcomes(*SHAPES), here)
 
 
 @needs_c
 def test_threads_and_batches_change_nothing(monkeypatch):
-    whole = outcome((4, 4, 2, 37, 32))
-    monkeypatch.setattr(way, "A_THREAD", 1000)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert same(whole, outcome((4, 4, 2, 37, 32)))
-    finally:
-        torch.set_num_threads(before)
-    q, k, v, _ = operands(4, 4, 2, 37, 32)
-    assert torch.equal(way.forward(q[1:2], k[1:2], v[1:2])[0], whole[0][1:2])
+    shape = (4, 4, 2, 37, 32)
+    in_order = "narrowgauge.kernels.attention.in_order.A_THREAD"
+    assert_same_for_threads(lambda: outcomes(shape), in_order, monkeypatch)
+    q, k, v, _ = operands(*shape)
+    assert torch.equal(way.forward(q[1:2], k[1:2], v[1:2])[0], outcomes(shape)[0][1:2])
 
 
 def gradients(function, q, k, v, grad):
@@ -105,7 +100,7 @@ def test_it_is_as_close_to_float64_as_torchs_kernel(shape, in_order):
 @needs_c
 def test_what_is_not_finite_stays_so_and_stays_in_its_head(in_order):
     q, k, v, _ = operands(2, 2, 2, 24, 32)
-    for changes, bad in [(q, float("nan")), (q, float("inf")), (k, float("nan")), (v, float("inf"))]:
+    for changes, bad in [(q, NAN), (q, INF), (k, NAN), (v, INF)]:
         changed = changes.clone()
         changed[0, 1, 5, 3] = bad
         y = attend(*(changed if one is changes else one for one in (q, k, v)))
@@ -127,19 +122,59 @@ def test_what_it_does_not_compute_is_left_to_torch(why, in_order):
 
 
 @needs_c
-@pytest.mark.tier("thorough")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
+@of_traced_code
 def test_a_compiled_graph_has_the_same_bits(in_order):
-    def loss(q, k, v):
-        return attend(q, k, v).float().square().sum()
-
-    compiled = torch.compile(loss)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for chosen in ("in-order", "torch"):  # the second choice makes other code
         choose_attention(chosen)
-        found = []
-        for function in (loss, compiled):
-            leaves = [x.detach().requires_grad_() for x in operands(2, 4, 2, 37, 32)[:3]]
-            function(*leaves).backward()
-            found.append([x.grad for x in leaves])
-        assert same(*found)
+        assert_same(*(gradients(f, *operands(2, 4, 2, 37, 32)) for f in (attend, compiled)))
+
+
+def allowed():
+    """The backends of torch's attention that are enabled now."""
+    cuda = torch.backends.cuda
+    asked = {
+        "cudnn": cuda.cudnn_sdp_enabled,
+        "flash": cuda.flash_sdp_enabled,
+        "efficient": cuda.mem_efficient_sdp_enabled,
+        "math": cuda.math_sdp_enabled,
+    }
+    return {name for name, is_enabled in asked.items() if is_enabled()}
+
+
+@pytest.mark.parametrize(
+    ("device", "has_mask", "strict", "has_cudnn"),
+    [
+        (GPU, False, False, True),
+        (GPU, True, False, False),
+        (GPU, False, True, False),
+        (CPU, True, False, True),
+    ],
+)
+def test_torch_keeps_its_order_of_attentions_without_cudnn_where_it_is_unfit(
+    device, has_mask, strict, has_cudnn
+):
+    """With a mask, and under strict determinism, where it adds in any order."""
+    torch.use_deterministic_algorithms(strict)
+    order = torch._C._get_sdp_priority_order()
+    try:
+        with attention_backends(device, has_mask):
+            assert allowed() == {"flash", "efficient", "math"} | ({"cudnn"} if has_cudnn else set())
+            assert not has_cudnn or torch._C._get_sdp_priority_order() == order
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_any_order_gives_the_attention(kv_heads, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 24, 16, generator=g)
+    k, v = torch.randn(2, 2, kv_heads, 24, 16, generator=g)
+    plain, asked = attend(q, k, v), []
+    monkeypatch.setattr(
+        "narrowgauge.kernels.attention.attention.attention_backends",
+        lambda device, has_mask: asked.append(device) or attention_backends(GPU, has_mask=True),
+    )
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=False)
+    assert_same([attend(q, k, v), compiled(q, k, v)], [plain, plain])
+    assert asked

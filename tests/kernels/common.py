@@ -1,0 +1,73 @@
+"""What several tests of kernels share: numbers, their comparison, and models whose matmuls are native."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import Linear, convert
+from narrowgauge.quantization.passes import build
+from narrowgauge.recipes import recipe
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN, INF = float("nan"), float("inf")
+TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 32, "vocab_size": 31, "max_sequence_length": 16}
+HAS_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+needs_products = pytest.mark.skipif(not HAS_PRODUCTS, reason="torch before 2.13 has no CPU kernel")
+of_traced_code = pytest.mark.filterwarnings(  # of torch's own tracing
+    "ignore::DeprecationWarning", "ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function"
+)
+needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_bits(a, b):
+    """Equal bit for bit; any NaN is any other, of whatever sign."""
+    if a is None or b is None:
+        return a is b
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
+
+
+def assert_same(ours, theirs):
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert same_bits(a, b), i
+
+
+def assert_c_is_torch(outcome, monkeypatch):
+    """`outcome` gives tensors and the name of the autograd function that made them."""
+    found, name = outcome()
+    assert "InC" in name
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+    plain, name = outcome()
+    assert "InC" not in name
+    assert_same(found, plain)
+
+
+def assert_same_for_threads(run, share, monkeypatch):
+    """`run` gives the same bits where three threads share the work; `share` names how much one gets."""
+    one, before = run(), torch.get_num_threads()
+    monkeypatch.setattr(share, 1000)
+    torch.set_num_threads(3)
+    try:
+        assert_same(run(), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def native(name, device, keeps_head=True):
+    """A model whose matmuls are native: torch has those with a scale a tensor on a CPU as well."""
+    model = Transformer(model_config("debug", **TINY), torch.bfloat16)
+    initialize(model, 0)
+    convert(model.to(device), recipe(name).with_places({} if keeps_head else {"keep": "none"}))
+    for module in model.modules():
+        if isinstance(module, Linear) and not (keeps_head and module is model.head):
+            module.spec = replace(module.spec, native=True)
+    return model
