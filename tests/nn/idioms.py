@@ -79,6 +79,10 @@ READS = {name: lambda m, read=read: read(m[0].weight) for name, read in READS_OF
 READS |= {
     "linear_by_hand": lambda m: functional.linear(batch(), m[0].weight, m[0].bias),
     "parameters_to_vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "averages": lambda m: [
+        p.detach().clone().mul_(0.9).add_(p, alpha=0.1).lerp_(p, 0.5) for p in m.parameters()
+    ],
+    "copies_in_a_plain_weight": lambda m: torch.empty(64, 32).copy_(m[0].weight.detach()),
     "foreach_norms": lambda m: torch._foreach_norm([p.detach() for p in m.parameters()]),
     "saved_parameters": lambda m: through_torch(dict(m.named_parameters())),
     "safetensors_of_a_state_dict": lambda m: through_safetensors(m.state_dict()),
@@ -95,23 +99,6 @@ def idiom(kind):
         return function
 
     return add
-
-
-@idiom(READS)
-def shadow_average(m):
-    shadow = [p.detach().clone() for p in m.parameters()]
-    for s, p in zip(shadow, m.parameters(), strict=True):
-        s.mul_(0.9).add_(p.detach(), alpha=0.1).lerp_(p, 0.5)
-    return shadow
-
-
-@idiom(READS)
-def teacher_from_parameters(m):
-    teacher = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    with torch.no_grad():
-        for t, p in zip(teacher.parameters(), m.parameters(), strict=True):
-            t.copy_(p)
-    return teacher(batch())
 
 
 def a_parent_that_reads_the_weight(m):
@@ -189,15 +176,9 @@ def hooks(m):
 
 
 @idiom(GRADIENTS)
-def clipping_by_value(m):
+def gradients_changed_in_place(m):
     loss_of(m).backward()
     nn.utils.clip_grad_value_(m.parameters(), 1e-3)
-    return grads(m)
-
-
-@idiom(GRADIENTS)
-def gradients_scaled_in_place(m):
-    loss_of(m).backward()
     for p in m.parameters():
         p.grad.mul_(0.5)
     return grads(m)

@@ -34,8 +34,6 @@ WRITES_TO_WEIGHT = {
     "fill": lambda w: w.fill_(0.5),
     "initialize_constant": lambda w: nn.init.constant_(w, 0.25),
     "initialize_normal": seeded(lambda w: w.data.normal_(std=0.02)),
-    "initialize_xavier": seeded(nn.init.xavier_uniform_),
-    "initialize_truncated": seeded(nn.init.trunc_normal_, std=0.02),
     "initialize_orthogonal": seeded(nn.init.orthogonal_),
     "copy_into_data": lambda w: w.data.copy_(w.flip(0).clone()),
     "assign_data": lambda w: setattr(w, "data", w.data * 0.5),
@@ -63,13 +61,6 @@ def write_a_slice(m):
     m[0].weight[:, :4] = 0
     m[0].weight.data[0].zero_()
     m[2].weight.view(-1)[::3] = 0.01
-
-
-@write
-def sharpness_aware_minimization(m):
-    kept = weights(m)
-    m[0].weight.add_(m[0].weight.sign(), alpha=0.01)
-    m[0].weight.copy_(kept[0])
 
 
 @write

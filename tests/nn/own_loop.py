@@ -16,6 +16,7 @@ ROWS = {
     "`nn.init`, writing to a weight in place",  # idioms_of_writing.py, as the next one
     "averaged weights (`AveragedModel`)",
     "a second derivative (gradient penalties, Hessians)",  # test_second_derivative.py
+    "adapters around a layer (LoRA)",  # test_own_loop.py: as PEFT lays them
     "Hugging Face `Trainer`",  # integrations/test_transformers.py
 }
 

@@ -187,15 +187,3 @@ def test_a_mistake_is_refused_before_anything_changes(mistake):
     with pytest.raises(UserError, match=words):
         convert(model, **({"recipe": "fp8"} | arguments))
     assert not any(isinstance(m, Linear) for m in model.modules())
-
-
-@pytest.mark.parametrize("second", ["fp32", "nvfp4"])
-def test_converting_again_takes_the_new_recipe(second):
-    model = convert(convert(make().eval(), "fp8"), second)
-    fresh = convert(make().eval(), second)
-    assert narrow(model) == narrow(fresh)
-    for m in (model, fresh):
-        m(IDS).square().sum().backward()
-    assert torch.equal(model(IDS), fresh(IDS))
-    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)

@@ -39,18 +39,13 @@ def test_no_tokens_no_gradient(name):
 
 @pytest.mark.parametrize("name", ["fp32", "fp8-delayed", "fp8-row-hp", "mxfp4-amd", "quartet"])
 def test_micro_batches_add_up_to_the_batch_where_blocks_lie_within(name):
-    x, dy = batch(2, 64)
-    x.requires_grad_()
-    layer = make(name)
-    y, dx, dw, _ = steps(layer, x, dy)[4:]
+    layer, (x, dy) = make(name), batch(2, 64)
+    y, dx, dw, _ = steps(layer, x.requires_grad_(), dy)[4:]
     parts = []
     for i in range(2):
         set_step(layer, 0, 2, i)
         part = x[i : i + 1].detach().requires_grad_()
-        layer.zero_grad()
-        parts.append((layer(part), part))
-        parts[i][0].backward(dy[i : i + 1])
-        parts[i] = (parts[i][0], part.grad, layer.weight.grad)
+        parts.append(steps(layer, part, dy[i : i + 1], numbers=(None,))[:3])
     ys, dxs, dws = zip(*parts, strict=True)
     torch.testing.assert_close(torch.cat(ys), y, rtol=2 * HALF_ULP, atol=1e-5)
     torch.testing.assert_close(torch.cat(dxs), dx, rtol=2 * HALF_ULP, atol=1e-5)
