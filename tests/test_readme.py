@@ -21,7 +21,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
-from narrowgauge.recipes import parse_recipe
+from narrowgauge.recipes import Device, choose_backend, parse_recipe
 from narrowgauge.training import make_config
 from nn import test_own_loop, test_own_loop_state
 from nn.own_loop import PAGE as OWN_LOOP
@@ -147,6 +147,13 @@ def test_tables_name_what_exists_and_links_of_the_readme_lead_somewhere():
     assert set(first_column("reading-order.md", "The rooms")) == folders
     for target in re.findall(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)", README):
         assert (ROOT / target).exists(), target
+    card = (DOCS / "how-to" / "fp8-on-a-4090.md").read_text(encoding="utf-8")
+    ada = Device(maker="nvidia", capability=(8, 9), library=(13, 0))
+    native = [name for name in ng.recipe_names() if choose_backend(ng.recipe(name), ada).name == "native"]
+    assert re.findall(r"`([^`]+)`", re.search(r"^\| native \| (.*) \|$", card, re.MULTILINE)[1]) == native
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1].split("\n\n")[0]
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"faults.md"}
+    assert pages <= {*re.findall(r"[\w./-]+\.md\b", listed)}, "a page is in no navigation"
 
 
 @pytest.mark.tier("thorough")  # trains

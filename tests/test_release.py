@@ -110,14 +110,5 @@ def test_a_matrix_is_filled_in_and_its_conditions_are_read(tmp_path, monkeypatch
     assert workflows.runs(sys.executable)
 
 
-def test_a_result_takes_the_place_of_the_reason_why_there_was_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "ROWS", tmp_path / "versions.csv")
-    none = dict.fromkeys(versions.COLUMNS, "")
-    versions.keep([none | {"tool": "torch", "version": v, "note": "no wheel"} for v in ("2.12.1", "2.15.0")])
-    result = {"tool": "torch", "version": "2.15.0", "torch": "2.15.0", "python": "3.11.7", "passed": "7"}
-    found = [(row["version"], row["passed"], row["note"]) for row in versions.keep([none | result])]
-    assert found == [("2.12.1", "", "no wheel"), ("2.15.0", "7", "")]
-
-
 def test_pages_that_are_made_of_rows_are_what_the_rows_make():
     assert versions.PAGE.read_text(encoding="utf-8") == versions.page(versions.read())

@@ -80,6 +80,12 @@ def test_what_is_no_character_left_out(tmp_path):
     """A model keeps what it has a token for, and a rule of its own may remove characters."""
     model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>")
     assert loaded(tmp_path, model, pre_tokenizers.Whitespace()).encode("a\u00efa") == [1, 0, 1]
+    few, every = {"a": 0, "<0xC3>": 1}, {"a": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    tokenizer = loaded(tmp_path, models.BPE(vocab=every, merges=[], byte_fallback=True))
+    assert tokenizer.encode("a\u00ef") == [0, 0xC3 + 1, 0xAF + 1], "bytes stand for what is unknown"
+    tokenizer = loaded(tmp_path, models.BPE(vocab=few, merges=[], byte_fallback=True))
+    with pytest.raises(UserError, match="no token for '\u00ef'"):
+        tokenizer.encode("a\u00ef")
     cutter, model = pre_tokenizers.Split("-", "removed"), models.BPE(vocab={"a": 0, "b": 1}, merges=[])
     tokenizer = loaded(tmp_path, model, cutter, normalizer=normalizers.Lowercase(), decoder=decoders.Fuse())
     assert tokenizer.encode("A-b") == [0, 1]
