@@ -29,7 +29,7 @@ def in_steps(steps: Iterable[int], spoil: Callable[[Trainer], Undo]) -> None:
     at, take = set(steps), Trainer.train_step
 
     def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        if self.step + 1 not in at:
+        if self.step + 1 not in at or next(self.model.parameters()).is_meta:  # the memory estimate
             return take(self, *args, **kwargs)
         undo = spoil(self)
         try:
@@ -144,7 +144,7 @@ def stop(steps: Iterable[int], how: str, micro_batch: int = 0) -> None:
             if how == "raise":
                 raise RuntimeError("the fault that was asked for")
             if how == "die":
-                os._exit(137)
+                os.kill(os.getpid(), signal.SIGKILL)
             if how == "wait":
                 time.sleep(3600)
 
@@ -204,29 +204,6 @@ def clock(after_s: float, back_s: float) -> None:
     time.time = lambda: now() - (back_s if time.monotonic() - start > after_s else 0)
 
 
-def record_syncs(file: str) -> None:
-    """Every fsync and rename is written down in its order, as strace would."""
-    lock, sync = threading.Lock(), os.fsync
-
-    def write(*words: str) -> None:
-        with lock, open(file, "a") as out:
-            out.write("\t".join(words) + "\n")
-
-    def fsync(descriptor: Any) -> None:
-        sync(descriptor)
-        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
-        write("fsync", os.readlink(f"/proc/self/fd/{number}"))
-
-    def recorded(rename: Callable[..., None]) -> Callable[..., None]:
-        def do(old: Any, new: Any, **more: Any) -> None:
-            rename(old, new, **more)
-            write("rename", os.path.abspath(old), os.path.abspath(new))
-
-        return do
-
-    os.fsync, os.rename, os.replace = fsync, recorded(os.rename), recorded(os.replace)
-
-
 def record_points(file: str) -> None:
     """Every crash point that is passed is written down, as NARROWGAUGE_CRASH_AT would name it."""
 
@@ -249,7 +226,6 @@ KINDS = (
     slow_disk,
     clock,
     record_tokens,
-    record_syncs,
     record_points,
 )
 

@@ -1,113 +1,57 @@
-"""C. Damaged and hostile files: refused by name, never executed, and the run continues from what is sound."""
+"""C. Files that are damaged, hostile or of another run: refused by name, never executed, and the run goes on
+from what is sound.
 
+`checkpoint/store` shows each kind of damage in each file without a run.
+"""
+
+import json
 import os
+import pickle
 import shutil
 
 import pytest
 
-from narrowgauge.checkpoint import newest_valid
-from support.fault_runs import flip_a_bit, newest
+from narrowgauge.checkpoint import newest_valid, read_manifest
+from support.fault_runs import contents, flip_a_bit, newest
 from support.fault_table import RANKS, case
+from support.hostile import MALFORMED, Bomb, forge
 
 SHORT = {"training.steps": 12, "checkpoint.every": 3}
+STATE, MANIFEST = "state.json", "manifest.json"
 
 
-def continues_from_before(runs, out, ranks, named):
-    """The newest step is passed over, its file named, and the run ends as the undisturbed one."""
-    ended = runs.finish(runs.words(SHORT), out, ranks)
-    assert f"passed over: {named}" in ended.out
-    assert "after step 9" in ended.out
-    assert runs.look(out).trajectory == runs.undisturbed(SHORT, ranks).trajectory
+def of_another_run(runs, step):
+    other = runs.undisturbed(SHORT | {"training.seed": 1}).path
+    shutil.rmtree(step)
+    shutil.copytree(newest(other), step)
 
 
-@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
-@case("C1", tier="quick")
-@RANKS
-def test_one_flipped_bit_in_each_file_of_the_newest_checkpoint(runs, tmp_path, ranks):
-    runs.copy(tmp_path / "run", SHORT, ranks)
-    names = sorted(os.listdir(newest(tmp_path / "run")))
-    assert {"manifest.json"} < set(names)
-    for name in names:
-        out = tmp_path / f"flipped-{name}"
-        runs.copy(out, SHORT, ranks)
-        flip_a_bit(newest(out) / name)
-        continues_from_before(runs, out, ranks, f"{out}/checkpoints/step-12/{name}")
-
-
-def cut(file):
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def grown(file):
-    with file.open("ab") as stream:
-        stream.write(b"\0")
-
-
-def of_another_step(file):
-    (older,) = (p for p in file.parent.parent.glob("step-*") if p != file.parent)
-    shutil.copy(older / file.name, file)
-
-
+#: What is done to the newest step, and the file of it that is named.
 DAMAGE = {
-    "cut": cut,
-    "grown": grown,
-    "empty": lambda file: os.truncate(file, 0),
-    "missing": os.unlink,
-    "of another step": of_another_step,
-    "garbage": lambda file: file.write_bytes(os.urandom(500)),
+    "flipped": (lambda runs, step: flip_a_bit(step / MANIFEST), MANIFEST),
+    "cut": (lambda runs, step: os.truncate(step / STATE, 5), STATE),
+    "missing": (lambda runs, step: (step / STATE).unlink(), STATE),
+    "garbage": (lambda runs, step: (step / MANIFEST).write_bytes(os.urandom(500)), MANIFEST),
+    "more": (lambda runs, step: (step / "more.safetensors").touch(), "more.safetensors"),
+    "of another step": (
+        lambda runs, step: shutil.copy(step.with_name("step-9") / STATE, step / STATE),
+        STATE,
+    ),
+    "of another run": (of_another_run, MANIFEST),
 }
 
 
-@case("C2")
+@case("C1", "C2")
 @RANKS
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_each_file_damaged_in_each_way(runs, tmp_path, damage, ranks):
-    runs.copy(tmp_path / "run", SHORT, ranks)
-    for name in sorted(os.listdir(newest(tmp_path / "run"))):
-        out = tmp_path / f"{damage}-{name}"
-        runs.copy(out, SHORT, ranks)
-        before = (newest(out) / name).read_bytes()
-        DAMAGE[damage](newest(out) / name)
-        if (newest(out) / name).exists() and (newest(out) / name).read_bytes() == before:
-            continue  # a file that is the same in both steps
-        continues_from_before(runs, out, ranks, f"{out}/checkpoints/step-12/{name}")
-
-
-@case("C2")
-@RANKS
-def test_a_file_that_does_not_belong_there(runs, out, ranks):
+def test_a_damaged_step_is_passed_over_and_named(runs, out, damage, ranks):
     runs.copy(out, SHORT, ranks)
-    (newest(out) / "more.safetensors").write_bytes(b"")
-    continues_from_before(runs, out, ranks, f"{out}/checkpoints/step-12/more.safetensors")
-
-
-@pytest.mark.tier("thorough")  # checkpoint/store/ shows it without a run
-@case("C2", tier="quick")
-@RANKS
-def test_a_checkpoint_of_another_run_is_passed_over(runs, out, ranks):
-    other = runs.undisturbed(SHORT | {"training.seed": 1, "training.steps": 15}, ranks).path
-    runs.copy(out, SHORT, ranks)
-    shutil.copytree(newest(other), out / "checkpoints" / "step-15")
+    change, name = DAMAGE[damage]
+    change(runs, newest(out))
     ended = runs.finish(runs.words(SHORT), out, ranks)
-    assert "step-15/manifest.json is of run" in ended.out
-    assert runs.look(out).trajectory[0] == runs.undisturbed(SHORT, ranks).trajectory[0]
-
-
-@case("C3", tier="thorough")
-@RANKS
-def test_when_all_checkpoints_are_damaged_nothing_is_trained(runs, out, ranks):
-    look = runs.copy(out, SHORT, ranks)
-    lines = look.lines
-    for step in (9, 12):
-        name = max(os.listdir(out / "checkpoints" / f"step-{step}"))  # any file of it
-        flip_a_bit(out / "checkpoints" / f"step-{step}" / name)
-    ended = runs.start(runs.words(SHORT), out, ranks).wait(60)
-    assert set(ended.codes) == {2}
-    sentences = set(ended.err.splitlines())
-    assert len(sentences) == 1, "one sentence, whichever rank says it"
-    for words in ("step-9/", "step-12/", "delete that directory to start over"):
-        assert words in ended.err
-    assert look.lines == lines, "the record of what was done stays"
+    assert f"passed over: {out}/checkpoints/step-12/{name}" in ended.out
+    assert "after step 9" in ended.out
+    assert runs.look(out).trajectory == runs.undisturbed(SHORT, ranks).trajectory
 
 
 @case("C4")
@@ -121,7 +65,7 @@ def test_going_back_and_killed_on_the_way_over_the_same_steps(runs, out, future,
     if future == "deleted":
         shutil.rmtree(checkpoints / "step-12")
     elif future == "damaged":
-        flip_a_bit(checkpoints / "step-12" / "manifest.json")
+        flip_a_bit(checkpoints / "step-12" / MANIFEST)
     else:
         (checkpoints / "step-12").rename(checkpoints / "step-21")
     for point in ("synced:state.json", "sealed", "publish"):
@@ -132,3 +76,82 @@ def test_going_back_and_killed_on_the_way_over_the_same_steps(runs, out, future,
     assert look.trajectory == runs.undisturbed(SHORT, ranks).trajectory
     assert newest_valid(checkpoints) == (checkpoints / "step-12", [])
     assert not list(checkpoints.glob("*.tmp-*"))
+
+
+@pytest.fixture
+def bomb(tmp_path):
+    """The bytes of a live pickle, which must not go off."""
+    data = pickle.dumps(Bomb(tmp_path / "exploded"))
+    pickle.loads(data)
+    (tmp_path / "exploded").rmdir()
+    yield data
+    assert not (tmp_path / "exploded").exists(), "something was executed"
+
+
+@case("C5", "C6")
+@pytest.mark.parametrize("kind", ["pickle", *list(MALFORMED)[:5]])
+def test_a_sealed_step_with_a_hostile_file_is_refused_in_little_memory(runs, tmp_path, bomb, kind):
+    names = [*sorted(read_manifest(newest(runs.undisturbed(SHORT).path)).files), "model.pt", ".metadata"]
+    for name in names if kind == "pickle" else ["model.safetensors"]:
+        out = tmp_path / name
+        runs.copy(out, SHORT)
+        data = bomb if kind == "pickle" else MALFORMED[kind]
+        forge(newest(out), {name: data}, read_manifest(newest(out)).run_id)
+        ended = runs.start(runs.words(SHORT), out, memory=12 << 30).wait(60)
+        assert set(ended.codes) <= {0, 2}, ended.err
+        assert name in ended.out + ended.err
+        assert "Traceback" not in ended.err
+
+
+#: Another value in the same line, and the name that the refusal says.
+OTHER = {
+    "optimizer.lr": ("0.01", "optimizer.lr"),
+    "recipe.name": ("mxfp8", "recipe.name"),
+    "recipe.fprop.x": ("bf16", "recipe"),
+    "training.seed": ("7", "training.seed"),
+    "data.tokenizer": ("bpe-270", "data.tokenizer"),
+    "model.ffn_dim": ("96", "model.ffn_dim"),
+}
+
+
+def but_the_lock(directory):
+    return {name: data for name, data in contents(directory) if name != ".lock"}
+
+
+@case("C7", tier="thorough")
+@RANKS
+def test_another_configuration_is_refused_by_name_or_allowed_by_name(runs, out, ranks):
+    look = runs.copy(out, SHORT, ranks)
+    before = but_the_lock(out)
+    for key, (value, named) in OTHER.items():
+        more = ["--model.vocab_size", "300"] if key == "data.tokenizer" else []
+        ended = runs.start([*runs.words(SHORT), f"--{key}", value, *more], out, ranks).wait()
+        assert set(ended.codes) == {2}, ended.err
+        assert named in ended.err or (more and "model.vocab_size" in ended.err)
+        assert but_the_lock(out) == before
+    words = [*runs.words(SHORT), "--optimizer.lr", "0.01", "--training.steps", "18"]
+    one = runs.start([*words, "--allow-change", "optimizer.lr"], out, ranks).wait()
+    assert set(one.codes) == {2}, "the other change was not allowed"
+    assert "training.steps" in one.err
+    runs.finish([*words, "--allow-change", "optimizer.lr,training.steps"], out, ranks)
+    assert look.column("step") == list(range(1, 19))
+    assert look.column("loss")[:12] == runs.undisturbed(SHORT, ranks).column("loss")
+    assert "optimizer.lr" in json.dumps(look.lines)
+
+
+@case("C7")
+@pytest.mark.parametrize("what", ["data", "recipe"])
+def test_another_text_under_the_same_name_is_refused(runs, out, text, tmp_path, what):
+    source, recipe = tmp_path / "text", tmp_path / "mine.toml"
+    shutil.copytree(text, source)
+    recipe.write_text("[fprop]\nx = 'mxfp8'\n")
+    words = runs.words(SHORT | {"data.source": source, "recipe.name": recipe})
+    runs.finish(words, out)
+    (out / "status.json").unlink()
+    if what == "data":
+        (source / "00.txt").write_text("something else\n" * 10)
+    else:
+        recipe.write_text("[fprop]\nx = 'mxfp4'\n")
+    ended = runs.start(words, out).wait()
+    assert ended.codes == [2]
+    assert ("restore text and tokenizer" if what == "data" else "another text of recipe") in ended.err

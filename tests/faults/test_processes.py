@@ -1,5 +1,6 @@
-"""G2 to G8. Processes: stopped, failing, starved, leaking, and started next to what others left."""
+"""F6 and G2 to G8. Processes: killed, stopped, starved, leaking, badly started, without room for records."""
 
+import json
 import os
 import resource
 import signal
@@ -10,59 +11,30 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.checkpoint import steps
-from support.fault_jobs import alive
-from support.fault_table import RANKS, case
-from support.launch_environments import CONTRADICTIONS, env
+from support.fault_jobs import alive, descendants
+from support.fault_table import LATER, RANKS, case
 
 
-@pytest.mark.tier("nightly", keep=("0",))
 @case("G2", tier="thorough")
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
-def test_a_rank_that_is_stopped_is_found_with_the_stacks_of_the_others(runs, out, victim, ranks):
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=LATER)])
+def test_a_rank_that_is_stopped_is_found_with_the_stack_of_the_other(runs, out, victim):
     words = [*runs.words({"training.steps": 400}), "--training.hang_timeout", "4"]
-    job = runs.torchrun(words, out, ranks)
-    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(6))
-    start = time.monotonic()
-    ended = job.send(signal.SIGSTOP, rank=victim).wait(60)
+    job = runs.start(words, out, 2).until(runs.look(out).has_step(6)).send(signal.SIGSTOP, rank=victim)
+    job.until(lambda: not job.processes[1 - victim].is_running)
+    ended = job.send(signal.SIGKILL, rank=victim).wait()
     assert ended.failed
-    assert time.monotonic() - start < 40
     assert f"rank {victim}" in ended.err
     stacks = out / "hang" / f"rank-{1 - victim}.txt"
     assert 'File "' in stacks.read_text(), "where the other one waited"
     assert runs.look(out).status["status"] == "failed"
-    assert not job.left
-    again = runs.start(words, out, ranks).until(runs.look(out).has_step(7, resumes=1))
+    again = runs.start(words, out, 2).until(runs.look(out).has_step(7, resumes=1))
     assert set(again.send(signal.SIGTERM).wait().codes) == {75}
 
 
-@case("G3", tier="thorough")
-@RANKS
-def test_the_first_traceback_is_that_of_the_rank_that_failed(runs, out, ranks):
-    words = runs.words()
-    fault = {"kind": "stop", "how": "raise", "steps": [6], "rank": ranks - 1}
-    start = time.monotonic()
-    ended = runs.start(words, out, ranks, [fault]).wait(60)
-    assert time.monotonic() - start < 45
-    assert ended.failed
-    assert ended.err.count("Traceback (most recent call last)") == 1
-    assert "RuntimeError: the fault that was asked for" in ended.err
-    assert runs.look(out).status["status"] == "failed"
-    assert "the fault that was asked for" in runs.look(out).status["reason"]
-    runs.finish(words, out, ranks)
-    assert runs.look(out).trajectory == runs.undisturbed(None, ranks).trajectory
+LARGE = {"model.dim": 768, "model.ffn_dim": 3072, "model.layers": 6, "recipe.name": "fp32"}
 
 
-LARGE = {
-    "model.dim": 768,
-    "model.ffn_dim": 3072,
-    "model.layers": 6,
-    "training.steps": 3,
-    "recipe.name": "fp32",
-}
-
-
-@case("G4")
+@case("G4")  # each commit: cli/test_output.py
 @RANKS
 def test_memory_that_runs_out_on_one_rank(runs, out, ranks):
     """From the moment on at which the data are read and the state is about to be made."""
@@ -77,20 +49,10 @@ def test_memory_that_runs_out_on_one_rank(runs, out, ranks):
     assert "out of memory" in ended.err
     assert "--training.recompute true" in ended.err, "advice"
     assert steps(out / "checkpoints") == []
-    assert not list((out / "checkpoints").glob("*.tmp-*"))
     assert runs.look(out).status["status"] == "failed"
 
 
-@case("G4")
-def test_memory_that_runs_out_is_told_beside_what_was_expected(runs, out):
-    ended = runs.start(runs.words(LARGE | {"training.memory_limit": "600MB"}), out).wait()
-    assert ended.codes in ([1], [2])
-    assert "Traceback" not in ended.err
-    assert "600" in ended.err
-    assert " GiB" in ended.err or " MiB" in ended.err
-
-
-@case("G5")
+@case("G5")  # each commit: distributed/test_world.py has the variables of launchers
 def test_a_port_in_use_is_named(runs, out):
     """By rank 0, which was to listen there; whoever started the ranks ends the others, as srun -K does."""
     with socket.socket() as taken:
@@ -103,19 +65,7 @@ def test_a_port_in_use_is_named(runs, out):
     assert ended.codes == [2]
     assert f"port {port}" in ended.err
     assert ended.err.count("\n") == 1, "one sentence"
-    assert "Traceback" not in ended.err
     assert not (out / "metrics.jsonl").exists()
-
-
-@case("G5")
-@pytest.mark.parametrize("wrong", CONTRADICTIONS)
-def test_variables_of_a_launcher_that_cannot_be(runs, out, wrong):
-    text, says = CONTRADICTIONS[wrong]
-    ended = runs.start(runs.words(), out, **env(text)).wait(60)
-    assert ended.codes == [2]
-    assert says in ended.err
-    assert ended.err.count("\n") == 1, "one sentence"
-    assert not out.exists() or not (out / "metrics.jsonl").exists()
 
 
 @case("G5")
@@ -136,11 +86,13 @@ def holdings(pid):
 
 
 @case("G6", tier="thorough")
-@RANKS
-def test_a_thousand_steps_leak_nothing(runs, out, ranks):
-    changes = {"training.steps": 1000, "checkpoint.every": 25, "validation.every": 50, "log.every": 100}
+@pytest.mark.parametrize(
+    ("ranks", "count"), [(1, 300), pytest.param(1, 1000, marks=LATER), pytest.param(2, 1000, marks=LATER)]
+)
+def test_hundreds_of_steps_leak_nothing(runs, out, ranks, count):
+    changes = {"training.steps": count, "checkpoint.every": 25, "validation.every": 50, "log.every": 100}
     shared = set(os.listdir("/dev/shm"))
-    job = runs.start(runs.words(changes), out, ranks).until(runs.look(out).has_step(100))
+    job = runs.start(runs.words(changes), out, ranks).until(runs.look(out).has_step(5))
     seen = {rank: [] for rank in range(ranks)}
     while all(map(alive, job.pids.values())):
         for rank, pid in job.pids.items():
@@ -148,7 +100,7 @@ def test_a_thousand_steps_leak_nothing(runs, out, ranks):
                 seen[rank].append(holdings(pid))
             except (OSError, KeyError):  # it has just ended
                 break
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert set(job.wait().codes) == {0}
     for samples in seen.values():
         samples = samples[: len(samples) * 19 // 20]  # the end, with its sample of text, is another matter
@@ -163,24 +115,6 @@ def test_a_thousand_steps_leak_nothing(runs, out, ranks):
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-@case("G7", tier="thorough")
-@RANKS
-def test_what_a_killed_run_leaves_is_in_nobodys_way(runs, out, ranks):
-    words, look = runs.words(), runs.look(out)
-    dead = runs.start(words, out, ranks).until(look.has_step(7))
-    pid = dead.pids[0]
-    dead.kill()
-    assert str(pid) in (out / ".lock").read_text(), "the lock of a process that is gone"
-    (out / "checkpoints" / "step-10.tmp-0000dead").mkdir()
-    (out / ".status.json.tmp-0000dead").write_text("{")
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "loss"')
-    before = set(os.listdir("/dev/shm"))
-    runs.finish(words, out, ranks)
-    assert look.trajectory == runs.undisturbed(None, ranks).trajectory
-    assert set(os.listdir("/dev/shm")) <= before
-
-
 @case("G8")
 @RANKS
 def test_metrics_that_cannot_be_written_for_a_while_are_complete_at_last(runs, out, ranks):
@@ -188,8 +122,7 @@ def test_metrics_that_cannot_be_written_for_a_while_are_complete_at_last(runs, o
     look, metrics = runs.look(out), out / "metrics.jsonl"
     job = runs.start(runs.words(changes), out, ranks).until(look.has_step(20))
     for limit in (metrics.stat().st_size, resource.RLIM_INFINITY):
-        for pid in job.pids.values():
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        job.limit_files(limit)
         time.sleep(0.3)
     ended = job.wait()
     assert set(ended.codes) == {0}, ended.err
@@ -209,3 +142,25 @@ def test_a_report_that_cannot_be_written_does_not_undo_the_run(runs, out):
     assert "report.html" in ended.err
     assert runs.look(out).status["status"] == "done"
     assert runs.look(out).trajectory == runs.undisturbed().trajectory
+
+
+@case("F6", tier="thorough")
+def test_a_worker_that_is_killed_is_missed_and_the_same_line_goes_on(narrowgauge, tmp_path):
+    """Training reads through a thread; only prepare reads through processes."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(8000 * (json.dumps({"text": 40 * "narrow gauge "}) + "\n"))
+    words = ["prepare", lines, "--tokenizer", "bpe-300", "--workers", "2", "--out", tmp_path / "out"]
+    process = narrowgauge.start(*words)
+
+    def workers():  # the processes that the fork server of the process has started
+        return sorted(descendants(process.pid) - descendants(process.pid, depth=1))
+
+    process.until(lambda: len(workers()) == 1)
+    (worker,) = workers()
+    os.kill(worker, signal.SIGKILL)
+    ended = process.wait(60)
+    assert ended.code == 2
+    assert "one of 2 workers was killed" in ended.err
+    assert not alive(worker)
+    assert not (tmp_path / "out").exists()
+    assert narrowgauge(*words).code == 0

@@ -232,13 +232,6 @@ def fill(local_tensors: dict, others: dict) -> None:
                 a.copy_(b)
 
 
-def save_for_ever(job: dict, rank: int, ranks: int) -> None:
-    step = job["after"]
-    while True:
-        step += 1
-        save_step(job, rank, ranks, step)
-
-
 def append_for_ever(job: dict, rank: int, ranks: int) -> None:
     while True:
         append_lines(Path(job["path"]), [{"loss": 1.5, "padding": "x" * 20_000}])
@@ -254,7 +247,7 @@ def hold_lock(job: dict, rank: int, ranks: int) -> None:
         time.sleep(60)
 
 
-ALL = (save, restore, in_background, save_for_ever, append_for_ever, write_text, hold_lock)
+ALL = (save, restore, in_background, append_for_ever, write_text, hold_lock)
 JOBS = {job.__name__: job for job in ALL}
 
 

@@ -1,7 +1,12 @@
-"""Small models under recipes, and the weights that an export of them is given."""
+"""Small models under recipes, and exports of them."""
 
 import torch
 
+from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from narrowgauge.checkpoint.interop.gguf.model import write_gguf_model
+from narrowgauge.checkpoint.interop.huggingface import write_folder
+from narrowgauge.checkpoint.interop.modelopt import write_modelopt
+from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert, set_step
 
@@ -32,6 +37,17 @@ def weights_of(model):
     """Each weight once, in fp32."""
     names = dict(model.named_parameters(remove_duplicate=False))
     return {name: t.float() for name, t in model.state_dict().items() if name in names}
+
+
+def export(to, folder, model, dtype=torch.float32, scales=None):
+    """Write a model in a format, its unquantized weights in a dtype; returns the remarks."""
+    settings = weights_of(model), None, dtype
+    if to == "gguf":
+        return write_gguf_model(folder / "model.gguf", model, *settings)
+    if to == "hf":
+        return write_folder(folder, model.config, *settings, SHARD_BYTES)
+    write = {"compressed-tensors": write_compressed, "modelopt": write_modelopt}[to]
+    return write(folder, model, *settings, SHARD_BYTES, None, scales)
 
 
 def ours_from(read):

@@ -9,7 +9,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from safetensors.torch import load_file
 
-from checkpoint.interop.models import model_under, weights_of
+from checkpoint.interop.models import export, model_under
 from narrowgauge.checkpoint.interop.activations import (
     MEASURED,
     RULES,
@@ -19,9 +19,6 @@ from narrowgauge.checkpoint.interop.activations import (
     recorded_scale,
     scale_of_amax,
 )
-from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
-from narrowgauge.checkpoint.interop.modelopt import write_modelopt
-from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import cast, quantize
 
@@ -36,10 +33,6 @@ def in_training(recipe, steps=0):
 def scaled(model):
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     return {name: m for name, m in layers.items() if m.spec.casts["fprop.w"].is_scaled}
-
-
-def written(write, folder, model, scales):
-    return write(folder, model, weights_of(model), None, torch.bfloat16, SHARD_BYTES, None, scales)
 
 
 def by_the_package(folder, x_MK):
@@ -61,7 +54,7 @@ def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
     x = (torch.randn(64, 128, generator=draw) * torch.logspace(-1, 1, 64)[:, None]).bfloat16()
     of_x = scaled(model)[DOWN].spec.casts["fprop.x"]
     scales = {name: scale_of_amax(of_x, float(x.abs().max())) for name in scaled(model) if needs_scale(of_x)}
-    remarks = written(write_compressed, tmp_path, model, scales)
+    remarks = export("compressed-tensors", tmp_path, model, torch.bfloat16, scales)
     ours = quantize(x, of_x, -1).dequantize().bfloat16()
     assert bool(remarks) == bool(scales)
     theirs = by_the_package(tmp_path, x)
@@ -72,7 +65,7 @@ def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
 def test_delayed_scales_are_those_of_training(tmp_path):
     model = in_training("fp8-delayed", steps=2)
     scales = {name: recorded_scale(layer) for name, layer in scaled(model).items()}
-    assert written(write_compressed, tmp_path, model, scales) == []
+    assert export("compressed-tensors", tmp_path, model, torch.bfloat16, scales) == []
     tensors, layer = load_file(tmp_path / "model.safetensors"), scaled(model)[DOWN]
     assert tensors[f"{THEIRS}.input_scale"] == 1 / layer.histories["fprop.x"].scale
     assert tensors[f"{THEIRS}.input_scale"].shape == (1,)
@@ -84,7 +77,7 @@ def test_delayed_scales_are_those_of_training(tmp_path):
 def test_modelopt_multiplies_by_the_scale(tmp_path, recipe, kind):
     model = in_training(recipe)
     scales = dict.fromkeys(scaled(model), InputScale(0.25, 4.0))
-    assert len(written(write_modelopt, tmp_path, model, scales)) == 1
+    assert len(export("modelopt", tmp_path, model, torch.bfloat16, scales)) == 1
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors[f"{THEIRS}.input_scale"] == 0.25
     assert tensors[f"{THEIRS}.input_scale"].shape == ()

@@ -13,12 +13,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from checkpoint.interop import models
-from checkpoint.interop.models import model_under, ours_from, weights_of
-from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from checkpoint.interop.models import export, model_under, ours_from, weights_of
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.huggingface import read_folder
 from narrowgauge.checkpoint.interop.name_map import name_map
-from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
 from narrowgauge.models import model_config
 from narrowgauge.nn import Linear
@@ -59,7 +57,7 @@ def trained(recipe, steps=None, **changes):
 
 
 def written(folder, model):
-    write_compressed(folder, model, weights_of(model), None, torch.float32, SHARD_BYTES)
+    export("compressed-tensors", folder, model)
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 

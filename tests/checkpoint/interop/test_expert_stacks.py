@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint.interop.models import ours_from
-from checkpoint.interop.test_huggingface import IDS, mixtral, qwen3_moe, sizes
+from checkpoint.interop.test_huggingface import IDS, make
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.quantized_weights import dequantize
 from narrowgauge.errors import UserError
@@ -17,6 +17,7 @@ from narrowgauge.nn import convert
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import quantize
 
+QWEN = ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True})
 MATRICES, PARTS = ("gate_up_proj", "down_proj"), ("blocks", "scales")
 
 
@@ -65,9 +66,9 @@ def test_every_byte_under_every_scale_is_transformers_number():
     assert torch.equal(read.view(torch.int32), wide(blocks, scales)[0].contiguous().view(torch.int32))
 
 
-@pytest.mark.parametrize("make", [mixtral, lambda: qwen3_moe(width=64)], ids=["mixtral", "qwen3"])
-def test_a_mixture_computes_with_what_transformers_decodes(tmp_path, make):
-    theirs = make().eval()
+@pytest.mark.parametrize(("family", "changes"), [("mixtral", {}), QWEN], ids=["mixtral", "qwen3"])
+def test_a_mixture_computes_with_what_transformers_decodes(tmp_path, family, changes):
+    theirs = make(family, **changes).eval()
     stacks = packed(tmp_path, theirs)
     for layer in range(theirs.config.num_hidden_layers):
         experts = theirs.model.layers[layer].mlp.experts
@@ -83,8 +84,7 @@ def test_a_mixture_computes_with_what_transformers_decodes(tmp_path, make):
 
 
 def test_gpt_oss_is_refused_with_a_way_out_that_works(tmp_path):
-    config = GptOssConfig(**sizes(4, 2, 16), num_local_experts=3, num_experts_per_tok=2)
-    stacks = packed(tmp_path, GptOssForCausalLM(config))
+    stacks = packed(tmp_path, make("gpt_oss"))
     words = r"attention sinks.*Mxfp4Config\(dequantize=True\).*narrowgauge.convert"
     with pytest.raises(UserError, match=words):
         read_external_model(tmp_path)
@@ -113,7 +113,7 @@ STACK = "model.layers.0.mlp.experts.down_proj"
 
 
 def test_other_stacks_are_refused_in_a_sentence(tmp_path):
-    packed(tmp_path, qwen3_moe(width=64))
+    packed(tmp_path, make(QWEN[0], **QWEN[1]))
     sound = load_file(tmp_path / "model.safetensors")
     for change, words in OTHERS.values():
         tensors = {name: t.clone() for name, t in sound.items()}

@@ -5,24 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from checkpoint.interop.models import ours_from
@@ -36,81 +19,51 @@ from narrowgauge.models import Transformer, initialize, model_config
 V, T = 67, 48
 SMALL = {"dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": V}
 IDS = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+GPT2 = {"n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4}
+OTHERS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+OTHERS |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+#: What a family needs besides.
+NEEDS = {
+    "gpt2": GPT2,
+    "llama": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+    "mistral": {"sliding_window": None, "head_dim": 24},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3": {"head_dim": 24, "tie_word_embeddings": True},
+    "qwen3_moe": {"head_dim": 24, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
 }
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
+MODELS = [
+    ("gpt2", {}),
+    ("gpt2", {"tie_word_embeddings": False, "n_inner": 80}),
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    ("llama", {"rope_parameters": SCALED}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen2", {"rms_norm_eps": 1e-6}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("mistral", {}),
+    ("mixtral", {}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("qwen3_moe", {"norm_topk_prob": False}),
+]
 
 
-def gpt2(**changes):
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=V, n_positions=64, n_embd=48, n_layer=3, n_head=4, **changes)
-    )
+def make(family, **changes):
+    """A small model of a family of transformers."""
+    values = {"vocab_size": V} | ({} if family == "gpt2" else OTHERS) | NEEDS.get(family, {}) | changes
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
 
 
-def sizes(heads, kv_heads, head_dim):
-    return {
-        "vocab_size": V,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": 64,
-    }
-
-
-def llama(kv_heads=2, head_dim=16, rope=None, **changes):
-    rope = {"rope_theta": 500.0} | (rope or {"rope_type": "default"})
-    return LlamaForCausalLM(LlamaConfig(**sizes(4, kv_heads, head_dim), rope_parameters=rope, **changes))
-
-
-def qwen2(tied=False):
-    config = Qwen2Config(**sizes(4, 2, 16), tie_word_embeddings=tied, rms_norm_eps=1e-6)
-    return Qwen2ForCausalLM(config)
-
-
-def mistral(**changes):
-    return MistralForCausalLM(MistralConfig(**sizes(4, 2, 24), sliding_window=None, **changes))
-
-
-def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**sizes(4, 2, 16), num_local_experts=5, num_experts_per_tok=2))
-
-
-def qwen3_moe(normalized=True, width=40):
-    experts = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": width}
-    config = Qwen3MoeConfig(**sizes(4, 2, 24), **experts, norm_topk_prob=normalized)
-    return Qwen3MoeForCausalLM(config)
-
-
-MODELS = {
-    "gpt2": gpt2,
-    "gpt2, untied, other width": lambda: gpt2(tie_word_embeddings=False, n_inner=80),
-    "llama": llama,
-    "llama, tied": lambda: llama(tie_word_embeddings=True),
-    "llama, all heads": lambda: llama(kv_heads=4, rms_norm_eps=1e-5),
-    "llama, one head for keys, wide heads": lambda: llama(kv_heads=1, head_dim=24),
-    "llama 3, scaled": lambda: llama(rope=LLAMA3),
-    "llama, biased": lambda: llama(attention_bias=True, mlp_bias=True),
-    "qwen2": qwen2,
-    "qwen2, tied": lambda: qwen2(tied=True),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(4, 2, 24), tie_word_embeddings=True)),
-    "mistral without a window": mistral,
-    "mixtral": mixtral,
-    "qwen3 with experts": qwen3_moe,
-    "qwen3 with experts, weights as they are": lambda: qwen3_moe(normalized=False),
-}
-
-
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=MODELS, ids=lambda p: f"{p[0]} {p[1]}")
 def theirs(request):
     """Weights of a size at which every part of the model shows in the logits."""
-    model = MODELS[request.param]()
+    family, changes = request.param
+    model = make(family, **changes)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -143,7 +96,11 @@ NAMED = ("gpt2-124m", "gpt3-6.7b", "llama3-1b", "llama3-405b", "qwen2.5-7b", "mi
 @pytest.mark.parametrize("name", NAMED)
 def test_a_configuration_comes_back(name):
     config = model_config(name)
-    assert config_from(to_config(config), "here") == config
+    values = to_config(config)
+    assert config_from(values, "here") == config
+    if name.startswith("llama3"):  # as older versions have it
+        values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")
+        assert config_from(values, "here") == config
 
 
 def test_initial_weights_by_role_are_no_initializer_range():
@@ -157,8 +114,7 @@ def test_initial_weights_by_role_are_no_initializer_range():
 def test_training_goes_as_in_transformers(tmp_path):
     """Three steps of SGD in fp32, the balance of a layer among the loss."""
     torch.manual_seed(0)
-    sizes_of_one = sizes(4, 2, 16) | {"num_hidden_layers": 1}
-    theirs = MixtralForCausalLM(MixtralConfig(**sizes_of_one, num_local_experts=5))
+    theirs = make("mixtral", num_hidden_layers=1)
     theirs.save_pretrained(tmp_path)
     ours = ours_from(read_folder(tmp_path))
     ours.balance_loss = 0.1
@@ -194,16 +150,9 @@ def test_the_norm_of_heads_is_exported_as_qwen3_or_refused_by_name():
             to_config(model_config(name, qk_norm=True))
 
 
-def test_settings_of_older_versions_are_read():
-    values = to_config(model_config("llama3-8b"))
-    assert values["rope_scaling"]["rope_type"] == "llama3"
-    values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")
-    assert config_from(values, "here") == model_config("llama3-8b")
-
-
 def test_weights_without_the_head_and_with_old_buffers_are_read(tmp_path):
     """As on the hub: GPT-2's names there begin with `h.0.`, and its masks are stored."""
-    model = gpt2()
+    model = make("gpt2")
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): t for name, t in stored.items()}
@@ -289,3 +238,60 @@ def test_a_mixture_that_no_family_has_is_refused():
     ):
         with pytest.raises(UserError, match="no family of Hugging Face's"):
             to_config(model_config("debug", **changes))
+
+
+# Folders that hold more than one answer: what transformers reads is read, or nothing.
+
+
+def test_a_head_of_its_own_is_not_dropped_for_a_configuration_that_ties_it(tmp_path):
+    """transformers 5 takes both tensors then; the embedding alone would give other logits."""
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match=r"'lm_head\.weight' that differs from its embedding"):
+        read_folder(tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    assert read_folder(tmp_path).config.tied_head
+
+
+@torch.no_grad()
+def test_of_parts_and_one_file_the_file_is_read_as_in_transformers(tmp_path):
+    """`save_pretrained` into a folder of parts leaves their index; other tools leave the parts as well."""
+    make("llama").save_pretrained(tmp_path, max_shard_size="30KB")
+    newer = make("llama")
+    save_file(newer.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / INDEX).exists()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits
+    assert (ours_from(read_folder(tmp_path))(IDS) - expected).abs().max() < 1e-5
+    newer.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("model-*"))
+    assert (ours_from(read_folder(tmp_path))(IDS) - expected).abs().max() < 1e-5
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path):
+    """transformers adds it to the weights, so that the weights alone are another model."""
+    make("llama").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(UserError, match=r"an adapter .* are not read here; merge it"):
+        read_folder(tmp_path)
+
+
+def test_a_key_that_is_missing_has_the_default_of_transformers():
+    least = {name: OTHERS[name] for name in ("intermediate_size", "num_hidden_layers")} | {"vocab_size": V}
+    least |= {"hidden_size": 128, "num_attention_heads": 32}
+    for family in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
+        values = least | ({"sliding_window": None} if family == "mistral" else {})
+        theirs = AutoConfig.for_model(family, **values)
+        ours = config_from(values | {"model_type": family}, "config.json")
+        assert ours.kv_heads == theirs.num_key_value_heads
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.dim // ours.heads)
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.max_sequence_length == theirs.max_position_embeddings
+        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert ours.tied_head == theirs.tie_word_embeddings
+        if ours.experts:
+            assert (ours.experts, ours.experts_per_token) == (theirs.num_experts, theirs.num_experts_per_tok)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.interop.models import model_under, weights_of
+from checkpoint.interop.models import export, model_under, weights_of
 from narrowgauge.checkpoint.interop.huggingface import read_folder
-from narrowgauge.checkpoint.interop.modelopt import ALGORITHMS, write_modelopt
+from narrowgauge.checkpoint.interop.modelopt import ALGORITHMS
 from narrowgauge.checkpoint.interop.read_back import require_read_back
-from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear
 from narrowgauge.recipes import recipe_names
@@ -21,7 +20,7 @@ EXACT = {"nvfp4": "W4A16_NVFP4", "mxfp8": "MXFP8"}
 def written(folder, name):
     """A model under a recipe, written."""
     model = model_under(name)
-    write_modelopt(folder, model, weights_of(model), None, torch.float32, SHARD_BYTES)
+    export("modelopt", folder, model)
     return model
 
 

@@ -6,28 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.interop.models import model_under, weights_of
+from checkpoint.interop.models import export, model_under
 from narrowgauge.checkpoint.interop.activations import needs_scale, scale_of_amax
-from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, read_gguf, write_gguf
-from narrowgauge.checkpoint.interop.gguf.model import write_gguf_model
-from narrowgauge.checkpoint.interop.huggingface import write_folder
-from narrowgauge.checkpoint.interop.modelopt import write_modelopt
 from narrowgauge.checkpoint.interop.read_back import different_tensors, wrong_input_scales
-from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
 
-FORMATS = {
-    "compressed-tensors, nvfp4": "nvfp4",
-    "compressed-tensors, fp8": "fp8",
-    "compressed-tensors, mxfp8": "mxfp8",
-    "modelopt, nvfp4": "nvfp4",
-    "modelopt, fp8": "fp8",
-    "gguf, nvfp4": "nvfp4",
-    "gguf, mxfp4": "mxfp4",
-    "hf, nvfp4": "nvfp4",
-}
+NARROW = {"compressed-tensors": ("nvfp4", "fp8", "mxfp8"), "modelopt": ("nvfp4", "fp8")}
+NARROW |= {"gguf": ("nvfp4", "mxfp4"), "hf": ("nvfp4",)}
+FORMATS = [f"{to}, {recipe}" for to, recipes in NARROW.items() for recipe in recipes]
 #: The layer that is destroyed, and the one that it is swapped with, by the format's names.
 LAYER, OTHER = "model.layers.1.self_attn.k_proj", "model.layers.0.self_attn.k_proj"
 GGUF_LAYER, GGUF_OTHER = "blk.1.attn_k", "blk.0.attn_k"
@@ -49,16 +38,9 @@ def sound(tmp_path_factory):
 
     def of(kind):
         if kind not in made:
-            to, model = kind.split(",")[0], model_under(FORMATS[kind], dim=64, layers=4)
-            folder, settings = tmp_path_factory.mktemp("sound"), (weights_of(model), None, torch.float32)
-            if to == "gguf":
-                write_gguf_model(folder / "model.gguf", model, *settings)
-            elif to == "hf":
-                write_folder(folder, model.config, *settings, SHARD_BYTES)
-            else:
-                write = write_compressed if to == "compressed-tensors" else write_modelopt
-                write(folder, model, *settings, SHARD_BYTES, None, scales_of(model))
-            made[kind] = folder, model
+            to, recipe = kind.split(", ")
+            made[kind] = tmp_path_factory.mktemp("sound"), model_under(recipe, dim=64, layers=4)
+            export(to, *made[kind], scales=scales_of(made[kind][1]))
         return made[kind]
 
     return of

@@ -11,6 +11,7 @@ import torch
 from narrowgauge.checkpoint import AsyncSaver, PoisonedError, SaveError, load, newest_valid, steps
 from narrowgauge.checkpoint.store.slices import full_tensor
 from support.checkpoint_ranks import assert_whole
+from support.fault_table import case
 
 
 def held(value, elements=1000):
@@ -26,6 +27,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, on_ranks
         assert_whole(tmp_path / f"step-{step}", step)
 
 
+@case("D4", tier="quick")
 def test_a_slow_disk_does_not_hold_the_step_and_a_second_save_waits(tmp_path, on_ranks):
     world = on_ranks(2, "in_background", tmp_path, steps=[1, 2], delay=0.1)
     assert [said["published"] for said in world.said] == [[[], [1]]] * 2  # as each call returned
@@ -54,6 +56,7 @@ def test_a_nan_on_one_rank_is_told_to_all_and_nothing_is_published(tmp_path, on_
     assert steps(tmp_path) == [1, 4]
 
 
+@case("A9", tier="quick")
 def test_killed_with_a_save_under_way_the_previous_one_is_valid(tmp_path, on_ranks):
     on_ranks(2, "save", tmp_path, steps=[1])
     world = on_ranks(2, "in_background", tmp_path, steps=[2], delay=0.1, kill=True)

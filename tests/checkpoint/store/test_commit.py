@@ -58,6 +58,7 @@ UNUSABLE = {
 }
 
 
+@case("C3", tier="quick")
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_where_no_step_can_be_used_it_stops_with_advice(tmp_path, kind):
     make, words = UNUSABLE[kind]
@@ -131,6 +132,7 @@ def test_a_damaged_step_or_one_of_another_run_does_not_count_as_kept(tmp_path):
     assert read_manifest(tmp_path / "step-6").run_id == "other"
 
 
+@case("G7", tier="quick")
 def test_drafts_of_dead_saves_are_removed_and_nothing_else(tmp_path):
     for name in ("step-7.tmp-dead", "step-8.tmp-", "mine", "step-9.bak"):
         (tmp_path / name).mkdir()

@@ -1,9 +1,7 @@
 """A process that dies at any point of a save, or of a text written whole, leaves the old or the new."""
 
 import os
-import random
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -54,7 +52,7 @@ def test_the_points_below_are_all_there_are():
     assert named == tested | {"renamed:", "set-aside:"} | elsewhere  # both below
 
 
-@case("A3", tier="quick")
+@case("A3", "D5", tier="quick")
 @pytest.mark.parametrize(("ranks", "point"), DEATHS)
 def test_killed_at_any_point_of_any_rank_the_old_or_the_new_step_is_whole(tmp_path, on_ranks, ranks, point):
     assert on_ranks(ranks, "save", tmp_path, steps=[1, 2]).one == ["step-1", "step-2"]
@@ -66,8 +64,9 @@ def test_killed_at_any_point_of_any_rank_the_old_or_the_new_step_is_whole(tmp_pa
     newest = 3 if point in order and order.index(point) >= order.index("published") else 2
     assert newest_valid(tmp_path, "run") == (tmp_path / f"step-{newest}", [])
     assert_whole(tmp_path / f"step-{newest}", newest)
-    if point == "purging:step-1":
-        assert steps(tmp_path) == [2, 3]  # it stops being a step before its files are deleted
+    # Never fewer than two; the oldest stops being a step before its files are deleted.
+    kept = [1, 2, 3][point in order and order.index(point) >= order.index("purging:step-1") :]
+    assert steps(tmp_path) == (kept if newest == 3 else [1, 2])
     assert on_ranks(ranks, "save", tmp_path, steps=[3]).one == ["step-3"]  # the run repeats the step
     assert_whole(tmp_path / "step-3", 3)
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
@@ -101,26 +100,6 @@ def test_killed_in_a_text_that_is_written_whole_it_is_the_old_or_the_new(tmp_pat
     ended = on_ranks(1, "write_text", tmp_path / "f", crash_at=point)
     assert ended.codes == [0 if point == "no such point" else 137]
     assert (tmp_path / "f").read_text() == expected
-
-
-@pytest.mark.tier("thorough")
-def test_killed_at_random_moments_the_newest_step_is_whole(tmp_path, on_ranks):
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    delays, newest, kills = random.Random(seed), 0, 0
-    while kills < 12 or newest <= 3:  # on a busy machine few saves end before they are killed
-        kills += 1
-        assert kills < 200, "hardly a save ended"
-        delay = delays.uniform(0.01, 0.12)
-        assert on_ranks(1, "save_for_ever", tmp_path, after=newest, kill_after_s=delay).codes == [
-            -signal.SIGKILL
-        ]
-        path, refused = newest_valid(tmp_path, "run")
-        assert refused == []
-        if path is not None:
-            assert steps(tmp_path)[-1] >= newest
-            newest = steps(tmp_path)[-1]
-            assert_whole(path, newest)
 
 
 @case("A8", tier="quick")

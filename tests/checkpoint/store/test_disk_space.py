@@ -10,6 +10,7 @@ from narrowgauge.checkpoint import DiskSpace, SaveError, free_space, require_spa
 from narrowgauge.checkpoint.store.disk_space import require_space
 from narrowgauge.errors import UserError
 from narrowgauge.units import human_bytes
+from support.fault_table import case
 
 
 def test_space_is_bytes_and_inodes(tmp_path):
@@ -23,6 +24,7 @@ def test_space_is_bytes_and_inodes(tmp_path):
     assert DiskSpace(10, 4).fits_in(DiskSpace(10, None)), "btrfs and others have no fixed number"
 
 
+@case("D2", tier="quick")
 def test_too_little_is_refused_with_needed_and_free(tmp_path):
     require_space(tmp_path / "not" / "there" / "yet", DiskSpace(1 << 20, 10))
     with pytest.raises(SaveError) as caught:

@@ -11,6 +11,7 @@ import pytest
 
 from narrowgauge.checkpoint import is_abandoned, lock_run
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 
 def until(arrived):
@@ -20,6 +21,7 @@ def until(arrived):
         time.sleep(0.01)
 
 
+@case("A5", "G7", tier="quick")
 def test_a_second_process_is_told_who_holds_the_run_and_kill_9_frees_it(tmp_path, on_ranks):
     run, ready = tmp_path / "run", tmp_path / "ready"
     (pid,) = on_ranks(1, "hold_lock", run, ready=str(ready), wait=False).pids

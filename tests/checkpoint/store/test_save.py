@@ -106,6 +106,7 @@ def test_save_leaves_the_trajectory_alone(tmp_path):
 # Failing saves
 
 
+@case("D1", tier="quick")
 def test_a_full_disk_keeps_the_old_checkpoint_removes_the_draft_and_says_so(tmp_path, on_ranks):
     assert on_ranks(1, "save", tmp_path, steps=[1]).codes == [0]
     sizes = sorted(file.stat().st_size for file in (tmp_path / "step-1").iterdir())

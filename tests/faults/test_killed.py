@@ -1,0 +1,192 @@
+"""A. Killed at any moment, the same line again: every digit is that of the undisturbed run.
+
+One driver: `ends`, how a run is ended again and again, and `continues`, to what it comes at last. The points
+inside a save are `checkpoint/store/test_crash_points.py`; here the command passes them.
+"""
+
+import random
+import re
+import secrets
+import signal
+import time
+
+import pytest
+
+from narrowgauge.checkpoint import steps
+from narrowgauge.recipes import recipe_names
+from support.fault_jobs import alive
+from support.fault_runs import WIDE, contents
+from support.fault_table import LATER, RANKS, case
+
+KILL = signal.SIGKILL
+NVFP4 = {"recipe.name": "nvfp4"}
+
+
+def die(step, micro_batch=0):
+    return {"kind": "stop", "how": "die", "steps": [step], "micro_batch": micro_batch}
+
+
+def continues(runs, out, changes, ranks=1, **more):
+    """The same line once more: it ends as the undisturbed run does, and leaves no draft."""
+    runs.finish(runs.words(changes), out, ranks, **more)
+    assert runs.look(out).trajectory == runs.undisturbed(changes, ranks).trajectory
+    assert runs.look(out).status["status"] == "done"
+    assert not list((out / "checkpoints").glob("*.tmp-*"))
+
+
+@case("A1", "A6", "A7", "E6", "G7", tier="thorough")
+@RANKS
+def test_deaths_inside_steps_leave_no_trace(runs, out, tmp_path, ranks):
+    """At step 0, twice without a save between, in the middle of accumulation, in a second epoch; the lock, a
+    draft and a torn line of a dead process are in nobody's way; the ids are those that were trained on."""
+    changes, tokens = NVFP4 | {"checkpoint.every": 4}, {}
+    for name, deaths in (("killed", (1, 3, 9, 10, 17)), ("undisturbed", ())):
+        file = tmp_path / f"{name}.tokens"
+        record = {"kind": "record_tokens", "file": str(file)}
+        for step in deaths:
+            job = runs.start(runs.words(changes), tmp_path / name, ranks, [record, die(step, micro_batch=1)])
+            assert -KILL in job.wait().codes
+            assert f"process {job.pids[0]} " in (tmp_path / name / ".lock").read_text()
+        if deaths:
+            (tmp_path / name / "checkpoints" / "step-20.tmp-0000dead").mkdir()
+            (tmp_path / name / ".status.json.tmp-0000dead").write_text("{")
+            with (tmp_path / name / "metrics.jsonl").open("a") as metrics:
+                metrics.write('{"step": 17, "loss"')
+        continues(runs, tmp_path / name, changes, ranks, faults=[record])
+        tokens[name] = sorted(set(file.read_text().splitlines()))
+    assert tokens["killed"] == tokens["undisturbed"]
+    sequences = 24 * 4
+    assert len(tokens["undisturbed"]) == sequences
+    assert len({line.partition(",")[2] for line in tokens["undisturbed"]}) < sequences, "no epoch was crossed"
+    before = dict(contents(tmp_path / "killed"))
+    assert "is done" in runs.finish(runs.words(changes), tmp_path / "killed", ranks).out
+    after = dict(contents(tmp_path / "killed"))
+    assert {name for name in before if before[name] != after[name]} <= {".lock", "report.html"}
+
+
+def campaign(runs, tmp_path, changes, ranks, wanted):
+    """SIGKILL of all ranks at random moments, `wanted` times, in as many runs as that takes."""
+    seed = secrets.randbits(32)
+    print(f"delays from random.Random({seed})")
+    rng, longest, kills = random.Random(seed), runs.seconds(changes, ranks), 0
+    while kills < wanted:
+        out = tmp_path / f"killed-{kills}"
+        while kills < wanted:
+            job = runs.start(runs.words(changes), out, ranks)
+            time.sleep(rng.uniform(0, longest))
+            ended = job.kill()
+            assert "Traceback" not in ended.err
+            if set(ended.codes) == {0}:
+                break
+            kills += 1
+        if runs.look(out).status["status"] != "done":
+            continues(runs, out, changes, ranks)
+        assert runs.look(out).trajectory == runs.undisturbed(changes, ranks).trajectory
+        assert len(runs.look(out).events("done")) == 1
+
+
+@case("A1", "E6")
+@RANKS
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "mxfp8", "nvfp4", "msamp-o2"])
+def test_fifty_kills_leave_no_trace(runs, tmp_path, name, ranks):
+    campaign(runs, tmp_path, (WIDE if name == "msamp-o2" else {}) | {"recipe.name": name}, ranks, 50)
+
+
+OTHERS = {
+    "tied head": {"model.name": "gpt2-debug", "model.kv_heads": 4},
+    "recompute": {"training.recompute": True, "training.micro_batch_size": 2},
+    "muon": WIDE | {"recipe.name": "msamp-o3", "optimizer.name": "muon"},
+    "stochastic forward": {},
+}
+
+
+@case("E6")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_kills_of_other_runs_leave_no_trace(runs, tmp_path, kind):
+    changes = OTHERS[kind]
+    if kind == "stochastic forward":
+        changes = {"recipe.name": tmp_path / "mine.toml"}
+        text = "[fprop]\nx = {cast = 'mxfp4', rounding = 'stochastic'}\n[dgrad]\ndy = 'nvfp4'\n"
+        changes["recipe.name"].write_text(text)
+    campaign(runs, tmp_path, changes, 1, 5)
+
+
+# The second half of the steps is the schedule's fall, from which on `nvfp4-finish` has other casts.
+WSD = {"training.steps": 12, "checkpoint.every": 3, "schedule.kind": "wsd", "schedule.decay_fraction": 0.5}
+
+
+@case("E6", "E7")
+@pytest.mark.parametrize("name", recipe_names())
+def test_kills_at_any_two_steps_of_any_recipe_leave_no_trace(runs, out, name):
+    """SIGKILL after two steps, drawn again each time; all losses and all bytes of the state are the same."""
+    changes, drawn = WIDE | WSD | {"recipe.name": name}, sorted(random.sample(range(1, 11), 2))
+    print(f"killed after steps {drawn}")
+    look, resumes = runs.look(out), 0
+    for step in drawn:
+        resumes += bool(steps(out / "checkpoints"))
+        job = runs.start(runs.words(changes), out).until(look.has_step(step, resumes))
+        assert job.kill().codes == [-KILL]
+    continues(runs, out, changes)
+
+
+SAVES = {"training.steps": 8, "checkpoint.every": 2}
+POINTS = ["purging:step-2", *(pytest.param(p, marks=LATER) for p in ("publish", "published", "all"))]
+
+
+@pytest.mark.tier("thorough")
+@case("A3", "C4", "D5", tier="quick")
+@RANKS
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_point_of_a_save_twice_leaves_no_trace(runs, tmp_path, point, ranks):
+    """In the first save that comes there, and in the next; "all": each point that the run passes."""
+    points = [point]
+    if point == "all":
+        record = {"kind": "record_points", "file": str(tmp_path / "points")}
+        runs.finish(runs.words(SAVES), tmp_path / "recorded", ranks, faults=[record])
+        lines = (tmp_path / "points").read_text().splitlines()
+        points = list(dict.fromkeys(re.sub(r"step-\d+", "step-2", line) for line in lines))
+        assert {"begun", "sealed", "published", "durable", "purge:step-2", "write:status.json"} <= set(points)
+    for number, at in enumerate(points):
+        crashes, out = 0, tmp_path / str(number)
+        for _ in range(2):
+            ended = runs.start(runs.words(SAVES), out, ranks, NARROWGAUGE_CRASH_AT=at).wait()
+            crashes += 137 in ended.codes
+            assert 137 in ended.codes or set(ended.codes) == {0}, (at, ended.err)
+        assert crashes, f"{at} was never reached"
+        continues(runs, out, SAVES, ranks)
+
+
+@case("A2", "G3", tier="thorough")
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=LATER)])
+@pytest.mark.parametrize("how", ["die", "raise"])
+def test_one_rank_of_two_ends_and_the_job_ends(runs, out, how, victim):
+    """The other one does not wait for ever, and the traceback is that of the rank that failed."""
+    fault = {"kind": "stop", "how": how, "steps": [7], "rank": victim}
+    job = runs.start(runs.words(), out, 2, [fault])
+    ended = job.wait(60)
+    assert ended.failed
+    assert not job.left
+    if how == "raise":
+        assert ended.err.count("Traceback (most recent call last)") == 1
+        assert "RuntimeError: the fault that was asked for" in ended.err
+        assert "the fault that was asked for" in runs.look(out).status["reason"]
+    continues(runs, out, None, 2)
+
+
+@case("A4", tier="thorough")
+@RANKS
+def test_workers_die_with_their_torchrun(runs, out, ranks):
+    words = runs.words({"training.steps": 5000})
+    job = runs.torchrun(words, out, ranks)
+    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(7))
+    workers = job.pids
+    job.processes[0].send(KILL)
+    deadline = time.monotonic() + 20
+    while any(map(alive, workers.values())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    survivors = [pid for pid in workers.values() if alive(pid)]
+    job.kill()
+    assert not survivors, "workers outlived their launcher"
+    newest = runs.look(out).column("step")[-1]
+    again = runs.start(words, out, ranks).until(runs.look(out).has_step(newest + 1, resumes=1))
+    assert set(again.send(signal.SIGTERM).wait().codes) == {75}
