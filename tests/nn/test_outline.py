@@ -120,6 +120,7 @@ KEPT = {
     "nor are they without a list": (lambda: model_of(l1=Mixture(), l2=Mixture(), l3=Mixture()), LAST, {"l3"}),
     "nor are they without layers": (lambda: model_of(experts=blocks(8)), LAST, set()),
     "several stacks are counted through": (two_stacks, LAST, {"decoder.1"}),
+    "a share is one of all stacks": (two_stacks, keeping(last_blocks=0.3), {"decoder.0", "decoder.1"}),
     "the first of several stacks": (two_stacks, FIRST, {"encoder.0"}),
     "last in the forward pass": (UNet, LAST, {"up_blocks.2"}),
     "first in the forward pass": (UNet, FIRST, {"down_blocks.0"}),

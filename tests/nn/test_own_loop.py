@@ -161,6 +161,11 @@ def test_peft(name):
             ng.set_step(each, 0, 9, 0)
         assert torch.equal(adapted.eval()(batch()), other.eval()(batch()))
     assert_same(numbers_of(adapted.unload()), before)
+    layers = [other.base_model.model[i] for i in (0, 2)]
+    wide = [x.base_layer.weight.detach() + x.get_delta_weight("default").detach() for x in layers]
+    merged = other.merge_and_unload(safe_merge=name == "msamp-o3")
+    for i, w in zip((0, 2), wide, strict=True):  # rounded once
+        assert (merged[i].weight.detach() - w).norm() < 2**-4 * w.norm()
 
 
 @row("`GradScaler`")
