@@ -22,6 +22,7 @@ from narrowgauge.quantization import (
     stored_tensor,
     write_weight,
 )
+from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW, is_large
 from narrowgauge.recipes import recipe
 
 K, N = 96, 128
@@ -65,6 +66,17 @@ def test_reading_attaches_nothing_and_changing_one_attribute():
     assert shard_of(p) is None, "a shard that is whole is none"
     with pytest.raises(AttributeError):
         ParamState().number = 3
+
+
+def test_only_large_matrices_have_narrow_moments():
+    """Of a shard, the size of the global tensor counts."""
+    sizes = {(SMALLEST_NARROW,): False, (2, SMALLEST_NARROW // 2): True, (2, SMALLEST_NARROW // 2 - 1): False}
+    assert {size: is_large(torch.nn.Parameter(torch.ones(size))) for size in sizes} == sizes
+    p = torch.nn.Parameter(torch.ones(1, SMALLEST_NARROW // 2))
+    ensure_state(p).shard = TensorShard(
+        (ShardAxis(2, ((1, 1),), (object(),)), full_axis(SMALLEST_NARROW // 2))
+    )
+    assert is_large(p)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp8", "nvfp4"])
