@@ -100,7 +100,9 @@ def test_heads_are_one_tensor_token_by_token_and_all_of_it_is_written(device, mo
 def in_c(B, T, N, K, H, has_documents):
     """The heads, split and rotated separately, and their gradients; the name of the autograd function."""
     table = normal(2, B, 1, T, H // 2) if has_documents else normal(2, T, H // 2)
-    qkv = normal(B, T, (N + 2 * K) * H, seed=1, dtype=torch.bfloat16).requires_grad_()
+    qkv = normal(B, T, (N + 2 * K) * H, seed=1, dtype=torch.bfloat16)
+    qkv[0, 0, 1] = torch.nan
+    qkv.requires_grad_()
     heads = split_heads(qkv, None, table, (N, K, K), H)
     grads = [normal(B, T, x.shape[1], H, seed=2, dtype=torch.bfloat16).transpose(1, 2) for x in heads]
     torch.autograd.backward(heads, grads)

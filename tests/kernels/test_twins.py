@@ -151,7 +151,9 @@ def test_a_cast_is_its_twin_under_every_key(name, device, draw):
         require_same(partial(run, -1, shape=(40, 72)), device)
 
 
-NEAR = [n for n, o in OPERATIONS.items() if o.compare is not same and n != "attention"]
+# A row with such a weight has no slopes in the kernel (`test_product`).
+LEFT_OUT = ("attention", "FP4 matmul with separate outliers")
+NEAR = [n for n, o in OPERATIONS.items() if o.compare is not same and n not in LEFT_OUT]
 
 
 @pytest.mark.tier("thorough", keep=("RMSNorm", "heads with bias and positions"))
