@@ -10,6 +10,8 @@ from narrowgauge.recipes import recipe
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training import make_config
 
+DAMAGED = ("steps = = 3", "[training]\nsteps = 'many'\n", "[training]\nstepps = 3\n")
+
 
 @pytest.fixture
 def directory(tmp_path):
@@ -76,35 +78,25 @@ def test_another_text_of_the_recipe_is_refused(directory, tiny, tmp_path):
     assert own.casts["fprop.x"].name == "e4m3", "a finished run is used with the recipe it was made with"
 
 
-def test_a_directory_with_other_files_is_refused(directory, tiny):
-    directory.path.mkdir(parents=True)
-    (directory.path / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"'thesis\.tex' and no config\.toml.* --out"):
-        directory.claim(make_config(tiny()))
-    assert os.listdir(directory.path) == ["thesis.tex"]
-
-
-def test_a_file_in_its_place_is_refused(directory, tiny):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"thesis.tex": ""}, r"'thesis\.tex' and no config\.toml.* --out"),
+        ("a file in its place", r"cannot be written.* --out"),
+        *(({"config.toml": text}, r"config\.toml|training\.step") for text in DAMAGED),
+    ],
+)
+def test_a_place_that_is_taken_or_damaged_is_refused(directory, tiny, content, words):
     directory.path.parent.mkdir(parents=True)
-    directory.path.touch()
-    with pytest.raises(UserError, match=r"cannot be written.* --out"):
+    if isinstance(content, str):
+        directory.path.touch()
+    else:
+        directory.path.mkdir()
+        for name, text in content.items():
+            (directory.path / name).write_text(text)
+    with pytest.raises(UserError, match=words):
         directory.claim(make_config(tiny()))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_forbidden_place_is_refused(directory, tiny):
-    directory.path.parent.mkdir(parents=True)
-    directory.path.parent.chmod(0o500)
-    with pytest.raises(UserError, match=r"cannot be written: Permission denied.* --out"):
-        directory.claim(make_config(tiny()))
-
-
-def test_a_damaged_configuration_is_refused(directory, tiny):
-    directory.claim(make_config(tiny()))
-    for content in ("steps = = 3", "[training]\nsteps = 'many'\n", "[training]\nstepps = 3\n"):
-        (directory.path / "config.toml").write_text(content)
-        with pytest.raises(UserError):
-            directory.claim(make_config(tiny()))
+    assert isinstance(content, str) or os.listdir(directory.path) == list(content)
 
 
 def test_status_is_the_last_that_was_set(directory, tiny):

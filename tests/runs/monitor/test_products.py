@@ -24,16 +24,34 @@ from support.runs import interrupted
 HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"
 
 
-def test_a_run_keeps_what_it_began_with(monkeypatch):
-    monkeypatch.setenv(PRODUCTS, "bf16")
-    assert products_of([{"event": "start", "products": "fp32"}, {"step": 1}]) == "fp32"
-    assert products_of([]) == "bf16"
-    monkeypatch.setenv(PRODUCTS, "fp32")
-    assert products_of([{"event": "start", "step": 0}]) == HAS_BF16  # from before it was recorded
-    assert products_of([]) == "fp32"
-    monkeypatch.setenv(PRODUCTS, "fp64")
-    with pytest.raises(UserError, match="must be bf16, fp32 or onednn"):
-        products_of([])
+#: (variable, what is asked for, the lines of the run, what it computes with)
+KEPT = [
+    (PRODUCTS, "bf16", [{"event": "start", "products": "fp32"}, {"step": 1}], "fp32"),
+    (PRODUCTS, "bf16", [], "bf16"),
+    (PRODUCTS, "fp32", [], "fp32"),
+    (PRODUCTS, "fp32", [{"event": "start", "step": 0}], HAS_BF16),  # from before it was recorded
+    (ATTENTION, "torch", [{"event": "start", "attention": "in-order"}, {"step": 1}], "in-order"),
+    (ATTENTION, "torch", [], "torch"),
+    (ATTENTION, "in-order", [], "in-order"),
+    (ATTENTION, "in-order", [{"event": "start", "step": 0}], "torch"),  # from before it was recorded
+    (PRODUCTS, "fp64", [], "must be bf16, fp32 or onednn"),
+    (ATTENTION, "fast", [], "must be in-order, fp32 or torch"),
+]
+
+
+@pytest.mark.parametrize(("variable", "asked", "lines", "expected"), KEPT)
+def test_a_run_keeps_what_it_began_with_or_takes_what_is_asked_for(
+    monkeypatch, variable, asked, lines, expected
+):
+    monkeypatch.setenv(variable, asked)
+    choose = (
+        products_of if variable == PRODUCTS else lambda lines: attention_of(lines, AttentionShape(32, 64))
+    )
+    if expected.startswith("must"):
+        with pytest.raises(UserError, match=expected):
+            choose(lines)
+    else:
+        assert choose(lines) == expected
 
 
 def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
@@ -46,19 +64,6 @@ def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
     assert measured_products() == "fp32"  # kept
     next((tmp_path / "products").iterdir()).write_text("{torn")
     assert measured_products() == "bf16"
-
-
-def test_attention_is_kept_asked_for_or_measured(monkeypatch):
-    shape = AttentionShape(32, 64)
-    monkeypatch.setenv(ATTENTION, "torch")
-    assert attention_of([{"event": "start", "attention": "in-order"}, {"step": 1}], shape) == "in-order"
-    assert attention_of([], shape) == "torch"
-    monkeypatch.setenv(ATTENTION, "in-order")
-    assert attention_of([], shape) == "in-order"
-    assert attention_of([{"event": "start", "step": 0}], shape) == "torch"  # from before it was recorded
-    monkeypatch.setenv(ATTENTION, "fast")
-    with pytest.raises(UserError, match="must be in-order, fp32 or torch"):
-        attention_of([], shape)
 
 
 def test_all_ranks_compute_as_the_first_one_chose():

@@ -37,13 +37,6 @@ def test_the_trace_has_the_steps_asked_for_and_the_classes_make_up_a_step(profil
     assert look(path).trajectory == look(trained({"recipe.name": "mxfp8"})).trajectory
 
 
-@pytest.mark.tier("nightly")  # a whole run
-def test_a_run_that_ends_early_tells_of_the_steps_there_were(train, look):
-    assert [
-        event["step"] for event in look(train(changes={"training.steps": 3}, profile=5)).events("step time")
-    ] == [3]
-
-
 @pytest.mark.parametrize("word", ["0", "-1", "many"])
 def test_a_number_of_steps_that_is_none(line, capsys, word):
     assert main([*line(), f"--profile={word}"]) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.runs.monitor import yardstick as module
-from narrowgauge.runs.monitor.yardstick import Yardstick, fastest_tries, measure, yardstick
+from narrowgauge.runs.monitor.yardstick import Yardstick, measure, yardstick
 
 CPU = torch.device("cpu")
 
@@ -26,13 +26,12 @@ def test_it_is_measured_once_and_the_same_for_every_recipe(cache):
     assert yardstick(CPU, torch.bfloat16) == first == Yardstick(**json.loads(entry.read_text()))
 
 
-def test_a_machine_has_the_peak_of_its_faster_dtype():
-    tries = [fastest_tries(128, CPU, dtype)[0] for dtype in (torch.float32, torch.bfloat16)]
-    assert measure(CPU, torch.float32).flops > 0.5 * 2 * 128**3 / min(tries)
-
-
-def test_what_cannot_be_repeated_is_left_out(cache, monkeypatch):
+def test_a_machine_has_the_peak_of_its_faster_dtype_if_it_can_be_repeated(cache, monkeypatch):
     """A busy machine: the third fastest try takes twice as long as the fastest."""
+    seconds = {torch.float32: 0.02, torch.bfloat16: 0.01}
+    monkeypatch.setattr(module, "fastest_tries", lambda n, device, dtype: [seconds[dtype]] * 3)
+    faster = measure(CPU, torch.float32)
+    assert "bfloat16" in faster.source
     monkeypatch.setattr(module, "fastest_tries", lambda *_: [0.01, 0.012, 0.02])
     found = yardstick(CPU, torch.float32)
     assert found.flops is None

@@ -9,13 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.cli.main import main
-from narrowgauge.data import bytes_tokenizer, export_tokens, open_data, prepare, train_bpe
-from narrowgauge.distributed import Engine
+from narrowgauge.data import bytes_tokenizer, export_tokens, open_data, train_bpe
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.nn import Linear
 from narrowgauge.recipes import recipe_names
-from narrowgauge.runs import open_run, validation_loss
+from narrowgauge.runs import open_run
 from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.use import export
 from narrowgauge.runs.use.branch import branch_run
@@ -69,19 +68,7 @@ def test_what_goes_out_comes_in(trained, tmp_path, to, text, look):
 
 
 @pytest.mark.tier("thorough")
-def test_a_gguf_file_comes_in_with_its_tokenizer_and_goes_out_as_the_same_file(trained, tmp_path, text):
-    path = trained({"recipe.name": "fp32", "training.steps": 1})
-    export_run(path, "gguf", tmp_path / "out")
-    (tmp_path / "out" / "tokenizer.json").unlink()  # so that it comes from the keys of the file
-    back = import_model(tmp_path / "out" / "model.gguf", tmp_path / "back", source=text)
-    assert open_run(back, "cpu").tokenizer.to_json() == open_run(path, "cpu").tokenizer.to_json()
-    export_run(back, "gguf", tmp_path / "again")
-    first, again = (tmp_path / name / "model.gguf" for name in ("out", "again"))
-    assert first.read_bytes() == again.read_bytes()
-    assert torch.equal(open_run(first, "cpu").model(IDS), open_run(back, "cpu").model(IDS))
-
-
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly", keep=("msamp-o3",))
 @pytest.mark.parametrize("recipe", ["fp32", "msamp-o3"])
 def test_a_run_starts_from_imported_weights(trained, tiny, tmp_path, text, recipe, look):
     base = trained({"recipe.name": "fp32"})
@@ -158,6 +145,10 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(trained, tiny, tmp_p
         with pytest.raises(UserError, match=words):
             run_here(values, tmp_path / "new")
         assert not (tmp_path / "new" / "checkpoints").exists()
+    export_run(base, "hf", tmp_path / "out")
+    train_bpe(["many words to learn from, many more words"] * 30, 280).save(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"and the model .* only 257"):
+        import_model(tmp_path / "out", tmp_path / "back", tmp_path / "tokenizer.json")
 
 
 WRITERS = {
@@ -284,16 +275,3 @@ def test_a_model_without_a_tokenizer_is_given_one_or_token_files(trained, text, 
     assert re.search(r"validation loss \d\.\d+ nats per token$", capsys.readouterr().out.strip())
     with pytest.raises(UserError, match="text needs one"):
         run_data(open_run(model, "cpu"), str(text))
-
-
-def test_an_import_has_the_validation_of_the_run_and_a_tokenizer_of_no_more_ids(trained, tmp_path, text):
-    path = trained({"recipe.name": "fp32"})
-    export_run(path, "hf", tmp_path / "out")
-    val = prepare(text, "bytes").val
-    runs = [open_run(p, "cpu") for p in (path, tmp_path / "out")]
-    losses = [validation_loss(Engine.alone(r.model), r.go_to_sample, val, 1, 32, 2).mean for r in runs]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
-    train_bpe(["many words to learn from, many more words"] * 30, 280).save(tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match=r"and the model .* only 257"):
-        import_model(tmp_path / "out", tmp_path / "back", tmp_path / "tokenizer.json")

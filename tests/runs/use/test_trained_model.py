@@ -14,11 +14,12 @@ from narrowgauge.recipes import recipe_names
 from narrowgauge.runs import TrainedRun, bits_per_byte, open_run, validation_loss
 from support.runs import write_text
 
+DELAYED = {"recipe.name": "fp8-delayed"}
 STOCHASTIC = {"recipe.name": "mxfp4", "recipe.fprop": {"x": {"cast": "mxfp4", "rounding": "stochastic"}}}
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize("changes", [{}, STOCHASTIC], ids=["fp8", "stochastic forward"])
+@pytest.mark.parametrize("changes", [DELAYED, STOCHASTIC], ids=["delayed scales", "stochastic forward"])
 def test_the_newest_model_gives_the_recorded_loss(trained, look, text, changes):
     path = trained(changes | {"training.batch_size": 4, "training.micro_batch_size": 2})
     there = open_run(path, "cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.errors import UserError
@@ -156,6 +156,7 @@ VALUES = FIXED(
 
 
 @pytest.mark.tier("thorough")
+@settings(max_examples=25)
 @given(VALUES)
 def test_the_text_makes_the_same_configuration(values):
     config = make_config(values)
@@ -199,25 +200,31 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content, words):
     assert words in str(error.value)
 
 
-def test_groups_of_the_optimizer_come_from_both_doors(tmp_path):
-    groups = {"*.bias": {"lr_factor": 2.0}}
-    (tmp_path / "c.toml").write_text('[optimizer.groups]\n"*.bias" = {lr_factor = 2.0}\n')
-    from_file = make_config(load_values(tmp_path / "c.toml"))
-    from_line = make_config({"optimizer": {"groups": '{"*.bias": {"lr_factor": 2.0}}'}})
-    assert from_file.optimizer.groups == from_line.optimizer.groups == groups
-    (tmp_path / "again.toml").write_text(to_toml(from_file))
-    assert to_toml(make_config(load_values(tmp_path / "again.toml"))) == to_toml(from_file)
-    with pytest.raises(UserError, match="on the command line it is JSON"):
-        make_config({"optimizer": {"groups": "*.bias=2"}})
-
-
-def test_places_on_the_host_come_from_both_doors(tmp_path):
-    (tmp_path / "c.toml").write_text('[recipe]\nname = "msamp-o3"\noffload = ["m", "master"]\n')
-    from_file = make_config(load_values(tmp_path / "c.toml"))
-    from_line = make_config({"recipe": {"name": "msamp-o3", "offload": "m, master"}})
-    assert from_file.spec.recipe.offload == from_line.spec.recipe.offload == ("master", "m")
-    with pytest.raises(UserError, match="place to offload 'weight'"):
-        make_config({"recipe": {"offload": "weight"}})
+@pytest.mark.parametrize(
+    ("section", "in_toml", "on_the_line", "wrong", "words"),
+    [
+        (
+            *("optimizer", '[optimizer.groups]\n"*.bias" = {lr_factor = 2.0}\n'),
+            *({"groups": '{"*.bias": {"lr_factor": 2.0}}'}, {"groups": "*.bias=2"}),
+            "on the command line it is JSON",
+        ),
+        (
+            *("recipe", '[recipe]\nname = "msamp-o3"\noffload = ["m", "master"]\n'),
+            *({"name": "msamp-o3", "offload": "m, master"}, {"offload": "weight"}),
+            "place to offload 'weight'",
+        ),
+    ],
+)
+def test_groups_and_places_on_the_host_come_from_both_doors(
+    tmp_path, section, in_toml, on_the_line, wrong, words
+):
+    (tmp_path / "c.toml").write_text(in_toml)
+    from_file, from_line = make_config(load_values(tmp_path / "c.toml")), make_config({section: on_the_line})
+    again = make_config(tomllib.loads(to_toml(from_file)))
+    found = [(c.optimizer.groups, c.spec.recipe.offload) for c in (from_file, from_line, again, Config())]
+    assert found[0] == found[1] == found[2] != found[3]
+    with pytest.raises(UserError, match=words):
+        make_config({section: wrong})
 
 
 def test_a_rule_that_waits_for_a_decay_needs_a_schedule_that_has_one(tmp_path):

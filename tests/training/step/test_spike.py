@@ -1,12 +1,14 @@
-"""A spike in the data of a real run: reported, skipped, or rolled back, and the same after any kill."""
+"""A spike in the data of a real run: reported or rolled back, and the same after a kill.
+
+That a skipped one leaves no trace: faults/test_numerics.py; what the guard decides: tests/guard.
+"""
 
 import random
-import signal
 
 import pytest
 
 from narrowgauge.checkpoint import load, steps
-from support.in_process import run_here
+from narrowgauge.training.step.trainer import Trainer
 
 WINDOW = {
     "guard.spike_window": 12,
@@ -39,14 +41,6 @@ def spiky(monotone):
     return changes
 
 
-@pytest.fixture(scope="module")
-def skipped(tiny, monotone, tmp_path_factory):
-    """A run that skips its spikes, with a checkpoint after each step."""
-    changes = WINDOW | {"data.source": monotone, "guard.spike": "skip"}
-    changes |= {"checkpoint.every": 1, "checkpoint.keep": 60}
-    return run_here(tiny(changes), tmp_path_factory.mktemp("skipped") / "run")
-
-
 @pytest.mark.tier("thorough")  # whole runs
 def test_a_warning_changes_nothing(train, spiky, look):
     off, warned = look(train("off", spiky("off"))), look(train("warned", spiky("warn")))
@@ -57,23 +51,14 @@ def test_a_warning_changes_nothing(train, spiky, look):
     assert warned.column("step") == list(range(1, 61))
 
 
-@pytest.mark.tier("thorough")  # a whole run
-def test_a_skipped_spike_leaves_weights_moments_and_the_window(skipped, look):
-    run = look(skipped)
-    at = [event["step"] for event in run.events("skip")]
-    assert at
-    assert "first_bad" not in run.events("skip")[0], "nothing in it is bad"
-    for step in at:
-        before, after = (load(run.path / "checkpoints" / f"step-{s}") for s in (step - 1, step))
-        for group in ("model", "optimizer"):
-            for name, tensor in before.tensors[group].items():
-                assert tensor.equal(after.tensors[group][name]), name
-        assert after.state["guard"]["losses"] == before.state["guard"]["losses"]
-
-
 @pytest.mark.tier("thorough")  # whole runs
-def test_a_rollback_goes_on_with_other_data_and_without_a_checkpoint_is_a_skip(skipped, train, spiky, look):
-    run, spike = look(train("back", spiky("rollback"))), look(skipped).events("skip")[0]["step"]
+def test_a_rollback_goes_on_with_other_data_and_without_a_checkpoint_is_a_skip(trained, train, spiky, look):
+    skipped = look(train("none", spiky("rollback", **{"checkpoint.every": 1000})))
+    assert not skipped.events("rollback")
+    skip = skipped.events("skip")[0]
+    assert "there is no checkpoint to go back to" in skip["reason"]
+    assert "first_bad" not in skip, "nothing in it is bad"
+    run, spike = look(trained(spiky("rollback"))), skip["step"]
     back = run.events("rollback")
     assert back[0]["from_step"] == spike, "the first decision is the same"
     assert back[0]["step"] == (spike - 1) // 4 * 4, "the newest checkpoint before it"
@@ -85,21 +70,28 @@ def test_a_rollback_goes_on_with_other_data_and_without_a_checkpoint_is_a_skip(s
     passed = sum(last - first + 1 for first, last in (event["skipped_samples"] for event in back))
     assert state["samples"] == 2 * 60 + passed
     assert max(run.column("loss")[spike:]) < back[0]["figures"]["loss"]
-    run = look(train("none", spiky("rollback", **{"checkpoint.every": 1000})))
-    assert not run.events("rollback")
-    assert "there is no checkpoint to go back to" in run.events("skip")[0]["reason"]
 
 
-@pytest.mark.tier("thorough")  # kills at random moments: faults/test_numerics.py
-def test_killed_between_a_rollback_and_the_next_save(narrowgauge, line, spiky, look, train, tmp_path):
-    changes = spiky("rollback", **{"checkpoint.every": 8, "recipe.name": "fp8-delayed"})
-    words, out = [*line(changes), "--out", tmp_path / "killed"], tmp_path / "killed"
-    file, expected = out / "metrics.jsonl", look(train("whole", changes))
-    ended = narrowgauge.start(*words).send_when(
-        lambda: file.exists() and '"rollback"' in file.read_text(), signal.SIGKILL
-    )
-    assert ended.code == -signal.SIGKILL
-    assert steps(out / "checkpoints")
-    assert narrowgauge(*words).code == 0
-    assert look(out).trajectory == expected.trajectory
-    assert look(out).events("rollback") == expected.events("rollback")
+class Killed(BaseException):
+    """In place of kill -9: nothing in the run goes on after it."""
+
+
+@pytest.mark.tier("thorough")  # real kills at random moments: faults/test_numerics.py
+def test_killed_between_a_rollback_and_the_next_save(spiky, look, train, trained, monkeypatch, tmp_path):
+    changes = spiky("rollback")
+    expected, killed, take = look(trained(changes)), look(tmp_path / "killed"), Trainer.train_step
+
+    def train_step(trainer, *arguments):
+        if trainer.guard.rollbacks:
+            raise Killed
+        return take(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        with pytest.raises(Killed):
+            train("killed", changes)
+    assert killed.events("rollback") == expected.events("rollback")[:1]
+    assert steps(killed.path / "checkpoints")
+    train("killed", changes)
+    assert killed.trajectory == expected.trajectory
+    assert killed.events("rollback") == expected.events("rollback")
