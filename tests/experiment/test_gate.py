@@ -63,6 +63,7 @@ def test_two_seeds_that_agree_by_luck_pass_no_gate_that_the_plan_cannot_see(judg
     assert (word, "seeds of this spread would decide" in reason) == ("open", True)
 
 
+@pytest.mark.tier("thorough")
 def test_the_interval_of_a_gate_is_that_of_the_verdict(tmp_path):
     losses = {"bf16": (4.0, 4.0, 4.0), "fp8": (4.01, 4.03, 4.02), "mxfp8": (4.0, 4.01, 3.97)}
     named = [(recipe, seed, loss) for recipe, found in losses.items() for seed, loss in enumerate(found)]

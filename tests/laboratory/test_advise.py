@@ -66,8 +66,7 @@ def test_no_setting_of_the_space_is_faster_than_the_best(memory, tmp_path):
     assert best.seconds == min(point.seconds for point in searched.every_point())
 
 
-@pytest.mark.tier("nightly", keep=1)
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 @pytest.mark.parametrize("second", ["tensor", "pipeline"])
 def test_no_setting_of_several_devices_is_faster_than_the_best(second, tmp_path):
     """Every setting is planned and timed once, and searched under limits that many or few of them fit."""
@@ -110,7 +109,7 @@ def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
     assert len(searched.planned) == 6, "of each loss the fastest, the smallest, and that of one micro-batch"
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 def test_a_no_follows_from_all_recipes_of_narrower_state_and_names_what_fits(tmp_path):
     """msamp-o3 takes the least of all that ship; it is not among those that are compared where all fit."""
     need = space(card(tmp_path), "msamp-o3").least().needed
@@ -188,7 +187,7 @@ def test_each_recipe_has_one_way_to_win_and_the_reference_none(tmp_path):
     assert not any("bf16 needs" in text for text in found.changes)
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 def test_a_llama_on_one_4090_is_refused_with_what_it_takes():
     found = ng.advise("llama3-8b", "rtx4090", recipes=["bf16", "fp8"])
     assert found.answers == []
@@ -220,7 +219,7 @@ def test_a_budget_that_rules_the_best_out_leaves_the_next():
     assert "hours with bf16, and the budget is" in found.lost["bf16"]
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 def test_more_memory_helps_only_where_the_batch_has_more_and_without_a_price_hours_are_told(tmp_path):
     given = {"model": "debug", "tokens": "10M", "recipes": ["bf16"], "devices": 2}
     found = advised(cluster=card(tmp_path, "720MB"), batch_size=8, **given)

@@ -99,7 +99,7 @@ WATCHED = {"gauges.every": 1, "guard.replay_every": 2, "checkpoint.asynchronous"
 WIDE = {"model.dim": 64, "model.ffn_dim": 96, "gauges.every": 0}  # large enough for narrow moments
 
 
-@pytest.mark.tier("nightly", keep=("fp8-delayed", "msamp-o3", "fp16"))
+@pytest.mark.tier("nightly", keep=("fp8-delayed", "msamp-o3"))
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(
     ("name", "recompute"),

@@ -63,7 +63,7 @@ print(elsewhere, kept, held - bytes_held())
 """
 
 
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("nightly")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is kept with glibc only")
 def test_memory_that_was_freed_is_used_again_without_the_kernel():
     """In a separate process with an unused heap; a page may be a huge one of 2 MiB."""

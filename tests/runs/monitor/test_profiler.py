@@ -1,25 +1,26 @@
 """Where a step's time goes: a trace that a viewer of traces reads, and the time by class."""
 
 import gzip
+import io
 import json
 
 import pytest
 
 from narrowgauge.cli.main import main
 from narrowgauge.runs.monitor.profiler import CLASSES, class_of, covered
+from support.in_process import run_here
 
 
 @pytest.fixture(scope="module")
-def profiled(narrowgauge, line, tmp_path_factory):
-    path = tmp_path_factory.mktemp("profiled") / "run"
-    ended = narrowgauge(*line({"recipe.name": "mxfp8"}), "--profile", "2", "--out", path)
-    assert ended.code == 0, ended.err
-    return path, ended
+def profiled(tiny, tmp_path_factory):
+    """A run of which two steps were profiled, and what it said."""
+    said, path = io.StringIO(), tmp_path_factory.mktemp("profiled") / "run"
+    return run_here(tiny({"recipe.name": "mxfp8"}), path, said, profile=2), said.getvalue()
 
 
 @pytest.mark.tier("thorough")  # a whole run
 def test_the_trace_has_the_steps_asked_for_and_the_classes_make_up_a_step(profiled, trained, look):
-    path, ended = profiled
+    path, said = profiled
     with gzip.open(path / "profile" / "trace-rank-0.json.gz", "rt") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert [n for n in dict.fromkeys(names) if n.startswith("step ")] == ["step 3", "step 4"]
@@ -32,8 +33,7 @@ def test_the_trace_has_the_steps_asked_for_and_the_classes_make_up_a_step(profil
     for name in ("GEMMs", "casts", "attention", "loss", "optimizer"):
         assert event["ms"][name] > 0
     assert event["ms"]["communication"] == 0
-    assert "ms a step while it was profiled: " in ended.out
-    assert ended.err == ""
+    assert "ms a step while it was profiled: " in said
     assert look(path).trajectory == look(trained({"recipe.name": "mxfp8"})).trajectory
 
 
