@@ -76,6 +76,7 @@ def assert_near_plain(model, got, near, **given):
         assert off <= near * torch.linalg.vector_norm(b.double()), i
 
 
+@pytest.mark.tier("nightly", keep=("llama-None", "gpt2-None"))
 @pytest.mark.tier("thorough")  # each kernel has its own test in the interpreter
 @of_the_head
 @pytest.mark.parametrize(("name", "like"), [("llama", None), ("gpt2", None), ("gpt2", "bf16")])

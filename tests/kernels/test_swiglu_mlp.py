@@ -35,6 +35,7 @@ def trained(name, device, recompute, steps):
     return [*losses, *(p.grad for p in model.parameters()), *recipe_tensors(model).values()]
 
 
+@pytest.mark.tier("nightly", keep=("fp8-1",))
 @pytest.mark.tier("thorough")
 @needs_products
 @pytest.mark.parametrize(("name", "steps"), [("fp8", 1), ("fp8-delayed", 2)])
