@@ -104,10 +104,8 @@ def output_of(command: Sequence[str], seconds: float) -> Output:
         process.kill()
     try:
         process.communicate(timeout=1)
-    except TimeoutExpired:  # stuck in the kernel
-        for stream in (process.stdout, process.stderr):
-            if stream:
-                stream.close()
+    except TimeoutExpired:  # stuck in the kernel, or the machine is busy: waited for elsewhere
+        threading.Thread(target=process.communicate, daemon=True).start()
     return Output(None, error=f"no answer in {seconds:.0f} s")
 
 
