@@ -130,29 +130,25 @@ def test_kills_at_any_two_steps_of_any_recipe_leave_no_trace(runs, out, name):
 
 
 SAVES = {"training.steps": 8, "checkpoint.every": 2}
-POINTS = ["purging:step-2", *(pytest.param(p, marks=LATER) for p in ("publish", "published", "all"))]
 
 
-@pytest.mark.tier("thorough")
-@case("A3", "C4", "D5", tier="quick")
+@case("A3", "C4", "D5")  # each commit: checkpoint/store/test_crash_points.py
 @RANKS
-@pytest.mark.parametrize("point", POINTS)
-def test_killed_at_a_point_of_a_save_twice_leaves_no_trace(runs, tmp_path, point, ranks):
-    """In the first save that comes there, and in the next; "all": each point that the run passes."""
-    points = [point]
-    if point == "all":
-        record = {"kind": "record_points", "file": str(tmp_path / "points")}
-        runs.finish(runs.words(SAVES), tmp_path / "recorded", ranks, faults=[record])
-        lines = (tmp_path / "points").read_text().splitlines()
-        points = list(dict.fromkeys(re.sub(r"step-\d+", "step-2", line) for line in lines))
-        assert {"begun", "sealed", "published", "durable", "purge:step-2", "write:status.json"} <= set(points)
-    for number, at in enumerate(points):
+def test_killed_at_each_point_that_a_run_passes_leaves_no_trace(runs, tmp_path, ranks):
+    """From the first file to the last: in the first save that comes there, and in the next."""
+    record = {"kind": "record_points", "file": str(tmp_path / "points")}
+    runs.undisturbed(SAVES, ranks)  # from now on the data are prepared
+    runs.finish(runs.words(SAVES), tmp_path / "recorded", ranks, faults=[record])
+    lines = (tmp_path / "points").read_text().splitlines()
+    points = list(dict.fromkeys(re.sub(r"step-\d+", "step-2", line) for line in lines))
+    assert {"begun", "sealed", "published", "durable", "purge:step-2", "purging:step-2"} <= set(points)
+    for number, point in enumerate(points):
         crashes, out = 0, tmp_path / str(number)
         for _ in range(2):
-            ended = runs.start(runs.words(SAVES), out, ranks, NARROWGAUGE_CRASH_AT=at).wait()
+            ended = runs.start(runs.words(SAVES), out, ranks, NARROWGAUGE_CRASH_AT=point).wait()
             crashes += 137 in ended.codes
-            assert 137 in ended.codes or set(ended.codes) == {0}, (at, ended.err)
-        assert crashes, f"{at} was never reached"
+            assert 137 in ended.codes or set(ended.codes) == {0}, (point, ended.err)
+        assert crashes, f"{point} was never reached"
         continues(runs, out, SAVES, ranks)
 
 

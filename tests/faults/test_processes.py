@@ -1,4 +1,4 @@
-"""F6 and G2 to G8. Processes: killed, stopped, starved, leaking, badly started, without room for records."""
+"""F6 and G2 to G8. Processes: killed, stopped, leaking, badly started, without room for records."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.checkpoint import steps
 from support.fault_jobs import alive, descendants
 from support.fault_table import LATER, RANKS, case
 
@@ -29,27 +28,6 @@ def test_a_rank_that_is_stopped_is_found_with_the_stack_of_the_other(runs, out, 
     assert runs.look(out).status["status"] == "failed"
     again = runs.start(words, out, 2).until(runs.look(out).has_step(7, resumes=1))
     assert set(again.send(signal.SIGTERM).wait().codes) == {75}
-
-
-LARGE = {"model.dim": 768, "model.ffn_dim": 3072, "model.layers": 6, "recipe.name": "fp32"}
-
-
-@case("G4")  # each commit: cli/test_output.py
-@RANKS
-def test_memory_that_runs_out_on_one_rank(runs, out, ranks):
-    """From the moment on at which the data are read and the state is about to be made."""
-    job = runs.start(runs.words(LARGE), out, ranks).until((out / "tokenizer.json").exists)
-    pid = job.pids[ranks - 1]
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    most = pages * os.sysconf("SC_PAGE_SIZE") + (300 << 20)  # bytes; weights and moments need 500 million
-    resource.prlimit(pid, resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-    ended = job.wait()
-    assert set(ended.codes) == {1}, ended.err
-    assert "Traceback" not in ended.err
-    assert "out of memory" in ended.err
-    assert "--training.recompute true" in ended.err, "advice"
-    assert steps(out / "checkpoints") == []
-    assert runs.look(out).status["status"] == "failed"
 
 
 @case("G5")  # each commit: distributed/test_world.py has the variables of launchers
@@ -94,16 +72,13 @@ def test_hundreds_of_steps_leak_nothing(runs, out, ranks, count):
     shared = set(os.listdir("/dev/shm"))
     job = runs.start(runs.words(changes), out, ranks).until(runs.look(out).has_step(5))
     seen = {rank: [] for rank in range(ranks)}
-    while all(map(alive, job.pids.values())):
+    before_the_end = runs.look(out).has_step(count - 5)  # with its sample of text it is another matter
+    while not before_the_end():
         for rank, pid in job.pids.items():
-            try:
-                seen[rank].append(holdings(pid))
-            except (OSError, KeyError):  # it has just ended
-                break
+            seen[rank].append(holdings(pid))
         time.sleep(0.05)
     assert set(job.wait().codes) == {0}
     for samples in seen.values():
-        samples = samples[: len(samples) * 19 // 20]  # the end, with its sample of text, is another matter
         assert len(samples) > 20
         half = samples[len(samples) // 2 :]
         first, last = half[: len(half) // 4], half[-(len(half) // 4) :]
