@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # What else may stand for a number; a TypedDict of keywords is checked by its reader.
 _ALLOWED: dict[Any, Any] = dict.fromkeys((int, bool), typing.SupportsIndex)
-_ALLOWED |= {float: typing.SupportsFloat, typing.Unpack: object}
+_ALLOWED |= {float: typing.SupportsFloat, typing.Unpack: object, Any: object}
 
 
 class UserError(ValueError):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
@@ -116,6 +117,13 @@ def test_ddp_is_refused_where_gradients_would_be_lost(case):
         return
     m = make()
     DistributedDataParallel(m)(torch.randn(4, 64)).sum().backward()
+    assert all(p.grad is not None for p in m.parameters())
+
+
+@pytest.mark.usefixtures("group")
+def test_fully_shard_takes_the_options_of_torchs():
+    m = ng.fully_shard(model("msamp-o2"), mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+    m(torch.randn(4, 64)).sum().backward()
     assert all(p.grad is not None for p in m.parameters())
 
 
