@@ -20,14 +20,9 @@ META = torch.device("meta")
 
 def config(recipe, layers=2, **model):
     sizes = {"name": "debug", "dim": 128, "heads": 2, "kv_heads": 1, "ffn_dim": 256, "vocab_size": 512}
-    return make_config(
-        {
-            "model": sizes | {"layers": layers} | model,
-            "data": {"sequence_length": 64},
-            "training": {"batch_size": 8, "micro_batch_size": 2},
-            "recipe": {"name": recipe},
-        }
-    )
+    training = {"batch_size": 8, "micro_batch_size": 2}
+    values = {"data": {"sequence_length": 64}, "training": training, "recipe": {"name": recipe}}
+    return make_config(values | {"model": sizes | {"layers": layers} | model})
 
 
 def names(count):

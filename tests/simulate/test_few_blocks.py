@@ -71,20 +71,17 @@ def test_a_last_group_that_is_not_full_is_among_the_few(layers, every, blocks):
 
 
 @pytest.mark.tier("thorough")
-def test_a_count_is_that_of_all_blocks(but_for):
+def test_counts_and_memory_are_those_of_all_blocks(but_for):
+    """The blocks of the last rule lie beyond the blocks of the smallest models."""
     h200 = named_device("h200")
-    named = config(but_for("blocks.*[02468].*"), 11)
-    uneven = config("fp8", 13, recompute=True, recompute_every=2)
-    for one in (named, uneven):
+    for one in (
+        config(but_for("blocks.*[02468].*"), 11),
+        config("fp8", 13, recompute=True, recompute_every=2),
+    ):
         few, all_blocks = count_whole(one, h200).expected.further, count_step(one, h200).micro_batch()
         assert (few.launches, few.bytes) == (all_blocks.launches, all_blocks.bytes)
         assert few.flops == pytest.approx(all_blocks.flops)
-
-
-@pytest.mark.tier("thorough")
-def test_memory_is_that_of_all_blocks(but_for):
-    """The blocks of this rule lie beyond the blocks of the smallest models."""
-    one, alone = config(but_for("blocks.6.*", "blocks.7.*"), 9), ParallelDims()
-    quick, slow = estimate_step(one), _heaviest(one, alone)
-    assert quick.memory.device["saved activations"] == slow.memory.device["saved activations"]
-    assert quick.memory.peak == slow.memory.peak
+    one = config(but_for("blocks.6.*", "blocks.7.*"), 9)
+    quick, slow = estimate_step(one).memory, _heaviest(one, ParallelDims()).memory
+    assert quick.device["saved activations"] == slow.device["saved activations"]
+    assert quick.peak == slow.peak

@@ -55,7 +55,7 @@ def test_operations_are_counted_until_they_are_gone():
 
 
 @pytest.mark.tier("nightly", keep=("fp8", "bf16", "msamp-o3", "coat", "eco", "nvfp4", "fp8-attention"))
-@pytest.mark.tier("thorough", keep=("fp8", "msamp-o3"))
+@pytest.mark.tier("thorough", keep=("fp8", "bf16"))
 @pytest.mark.parametrize("name", recipe_names())
 def test_expected_state_is_the_runs(tiny, text, name):
     """Whatever the recipe, and so are activations; a CPU has its own workspace, for it works in pieces."""
@@ -65,9 +65,7 @@ def test_expected_state_is_the_runs(tiny, text, name):
     assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
     assert found.parameters == plan.parameters
     if name == "bf16":
-        assert [found.device[c] for c in ("weights", "gradients", "m", "v", "master")] == [
-            4 * found.parameters
-        ] * 4 + [0]
+        assert {found.device[c] for c in ("weights", "gradients", "m", "v")} == {4 * found.parameters}
     assert found.device["saved activations"] == plan.device["saved activations"]
     assert found.device["logits"] == plan.device["logits"]
     assert plan.peak == pytest.approx(found.peak, rel=0.3)
@@ -99,7 +97,7 @@ def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
         assert watch.alive == gradients
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("place", ["master", "grad", "m", "v"])
 def test_what_lies_on_the_host_is_told_apart(tiny, text, place):
     here = step(tiny, text, {"recipe.name": "msamp-o3"})[1]

@@ -58,12 +58,16 @@ def test_whole_numbers_fractions_and_booleans_give_results_of_their_own():
     assert found == [torch.int32, torch.float32, torch.int32] * 2
 
 
-def test_a_remembered_result_has_memory_of_its_own():
+def test_a_remembered_result_has_memory_of_its_own_and_a_tensor_with_values_gets_them():
+    x = torch.zeros(2)
     with Recorder() as recorder:
         results = [X * 3 for _ in range(3)]
         assert recorder.live.alive == 3 * 48
         results.pop()
         assert recorder.live.alive == 2 * 48
+        for _ in range(3):
+            x.add_(1)
+    assert x.tolist() == [3.0, 3.0]
 
 
 def test_what_shares_memory_is_not_remembered():
@@ -87,14 +91,6 @@ def test_an_operation_in_place_returns_what_it_wrote_into():
         assert recorder.live.alive == 48
         with pytest.raises(RuntimeError):
             y.mul_(torch.empty(7, device=META))
-
-
-def test_a_tensor_with_values_gets_them():
-    x = torch.zeros(2)
-    with Recorder():
-        for _ in range(3):
-            x.add_(1)
-    assert x.tolist() == [3.0, 3.0]
 
 
 def test_autograd_notices_a_write_that_is_skipped():
