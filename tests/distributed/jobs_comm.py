@@ -1,8 +1,4 @@
-"""What ranks do in the tests of collectives, narrow gathers and narrow reductions.
-
-Gathers are compared with the model as one process has it. The oracle of reductions brings everything together
-and loops.
-"""
+"""What ranks do in the tests of collectives, gathers and reductions, whose oracle gathers all and loops."""
 
 import math
 from itertools import pairwise
@@ -477,7 +473,11 @@ def in_pieces():
 def copied():
     """Shards and copies of them: the factors stay the same on all ranks, which have other samples."""
     places = {"reduce": {"cast": "e4m3", "prescale": True}, "gather": "fp32"}
-    net = cut(model(ng.recipe("bf16").with_places(places)), copies=2)
+    net = model(ng.recipe("bf16").with_places(places))
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    net.set_gradient_divide_factor(1.0)
+    net.set_force_sum_reduction_for_comms(True)
+    quantize_fsdp_reduce(net)
     layers = [layer for block in net for layer in (block.up, block.down)]
     for step in range(3):
         for layer in layers:

@@ -8,6 +8,7 @@ import torch
 from narrowgauge.checkpoint import load
 
 
+@pytest.mark.tier("thorough", keep=("fp32", "mxfp8"))
 @pytest.mark.parametrize("recipe", ["fp32", "fp8", "mxfp8"])
 def test_an_expert_sees_the_matrix_of_one_process_with_all_tokens(ranks, recipe):
     """To the bit: scales, blocks along the tokens of two processes, random bits; an expert without any."""

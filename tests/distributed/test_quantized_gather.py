@@ -43,7 +43,7 @@ CASES = [
 
 
 @pytest.mark.tier("nightly", keep=9)
-@pytest.mark.tier("thorough", keep=4)
+@pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(("world", "recipe", "how"), CASES, ids=str)
 def test_ranks_compute_as_one(ranks, world, recipe, how):
     """Outputs, gradients and weights of two steps; every byte of a gather."""
@@ -55,6 +55,7 @@ def test_ranks_compute_as_one(ranks, world, recipe, how):
             assert [calls["gather"] for calls in found["calls"]] == [times] * 2
 
 
+@pytest.mark.tier("thorough")
 def test_scales_are_agreed_on_once_for_all_layers(ranks):
     (found, _) = ranks(2, LIKE, recipe="fp8")
     assert found["renewed"] == [{"amax": 4 * 4}, {"amax": 1}]  # four weights

@@ -42,6 +42,7 @@ def test_a_full_state_dict_of_rank_0_arrives_and_goes_back(ranks, name):
 
 
 @pytest.mark.tier("nightly", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["msamp-o3", "msamp-o2"])
 def test_masters_survive_weights_that_the_model_has_already(ranks, name, tmp_path):
     assert ranks(2, "jobs_fsdp.masters_after_loading", recipe=name, folder=str(tmp_path)) == [[], []]
