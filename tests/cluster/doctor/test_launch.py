@@ -24,6 +24,7 @@ TWO_NODES = (
 TORCHRUNS = (
     f"{TWO_NODES} {ONE_NODE} RANK=11 WORLD_SIZE=16 GROUP_RANK=1 GROUP_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=7"
 )
+ALONE_IN_STEP = "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_PROCID=0 SLURM_LOCALID=0"
 EIGHT_BY_MPIRUN = (
     "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=8"
 )
@@ -95,14 +96,9 @@ def test_the_doctor_refuses_what_train_refuses_and_nothing_else(text):
             "process 9 of 16, by srun's variables, in Slurm's job 777 of 16 tasks; all meet at frontier00123",
         ),
         (f"{EIGHT_BY_MPIRUN} MASTER_ADDR=a", "process 3 of 8, by mpirun's variables; all meet at a:29500"),
-        (f"{EIGHT_BY_MPIRUN} {ONE_NODE}", "process 3 of 8, by torchrun's variables"),
-        (f"{SHELL} {EIGHT_BY_MPIRUN} {ONE_NODE}", "process 3 of 8"),
-        (f"{STEP} {ONE_NODE}", "process 3 of 8"),
+        (f"{SHELL} {EIGHT_BY_MPIRUN} {ONE_NODE}", "process 3 of 8, by torchrun's variables"),
         (TORCHRUNS, "process 11 of 16"),
-        (
-            f"{STEP} SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_PROCID=0 SLURM_LOCALID=0",
-            "one process,",
-        ),
+        (f"{STEP} {ALONE_IN_STEP}", "one process,"),
     ],
 )
 def test_one_world(text, words):
@@ -163,14 +159,18 @@ def test_processes_and_gpus(text, gpus, there, status, words):
     assert words in f"{item.found}; {item.fix}"
 
 
-def test_cores():
-    assert verdict("cores", ONE_NODE, cores=64, machine_cores=64, threads=8).status == "OK"
-    bound = verdict("cores", STEP, cores=1, machine_cores=64)
-    assert (bound.status, "--cpus-per-task" in bound.fix) == ("WARN", True)
-    many = verdict("cores", ONE_NODE, cores=64, machine_cores=64, threads=64)
-    assert (many.status, "OMP_NUM_THREADS=8" in many.fix) == ("WARN", True)
-    alone = verdict(
-        "cores", "", cores=4, machine_cores=64, threads=16
-    )  # a container with a share of the cores
-    assert alone.found == "4 of 64; 1 process of OMP_NUM_THREADS=16"
-    assert (alone.status, "OMP_NUM_THREADS=4:" in alone.fix) == ("WARN", True)
+@pytest.mark.parametrize(
+    ("text", "system", "status", "words"),
+    [
+        (ONE_NODE, {"cores": 64, "threads": 8}, "OK", "64 of 64"),
+        (STEP, {"cores": 1}, "WARN", "--cpus-per-task"),
+        (ONE_NODE, {"cores": 64, "threads": 64}, "WARN", "OMP_NUM_THREADS=8"),
+        # a container with a share of the cores
+        ("", {"cores": 4, "threads": 16}, "WARN", "4 of 64; 1 process of OMP_NUM_THREADS=16"),
+        ("", {"cores": 4, "threads": 16}, "WARN", "OMP_NUM_THREADS=4:"),
+    ],
+)
+def test_cores(text, system, status, words):
+    item = verdict("cores", text, **system)
+    assert item.status == status
+    assert words in f"{item.found} {item.fix}"
