@@ -58,6 +58,15 @@ def test_whole_numbers_fractions_and_booleans_give_results_of_their_own():
     assert found == [torch.int32, torch.float32, torch.int32] * 2
 
 
+def test_the_default_dtype_gives_results_of_its_own():
+    try:
+        with Recorder():
+            found = [torch.set_default_dtype(d) or (I * 1.5).dtype for d in (torch.float32, torch.bfloat16)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32, torch.bfloat16]
+
+
 def test_a_remembered_result_has_memory_of_its_own_and_a_tensor_with_values_gets_them():
     x = torch.zeros(2)
     with Recorder() as recorder:
