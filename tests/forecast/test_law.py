@@ -178,6 +178,13 @@ def test_intervals_widen_with_the_distance_from_the_points():
     assert widths[0] < widths[1] < widths[2]
     known, new = (law.predict(setting("fine", 1e8, 1e10, f, ("fprop",))).structure for f in ("mine", NEW))
     assert known < new
+    strange = law.predict(setting("fine other", 1e8, 1e10, sides=("fprop",))).structure
+    assert strange > 1.5 * known, "of a scheme that nobody has trained"
+    own, other = (
+        law.each[0].shift(Part("fprop", f"{name} fprop", NOISE["fine"]), name)[1]
+        for name in ("fine", "fine other")
+    )
+    assert other > own > 0, "and what is unknown of its parts is in their deviation"
 
 
 def test_an_outlier_does_not_bend_the_law():
