@@ -62,7 +62,7 @@ def begin(tiny, name, compiles, layers=2):
 
 
 # quick: nn/test_compile.py, the traced layers of every recipe
-@pytest.mark.tier("nightly", keep=("mxfp8", "nvfp4"))
+@pytest.mark.tier("nightly", keep=("mxfp8-fwd-nvfp4-bwd", "fp8-row"))
 @pytest.mark.parametrize("name", recipe_names())
 @pytest.mark.usefixtures("eager_sums")
 def test_a_compiled_run_is_the_eager_one_but_for_the_order_of_sums(tiny, text, name):
