@@ -57,9 +57,6 @@ class Dropout(nn.Module):
 
         Returns:
             The same shape and dtype.
-
-        Raises:
-            UserError: The step was never set.
         """
         if not (self.training and torch.is_grad_enabled()):
             return x

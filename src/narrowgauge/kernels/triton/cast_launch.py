@@ -5,6 +5,7 @@ hundred casts of a few layouts, and its host has some 50 us for each.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -20,6 +21,7 @@ from narrowgauge.quantization import Cast, QTensor, operand_dtype
 from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
+from narrowgauge.torch_compat import unobserved
 
 Signs = torch.Tensor | tuple[int, ...]
 P = ParamSpec("P")
@@ -180,7 +182,8 @@ def _one(like: torch.Tensor) -> torch.Tensor:
     key = (like.device, imagined(like.device))
     if key in _ONES:
         return _ONES[key]
-    with torch.inference_mode(False):  # so that any graph may use it
+    no_step = unobserved() if key[1] else nullcontext()  # of those that are simulated makes it again
+    with no_step, torch.inference_mode(False):  # so that any graph may use it
         one = torch.ones((), dtype=torch.float32, device=like.device)
     if type(one) is torch.Tensor:  # a compiler's tensor belongs to its context
         _ONES[key] = one
