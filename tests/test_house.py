@@ -321,13 +321,13 @@ def lines_of(path: Path) -> int:
 
 
 def lines_by_room() -> Counter[str]:
-    """Lines of Python, C and web files by room, wherever the room lies; `root` is what lies in none."""
+    """Lines of code, templates and web files by room, wherever the room lies; `root` is what lies in none."""
     lines: Counter[str] = Counter()
     rooms = set(tomllib.loads(BUDGETS.read_text(encoding="utf-8"))["lines"])
     for path in ROOT.rglob("*"):
         if path.suffix in (".js", ".css", ".html"):
             lines["web"] += lines_of(path)
-        elif path.suffix in (".py", ".c", ".h"):
+        elif path.suffix in (".py", ".c", ".h", ".jinja"):
             folders = path.relative_to(ROOT).parts[:-1]
             lines[next((folder for folder in folders if folder in rooms), "root")] += lines_of(path)
     tests = Path(__file__).parent

@@ -11,12 +11,11 @@ if TYPE_CHECKING:
     from narrowgauge.cluster.launch.job_script import MARK as MARK
     from narrowgauge.cluster.launch.job_script import Job as Job
     from narrowgauge.cluster.launch.job_script import emulation_note as emulation_note
+    from narrowgauge.cluster.launch.job_script import job_script as job_script
+    from narrowgauge.cluster.launch.job_script import queued as queued
     from narrowgauge.cluster.launch.site import Site as Site
     from narrowgauge.cluster.launch.site import load_site as load_site
     from narrowgauge.cluster.launch.site import site_names as site_names
-    from narrowgauge.cluster.launch.slurm import queued as queued
-    from narrowgauge.cluster.launch.slurm import slurm_script as slurm_script
-    from narrowgauge.cluster.launch.torchrun import torchrun_script as torchrun_script
     from narrowgauge.cluster.plan.cluster_spec import Cluster as Cluster
     from narrowgauge.cluster.plan.cluster_spec import cluster_name as cluster_name
     from narrowgauge.cluster.plan.cluster_spec import cluster_names as cluster_names

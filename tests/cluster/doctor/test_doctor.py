@@ -66,7 +66,7 @@ def test_software(here):
     assert here["torch"]["found"].startswith(version("torch"))
     assert here["system"]["found"].startswith(f"{platform.system()} {platform.machine()}, glibc ")
     assert " ".join(platform.libc_ver()) in here["system"]["found"]
-    for name in ("numpy", "pydantic", "rich", "safetensors", "tokenizers"):
+    for name in ("jinja2", "numpy", "pydantic", "rich", "safetensors", "tokenizers"):
         assert f"{name} {version(name)}" in here["packages"]["found"]
     cxx = shutil.which("g++")
     if cxx and "CXX" not in os.environ:

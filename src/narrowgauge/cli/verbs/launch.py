@@ -11,10 +11,9 @@ from narrowgauge.cluster import (
     Job,
     Site,
     emulation_note,
+    job_script,
     load_site,
     queued,
-    slurm_script,
-    torchrun_script,
 )
 from narrowgauge.data import why_absent
 from narrowgauge.errors import UserError, unknown
@@ -29,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     _check_slurm(options)
     job, layout = _job(options, words, site)
     job = queued(job, site) if options.slurm else job
-    _write(options.out, slurm_script(job, site) if options.slurm else torchrun_script(job, site))
+    _write(options.out, job_script(job, site, options.slurm))
     if options.slurm:
         how = f"start it by: sbatch {options.out}"
     elif job.nodes == 1:

@@ -1,18 +1,16 @@
-"""The common parts of launch scripts, which start a run on a cluster and requeue it at the time limit.
+"""Scripts that start a run on a cluster and continue it after the time limit, for Slurm and for torchrun.
 
-A time limit is not a failure. A few minutes before it, Slurm signals the script, the script signals the run,
-and the run saves after its step and exits with 75. The job is requeued, and the same script continues the
-run. A pitfall: a signal ends bash's `wait`, not the process, so a script with a single `wait` would abandon
-its run during the save. It must wait again until the run has ended.
+The script itself, with its reasons, is the template `job_script.sh.jinja`.
 """
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from narrowgauge.cluster.launch.site import Site
+import jinja2
+
+from narrowgauge.cluster.launch.site import Limit, Site, slurm_word
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import Recipe, choose_backend, named_device, recipe
 
@@ -36,97 +34,86 @@ class Job:
     python: str = sys.executable
 
 
-_SETTINGS = [
-    "# An error, an unset variable or a failure inside a pipe ends the script.",
-    "set -euo pipefail",
-]
-
-# A signal to the script is forwarded to the process in `child` as the signal in `forwarded`.
-_FORWARD = [
-    "asked='' sent='' child=''",
-    "forward() {",
-    "  woken=1 asked=$1",
-    "  if [[ $child && ! $sent ]]; then # once: a second signal stops the run at once",
-    "    sent=1",
-    '    kill -s "$forwarded" "$child" 2>/dev/null || true',
-    "  fi",
-    "}",
-    "trap 'forward USR1' USR1",
-    "trap 'forward TERM' TERM",
-]
-
-# Placed after a command and `&`: stores its exit code in `status`, whatever signals arrive meanwhile.
-_WAIT = [
-    "child=$!",
-    '[[ -z $asked ]] || forward "$asked" # asked while it was being started',
-    "# A signal ends `wait`, not the run: wait again. 127 means that the status was already reported.",
-    "status=127",
-    "while",
-    "  woken='' code=0",
-    '  wait "$child" || code=$?',
-    "  if [[ $code != 127 ]]; then status=$code; fi",
-    "  [[ $woken ]]",
-    "do :; done",
-]
+def job_script(job: Job, site: Site, slurm: bool) -> str:
+    """The script that starts a job: by sbatch if `slurm`, else by bash on each node."""
+    files = jinja2.PackageLoader("narrowgauge", "cluster/launch")
+    jinja = jinja2.Environment(
+        loader=files,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # a script, whose values `quote` quotes
+    )
+    jinja.filters["quote"] = lambda value: shlex.quote(str(value))
+    signal = site.signal_seconds
+    if job.time:
+        signal = min(signal, max(1, seconds_of(job.time) // 4))
+    return jinja.get_template("job_script.sh.jinja").render(
+        job=job,
+        site=site,
+        slurm=slurm,
+        sbatch=_sbatch(job, site),
+        signal=signal,
+        command=shlex.join(["narrowgauge", *job.words]),
+        mark=MARK,
+        grace=GRACE_SECONDS,
+    )
 
 
-def script(header: Sequence[str], *parts: Sequence[str]) -> str:
-    """A script of a header, the shell's settings and other parts, separated by empty lines."""
-    return "\n\n".join("\n".join(part) for part in (header, _SETTINGS, *parts) if part) + "\n"
+def _sbatch(job: Job, site: Site) -> list[str]:
+    """The options that a job may have; sbatch takes them literally, without a shell."""
+    options = {
+        "gpus-per-node": job.per_node if job.gpus else 0,
+        "cpus-per-task": site.cpus_per_task,
+        "time": job.time,
+        "account": slurm_word("--account", job.account) if job.account else site.account,
+        "partition": slurm_word("--partition", job.partition) if job.partition else site.partition,
+    }
+    return [*(f"--{name}={value}" for name, value in options.items() if value), *site.options]
 
 
-def supervised(start: Sequence[str], forwarded: str) -> list[str]:
-    """Lines that `start` a process in the background and wait for its exit code in `status`.
+def queued(job: Job, site: Site) -> Job:
+    """The job with the partition and the time limit that the site's limits give it.
 
-    Meanwhile USR1 and TERM are forwarded to the process as the signal `forwarded`.
+    Without a time it gets the longest of a partition that takes its nodes; with one, the first partition
+    that takes it. A partition without limits takes everything.
+
+    Raises:
+        UserError: The limits allow no such job.
     """
-    return [f"forwarded={forwarded}", *_FORWARD, *start, *_WAIT]
+    limits = [one for one in site.limit if job.partition in ("", one.partition)]
+    if not limits:
+        return job
+    where = job.partition or "each partition"
+    fitting: dict[str, Limit] = {}
+    for one in limits:
+        if job.nodes <= one.nodes:
+            fitting.setdefault(one.partition, one)
+    if not fitting:
+        most = max(one.nodes for one in limits)
+        raise UserError(f"--nodes is {job.nodes}, but {where} takes at most {most}; ask for fewer")
+    longest = max(fitting.values(), key=lambda one: one.hours)
+    if not job.time:
+        return replace(job, partition=longest.partition, time=f"{longest.hours:02}:00:00")
+    for one in fitting.values():
+        if seconds_of(job.time) <= one.hours * 3600:
+            return replace(job, partition=one.partition)
+    raise UserError(
+        f"--time is {job.time}, but {where} takes {job.nodes} nodes for at most {longest.hours} hours; ask "
+        "for less: the job requeues itself, and the run continues"
+    )
 
 
-def title(site: Site, what: str) -> list[str]:
-    """The title of the script and the sources of its values."""
-    lines = [
-        MARK,
-        f"# {what}",
-        f"# site: {site.title}{f' ({site.architecture})' if site.architecture else ''}",
-    ]
-    return [*lines, *(f"# {source}" for source in site.source)]
+def seconds_of(time: str) -> int:
+    """Convert Slurm's [DAYS-]HH:MM:SS, already validated, to seconds.
 
-
-_CACHES = (
-    "# compiled kernels on each node's own disk: a home directory on a file server would serve every process",
-    "local_cache=/tmp/narrowgauge-$(id -un)",
-    'export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$local_cache/triton}"',
-    'export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$local_cache/inductor}"',
-)
-
-
-def setup(job: Job, site: Site) -> list[str]:
-    """Setup lines: the site's lines and variables, the Python interpreter, the working directory."""
-    lines = []
-    if site.setup:
-        lines += ["# the site's own lines", *site.setup]
-    for variable in site.environment:
-        if variable.why:
-            lines.append(f"# {variable.why}")
-        lines.append(f"export {variable.name}={shlex.quote(variable.value)}")
-    return [
-        *lines,
-        *_CACHES,
-        "# the Python that wrote this script, unless PYTHON names another",
-        f"PYTHON=${{PYTHON:-{shlex.quote(job.python)}}}",
-        f"cd {shlex.quote(str(job.folder))}",
-    ]
-
-
-def command(job: Job) -> str:
-    """The module and its arguments, quoted."""
-    return shlex.join(["narrowgauge", *job.words])
-
-
-def status_file(job: Job) -> str:
-    """The path of the run's status.json, quoted."""
-    return shlex.quote(str(job.run / "status.json"))
+    >>> seconds_of("1-02:00:30")
+    93630
+    """
+    days, _, clock = time.rpartition("-")
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def emulation_note(found: Recipe, site: Site) -> str:
