@@ -84,8 +84,8 @@ def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str =
     in_steps(steps, spoil)
 
 
-def outgrow(first: int, last: int = 10**9, factor: float = 1024.0) -> None:
-    """From step `first` to `last` inputs of layers in blocks are much larger, and outputs as much smaller.
+def outgrow(first: int, factor: float = 1024.0) -> None:
+    """From step `first` on inputs of layers in blocks are much larger, and outputs as much smaller.
 
     In high precision nothing changes, as the factor is a power of two. Scales that are older than the inputs
     do not fit them.
@@ -93,7 +93,7 @@ def outgrow(first: int, last: int = 10**9, factor: float = 1024.0) -> None:
     accumulate = Trainer._accumulate
 
     def spoiled(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        if not first <= self.step + 1 <= last:
+        if self.step + 1 < first:
             return accumulate(self, *args, **kwargs)
         layers = [m for m in self.model.blocks.modules() if isinstance(m, Linear)]
         handles = [m.register_forward_pre_hook(lambda m, x: (x[0] * factor, *x[1:])) for m in layers]

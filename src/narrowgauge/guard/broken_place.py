@@ -45,14 +45,12 @@ class BrokenPlace:
         layers: The layers in which it broke, in the order of the model.
         cast: The name of its cast there.
         lost: The share that the cast lost in the worst layer; None for a place with a NaN or an infinity.
-        harmless: The share that it may lose without harm.
     """
 
     place: str
     layers: tuple[str, ...]
     cast: str
     lost: float | None
-    harmless: float
 
     def __str__(self) -> str:
         more = f" and {len(self.layers) - 1} more" if len(self.layers) > 1 else ""
@@ -106,5 +104,4 @@ def find_broken(now: Sequence[Line], before: Sequence[Line], wide: Collection[st
     worst = max(sorted(excess), key=lambda key: excess[key])
     layers = tuple(layer for layer, place in excess if place == worst[1])
     casts = {(line["layer"], line["place"]): line["cast"] for line in (*before, *now)}
-    harmless = max(BROKEN, *(allowed[layer, worst[1]] for layer in layers))
-    return BrokenPlace(worst[1], layers, casts[worst], lost[worst], harmless)
+    return BrokenPlace(worst[1], layers, casts[worst], lost[worst])

@@ -28,8 +28,8 @@ selects the reaction:
                 including that of the spike, are not used again (PaLM, arXiv 2204.02311, section 5.1, did
                 this by hand). At most `guard.max_rollbacks` times, then the run ends
     raise       go back to a checkpoint and continue with the same data, but with the place that broke in
-                a wider cast (`broken_place`); at most `guard.raise_budget` places. If no place broke, or
-                the budget is spent, as rollback. A step that is not finite is handled the same way, and
+                a wider cast (`broken_place`); for good; at most `MAX_RAISES` places. If no place broke, or
+                all have been widened, as rollback. A step that is not finite is handled the same way, and
                 skipped if no place broke; but while the loss is scaled (`fp16`), an overflow only lowers
                 the scale
 
@@ -51,6 +51,7 @@ from narrowgauge.guard.warmup import warmup_reason
 
 NORMAL = 1.4826  # standard deviation over median distance from the median
 FLOOR = 0.01  # the least deviation, as a share of the median
+MAX_RAISES = 4  # in a run: a recipe that breaks in more places is too narrow as a whole
 
 
 class Diverged(Failed):
@@ -122,7 +123,7 @@ class Guard:
     @property
     def may_raise(self) -> bool:
         """Whether a place may be widened."""
-        return self.rules.spike == "raise" and len(self.raised) < self.rules.raise_budget
+        return self.rules.spike == "raise" and len(self.raised) < MAX_RAISES
 
     def cannot_roll_back(self, verdict: GuardVerdict) -> GuardVerdict:
         """Replace the verdict of a rollback by a skip, because there is no checkpoint to go back to."""

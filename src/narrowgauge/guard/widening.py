@@ -43,10 +43,8 @@ def require_raising(recipe: Recipe, rules: GuardRules, gauges_every: int) -> Non
         recipe.with_rules([rule_for(recipe, place, rules.raise_to)])
 
 
-def rule_for(
-    recipe: Recipe, place: str, to: str, layers: tuple[str, ...] = (), first: int = 0, until: int = 0
-) -> Rule:
-    """The rule that widens a place of some layers from step `first` on, before step `until` (0: for good)."""
+def rule_for(recipe: Recipe, place: str, to: str, layers: tuple[str, ...] = (), first: int = 0) -> Rule:
+    """The rule that widens a place of some layers from step `first` on."""
     casts: dict[str, Cast] = {}
     state: dict[str, Cast | None] = {}
     if place in STATE_PLACES:
@@ -55,7 +53,7 @@ def rule_for(
             state = {}
     else:
         casts = dict.fromkeys(places_with(recipe, place), make_cast(to or recipe.compute))
-    return Rule(casts=casts, state=state, modules=layers, from_step=first, until_step=until)
+    return Rule(casts=casts, state=state, modules=layers, from_step=first)
 
 
 def places_with(recipe: Recipe, place: str) -> tuple[str, ...]:

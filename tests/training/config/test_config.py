@@ -133,6 +133,15 @@ def test_recomputation_is_true_false_or_selective():
         config("selektive")
 
 
+def test_a_key_that_is_gone_is_read_where_it_says_what_holds_now(tmp_path):
+    file = tmp_path / "older.toml"
+    file.write_text('[guard]\nspike = "raise"\nraise_steps = inf\nraise_budget = 4\nlower_after = 0\n')
+    assert make_config(load_values(file)).guard.spike == "raise"
+    file.write_text("[guard]\nlower_after = 6\n")
+    with pytest.raises(UserError, match=r"guard\.lower_after = 6: this key is gone, and 0 is its value"):
+        load_values(file)
+
+
 def test_a_copy_with_other_sections_is_resolved_anew():
     config = make_config({"model": {"name": "gpt2-124m", "layers": "3"}})
     assert (config.spec.model.layers, config.spec.model.dim) == (3, 768), "over the named size"

@@ -1,7 +1,7 @@
 """The events of a run: their readable names and reasons, and a table.
 
 On the time line an event is a mark; the table shows the same without a pointer. A change of settings that
-affects the recipe is called a precision change; the guard's changes are a raise and a lower.
+affects the recipe is called a precision change; the guard's change is a raise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def reason_of(event: Event) -> str:
     """The recorded reason of an event, or the changed settings; empty if neither is recorded."""
     reasons = [str(event["reason"])] if event.get("reason") else []
     reasons += [f"{key}: {old} -> {new}" for key, (old, new) in _changes(event).items()]
-    if event["event"] in ("raise", "lower"):
+    if event["event"] == "raise":
         layers = event.get("layers")
         where = ", ".join(map(str, layers[:3])) if isinstance(layers, list) else ""
         more = f" and {len(layers) - 3} more" if isinstance(layers, list) and len(layers) > 3 else ""

@@ -17,7 +17,7 @@ from narrowgauge.report.read.run import METRICS
 
 DIVERGED_REASONS = ("Diverged", "PoisonedError")  # the reason of a run that diverged begins with one
 ENDED = ("done", "diverged", "failed")
-GUARD = ("skip", "spike", "rollback", "raise", "lower", "not finite")  # what the guard records
+GUARD = ("skip", "spike", "rollback", "raise", "not finite")  # what the guard records
 _PACE = 50  # the pace is the median of this many steps
 _SILENT_S, _SILENT_STEPS = 120.0, 20.0  # silent: longer than both, the latter in steps
 

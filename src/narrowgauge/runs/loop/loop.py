@@ -21,7 +21,7 @@ from narrowgauge.errors import Failed
 from narrowgauge.nn import audit
 from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.runs.loop.init_weights import start_from_weights
-from narrowgauge.runs.loop.raising import lower_places, record_raises
+from narrowgauge.runs.loop.raising import record_raises
 from narrowgauge.runs.loop.recovery import recover
 from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.sample import sample_text
@@ -110,7 +110,6 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
             context.checkpointer.settle()  # the rollback target may still be pending
         if recover(context, trainer, line["loss"], line["grad_norm"]):
             return
-        lower_places(context, trainer)
         if every.check and trainer.step % every.check == 0:
             trainer.check_replicas()
         if is_last or shared["late"] or asked or trainer.step % every.save == 0:

@@ -6,6 +6,7 @@ one form of error messages. The defaults are the embedded run: a model of a few 
 source text of Python.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -242,15 +243,30 @@ def load_values(path: Path) -> dict[str, Any]:
 
 
 # Keys that files of earlier runs have, each with the only value that it may have there; None: any.
-_GONE = {("schedule", "decay_steps"): 0, ("checkpoint", "max_failures"): None, ("log", "sample_tokens"): None}
+_GONE = {
+    "schedule.decay_steps": 0,
+    "checkpoint.max_failures": None,
+    "log.sample_tokens": None,
+    "guard.raise_steps": math.inf,
+    "guard.raise_budget": 4,
+    "guard.lower_after": 0,
+}
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
-    """The tables of a file without keys that earlier versions wrote and that change no digit."""
-    for (section, key), only in _GONE.items():
+    """The tables of a file without keys that earlier versions wrote.
+
+    Raises:
+        UserError: one of them has a value that would change digits.
+    """
+    for name, only in _GONE.items():
+        section, key = name.split(".")
         table = values.get(section)
-        if isinstance(table, dict) and only in (None, table.get(key)):
-            table.pop(key, None)
+        if not isinstance(table, dict) or key not in table:
+            continue
+        value = table.pop(key)
+        if only is not None and value != only:
+            raise UserError(f"{name} = {value!r}: this key is gone, and {only} is its value in every run now")
     return values
 
 

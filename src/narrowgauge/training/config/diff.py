@@ -16,6 +16,7 @@ One value needs no permission: `training.micro_batch_size`, if the user did not 
 processes may require another one (`micro_batch`); the change is reported and recorded like the others.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -72,8 +73,10 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     if guard["spike"] not in ("off", "warn"):  # those two do not affect steps
         kept += ["spike", "spike_factor", "spike_window", "max_rollbacks"]
     if guard["spike"] == "raise":
-        kept += ["raise_to", "raise_steps", "raise_budget", "lower_after"]
+        kept.append("raise_to")
     tables["guard"] = {key: guard[key] for key in kept}
+    if guard["spike"] == "raise":  # keys that are gone, too
+        tables["guard"] |= {"raise_steps": math.inf, "raise_budget": 4, "lower_after": 0}
     for name, neutral in ADDED.items():
         section, key = name.split(".")
         if tables[section][key] == neutral:

@@ -1,9 +1,6 @@
 """The guard's section of the configuration: its keys, which become `guard.GuardRules`."""
 
-import math
-
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from narrowgauge.guard import GuardRules
 from narrowgauge.guard.rules import Spike
@@ -31,20 +28,6 @@ class GuardSection(Section):
         _DEFAULT.raise_to,
         description="raise: the cast that an operand is widened to; empty: the recipe's compute format",
     )
-    raise_steps: float = Field(
-        _DEFAULT.raise_steps,
-        ge=1,
-        allow_inf_nan=True,
-        description="raise: steps that a place stays wide; inf: for good",
-    )
-    raise_budget: int = Field(
-        _DEFAULT.raise_budget, ge=1, description="raise: places of a run that are widened at most"
-    )
-    lower_after: int = Field(
-        _DEFAULT.lower_after,
-        ge=0,
-        description="raise: steps until a place is lowered again if its gauges allow it; 0: never",
-    )
     check_every: int = Field(
         _DEFAULT.check_every,
         ge=0,
@@ -55,13 +38,6 @@ class GuardSection(Section):
         ge=0,
         description="steps between one computed twice, which must agree in every bit; 0: never",
     )
-
-    @field_validator("raise_steps")
-    @classmethod
-    def _is_whole(cls, value: float) -> float:
-        if not math.isinf(value) and value != int(value):
-            raise PydanticCustomError("not_whole", "steps are whole: a number such as 200, or inf for good")
-        return value
 
     def rules(self) -> GuardRules:
         """The rules that these keys set."""

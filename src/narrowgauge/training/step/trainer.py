@@ -177,12 +177,6 @@ class Trainer(TrainState):
             self.follow_rules()
         return loss, norm, lr
 
-    def compute_step(self) -> None:
-        """Compute the last step again in the current state, with its gradients and amax histories."""
-        self.step -= 1
-        self._accumulate(self.micro_batches)
-        self.step += 1
-
     def read_step(self, micro_batches: Sequence[MicroBatch], gauges: Gauges, update: bool) -> None:
         """Compute the step after `step` only to read its gauges; it does not count.
 
