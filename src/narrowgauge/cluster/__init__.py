@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from narrowgauge.cluster.plan.cluster_spec import cluster_name as cluster_name
     from narrowgauge.cluster.plan.cluster_spec import cluster_names as cluster_names
     from narrowgauge.cluster.plan.cluster_spec import load_cluster as load_cluster
-    from narrowgauge.cluster.plan.plan import Plan as Plan
     from narrowgauge.cluster.plan.plan import make_plan as make_plan
     from narrowgauge.cluster.plan.plan import tokens_of as tokens_of
     from narrowgauge.cluster.plan.plan_text import print_plan as print_plan
     from narrowgauge.cluster.plan.price import Price as Price
     from narrowgauge.cluster.plan.price import parse_price as parse_price
-    from narrowgauge.cluster.scaling.local_launch import WorldFailed as WorldFailed
-    from narrowgauge.cluster.scaling.scaling import Scaling as Scaling
     from narrowgauge.cluster.scaling.scaling import read_sizes as read_sizes
     from narrowgauge.cluster.scaling.table import print_scaling as print_scaling
     from narrowgauge.cluster.scaling.worker import measure as measure

@@ -105,9 +105,7 @@ def _synchronized() -> bool | None:
 def collect_disk(folder: Path, pieces: int = 16) -> Disk:
     """Space, clock and speed of the file system that a folder is on, or would be on.
 
-    Args:
-        folder: It need not exist.
-        pieces: The most pieces of 4 MiB to write when measuring the speed; 0 skips the measurement.
+    At most `pieces` of 4 MiB are written to measure the speed; 0 skips the measurement.
     """
     place = folder.absolute()
     late = Disk(path=str(place), error=f"no answer in {_DISK_SECONDS:.0f} s; a file server may be away")

@@ -78,9 +78,6 @@ def queued(job: Job, site: Site) -> Job:
 
     Without a time it gets the longest of a partition that takes its nodes; with one, the first partition
     that takes it. A partition without limits takes everything.
-
-    Raises:
-        UserError: The limits allow no such job.
     """
     limits = [one for one in site.limit if job.partition in ("", one.partition)]
     if not limits:

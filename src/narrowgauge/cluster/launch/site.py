@@ -88,11 +88,7 @@ def site_names() -> list[str]:
 
 
 def load_site(name: str) -> Site:
-    """Load a shipped site by name, or another by the path of its `.toml` file.
-
-    Raises:
-        UserError: the name is unknown, or the file does not have the form above.
-    """
+    """Load a shipped site by name, or another by the path of its `.toml` file."""
     if not name.endswith(".toml"):
         if name not in site_names():
             raise unknown_name("site", name, site_names())
@@ -101,22 +97,14 @@ def load_site(name: str) -> Site:
 
 
 def slurm_word(key: str, text: str) -> str:
-    """Return a text after checking that it is safe in an #SBATCH line, which cannot be quoted.
-
-    Raises:
-        UserError: the text has a space, a quote or another shell character.
-    """
+    """Return a text after checking that it is safe in an #SBATCH line, which cannot be quoted."""
     if not _SLURM_WORD.fullmatch(text):
         raise UserError(f"{key} is {text!r}; it may hold letters, digits and _ . , : @ + = / % - only")
     return text
 
 
 def parse_site(text: str, file: str) -> Site:
-    """Parse the TOML text of a site.
-
-    Raises:
-        UserError: the text is not TOML, a key is unknown, or a value has the wrong type.
-    """
+    """Parse the TOML text of a site."""
     root = _checked(parse_toml(text, f"site file {file}"), file, "", _ROOT)
     slurm = _checked(root.pop("slurm", {}), file, "slurm.", _SLURM)
     setup = _checked(root.pop("setup", {}), file, "setup.", {"lines": _lines})

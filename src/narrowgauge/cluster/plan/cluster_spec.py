@@ -144,20 +144,13 @@ class Cluster(BaseModel):
         return self.peak[name] * (self.attainable[base] / self.peak[base] if base else 1.0)
 
 
-_NARROW = (("fp4", 4), ("fp6", 6), ("fp8", 8))
-
-
 def cluster_names() -> list[str]:
     """Names of the shipped clusters."""
     return shipped_names(_SHIPPED)
 
 
 def cluster_name(name: str) -> str:
-    """The whole name of a shipped cluster, as rtx4090 for 4090; the path of a `.toml` file as it is.
-
-    Raises:
-        UserError: the name is unknown.
-    """
+    """The whole name of a shipped cluster, as rtx4090 for 4090; the path of a `.toml` file as it is."""
     names = cluster_names()
     whole = name if name.endswith(".toml") else ending_with(name, names)
     if whole not in names and not whole.endswith(".toml"):
@@ -166,11 +159,7 @@ def cluster_name(name: str) -> str:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Load a shipped cluster by name (`cluster_name`), or another by the path of its `.toml` file.
-
-    Raises:
-        UserError: the name is unknown, or the file does not have the form above.
-    """
+    """Load a shipped cluster by name (`cluster_name`), or another by the path of its `.toml` file."""
     if name.endswith(".toml"):
         return parse_cluster(named_text("cluster", name, cluster_names()), name)
     whole = cluster_name(name)
@@ -178,11 +167,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def parse_cluster(text: str, file: str) -> Cluster:
-    """Parse the TOML text of a cluster.
-
-    Raises:
-        UserError: the text is not TOML, a key or format is unknown, or a value is missing or invalid.
-    """
+    """Parse the TOML text of a cluster."""
     try:
         cluster = Cluster.model_validate(parse_toml(text, f"cluster file {file}"))
     except ValidationError as error:

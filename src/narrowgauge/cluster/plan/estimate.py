@@ -29,58 +29,33 @@ from narrowgauge.training import Config
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes that a device sends in a step for one purpose, in one group of ranks.
+    """Bytes that a device sends in a step for one purpose, in one group of ranks."""
 
-    Attributes:
-        purpose: the tag of the communication.
-        ranks: the number of ranks of the group.
-        inside: bytes over links inside a node.
-        between: bytes over links between nodes.
-        seconds: the time at the speed of the links.
-    """
-
-    purpose: str
-    ranks: int
-    inside: int
-    between: int
-    seconds: float
+    purpose: str  # the tag of the communication
+    ranks: int  # of the group
+    inside: int  # bytes over links inside a node
+    between: int  # bytes over links between nodes
+    seconds: float  # at the speed of the links
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a step on a cluster: seconds by cause, traffic and MFU.
+    """The estimate of a step on a cluster: seconds by cause, traffic and MFU."""
 
-    Attributes:
-        `products`: seconds of matmuls, including attention.
-        casts: seconds of making their operands, and of scaling emulated results.
-        passes: seconds of everything else that is computed.
-        update: seconds of the optimizer.
-        copies: seconds of copying state between the host's memory and the device's.
-        waiting: seconds of waiting for links, without the overlapping part.
-        bubble: seconds of waiting in a pipeline.
-        volumes: what a device sends.
-        tokens: tokens of a step.
-        mfu: model FLOPs utilisation, relative to the peak of the matmuls' formats.
-        formats: the formats of the linear layers' matmuls, the most frequent first.
-        attention: for a narrow attention, the casts of both operands of each product, in words.
-        backend: whether the recipe is native on the device, and why.
-        count: the step of one process that the rest follows from.
-    """
-
-    products: float
-    casts: float
-    passes: float
-    update: float
-    copies: float
-    waiting: float
-    bubble: float
-    volumes: tuple[Volume, ...]
-    tokens: int
-    mfu: float
-    formats: tuple[str, ...]
-    attention: dict[str, str]
-    backend: Backend
-    count: WholeCount
+    products: float  # seconds of matmuls, including attention
+    casts: float  # of making their operands, and of scaling emulated results
+    passes: float  # of everything else that is computed
+    update: float  # of the optimizer
+    copies: float  # of copying state between the host's memory and the device's
+    waiting: float  # for links, without the overlapping part
+    bubble: float  # of waiting in a pipeline
+    volumes: tuple[Volume, ...]  # what a device sends
+    tokens: int  # of a step
+    mfu: float  # model FLOPs utilisation, relative to the peak of the matmuls' formats
+    formats: tuple[str, ...]  # of the linear layers' matmuls, the most frequent first
+    attention: dict[str, str]  # for a narrow attention, the casts of both operands of each product, in words
+    backend: Backend  # whether the recipe is native on the device, and why
+    count: WholeCount  # the step of one process that the rest follows from
 
     @property
     def format(self) -> str:
@@ -104,15 +79,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the time of a step from its memory and traffic.
 
-    Args:
-        config: The configuration.
-        parallel_dims: The layout.
-        cluster: The cluster.
-        step: Memory and traffic of the step.
-        count: The `count` of another layout without expert parallelism, which is the same; None to count.
-
-    Raises:
-        UserError: the configuration requires native matmuls that the device does not have.
+    `count` is that of another layout without expert parallelism, which is the same; None to count. Native
+    matmuls that the configuration requires and the device lacks are a `UserError`.
     """
     t, recipe = config.training, config.spec.recipe
     tokens = t.batch_size * config.data.sequence_length

@@ -24,21 +24,13 @@ from narrowgauge.simulate import WholeCount
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected share of the best speed.
-
-    Attributes:
-        share: the share.
-        least: the least of the nearest measured runs; the share itself if there is none.
-        most: the most of them.
-        runs: these runs.
-        counted: the count that the share comes from; None if it comes from the runs.
-    """
+    """The expected share of the best speed."""
 
     share: float
-    least: float
+    least: float  # of the nearest measured runs; the share itself if there is none
     most: float
-    runs: tuple[MeasuredRun, ...]
-    counted: WholeCount | None = None
+    runs: tuple[MeasuredRun, ...]  # the nearest
+    counted: WholeCount | None = None  # what the share comes from; None if from the runs
 
 
 def expectation(
@@ -46,11 +38,7 @@ def expectation(
 ) -> Expectation | None:
     """The expected share for a plan; None if no run was measured.
 
-    Args:
-        measured: the runs of the cluster.
-        devices: devices of the plan.
-        parameters: parameters of its model.
-        format: the format of most of its matmuls.
+    `format` is that of most of its matmuls.
     """
     if not measured:
         return None
@@ -70,11 +58,8 @@ def counted_expectation(
 ) -> Expectation | None:
     """The share by a count, along with the measured runs; these alone if there is no count.
 
-    Args:
-        counted: the count of a step.
-        at_best: the seconds of the same step at best, by the same count.
-        measured: the expectation from measured runs.
-        copies: the seconds of copies between the host's memory and the device's, which a count leaves out.
+    `at_best` are the seconds of the same step at best, by the same count; `copies` are seconds of copies
+    between the host's memory and the device's, which a count leaves out.
     """
     if counted is None:
         return measured

@@ -28,13 +28,7 @@ def fewest_devices(
 
     The other axes and the batch stay the same; replicas become shards. A process has at least one sequence,
     so a batch of B sequences can be divided over at most B shards, in smaller micro-batches if necessary.
-
-    Args:
-        config: the configuration.
-        parallel_dims: its mesh.
-        memory: the memory of a step on this mesh.
-        limit: bytes of memory of a device.
-        fits: whether a step's memory on a mesh fits.
+    `memory` is that of a step on this mesh, and `limit` the bytes of a device.
     """
     batch, micro = config.training.batch_size, config.training.micro_batch_size
     # With fewer shards the state cannot fit; the factor 0.9 allows for the padding of shards.

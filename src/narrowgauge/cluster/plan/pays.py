@@ -24,16 +24,12 @@ REFERENCE = "bf16"
 class Pays:
     """A recipe's speed against its tokens.
 
-    Attributes:
-        forecast: The forecast of its gap.
-        speed: Its steps in the time of one step of bf16.
-        share: The device-hours for the loss of bf16, as a share of those that bf16 takes: mean, low, high;
-        None
-            where the gap is not forecast.
+    `share` is that of the device-hours for the loss of bf16 in those that bf16 takes: mean, low, high; None
+    where the gap is not forecast.
     """
 
-    forecast: Forecast
-    speed: float
+    forecast: Forecast  # of its gap
+    speed: float  # its steps in the time of one step of bf16
     share: tuple[float, float, float] | None
 
     @property
@@ -74,13 +70,9 @@ class Pays:
 
 
 def pays(plan: Plan, devices: int, cluster: Cluster, tokens: int) -> Pays:
-    """Set the speed of a plan's recipe against the tokens that buy its loss back.
+    """Set the speed of a plan's recipe against the tokens that buy its loss back; the plan has a time.
 
-    Args:
-        plan: A plan with a time.
-        devices: Its devices.
-        cluster: Its cluster.
-        tokens: The budget at which the gap is forecast; 0 for the tokens of `training.steps`.
+    `tokens` is the budget at which the gap is forecast; 0 for the tokens of `training.steps`.
     """
     config = plan.config
     wide = config.model_copy(update={"recipe": type(config.recipe)(name=REFERENCE)})

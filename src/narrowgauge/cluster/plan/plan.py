@@ -83,17 +83,10 @@ def make_plan(
     cluster: Cluster | None = None,
     show: Callable[[str], object] = lambda text: None,
 ) -> Plan:
-    """Plan a configuration for a number of devices of a cluster, or of this machine.
+    """Plan a configuration for a number of devices of a cluster, or of this machine (None).
 
-    Args:
-        config: The configuration.
-        devices: The number of devices.
-        cluster: The cluster; None for this machine.
-        show: Called with a few words before each part, which takes seconds.
-
-    Raises:
-        UserError: `[parallel]` does not fit the number of devices, or the configuration requires a native
-            matmul that the devices lack.
+    `show` is called with a few words before each part, which takes seconds. A `[parallel]` that does not fit
+    the devices, and a native matmul that is required and that they lack, are a `UserError`.
     """
     config, batch_choice = _with_batch_size(config, devices)
     layout = lay_out(config, devices)
@@ -171,11 +164,7 @@ def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
 
 
 def tokens_of(text: str) -> int:
-    """Parse a token budget such as 300B, 1T or 1.5e12.
-
-    Raises:
-        UserError: the text is not a number of at least 1.
-    """
+    """Parse a token budget such as 300B, 1T or 1.5e12; at least 1."""
     if not (number := parse_count(text)):
         raise UserError(f"--tokens {text!r}: it must be a number such as 300B, 1T or 1.5e12")
     return int(number)

@@ -27,12 +27,8 @@ def print_plan(
 ) -> None:
     """Print a plan, and the options that lower its memory.
 
-    Args:
-        plan: the plan.
-        console: where to print.
-        tokens: the budget; 0 for the tokens of `training.steps`.
-        price: the price of a device-hour that was asked for.
-        words: the command line that asked, after the program's name; the line that fits begins with it.
+    `tokens` of 0 are those of `training.steps`, and `price` is the one that was asked for. `words` are the
+    command line after the program's name; the line that fits begins with them.
     """
     _print_memory(plan, console)
     _print_options(plan, words, console)

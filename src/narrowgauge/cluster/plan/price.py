@@ -27,12 +27,7 @@ class Price:
 def parse_price(where: str, text: str) -> Price:
     """Parse a price such as 2.50USD, "2.50 EUR" or 2.50 (without a currency).
 
-    Args:
-        where: the option or key, for the error message.
-        text: the price.
-
-    Raises:
-        UserError: the text is not a positive number, with letters or a sign after it or before it.
+    `where` is the option or key, for the error message.
     """
     match = re.fullmatch(r"([^\W\d_]{1,5}|[$€£¥]|)\s*(\d+(?:\.\d+)?)\s*([^\W\d_]{1,5}|[$€£¥]|)", text.strip())
     if match is None or (match[1] and match[3]) or not 0 < float(match[2]) < 2**24:

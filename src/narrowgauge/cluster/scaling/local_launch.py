@@ -40,11 +40,7 @@ class WorldFailed(ProcessFailed):
 
 
 def refuse_several(environ: Mapping[str, str]) -> None:
-    """Check that no launcher started several processes; the shell of a Slurm batch script counts as one.
-
-    Raises:
-        UserError: this is one of several processes.
-    """
+    """Check that no launcher started several processes; the shell of a Slurm batch script counts as one."""
     place = launch_info(environ)
     if place.size > 1 and (place.launcher != "srun" or environ.get("SLURM_STEP_ID")):
         raise UserError(
@@ -54,11 +50,7 @@ def refuse_several(environ: Mapping[str, str]) -> None:
 
 
 def run_world(size: int, arguments: Sequence[str], threads: int) -> None:
-    """Run `narrowgauge ARGUMENTS` in `size` processes with `threads` threads each, and wait for them.
-
-    Raises:
-        WorldFailed: the exit code of one is not 0; it printed the reason, unless a signal killed it.
-    """
+    """Run `narrowgauge ARGUMENTS` in `size` processes with `threads` threads each, and wait for them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "narrowgauge", *arguments]
     with Programs() as programs:

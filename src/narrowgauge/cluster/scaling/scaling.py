@@ -81,17 +81,8 @@ def scaling(
 ) -> Scaling:
     """Measure a configuration on each number of processes, and write OUT/scaling.json.
 
-    Args:
-        config: a configuration of `train`; its `batch_size` is the total (strong) or per process (weak).
-        sizes: numbers of processes, ascending.
-        seconds: measured time for each number and mode, without start and warm-up; shared by the rounds.
-        rounds: how often every number is measured, in turn with the others.
-        out: the directory of the result, created if needed.
-        console: receives a progress line for each number of processes and round.
-
-    Raises:
-        UserError: a size is invalid or does not fit the configuration, or `out` cannot be written.
-        WorldFailed: a worker failed.
+    The configuration's `batch_size` is the total (strong) or per process (weak). `sizes` ascend. `seconds`
+    are measured for each number and mode, without start and warm-up; the rounds share them.
     """
     refuse_several(os.environ)
     device = choose_device(config.training.device)
@@ -164,11 +155,7 @@ def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[s
 
 
 def read_sizes(text: str) -> list[int]:
-    """Parse numbers of processes such as "1,2,4".
-
-    Raises:
-        UserError: they are not ascending whole numbers of at least 1.
-    """
+    """Parse numbers of processes such as "1,2,4": ascending, and at least 1."""
     sizes = [int(word) for word in text.split(",")] if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text) else []
     if not sizes or sizes[0] < 1 or sorted(set(sizes)) != sizes:
         raise UserError(

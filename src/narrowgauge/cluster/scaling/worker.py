@@ -50,9 +50,6 @@ def measure(directory: Path, seconds: float) -> None:
 
     Rank 0 writes DIRECTORY/result.json: for each file, measured for the given seconds, the result of `_timed`
     on each rank; and the result of `_all_reduce`.
-
-    Raises:
-        OutOfMemory: a step needs more memory than there is.
     """
     configs = {file.stem: make_config(load_values(file)) for file in sorted(directory.glob("*.toml"))}
     config = next(iter(configs.values()))

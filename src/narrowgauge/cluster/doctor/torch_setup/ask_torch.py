@@ -21,19 +21,13 @@ _MARK = "narrowgauge-doctor:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchReport:
-    """What torch reports about itself and the GPUs it sees.
+    """What torch reports about itself and the GPUs it sees."""
 
-    Attributes:
-        error: Why importing torch fails; "" if it succeeds.
-        software: `version`, `cuda`, `hip`, `architectures`, `backends` and `nccl` of torch.
-        gpus: The fields of `Gpu` for each GPU, and its `uuid`.
-        gpu_error: torch's output if listing the GPUs failed.
-    """
-
-    error: str = ""
+    error: str = ""  # why importing torch fails; "" if it succeeds
+    # `version`, `cuda`, `hip`, `architectures`, `backends` and `nccl` of torch
     software: dict[str, Any] = field(default_factory=dict)
-    gpus: tuple[dict[str, Any], ...] = ()
-    gpu_error: str = ""
+    gpus: tuple[dict[str, Any], ...] = ()  # the fields of `Gpu` for each GPU, and its `uuid`
+    gpu_error: str = ""  # torch's output if listing the GPUs failed
 
 
 def ask_torch() -> TorchReport:

@@ -14,17 +14,11 @@ from narrowgauge.files import shipped_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """A build of torch for NVIDIA GPUs.
+    """A build of torch for NVIDIA GPUs."""
 
-    Attributes:
-        cuda: The version of CUDA that it includes.
-        capability: The lowest and the highest compute capability that it has code for.
-        torch: The first and the last release with this build; the last is () if unknown.
-    """
-
-    cuda: Version
-    capability: tuple[Version, Version]
-    torch: tuple[Version, Version]
+    cuda: Version  # that it includes
+    capability: tuple[Version, Version]  # the lowest and the highest that it has code for
+    torch: tuple[Version, Version]  # the first and the last release with this build; () if unknown
 
     def __str__(self) -> str:
         first, last = self.torch
@@ -52,15 +46,10 @@ BUILDS = _builds()
 
 
 def build_for(capability: Version, driver: Version | None = None) -> Build | None:
-    """The newest build that supports both the GPU and the driver.
+    """The newest build that supports both the GPU (() if unknown) and the newest CUDA of its driver.
 
-    Args:
-        capability: The GPU's compute capability; () if unknown.
-        driver: The newest CUDA that the driver supports; None if unknown.
-
-    Returns:
-        The build. If the driver supports none of them fully, one of the driver's major version; None if no
-        build has code for the GPU or none runs with the driver.
+    If the driver supports none of them fully, one of the driver's major version; None if no build has code
+    for the GPU or none runs with the driver.
     """
     has_code = [b for b in BUILDS if not capability or b.capability[0] <= capability <= b.capability[1]]
     if driver is None:
