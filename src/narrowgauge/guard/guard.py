@@ -28,8 +28,8 @@ selects the reaction:
                 including that of the spike, are not used again (PaLM, arXiv 2204.02311, section 5.1, did
                 this by hand). At most `guard.max_rollbacks` times, then the run ends
     raise       go back to a checkpoint and continue with the same data, but with the place that broke in
-                a wider cast (`broken_place`); for good; at most `MAX_RAISES` places. If no place broke, or
-                all have been widened, as rollback. A step that is not finite is handled the same way, and
+                a wider cast for good (`broken_place`); at most `MAX_RAISES` places. If no place broke, or
+                as many are wide, as rollback. A step that is not finite is handled the same way, and
                 skipped if no place broke; but while the loss is scaled (`fp16`), an overflow only lowers
                 the scale
 
