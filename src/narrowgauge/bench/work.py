@@ -20,17 +20,15 @@ Legend: M tokens, N outputs, K inputs, D dim, F ffn_dim, V vocabulary, H head_di
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from narrowgauge.distributed import ModelSpec
 from narrowgauge.models import ModelConfig
 from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast, kept_count
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.recipes import GEMM_PLACES
 from narrowgauge.simulate import estimate_memory
 from narrowgauge.training import Config
 from narrowgauge.training.step.build_model import build_model
@@ -92,15 +90,15 @@ def work_of(config: Config, native: bool) -> Work:
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
     work = Work(attention)
     times, M = t.batch_size // B, B * T  # micro-batches in a step, tokens in each
-    modules = build_model(config.spec, torch.device("meta")).named_modules()
-    layers = [(name, module) for name, module in modules if isinstance(module, torch.nn.Linear)]
-    recomputed_layers = _recomputed_blocks(config, model.layers)
-    of_attention = 0 if config.spec.selective else recomputed_layers
-    work.attention_forward = times * (model.layers + of_attention)
+    every, selective = config.spec.recompute, config.spec.selective
+    recomputed = -(-model.layers // every) if every else 0  # blocks
+    share = recomputed / model.layers
+    work.attention_forward = times * (model.layers + (0 if selective else recomputed))
     work.attention_backward = times * model.layers
-    share = recomputed_layers / model.layers
-    shares = {name: share for name, _ in layers if _is_recomputed(name, config.spec.selective)}
-    _add_products(work, layers, config.spec, times, M, shares, native)
+    for name, layer in build_model(config.spec, torch.device("meta")).named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            passes = times * (1 + share * _is_recomputed(name, selective)), times
+            _add_layer(work, layer, _tokens_of(name, model, M), passes, recipe.compute, native)
     D, V = model.dim, model.vocab_size
     ffn_dim = model.ffn_dim * (model.experts_per_token if model.experts else 1)
     F = (2 if model.mlp == "swiglu" else 1) * ffn_dim
@@ -112,7 +110,7 @@ def work_of(config: Config, native: bool) -> Work:
     if model.experts:  # a token is copied to its experts, and their results are added: 2 bytes per value
         copies = 4 * 2 * D * model.experts_per_token
         forward, backward = forward + copies, backward + copies
-    again = 12 * D + 2 * (F + ffn_dim) if config.spec.selective else forward
+    again = 12 * D + 2 * (F + ffn_dim) if selective else forward
     block = forward + again * share + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize
@@ -122,47 +120,44 @@ def work_of(config: Config, native: bool) -> Work:
     return work
 
 
-def _recomputed_blocks(config: Config, layers: int) -> int:
-    every = config.spec.recompute
-    return -(-layers // every) if every else 0
-
-
 def _is_recomputed(layer: str, selective: bool) -> bool:
     """Whether the GEMMs of a linear layer run again in a recomputed block."""
     is_kept = selective and layer.endswith(("qkv", "attention_out"))
     return layer.startswith("blocks.") and not is_kept
 
 
-def _add_products(
-    work: Work,
-    layers: Iterable[tuple[str, torch.nn.Linear]],
-    spec: ModelSpec,
-    times: int,
-    tokens: int,
-    recomputed_shares: Mapping[str, float],
-    native: bool,
+def _add_layer(
+    work: Work, layer: torch.nn.Linear, tokens: int, passes: tuple[float, int], compute: str, native: bool
 ) -> None:
-    """Add the three GEMMs of each linear layer, and the casts of their operands."""
-    recipe = spec.recipe
-    for name, layer in layers:
-        M, N, K = _tokens_of(name, spec.model, tokens), layer.out_features, layer.in_features
-        casts = layer.spec.casts if isinstance(layer, Linear) else {}
-        forward = times * (1 + recomputed_shares.get(name, 0.0))
-        for gemm, (m, n, k), passes in (
-            ("fprop", (M, N, K), round(forward)),
-            ("dgrad", (M, K, N), times),
-            ("wgrad", (N, K, M), times),
-        ):
-            pair = [cast for place, cast in casts.items() if place.startswith(gemm)]
-            kind = _kind(pair, recipe.compute, native)
-            work.gemms[Gemm(m, n, k, kind)] += passes
-            if gemm == "wgrad" and casts and casts["wgrad.dy"].channels.cast:
-                columns = kept_count(casts["wgrad.x"].channels.share, K)
-                work.gemms[Gemm(N, columns, M, kind)] += passes
-        elements = {"x": M * K, "w": N * K, "dy": M * N}
-        _add_operands(work, casts, recipe.compute, elements, {"fprop": forward}, times, native)
-        if not casts and recipe.compute != "fp32":
-            work.moved["casts"] += times * N * K * (4 + DTYPES[recipe.compute].itemsize)
+    """Add the GEMMs of a linear layer, for its passes forward and backward, and their casts."""
+    M, N, K = tokens, layer.out_features, layer.in_features
+    forward, backward = passes
+    casts = layer.spec.casts if isinstance(layer, Linear) else {}
+    width = DTYPES[compute].itemsize
+    made: set[tuple[str, Cast]] = set()
+    for gemm, tensors, (m, n, k), times in (
+        ("fprop", ("x", "w"), (M, N, K), forward),
+        ("dgrad", ("dy", "w"), (M, K, N), backward),
+        ("wgrad", ("dy", "x"), (N, K, M), backward),
+    ):
+        operands = [(tensor, casts[f"{gemm}.{tensor}"]) for tensor in tensors if casts]
+        kind = _kind([cast for _, cast in operands], compute, native)
+        work.gemms[Gemm(m, n, k, kind)] += round(times)
+        if gemm == "wgrad" and casts and casts["wgrad.dy"].channels.cast:
+            columns = kept_count(casts["wgrad.x"].channels.share, K)
+            work.gemms[Gemm(N, columns, M, kind)] += backward
+        for (tensor, cast), elements in zip(operands, (m * k, n * k), strict=False):
+            source = "fp32" if tensor == "w" else compute
+            if (cast.ignores_axis and (tensor, cast) in made) or cast.name == source:
+                continue
+            if tensor == "w" and "w" not in dict(made):
+                work.moved["casts"] += backward * elements * 4
+            made.add((tensor, cast))
+            for part, share in _parts(cast):
+                bits = part.element.bits if native and part.is_scaled else 8 * width
+                work.moved["casts"] += int(int(share * times * elements) * bits / 8)
+    if not casts and compute != "fp32":
+        work.moved["casts"] += backward * N * K * (4 + width)
 
 
 def _tokens_of(layer: str, model: ModelConfig, tokens: int) -> int:
@@ -176,32 +171,6 @@ def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
     if native and any(cast.is_scaled for cast in pair):
         return _NARROW.get(pair[0].scales.format, "fp8")
     return "fp32" if any(cast.has_wide_operand for cast in pair) else compute
-
-
-def _add_operands(
-    work: Work,
-    casts: Mapping[str, Cast],
-    compute: str,
-    elements: Mapping[str, int],
-    passes: Mapping[str, float],
-    times: int,
-    native: bool,
-) -> None:
-    """Add the bytes of the casts that make the operands of one layer."""
-    source = {"x": compute, "w": "fp32", "dy": compute}
-    made: set[tuple[str, Cast]] = set()
-    for place in GEMM_PLACES if casts else ():
-        gemm, _, tensor = place.partition(".")
-        cast = casts[place]
-        if (cast.ignores_axis and (tensor, cast) in made) or cast.name == source[tensor]:
-            continue
-        if tensor == "w" and "w" not in dict(made):
-            work.moved["casts"] += int(times * elements["w"] * DTYPES[source["w"]].itemsize)
-        made.add((tensor, cast))
-        for part, share in _parts(cast):
-            count = int(share * passes.get(gemm, times) * elements[tensor])
-            bits = part.element.bits if native and part.is_scaled else 8 * DTYPES[compute].itemsize
-            work.moved["casts"] += int(count * bits / 8)
 
 
 def _parts(cast: Cast) -> list[tuple[Cast, float]]:
