@@ -59,17 +59,23 @@ def _rank() -> int:
 
 
 @contextmanager
-def staged_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that replaces `path` if the block succeeds and vanishes otherwise.
+def naming(path: Path) -> Iterator[None]:
+    """Let an `OSError` name a file that is already open, as `write` and `fsync` do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
-    Raises:
-        OSError: The disk is full or not writable; `path` is then unchanged.
-    """
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a binary file that replaces `path` if the block succeeds and vanishes otherwise."""
     staging = _staging(path)
     crash_point(f"write:{path.name}")
     file = staging.open("xb")
     try:
-        with file:
+        with naming(path), file:
             yield file
             _sync(file)
         crash_point(f"synced:{path.name}")
@@ -81,15 +87,7 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Replace the content of `path`; after a crash it is the old content or the new, in full.
-
-    Args:
-        path: The file; its directory exists.
-        data: The content; text is stored as UTF-8.
-
-    Raises:
-        OSError: As in `staged_file`.
-    """
+    """Replace the content of `path`, text as UTF-8; after a crash it is the old content or the new."""
     with staged_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -97,7 +95,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 def write_new(path: Path, data: bytes) -> None:
     """Write and sync a file that must not exist yet, in a directory that is itself staged."""
     crash_point(f"write:{path.name}")
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         file.write(data)
         _sync(file)
     crash_point(f"synced:{path.name}")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -114,8 +115,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_removes_the_draft_and_says_so(tmp_
         ended = on_ranks(1, "save", tmp_path, steps=[2], small_files_on=0, largest_file=largest)
         assert ended.codes == [1]
         assert ended.one.startswith("SaveError: step 2 could not be saved under ")
-        assert "[Errno 27] File too large" in ended.one
-        assert largest or ".safetensors')" in ended.one
+        assert re.search(r"\[Errno 27\] File too large: '/.*/step-2\..*\.(safetensors|json)'\)", ended.one)
         assert os.listdir(tmp_path) == ["step-1"]
     assert_whole(tmp_path / "step-1", 1)
     assert on_ranks(1, "save", tmp_path, steps=[2]).codes == [0]

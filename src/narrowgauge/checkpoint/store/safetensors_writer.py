@@ -22,7 +22,7 @@ from threading import Thread
 import torch
 
 from narrowgauge.checkpoint.store.manifest import FileEntry
-from narrowgauge.files import crash_point
+from narrowgauge.files import crash_point, naming
 
 CHUNK = 8 << 20  # bytes written and hashed at a time
 DTYPES = {
@@ -50,10 +50,10 @@ def write_safetensors(
     crash_point(f"write:{path.name}")
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
     size = 0
-    with path.open("xb", buffering=0) as file, _hashing() as (hash_chunk, digest):
+    with naming(path), path.open("xb", buffering=0) as file, _hashing() as (hash_chunk, digest):
         for chunk in _chunks(_header(tensors, order, metadata), (tensors[key] for key in order)):
             hash_chunk(chunk)
-            _write_all(file.fileno(), chunk, path)
+            _write_all(file.fileno(), chunk)
             size += len(chunk)
         crash_point(f"written:{path.name}")
         os.fsync(file.fileno())
@@ -105,10 +105,7 @@ def _chunks(header: bytes, tensors: Iterator[torch.Tensor]) -> Iterator[memoryvi
             yield view[start : start + CHUNK]
 
 
-def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
+def _write_all(descriptor: int, data: memoryview) -> None:
     """Write every byte, however few `write` accepts at a time."""
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    while data:
+        data = data[os.write(descriptor, data) :]
