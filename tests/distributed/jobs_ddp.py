@@ -192,6 +192,8 @@ def bits_of_ranks(recipe, wrapper, samples=None):
     else:
         trained, quiet = cut(model), nullcontext
     trained(batch(0, rank=0)).square().mean().backward()  # DDP sends buffers after the first pass
+    if wrapper == "unprepared ddp" and dist.get_rank() == 0:
+        model(batch(0))  # alone, so that its next keys are others: all shall draw from these
     if samples is not None:
         ng.set_step(model, 0, 1, samples * dist.get_rank())
     seen = {}

@@ -37,7 +37,9 @@ def test_replicas_stay_equal_whatever_a_loop_does(ranks, name):
 @pytest.mark.parametrize("samples", [None, 8, 0])
 @pytest.mark.parametrize("wrapper", ["ddp", "unprepared ddp", "fsdp"])
 def test_ranks_draw_bits_of_their_own(ranks, wrapper, samples):
-    """The last layer's output gradient is the same everywhere, and so are weights: only bits are left."""
+    """The last layer's output gradient is the same everywhere, and so are weights: only bits are left.
+
+    Those of a weight and of signs are the first process's, though it has made a pass alone."""
     how = {"recipe": "quartet", "wrapper": wrapper, "samples": samples}
     for found in ranks(2, "jobs_ddp.bits_of_ranks", **how):
         if samples == 0:

@@ -223,7 +223,7 @@ def _rank_in_mesh(mesh: DeviceMesh | None) -> int:
 
 
 def _buffers_of_layers(module: torch.nn.Module) -> list[str]:
-    """The names of buffers that belong to a process's samples, and that DDP would overwrite."""
+    """The names of buffers of a process's own samples and passes, which DDP would overwrite."""
     return [f"{name}.{b}".lstrip(".") for name, layer in _layers(module) for b, _ in layer.named_buffers()]
 
 

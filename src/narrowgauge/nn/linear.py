@@ -125,7 +125,7 @@ class Linear(Stepped, SeesFSDP, Fusable):
         self.histories: dict[str, History] = histories
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
-        self.register_buffer("keys", None, persistent=False)
+        self.register_buffer("keys", None, persistent=False)  # DDP sends it: signs are the same on all
         self.first_sample = None  # no buffer: DDP would give each process those of process 0
         self.set_weights(weight, bias)
         count_steps(self)
