@@ -91,6 +91,17 @@ def test_stored_and_emulated_values_are_finite_and_equal_in_every_dtype(name):
         assert torch.equal(operand.float() * (1.0 if above is None else above), values)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_a_value_beyond_float32_is_infinite_there_as_in_a_gemm_and_clamped_in_other_dtypes(name):
+    most = torch.finfo(torch.float32).max
+    x = torch.full((1, 32), most)
+    q = ng.quantize(-x, name)
+    assert (q.dequantize() == -torch.inf).all()
+    assert torch.equal(emulate(-x, make_cast(name), -1, torch.float32)[0], q.dequantize())
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert (q.dequantize(dtype).double() == -min(most, torch.finfo(dtype).max)).all()
+
+
 def test_a_dtype_without_the_range_of_scales_is_refused():
     for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
         with pytest.raises(UserError, match=r"dtype = torch\..*: it must be one of torch.float32, torch.bf"):

@@ -78,7 +78,7 @@ class QTensor:
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The stored values, computed in float32 and converted to `dtype`, at most its largest value.
+        """The stored values, computed in float32, where a product may be infinite; clamped for other dtypes.
 
         Raises:
             UserError: The dtype has no scales' range: it is not a floating one of 16 bits or more.
