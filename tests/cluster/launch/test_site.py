@@ -12,7 +12,7 @@ def test_those_that_ship_give_reasons_and_sources():
         site = load_site(name)
         assert (bool(site.title), site.devices_per_node, bool(site.source)) == (True, 8, True)
         assert all(source.startswith("https://") for source in site.source)
-        assert all(variable.why for variable in site.environment)
+        assert all(variable.why for variable in site.environment.values())
     assert load_site("frontier").architecture == "gfx90a"
     for name, variable, value in (  # https://github.com/Azure/MS-AMP-Examples, gpt3/README.md
         ("frontier", "NCCL_SOCKET_IFNAME", "hsn0"),
@@ -20,7 +20,7 @@ def test_those_that_ship_give_reasons_and_sources():
         ("azure-ndv5", "NCCL_SOCKET_IFNAME", "eth0"),
         ("azure-ndv5", "NCCL_TOPO_FILE", "/opt/microsoft/ndv5-topo.xml"),
     ):
-        assert {v.name: v.value for v in load_site(name).environment}[variable] == value
+        assert load_site(name).environment[variable].value == value
 
 
 def test_the_form_in_the_module_is_a_site(tmp_path):
@@ -30,11 +30,12 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(lines.replace("\n    ", "\n"))
     site = load_site(str(file))
-    assert (site.account, site.cpus_per_task, site.signal_seconds) == ("abc123", 16, 300)
-    assert site.limit == (Limit("gpu", 16, 48),)
-    assert site.setup == ("module load cuda",)
-    (variable,) = site.environment
-    assert (variable.name, variable.value) == ("NCCL_SOCKET_IFNAME", "ib0")
+    assert (site.slurm.account, site.slurm.cpus_per_task, site.slurm.signal_seconds) == ("abc123", 16, 300)
+    assert site.slurm.limit == (Limit(partition="gpu", nodes=16, hours=48),)
+    assert site.setup.lines == ("module load cuda",)
+    assert {name: variable.value for name, variable in site.environment.items()} == {
+        "NCCL_SOCKET_IFNAME": "ib0"
+    }
 
 
 @pytest.mark.parametrize(
@@ -50,13 +51,17 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
         ("slurm = 1", ("slurm is 1", "must be a section")),
         ("[slurm]\ngpu_per_task = 1", ("gpu_per_task is 1", "true or false")),
         ("[slurm]\nsrun = '--x'", ("slurm.srun", "a list")),
-        ("[[slurm.limit]]\nnodes = 1", ("slurm.limit", "partition, nodes and hours")),
-        ("[[slurm.limit]]\npartition = 'a'\nnodes = 0\nhours = 1", ("slurm.limit", "at least 1")),
+        ("[[slurm.limit]]\nnode = 1", ("the nearest is 'slurm.limit.0.nodes'",)),
+        ("[[slurm.limit]]\nnodes = 1", ("has no slurm.limit.0.partition",)),
+        (
+            "[[slurm.limit]]\npartition = 'a'\nnodes = 0\nhours = 1",
+            ("limit.0.nodes is 0", "at least 1"),
+        ),
         ("[slurm]\noptions = ['x']", ("'x'", "--name=value")),
         ("[slurm]\noptions = ['--a b']", ("slurm.options", "may hold")),
         ("[slurm]\naccount = 'a\"b'", ("slurm.account", "may hold")),
-        ("[environment]\nA = '1'", ("environment.A is not a table", "value =")),
-        ("[environment.A]\nwhy = 'x'", ("environment.A has no value",)),
+        ("[environment]\nA = '1'", ("environment.A is '1'", "must be a section")),
+        ("[environment.A]\nwhy = 'x'", ("has no environment.A.value",)),
         ("[environment.'A B']\nvalue = '1'", ("'A B' cannot be the name",)),
         ('[environment.A]\nvalue = "1"\nwhy = "a\\nrm"', ("one line",)),
         ("devices_per_node = ", ("is not valid TOML",)),

@@ -71,9 +71,9 @@ def test_a_cluster_of_ones_own(tmp_path):
     ("line", "words"),
     [
         ('colour = "red"', "'colour'"),
-        ("devices_per_node = 0", "devices_per_node: input should be greater than or equal to 1"),
+        ("devices_per_node = 0", "devices_per_node is 0, but it must be at least 1"),
         ('memory = "much"', "memory size 'much'"),
-        ("inside = inf", "inside: input should be a finite number"),
+        ("inside = inf", "inside is inf, but it must be a finite number"),
         ('gpu = "sm_88"', "mine.toml: unknown device 'sm_88'; the nearest are sm_89"),
         ("price = -1", "mine.toml: price '-1': it must be the price of a device-hour"),
     ],

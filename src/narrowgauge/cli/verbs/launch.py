@@ -24,7 +24,7 @@ from narrowgauge.training import make_config
 def run(options: argparse.Namespace) -> None:
     """Write the script and print the line that starts it."""
     words = _words(options)
-    site = load_site(options.site) if options.site else Site()
+    site = load_site(options.site) if options.site else Site(devices_per_node=1)
     _check_slurm(options)
     job, layout = _job(options, words, site)
     job = queued(job, site) if options.slurm else job
@@ -61,8 +61,8 @@ def _grid(job: Job, layout: Layout) -> str:
 def _queue(job: Job, site: Site) -> str:
     """A line about how long Slurm lets a job run, where, and who pays."""
     limit = f"jobs of at most {job.time}" if job.time else "jobs of the default time limit (--time)"
-    where = f" in partition {job.partition or site.partition}" if job.partition or site.partition else ""
-    paid = job.account or site.account
+    where = f" in partition {partition}" if (partition := job.partition or site.slurm.partition) else ""
+    paid = job.account or site.slurm.account
     return f"{limit}{where}, charged to {paid or 'your default account, if you have one (--account)'}"
 
 

@@ -46,7 +46,7 @@ def job_script(job: Job, site: Site, slurm: bool) -> str:
         autoescape=False,  # a script, whose values `quote` quotes
     )
     jinja.filters["quote"] = lambda value: shlex.quote(str(value))
-    signal = site.signal_seconds
+    signal = site.slurm.signal_seconds
     if job.time:
         signal = min(signal, max(1, seconds_of(job.time) // 4))
     return jinja.get_template("job_script.sh.jinja").render(
@@ -65,12 +65,12 @@ def _sbatch(job: Job, site: Site) -> list[str]:
     """The options that a job may have; sbatch takes them literally, without a shell."""
     options = {
         "gpus-per-node": job.per_node if job.gpus else 0,
-        "cpus-per-task": site.cpus_per_task,
+        "cpus-per-task": site.slurm.cpus_per_task,
         "time": job.time,
-        "account": slurm_word("--account", job.account) if job.account else site.account,
-        "partition": slurm_word("--partition", job.partition) if job.partition else site.partition,
+        "account": slurm_word("--account", job.account) if job.account else site.slurm.account,
+        "partition": slurm_word("--partition", job.partition) if job.partition else site.slurm.partition,
     }
-    return [*(f"--{name}={value}" for name, value in options.items() if value), *site.options]
+    return [*(f"--{name}={value}" for name, value in options.items() if value), *site.slurm.options]
 
 
 def queued(job: Job, site: Site) -> Job:
@@ -79,7 +79,7 @@ def queued(job: Job, site: Site) -> Job:
     Without a time it gets the longest of a partition that takes its nodes; with one, the first partition
     that takes it. A partition without limits takes everything.
     """
-    limits = [one for one in site.limit if job.partition in ("", one.partition)]
+    limits = [one for one in site.slurm.limit if job.partition in ("", one.partition)]
     if not limits:
         return job
     where = job.partition or "each partition"

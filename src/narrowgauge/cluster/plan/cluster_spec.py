@@ -34,23 +34,21 @@ Without `gpu`, low-precision recipes are priced as emulated.
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
+from narrowgauge.cluster.data_file import Table, read_tables
 from narrowgauge.cluster.plan.price import Price, parse_price
 from narrowgauge.errors import UserError, ending_with, unknown
 from narrowgauge.files import named_text, shipped_names, shipped_text, unknown_name
 from narrowgauge.recipes import Device, named_device
-from narrowgauge.toml_text import parse_toml
 from narrowgauge.units import parse_bytes
 
 _SHIPPED = "cluster/plan/machines"
 FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
 
 
-class MeasuredRun(BaseModel):
+class MeasuredRun(Table):
     """A measured run on a cluster, and the speed at best for its settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run: str
     devices: int = Field(ge=1)
@@ -66,10 +64,8 @@ class MeasuredRun(BaseModel):
         return self.tokens_per_s / self.at_best
 
 
-class Cluster(BaseModel):
+class Cluster(Table):
     """A cluster of identical devices; units are bytes, bytes/s and FLOP/s."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     title: str
     device: str = ""
@@ -168,17 +164,7 @@ def load_cluster(name: str) -> Cluster:
 
 def parse_cluster(text: str, file: str) -> Cluster:
     """Parse the TOML text of a cluster."""
-    try:
-        cluster = Cluster.model_validate(parse_toml(text, f"cluster file {file}"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error" and isinstance(first["ctx"]["error"], UserError):
-            raise UserError(f"{file}: {first['ctx']['error']}") from None
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise unknown(f"key of {file}", where, list(Cluster.model_fields)) from None
-        rule = first["msg"][0].lower() + first["msg"][1:]
-        raise UserError(f"{file}: {where}: {rule}; the keys are {', '.join(Cluster.model_fields)}") from None
+    cluster = read_tables(Cluster, "cluster", text, file)
     for section in ("peak", "attainable"):
         for name, speed in getattr(cluster, section).items():
             if name not in FORMATS:
