@@ -7,6 +7,8 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,10 @@ import numpy as np
 from cases import noise, to
 
 from narrowgauge.formats import Format, format, format_names
-from narrowgauge.formats.oracle import code_of
+from narrowgauge.formats.oracle import code_of, fl
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
 from narrowgauge.quantization.oracle import reference_quantize
-from narrowgauge.quantization.stages.amax import delayed_scale_by_hand
+from narrowgauge.quantization.stages.amax import AmaxOverTime
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 
 SIGNS_32 = [1 - 2 * (0x9E3779B9 >> i & 1) for i in range(32)]
@@ -27,6 +29,15 @@ DEFAULT = cast("fp32")
 Vector = dict[str, Any]
 Seen = tuple[str, np.ndarray]  # the name of an operand's vector, and the numbers that it stands for
 OF_SCALES = 0x5CA1AB1E  # into both words of a key: the random bits of scales
+
+
+def delayed_scale_by_hand(amaxes: Sequence[float], element: Format, over_time: AmaxOverTime) -> float:
+    """The encoding scale after steps with these amaxes, the newest last; 1 before the first."""
+    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-over_time.history :]
+    if not history:
+        return 1.0
+    amax = max(history) if over_time.algorithm == "max" else history[-1]
+    return float(fl(fl(Fraction(element.max) / 2**over_time.margin) / Fraction(amax)))
 
 
 @cache
