@@ -147,6 +147,7 @@ def test_random_bits_meet_what_is_cut_off(device):
     assert ties > 0
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("way", ["msamp-o3", "bf16-sr", "16 bits"])
 def test_extreme_numbers_and_those_that_are_not_finite(way, device):
     """Squares that are subnormal, or infinite: then v is NaN from its scale on, in both. A number of the

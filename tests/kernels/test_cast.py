@@ -87,7 +87,7 @@ def test_random_rounding_takes_the_same_bits(name, device):
             assert_same_tensors(x, cast, axis, QuantContext(bits_of))
 
 
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("before", [0.0, 1e30])
 def test_a_delayed_scale_is_taken_and_told_what_the_cast_saw(before, device, monkeypatch):
     """Its own largest magnitude, if that is finite, and larger than what was seen before."""

@@ -227,6 +227,7 @@ def both_ways(z_TV, y_T, factor, name, delayed=None):
     return found, gradient_TV
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.parametrize("case", IN_CODES)
 def test_codes_and_scale_are_those_that_a_cast_makes_of_the_gradient(device, case):
     """If it is not finite, the scale is NaN and the codes are of no matter."""

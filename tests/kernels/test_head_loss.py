@@ -99,6 +99,7 @@ def test_the_size_of_a_chunk_changes_neither_loss_nor_dh(chunks, dtype):
         torch.testing.assert_close(other[2], found[0][2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.tier("thorough")
 def test_the_loss_scale_of_fp16_comes_before_the_rounding(where, chunks):
     """Gradients of logits below 2^-24, which fp16 has not, are there when they are scaled."""
     h_TD, w_VD, y_T = drawn(F16, where)
@@ -203,6 +204,7 @@ def test_a_head_that_is_more_than_a_product_is_called(is_kept):
     assert model.chunks_loss is is_kept
 
 
+@pytest.mark.tier("thorough")
 @of_traced_code
 def test_compiled_it_is_one_operator_with_the_same_bits(where, chunks):
     """What surrounds it in a model the compiler fuses in its own way, with other roundings than kernels."""

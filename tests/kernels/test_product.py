@@ -56,6 +56,7 @@ def special(n):
     return words.repeat(n)[:n].to(torch.int16).view(BF16)
 
 
+@pytest.mark.tier("thorough")
 def test_ranks_are_those_of_a_selection_and_nan_is_the_largest(device):
     for numbers in (normal(37, 301, dtype=BF16), special(1001), torch.full((5, 3), -2.0).bfloat16()):
         n = numbers.numel()

@@ -81,6 +81,7 @@ def test_non_finite_numbers_stay_visible(tmp_path):
     assert record["grad_norm"] == float("inf")
 
 
+@pytest.mark.tier("thorough")
 def test_sigkill_while_appending_tears_at_most_the_last_line(tmp_path, on_ranks):
     path = tmp_path / "m.jsonl"
     for kill in range(5):

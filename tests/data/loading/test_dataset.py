@@ -58,6 +58,7 @@ def test_a_manifest_of_someone_else_does_not_make_a_corpus(source, tmp_path):
         assert open_data(str(tmp_path / "mine"), "bytes").tokenizer.is_bytes
 
 
+@pytest.mark.tier("thorough")
 def test_several_sources_have_weights_and_one_tokenizer(source, tmp_path):
     first = open_data(source, "bpe-300")
     tokens, more = tmp_path / "tokens", tmp_path / "more"

@@ -59,6 +59,7 @@ def test_threads_are_the_free_cores_or_those_of_before(cores, machine, pinned, l
     assert words in said
 
 
+@pytest.mark.tier("thorough")
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells what others compute")
 def test_another_program_is_seen():
     look = "from narrowgauge.operating_system import cores_of_others as c; import time; time.sleep(1)"
