@@ -101,6 +101,7 @@ def compile_for(target, found, launch, *args):
     if converts:
         rows, columns = (given[n] if n in given else given[m] for n, m in (("TR", "ROWS"), ("TK", "COLS")))
         found[key]["elements"] = rows * columns // options["num_warps"] // 32  # of a thread
+        found[key]["is_aligned"] = given.get("width", 0) % 16 == 0
 
 
 def main(names):
