@@ -52,7 +52,7 @@ def assignments(kept=()):
 
 @cache
 def costs_and_amounts():
-    """Of each of the 19,683 assignments: the cost, and the amount in 4 bits."""
+    """The cost of each of the 19,683 assignments, and its amount in 4 bits."""
     return [(CHOICES.cost(one), CHOICES.amount(one, flops_budget(CASTS, 0.5))) for one in assignments()]
 
 

@@ -191,7 +191,7 @@ def test_a_run_without_a_name_says_what_differs(tmp_path, monkeypatch):
     plain = "debug-stdlib-fp8"
     assert name({"optimizer": {"lr": "1e-3"}, "training": {"seed": 3}}) == f"{plain},seed=3,lr=0.001"
     for same in ({}, {"training": {"steps": 500}}, {"log": {"every": 3}, "parallel": {"tensor": 2}}):
-        assert name(same) == plain, "the default is no difference, nor what moves no loss"
+        assert name(same) == plain, "defaults and keys that cannot change a loss are left out of the name"
     odd = {"data": {"source": "a b/*.md,x;y.txt", "tokenizer": "/p" * 90}, "optimizer": {"lr": 1.25e-3}}
     dims = {"dim": 512, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "norm": "layer"}
     other = {"optimizer": {"lr": 1.5e-3}}

@@ -132,7 +132,7 @@ def test_text_beyond_ascii_in_a_path(narrowgauge, line, tmp_path, look):
 @pytest.mark.parametrize("words", [["recipes"], ["--help"]], ids=" ".join)
 def test_a_reader_that_had_enough_is_no_news(narrowgauge, words):
     ended = narrowgauge(*words, reader_gone=True)
-    assert (ended.code, ended.err) == (1, ""), "as any program in Python whose output nobody reads"
+    assert (ended.code, ended.err) == (1, ""), "like any Python program whose output pipe is closed"
 
 
 @pytest.mark.tier("thorough")

@@ -24,7 +24,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
 """
-#: Beside a rule that there is no torch: what a process has imported is told at its end.
+#: Besides blocking torch, the process writes the names of its modules when it exits.
 TOLD = """
 import atexit
 atexit.register(lambda: open("modules", "w").write(" ".join(sys.modules)))

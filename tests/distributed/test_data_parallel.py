@@ -119,7 +119,7 @@ def test_fsdp_trains_as_one_process_or_is_refused(ranks, name, how):
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["msamp-o3", *MORE])
 def test_a_checkpoint_resumes_fsdp_bit_for_bit_on_two_processes_and_on_one(ranks, name, tmp_path):
-    """That of `torch.distributed.checkpoint` and of `ng.state_dict`."""
+    """Both `torch.distributed.checkpoint` and `ng.state_dict` write one."""
     ranks(2, "jobs_fsdp.saved", recipe=name, folder=str(tmp_path))
     resume = partial(ranks, folder=str(tmp_path), recipe=name)
     for by in ("torch", "torch, through rank 0", "narrowgauge"):

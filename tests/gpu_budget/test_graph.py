@@ -82,7 +82,7 @@ def config_of(recipe, **model):
 
 
 def journal_of(recipe, steps=1, prepare=lambda trainer, journal: {"gauges": journal}):
-    """Of some steps; `prepare` returns options of them."""
+    """The journal of some steps; `prepare` returns their options."""
     journal, meta = Journal(), torch.device("meta")
     with imagine(named_device("h200"), journal.told), journal.watching():
         trainer = Trainer.begin(config_of(recipe).plan, meta)

@@ -78,7 +78,7 @@ def test_equals_the_reference_wherever_numbers_lie(name, axis, device):
 @pytest.mark.tier("thorough", keep=("e5m2",))
 @pytest.mark.parametrize("name", ["e5m2", "nvfp4", "fp8-128x128"])
 def test_random_rounding_takes_the_same_bits(name, device):
-    """Of a stream in which others have drawn, up to beyond 32 bits."""
+    """The stream has been drawn from before, up to offsets beyond 32 bits."""
     x, beyond_32_bits = inputs(device)["wide"], torch.tensor(2**32 - 100, device=device)
     for bits, offset in ((24, 7 * 2**30), (24, beyond_32_bits), (8, beyond_32_bits)):
         cast = make_cast({"cast": name, "rounding": "stochastic", "random_bits": bits})

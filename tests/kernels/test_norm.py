@@ -194,7 +194,7 @@ def in_c(shape, has_delta, follows_stream, size=1.0):
 @pytest.mark.parametrize("has_delta", [True, False])
 @pytest.mark.parametrize("shape", [(2, 8, 32), (1, 7, 257), (4, 33)])
 def test_norms_in_c_have_torchs_bits(shape, has_delta, follows_stream, monkeypatch):
-    """Of numbers whose squares are usual, vanish, and overflow, and of NaN."""
+    """Inputs have squares that are ordinary, underflow or overflow, and NaN."""
     for size in (1.0, 1e-20, 1e18, NAN):
         monkeypatch.delenv("NARROWGAUGE_KERNELS", raising=False)
         assert_c_is_torch(lambda size=size: in_c(shape, has_delta, follows_stream, size), monkeypatch)

@@ -51,7 +51,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_counts_equal_the_real_models(layers):
-    """Of every size, which is linear in its layers, and of every choice."""
+    """Counts hold for every size, which is linear in its layers, and for every option."""
     configs = [model_config(name, layers=layers) for name in model_names()]
     for config in [*configs, *(model_config("debug", layers=layers, **choice) for choice in CHOICES)]:
         with torch.device("meta"):

@@ -91,7 +91,7 @@ def test_a_cast_of_a_vector_equals_the_oracle(name):
     ],
 )
 def test_a_transform_equals_the_oracle(table, signs):
-    """Of small whole numbers, whose transforms are exact; the groups of a projection are those of these."""
+    """Small integers have exact transforms; a projection has the same groups."""
     x = (inputs((6, 96))["normal"] * 4).round()
     assert_as_by_hand(x, make_cast(table), -1, signs)
 

@@ -69,7 +69,7 @@ def test_reading_attaches_nothing_and_changing_one_attribute():
 
 
 def test_only_large_matrices_have_narrow_moments():
-    """Of a shard, the size of the global tensor counts."""
+    """The size of the global tensor decides, not that of a shard."""
     sizes = {(SMALLEST_NARROW,): False, (2, SMALLEST_NARROW // 2): True, (2, SMALLEST_NARROW // 2 - 1): False}
     assert {size: is_large(torch.nn.Parameter(torch.ones(size))) for size in sizes} == sizes
     p = torch.nn.Parameter(torch.ones(1, SMALLEST_NARROW // 2))

@@ -106,7 +106,7 @@ def require_dense_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def require_served(group: Mapping[str, Any], members: Iterable[Any]) -> None:
-    """Refuse options that torch's AdamW has or that are out of range, and parameters without state here."""
+    """Refuse options that no optimizer here supports or that are out of range, and unsupported parameters."""
     for p in map(tensor_of, members):
         if why := _why_not(p):
             raise UserError(
@@ -114,11 +114,11 @@ def require_served(group: Mapping[str, Any], members: Iterable[Any]) -> None:
                 "optimizers update dense float32, bfloat16 and float16: use torch.optim.AdamW for it"
             )
     for option, end in _BELOW.items():
-        count = 1 + (option == "betas")
+        count, what = (2, "two numbers") if option == "betas" else (1, "a number")
         given = group.get(option, (0.0,) * count)
         numbers = given if isinstance(given, Sequence) else (given,)
         if len(numbers) != count or not all(hasattr(n, "__float__") and 0 <= float(n) < end for n in numbers):
-            raise UserError(f"{option} = {given!r}: it must be {count} number(s) from 0 and below {end:g}")
+            raise UserError(f"{option} = {given!r}: it must be {what} from 0 and below {end:g}")
     for option in _UNSERVED:
         if group.get(option):
             raise UserError(

@@ -14,7 +14,7 @@ SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vo
 
 
 def model_under(recipe, steps=None, dtype=torch.float32, name="debug", **sizes):
-    """A model whose weights are no longer those of the initialization, in the step after some."""
+    """A model whose weights have moved away from their initialization."""
     model = Transformer(model_config(name, **SIZES | sizes), dtype)
     initialize(model, 0)
     draw = torch.Generator().manual_seed(1)

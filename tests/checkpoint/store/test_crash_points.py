@@ -25,7 +25,7 @@ def written(names):
 
 
 def points(names):
-    """Where the process that publishes may die, in order; it writes these files of tensors."""
+    """The points at which a process that publishes these tensor files may die, in order."""
     texts = [
         f"{moment}:{name}.json" for name in ("index", "state", "manifest") for moment in ("write", "synced")
     ]

@@ -1,4 +1,4 @@
-"""One process a run: who holds it is told, and a dead process holds nothing."""
+"""One process holds a run: a second one learns which, and a dead process holds nothing."""
 
 import os
 import signal

@@ -161,5 +161,5 @@ def test_a_forged_or_other_manifest_is_refused(two):
         path.write_text(forged)
         assert_falls_back(two, "manifest.json", *words)
     with path.open("wb") as file:
-        file.truncate(1 << 40)  # sparse: nobody reads it
+        file.truncate(1 << 40)  # sparse; it is never read
     assert_falls_back(two, "manifest.json is larger than")

@@ -57,7 +57,7 @@ def test_every_epoch_meets_every_window_once():
 
 
 def test_orders_look_like_chance():
-    """Of epochs and seeds, of all orders of four windows, of neighbours; chi-squared to 5 deviations."""
+    """Chi-squared to 5 deviations over epochs, seeds, neighbours, and all orders of four windows."""
     orders = [samples(seed, epoch * 1000, 1000, 1000) for seed in (0, 1, -1, 2**63) for epoch in range(4)]
     for i, one in enumerate(orders):
         for other in orders[:i]:

@@ -28,7 +28,7 @@ def test_directory_source_reads_text_files_by_name(tmp_path):
         "a/b/c.py",
         "a/z.Md",
         "b.txt",
-    ]  # the case of an ending is no matter
+    ]  # suffixes are matched in any case
     hidden = {"picture.png": b"\x89PNG", ".git/notes.txt": "x", ".hidden.txt": "x", "blank.txt": " \n\t\n"}
     for root in (tmp_path / "d", tmp_path / ".notes"):
         fill(root, {name: f"this is {name}\r\n" for name in reversed(found)} | hidden)
@@ -168,7 +168,7 @@ def test_a_source_that_is_not_there_is_met_with_the_nearest(tmp_path, monkeypatc
         (tmp_path / "qqq" / "www.txt", "there is no"),
     ):
         assert says in refusal(source)
-    for source in ("x" * 5000, "a\0b", "~nobody-at-all/x"):  # a name that no file can have
+    for source in ("x" * 5000, "a\0b", "~nobody-at-all/x"):  # not valid as a file name
         with pytest.raises(UserError, match=r"cannot look into|unknown data source|does not exist"):
             prepare(source, "bytes")
 
