@@ -1,7 +1,7 @@
 """A spike of the gradient norm in the warm-up: from there on two runs of one seed are different runs.
 
 A spike is a norm, after the fifth step, above three times the median of the twenty before it (measured at
-seven widths: docs/lab-log-archive.md, "Initial weights by role"). The window of the other spikes is not full
+seven widths: experiments/LOG.md, 2026-11-23). The window of the other spikes is not full
 that early, and none of their reactions helps: the step is taken, and the run reports it once.
 
 Why it matters: in ladder 1, whose warm-ups spike, pairs deviate by 0.5 to 0.9 % (docs/evidence.md); in the

@@ -27,7 +27,7 @@ token's embedding to length sqrt(D), so the inner product with itself is D times
 steps unlearn that. A larger deviation makes them harder; a smaller one lets the first writes overrun the
 stream.
 
-The factors were found at widths 64 to 768 (docs/lab-log-archive.md). All weights share one learning
+The factors were found at widths 64 to 768 (experiments/LOG.md). All weights share one learning
 rate, where muP divides that of matrices by D.
 """
 

@@ -3,7 +3,7 @@
 A step needs more than its tensors: torch's allocator loses memory to fragmentation, and the driver keeps a
 context in the device's memory. `Room.reserved` is an allowance for both. It comes from the out-of-memory
 messages of single processes that others have published, each of which states the memory of the process and of
-its tensors, and what the allocator holds without use (docs/lab-log.md, 2026-11-28).
+its tensors, and what the allocator holds without use (experiments/LOG.md, 2026-11-28).
 """
 
 from dataclasses import dataclass

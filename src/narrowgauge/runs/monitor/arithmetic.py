@@ -3,7 +3,7 @@ faster way to compute attention.
 
 oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they are fast: a CPU with
 AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
-(docs/lab-log-archive.md). Either way values are bf16 and sums are kept in fp32; only the order
+(experiments/LOG.md). Either way values are bf16 and sums are kept in fp32; only the order
 of the sums differs, and so may the last digit of a loss. The same holds for attention. That of bf16 values
 is torch's, or "in-order", which has the same digits on every CPU (`kernels.attention.in_order`); that of
 fp16 values is torch's, or in "fp32", which took an AMD EPYC a fifth to a seventh of the time. That is why a

@@ -3,7 +3,7 @@
 All threads of an operation wait for the last one. While another program is running, one of them often has no
 core, and each of the thousand operations of a step waits for it: with one of two cores taken, a step with two
 threads took 3.7 times as long as on quiet cores, and one with one thread 2.0 times (`benchmarks/busy.py`,
-docs/lab-log-archive.md).
+experiments/LOG.md).
 
 Sums are split into a part for each thread, so the number of threads affects the last digits of a loss. That
 is why a configuration may pin it, and a resumed run keeps it:
