@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.formats import Format, format
-from narrowgauge.formats.oracle import code_of, round_scalar
 from narrowgauge.quantization import make_cast
-from narrowgauge.quantization.oracle import reference_quantize
+from oracle import reference_quantize
+from oracle.rounding import code_of, round_scalar
 
 Table = Mapping[str, Any]
 Array = np.ndarray

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import noise, to
 
+from cases import noise, to
 from narrowgauge.formats import Format, format, format_names
-from narrowgauge.formats.oracle import code_of, fl
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
-from narrowgauge.quantization.oracle import reference_quantize
 from narrowgauge.quantization.stages.amax import AmaxOverTime
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
+from oracle import reference_quantize
+from oracle.rounding import code_of, fl
 
 SIGNS_32 = [1 - 2 * (0x9E3779B9 >> i & 1) for i in range(32)]
 KEY = (0x12345678, -0x0FEDCBA9)

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import DRAWS, FORMATS, Case, cases, grid
 
+from cases import DRAWS, FORMATS, Case, cases, grid
 from narrowgauge.formats import format
 
 HERE = Path(__file__).parent

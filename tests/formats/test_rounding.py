@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, encode, pack, random_stream, torch_dtype, unpack
-from narrowgauge.formats.oracle import round_scalar
 from narrowgauge.formats.rounding import round_finite_
+from oracle.rounding import round_scalar
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

@@ -15,7 +15,7 @@ from narrowgauge.nn.transformer import attention_function
 from narrowgauge.nn.transformer.attention_context import AttentionContext
 from narrowgauge.nn.transformer.attention_function import narrow_attention
 from narrowgauge.quantization import make_cast
-from narrowgauge.quantization.oracle import reference_quantize
+from oracle import reference_quantize
 
 B, N, K, T, H = 2, 2, 1, 16, 16
 TENSORS = ("q", "k", "v", "p", "do", "ds")

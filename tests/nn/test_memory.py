@@ -12,9 +12,9 @@ from narrowgauge.guard.widening import places_with, rule_for
 from narrowgauge.nn import Linear, convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.histories import AmaxHistory, end_steps
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
-from narrowgauge.quantization.oracle import reference_quantize
 from narrowgauge.recipes import Device, choose_backend, parse_recipe
 from narrowgauge.recipes.exchange import refusals
+from oracle import reference_quantize
 
 K, N = 64, 32
 HELD = 'compute = "fp32"\nfprop.x = {element = "e2m1", block = 16, scale = "e5m3", tensor_scale = "tensor", '

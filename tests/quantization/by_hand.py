@@ -5,7 +5,7 @@ import torch
 
 from narrowgauge.formats import decode, random_stream
 from narrowgauge.quantization import QuantContext, emulate, quantize_in_context
-from narrowgauge.quantization.oracle import reference_quantize
+from oracle import reference_quantize
 
 SMALL = (17, 33)  # ends within a block of 16 and of 32, along both axes
 

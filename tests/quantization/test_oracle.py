@@ -11,7 +11,7 @@ from narrowgauge.quantization import (
     quantize,
     quantize_in_context,
 )
-from narrowgauge.quantization.oracle import reference_quantize
+from oracle import reference_quantize
 from quantization.by_hand import SMALL, assert_as_by_hand, inputs
 from quantization.casts import CASTS, EDEN, FOUR_OVER_SIX, KEPT
 from support.covering import covering

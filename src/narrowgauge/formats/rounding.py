@@ -21,7 +21,7 @@ Arithmetic runs in fp32, whose 24 bits hold x / q exactly, or in fp64 where fp32
 (formats as wide as bf16, float64 inputs). Torch's FP8 casts are not used: versions disagree about overflow
 (NaN in 2.11, 448 in 2.13).
 
-The slow reference, `oracle.round_scalar`, passes the same tests.
+The slow reference, `conformance/oracle/rounding.py`, passes the same tests.
 """
 
 import torch

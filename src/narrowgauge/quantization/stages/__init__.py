@@ -1,4 +1,4 @@
-"""The stages of a cast: each file holds one stage, its rules, passes and oracle, and here is their base."""
+"""The stages of a cast: each file holds one stage, and its rules, and here is their base."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from narrowgauge.quantization.stages import Rules, Stage
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -101,28 +99,3 @@ def may_pick(x: torch.Tensor) -> bool:
     import torch
 
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not x.requires_grad
-
-
-def largest_channels_by_hand(x: np.ndarray, share: float) -> tuple[int, ...]:
-    """The share of columns, rounded and at least one, with the largest exact sums of squares.
-
-    Ties go to the first columns; columns with a sum of 0 or a non-finite value are never chosen.
-    """
-    import numpy as np
-
-    columns = [x[..., k].ravel() for k in range(x.shape[-1])]
-    finite = [c if np.isfinite(c).all() else np.zeros(0) for c in columns]
-    norms = [sum((Fraction(float(v)) ** 2 for v in column), Fraction(0)) for column in finite]
-    ranked = sorted(range(len(norms)), key=lambda k: (-norms[k], k))
-    return tuple(sorted(k for k in ranked[: max(1, round(share * len(norms)))] if norms[k]))
-
-
-def parted_by_hand(x: np.ndarray, channels: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(x with zeros in these columns, x with zeros in all others)."""
-    import numpy as np
-
-    rest, alone = x.copy(), np.zeros_like(x)
-    for k in channels:
-        rest[..., k] = 0.0
-        alone[..., k] = x[..., k]
-    return rest, alone

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 from narrowgauge.quantization.stages import Rules, Transform
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -72,15 +71,3 @@ def _from_counts(counts: torch.Tensor, rank: int) -> torch.Tensor:
     position = int(torch.searchsorted(torch.cat([negative, positive]).cumsum(0), rank, right=True))
     word = position - 2**15 if position >= 2**15 else -1 - position
     return torch.tensor(word, dtype=torch.int16, device="cpu").view(torch.bfloat16) + 0.0
-
-
-def clamp_by_hand(x: np.ndarray, quantile: float) -> np.ndarray:
-    """The oracle of the clamp: x, clipped to its elements of ranks (1 - quantile) n and quantile n.
-
-    Ranks count from 0, in ascending order.
-    """
-    import numpy as np
-
-    ranked = np.sort(x.ravel())
-    low, high = ranked[int((1 - quantile) * x.size)], ranked[min(int(quantile * x.size), x.size - 1)]
-    return np.clip(x, low, high)

@@ -14,18 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from narrowgauge.devices import imagined, is_shape_only
 from narrowgauge.errors import UserError
-from narrowgauge.formats import format
-from narrowgauge.formats.oracle import FP32, round_magnitude, round_scalar
 from narrowgauge.quantization.stages import Rules, Transform
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 # TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
@@ -123,42 +119,3 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
     # Groups of rows are multiplied from the left, so that no tensor is transposed in memory.
     rows = groups.flatten(axis + 2)
     return (matrix.T @ rows).view(groups.shape).flatten(axis, axis + 1)
-
-
-SIGNS_BY_HAND = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-
-
-def transform_by_hand(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
-    """The oracle of `hadamard`: x D H / sqrt(size) along `axis`.
-
-    The entries of the matrix are rounded to x's dtype first.
-    """
-    import numpy as np
-
-    fmt = format(dtype)
-    entry = Fraction(round_scalar(1 / math.sqrt(size), fmt))
-    d = tuple(signs) or (SIGNS_BY_HAND if size == 16 else (1,) * size)
-    x = np.moveaxis(x, axis, -1)
-    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
-    groups = x.reshape(-1, size)
-    result = np.zeros_like(groups)
-    for row, group in enumerate(groups):
-        if not np.isfinite(group).all():
-            result[row] = math.nan
-            continue
-        terms = [d[i] * Fraction(float(v)) * entry for i, v in enumerate(group)]
-        _require_exact_sums(terms)
-        for j in range(size):
-            total = sum((-1) ** (i & j).bit_count() * t for i, t in enumerate(terms))
-            result[row, j] = math.copysign(round_magnitude(abs(total), fmt), total)
-    return np.moveaxis(result.reshape(x.shape), -1, axis)
-
-
-def _require_exact_sums(terms: Sequence[Fraction]) -> None:
-    """Refuse terms if some sum of them, in some order, needs more bits than a float32 has."""
-    largest = sum(abs(t) for t in terms)
-    if largest == 0:
-        return
-    quantum = min(Fraction(1, t.denominator) * (t.numerator & -t.numerator) for t in terms if t)
-    if largest / quantum > 2**24 or largest > FP32.max or quantum < Fraction(FP32.smallest_subnormal):
-        raise ValueError("the sums of this transform are not exact in float32, so they depend on their order")

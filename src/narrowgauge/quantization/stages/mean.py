@@ -7,18 +7,11 @@ Mean-residual splitting: the residual has a smaller range than x, and the mean i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from narrowgauge.formats import format
-from narrowgauge.formats.oracle import fl, round_magnitude
 from narrowgauge.quantization.stages import Names, Rules, Transform
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +33,3 @@ class Mean(Transform):
         """The rules of its keys."""
         needs = "no mean is taken away; add center = 'tokens'"
         return [("center_cast", not self.cast or bool(self.over), needs)]
-
-
-def token_mean_by_hand(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The exact mean over all dimensions but the last, rounded to x's dtype."""
-    import numpy as np
-
-    columns = [[Fraction(float(v)) for v in x[..., k].ravel()] for k in range(x.shape[-1])]
-    means = [sum(column, Fraction(0)) / len(column) for column in columns]
-    return np.array([math.copysign(float(round_magnitude(abs(m), format(dtype))), m) for m in means])
-
-
-def less_mean_by_hand(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Every value minus the mean of its column, rounded to float32."""
-    import numpy as np
-
-    return np.vectorize(lambda v, m: float(fl(Fraction(v) - Fraction(m))), otypes=[np.float64])(x, mean)

@@ -22,15 +22,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from narrowgauge.formats.oracle import code_of, fl, round_magnitude, round_scalar
-from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.named_casts import cast as named_cast
-from narrowgauge.quantization.oracle.scales import corrected_scales, scales_of_block
-from narrowgauge.quantization.stages.channels import largest_channels_by_hand, parted_by_hand
-from narrowgauge.quantization.stages.choice import error_by_hand
-from narrowgauge.quantization.stages.clamp import clamp_by_hand
-from narrowgauge.quantization.stages.hadamard import transform_by_hand
-from narrowgauge.quantization.stages.mean import less_mean_by_hand, token_mean_by_hand
+from narrowgauge.quantization import Cast
+from narrowgauge.quantization import cast as named_cast
+from oracle import stages
+from oracle.rounding import code_of, fl, round_magnitude, round_scalar
+from oracle.scales import corrected_scales, scales_of_block
 
 Index = tuple[int, ...]
 
@@ -122,8 +118,8 @@ def reference_quantize(
     axis, x = axis % max(x.ndim, 1), x.astype(np.float64)
     if not cast.channels.share:
         return _quantized(x, cast, axis, draws, signs, encode_scale, dtype, scale_draws, held)
-    apart = largest_channels_by_hand(x, cast.channels.share) if channels is None else tuple(channels)
-    rest, alone = parted_by_hand(x, apart)
+    apart = stages.largest_channels(x, cast.channels.share) if channels is None else tuple(channels)
+    rest, alone = stages.parted(x, apart)
     found = _quantized(rest, cast.of_the_rest, axis, draws, signs, encode_scale, dtype, scale_draws, held)
     return _with_kept(found, alone, apart, cast, axis, dtype)
 
@@ -145,8 +141,8 @@ def _quantized(
         named = (
             cast.hadamard.signs if not isinstance(cast.hadamard.signs, str) and cast.hadamard.signs else signs
         )
-        x = transform_by_hand(x, cast.hadamard.size, axis, named, dtype)
-    clamped = clamp_by_hand(x, cast.clamp.quantile) if cast.clamp.quantile else x
+        x = stages.transform(x, cast.hadamard.size, axis, named, dtype)
+    clamped = stages.clamp(x, cast.clamp.quantile) if cast.clamp.quantile else x
     blocks = _blocks(x.shape, cast, axis)
     amax = {c: float(np.abs(clamped[block]).max()) for c, block in blocks.items()}
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
@@ -189,12 +185,11 @@ def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.nda
     """(what remains without the mean over tokens, what is added back), if the cast subtracts it."""
     if not cast.mean.over:
         return x, np.zeros(1)
-    mean = token_mean_by_hand(x, dtype)
+    mean = stages.token_mean(x, dtype)
     if not cast.mean.cast:
-        return less_mean_by_hand(x, mean), mean
-    return less_mean_by_hand(x, mean), reference_quantize(
-        mean[None], named_cast(cast.mean.cast)
-    ).dequantize()[0]
+        return stages.less_mean(x, mean), mean
+    added_back = reference_quantize(mean[None], named_cast(cast.mean.cast)).dequantize()[0]
+    return stages.less_mean(x, mean), added_back
 
 
 def _quantize_block(
@@ -221,7 +216,7 @@ def _quantize_block(
         elements = {i: _round(v, factor, cast, drawn[i]) for i, v in block.items()}
         error = Fraction(0)
         if cast.choice.candidates:
-            error = error_by_hand(elements, block, (scale, above, amax_and_over[1]), cast, axis)
+            error = stages.error(elements, block, (scale, above, amax_and_over[1]), cast, axis)
         if least is None or error < least:
             least, best = error, (elements, float(scale), float(above), factor)
     return best

@@ -1,5 +1,5 @@
 """What is the right answer? Quantization in exact rational arithmetic, slow and obvious."""
 
-from narrowgauge.quantization.oracle.quantize import ReferenceTensor, reference_quantize
+from oracle.quantize import ReferenceTensor, reference_quantize
 
 __all__ = ["ReferenceTensor", "reference_quantize"]

@@ -1,12 +1,12 @@
-"""Scales by hand, in exact rational arithmetic: see `quantization/oracle/quantize.py`."""
+"""Scales by hand, in exact rational arithmetic: see `quantize.py`."""
 
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from narrowgauge.formats import Format, format
-from narrowgauge.formats.oracle import FP32, fl, floor_log2, round_magnitude
 from narrowgauge.quantization.cast import Cast
+from oracle.rounding import FP32, fl, floor_log2, round_magnitude
 
 LARGEST = Fraction(FP32.max)
 Index = tuple[int, ...]
