@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parents[1] / "README.md"
-LAST = "## Alternatives\n"  # what follows compares libraries, and links to files outside docs/
+LAST = "## Contribute\n"  # what follows links to files outside docs/
 
 
 def text() -> str:

@@ -140,7 +140,7 @@ def test_a_line_that_cannot_start_is_found(folder):
 
 def test_the_tasks_of_an_editor_can_start(folder):
     """`launch.json`: the module and its arguments."""
-    (block,) = blocks(PAGES["docs/how-to/debugging.md"], "json")
+    (block,) = blocks(PAGES["docs/how-to/troubleshooting.md"], "json")
     tasks = json.loads(block)["configurations"]
     for task in tasks:
         words = task["args"] if task["module"] == "narrowgauge" else ["torchrun", *task["args"]]

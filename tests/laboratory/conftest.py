@@ -10,7 +10,7 @@ from narrowgauge.quantization import own_casts
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = {
     "model": {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 320},
-    "data": {"source": str(DOCS / "glossary.md"), "tokenizer": "bytes", "sequence_length": 32},
+    "data": {"source": str(DOCS / "definitions.md"), "tokenizer": "bytes", "sequence_length": 32},
     "training": {"steps": 4, "batch_size": 4, "micro_batch_size": 4, "device": "cpu", "threads": 1},
     "validation": {"batches": 1},
 }
