@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -87,18 +85,8 @@ def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
         assert np.array_equal(corpus.train[start:stop], whole.train[start:stop])
 
 
-@dataclass(frozen=True)
-class Square:
-    """Work that can fail at a number."""
-
-    fails_at: int = -1
-
-    def __call__(self) -> Callable[[int], int]:
-        return partial(_square, self)
-
-
-def _square(self, number):
-    if number == self.fails_at:
+def square(fails_at, number):
+    if number == fails_at:
         raise UserError(f"{number} will not do")
     time.sleep(0.0002 * (number % 5))
     return number * number
@@ -113,7 +101,7 @@ def test_results_keep_the_order_and_errors_come_in_their_turn(workers):
             read.append(number)
             yield number
 
-    results = ordered_map(Square(fails_at=290), items(), workers)
+    results = ordered_map(partial(square, 290), items(), workers)
     got = [next(results)]
     assert len(read) < 30 * workers, "items are read as they are needed"
     with pytest.raises(UserError, match="290 will not do"):

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from narrowgauge.data import load_tokenizer, prepare
-from narrowgauge.data.preparation.encode import _encoder
+from narrowgauge.data.preparation.encode import batch_encoder
 from narrowgauge.errors import UserError
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz <>/", "\u2581"]
@@ -42,7 +42,7 @@ def test_the_names_of_control_tokens_in_a_text_are_text(tmp_path, model):
     assert not {1, 2} & set(ids)
     assert "".join(tokenizer.library.id_to_token(i) for i in ids) == text
     assert tokenizer.encode_batch(["b", text]) == [tokenizer.encode("b"), ids]
-    assert [list(row) for row in _encoder(tokenizer)([text])] == [ids]
+    assert [list(row) for row in batch_encoder(tokenizer)([text])] == [ids]
     assert tokenizer.encode("a\u6f22") == [*tokenizer.encode("a"), 0], "what is unknown is text"
 
 

@@ -1,20 +1,25 @@
 """Builds one corpus: digests files, reads and encodes documents, writes token files and the manifest."""
 
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.data.cache import Progress
 from narrowgauge.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, CorpusManifest
-from narrowgauge.data.preparation.document_buffer import DocumentBuffer
-from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, Options
-from narrowgauge.data.preparation.encode import Encoder, Packer
+from narrowgauge.data.preparation.document_filter import (
+    REJECTED_FILE,
+    TRAIN,
+    VAL,
+    DocumentFilter,
+    Options,
+)
+from narrowgauge.data.preparation.encode import Batch, encode_chunk, read_chunk
 from narrowgauge.data.preparation.shard_writer import ShardWriter
+from narrowgauge.data.preparation.training_texts import TrainingTexts
 from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.data.sources import no_text
 from narrowgauge.data.sources.byte_stream import unreadable
@@ -26,8 +31,6 @@ from narrowgauge.data.tokenization.names import make_tokenizer
 from narrowgauge.data.tokenization.tokenizer import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.files import sha256_of, write_whole
-
-TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 class SourceFiles:
@@ -85,78 +88,54 @@ class CorpusBuilder:
     def run(self) -> None:
         """Fill the directory; a source of one document is cut into pieces."""
         is_trained = self.identity == self.name and self.name.startswith("bpe-")
-        kept = self._with_new_tokenizer() if is_trained else self._with_existing_tokenizer()
-        if kept == 1 and not self.cut:
+        texts = self._training_texts() if is_trained else []
+        if texts is not None:
+            make_tokenizer(self.name, self._reported(texts)).save(self.staging / TOKENIZER_FILE)
+        if texts is None or not self._encode():
             for path in self.staging.iterdir():
                 path.unlink()
             replace(self, cut=True).run()
 
-    def _with_existing_tokenizer(self) -> int:
-        """Read the source once; returns how many documents were kept."""
-        make_tokenizer(self.name, []).save(self.staging / TOKENIZER_FILE)
+    def _training_texts(self) -> list[str] | None:
+        """Read the source for texts to train the tokenizer on; None if it is one document."""
         with DocumentFilter(self.source.name, self.options, self.staging) as document_filter:
-            return self._encode(
-                self.source.chunks(self.files.inputs),
-                self.files.total,
-                document_filter,
-                document_filter,
-                self.cut,
-            )
+            training = TrainingTexts(document_filter)
+            for batch in self._batches("read", partial(read_chunk, self.cut), document_filter):
+                training.add(batch)
+            is_enough = self._is_enough(document_filter)
+        (self.staging / REJECTED_FILE).unlink(missing_ok=True)  # written again, as the source is read again
+        return training.texts() if is_enough else None
 
-    def _with_new_tokenizer(self) -> int:
-        """Buffer the documents on disk, train the tokenizer on them, and encode them."""
-        report = self.files.report
-        with (
-            DocumentFilter(self.source.name, self.options, self.staging) as document_filter,
-            DocumentBuffer(self.staging / "texts", document_filter) as document_buffer,
-        ):
-            done = 0
-            chunks = self.source.chunks(self.files.inputs)
-            for batch in ordered_map(Packer(self.cut), chunks, self.workers):
-                document_buffer.add(batch)
-                done += batch.size
-                report("read", done, self.files.total, f"{document_filter.kept:,} documents")
-            if not self._is_enough(document_filter):
-                return document_filter.kept
-            texts = self._reported(document_buffer.texts(), document_buffer.size)
-            make_tokenizer(self.name, texts).save(self.staging / TOKENIZER_FILE)
-            with DocumentFilter(self.source.name, self.options, self.staging, "seen-again") as second:
-                return self._encode(
-                    document_buffer.chunks(), document_buffer.size, second, document_filter, False
-                )
+    def _batches(
+        self, stage: str, work: Callable[[Chunk], Batch], document_filter: DocumentFilter
+    ) -> Iterator[Batch]:
+        """The results of `work` for all chunks of the source, in order."""
+        done = 0
+        for batch in ordered_map(work, self.source.chunks(self.files.inputs), self.workers):
+            yield batch
+            done += batch.size
+            self.files.report(stage, done, self.files.total, f"{document_filter.kept:,} documents")
 
-    def _reported(self, texts: Iterator[tuple[str, float]], size: int) -> Iterator[str]:
-        for text, share in texts:
-            self.files.report("learn", round(size * share), size, "")
+    def _reported(self, texts: list[str]) -> Iterator[str]:
+        for number, text in enumerate(texts, 1):
+            self.files.report("learn", number, len(texts), "")
             yield text
 
-    def _encode(
-        self,
-        chunks: Iterator[Chunk],
-        total: int,
-        document_filter: DocumentFilter,
-        first: DocumentFilter,
-        cut: bool,
-    ) -> int:
-        """Encode the documents of the chunks and write all files; returns how many documents were kept.
-
-        `first` is the filter of the first reading, which counted the rejected records.
-        """
-        encoder = Encoder(self.staging / TOKENIZER_FILE, cut)
-        vocab_size = load_tokenizer(encoder.tokenizer).vocab_size
+    def _encode(self) -> bool:
+        """Encode the documents and write all files; returns whether there are enough documents."""
+        path = self.staging / TOKENIZER_FILE
+        vocab_size, sha256 = load_tokenizer(path).vocab_size, sha256_of(path)
         with (
+            DocumentFilter(self.source.name, self.options, self.staging) as document_filter,
             ShardWriter(self.staging, vocab_size, document_filter) as shard_writer,
-            _one_thread_each(self.workers),
         ):
-            done = 0
-            for batch in ordered_map(encoder, chunks, self.workers):
+            work = partial(encode_chunk, path, sha256, self.cut)
+            for batch in self._batches("encode", work, document_filter):
                 shard_writer.add(batch)
-                done += batch.size
-                facts = f"{document_filter.kept:,} documents  {sum(shard_writer.tokens.values()):,} tokens"
-                self.files.report("encode", done, total, facts)
-            if self._is_enough(document_filter):
-                self._write(shard_writer, vocab_size, first.rejected)
-        return document_filter.kept
+            is_enough = self._is_enough(document_filter)
+            if is_enough:
+                self._write(shard_writer, vocab_size, sha256)
+        return is_enough
 
     def _is_enough(self, document_filter: DocumentFilter) -> bool:
         """Whether there are documents for both parts; a single one may still be cut, none is an error."""
@@ -171,7 +150,7 @@ class CorpusBuilder:
             )
         return document_filter.kept > 1
 
-    def _write(self, shard_writer: ShardWriter, vocab_size: int, rejected: int) -> None:
+    def _write(self, shard_writer: ShardWriter, vocab_size: int, tokenizer_sha256: str) -> None:
         """Write the token files and, last, the manifest."""
         written, document_filter = shard_writer.write(), shard_writer.document_filter
         documents = document_filter.digest.hexdigest()
@@ -191,24 +170,14 @@ class CorpusBuilder:
             train_documents=document_filter.documents[TRAIN],
             val_documents=document_filter.documents[VAL],
             duplicates=document_filter.duplicates,
-            rejected=rejected,
+            rejected=document_filter.rejected,
             train_tokens=_count(written[TRAIN]),
             val_tokens=_count(written[VAL]),
             train=_facts(written[TRAIN]),
             val=_facts(written[VAL]),
-            tokenizer_sha256=sha256_of(self.staging / TOKENIZER_FILE),
+            tokenizer_sha256=tokenizer_sha256,
         )
         write_whole(self.staging / MANIFEST_FILE, manifest.to_json())
-
-
-@contextmanager
-def _one_thread_each(workers: int) -> Iterator[None]:
-    """Let each of several workers tokenize on one core."""
-    before = os.environ.get(TOKENIZER_THREADS, "")
-    if workers > 1:
-        os.environ[TOKENIZER_THREADS] = "false"
-    yield
-    os.environ[TOKENIZER_THREADS] = before
 
 
 def _corpus_digest(identity: str, documents: str, options: Options) -> str:

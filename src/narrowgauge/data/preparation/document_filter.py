@@ -87,13 +87,13 @@ class Options:
 class DocumentFilter:
     """Decides for each document in order whether it is kept and on which side, and counts its decisions."""
 
-    def __init__(self, source: str, options: Options, staging: Path, seen: str = "seen") -> None:
+    def __init__(self, source: str, options: Options, staging: Path) -> None:
         self.source, self.options = source, options
         self.documents = {TRAIN: 0, VAL: 0}
         self.duplicates = self.rejected = 0
         self.digest = hashlib.sha256()
         self.first_rejected: Rejected | None = None
-        self._seen_path, self._rejected_path = staging / seen, staging / REJECTED_FILE
+        self._seen_path, self._rejected_path = staging / "seen", staging / REJECTED_FILE
         self._seen: SeenTexts | None = SeenTexts(self._seen_path) if options.dedup else None
         self._stack = ExitStack()
 

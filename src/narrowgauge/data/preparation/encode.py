@@ -1,11 +1,9 @@
-"""Worker functions for a chunk: encode its documents as token ids, or pack their text for later."""
+"""What workers do with a chunk: read its documents, or encode them as token ids."""
 
 import hashlib
-import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from narrowgauge.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from narrowgauge.data.tokenization.word_cache import word_encoder
 
 Ids = NDArray[np.unsignedinteger[Any]]
+EncodeAll = Callable[[list[str]], Iterable[Sequence[int] | Ids]]
 
 
 @dataclass(frozen=True)
@@ -27,76 +26,34 @@ class EncodedDocument:
 
     digest: bytes  # sha256 of name and text
     content: bytes  # a shorter digest of the text alone
-    characters: int
     tokens: int = 0  # 0 if it is not encoded
 
 
 @dataclass(frozen=True)
-class EncodedBatch:
-    """The documents of a chunk, encoded as concatenated ids or packed as text."""
+class Batch:
+    """The documents of a chunk: their texts, or their concatenated ids."""
 
     size: int  # bytes of the source in this chunk
     documents: list[EncodedDocument]
     rejected: list[Rejected]
+    texts: list[str] = field(default_factory=list)
     ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
-    packed: bytes = b""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Documents between the first and the second reading: compressed JSON."""
-
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        """Bytes on the disk."""
-        return len(self.data)
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """The packed documents."""
-        for name, text in json.loads(zlib.decompress(self.data)):
-            yield Document(name, text)
+def read_chunk(cut: bool, chunk: Chunk) -> Batch:
+    """The texts of a chunk; with `cut`, documents are cut into pieces."""
+    documents, rejected = _divide(chunk, cut)
+    return Batch(chunk.size, list(map(_facts, documents)), rejected, [d.text for d in documents])
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Makes a worker's encoding function from a tokenizer file; with `cut`, documents are cut into pieces."""
-
-    tokenizer: Path
-    cut: bool = False
-
-    def __call__(self) -> Callable[[Chunk], EncodedBatch]:
-        """The function."""
-        tokenizer = load_tokenizer(self.tokenizer)
-        encode_all = _encoder(tokenizer)
-
-        def encode(chunk: Chunk) -> EncodedBatch:
-            documents, rejected = _divide(chunk, self.cut)
-            rows = _with_ends(encode_all([document.text for document in documents]), tokenizer)
-            facts = [_facts(*pair) for pair in zip(documents, map(len, rows), strict=True)]
-            ids = np.concatenate(rows) if rows else np.empty(0, token_dtype(tokenizer.vocab_size))
-            return EncodedBatch(chunk.size, facts, rejected, ids=ids)
-
-        return encode
-
-
-@dataclass(frozen=True)
-class Packer:
-    """Makes a worker's packing function, used while there is no tokenizer yet."""
-
-    cut: bool = False
-
-    def __call__(self) -> Callable[[Chunk], EncodedBatch]:
-        """The function."""
-
-        def pack(chunk: Chunk) -> EncodedBatch:
-            documents, rejected = _divide(chunk, self.cut)
-            pairs = json.dumps([(document.name, document.text) for document in documents])
-            packed = zlib.compress(pairs.encode("utf-8"), 1)
-            return EncodedBatch(chunk.size, list(map(_facts, documents)), rejected, packed=packed)
-
-        return pack
+def encode_chunk(tokenizer: Path, sha256: str, cut: bool, chunk: Chunk) -> Batch:
+    """The ids of a chunk by the tokenizer in a file of this sha256; `cut` as for `read_chunk`."""
+    loaded, encode_all = _loaded(tokenizer, sha256)
+    documents, rejected = _divide(chunk, cut)
+    rows = _with_ends(encode_all([document.text for document in documents]), loaded)
+    facts = [_facts(*pair) for pair in zip(documents, map(len, rows), strict=True)]
+    ids = np.concatenate(rows) if rows else np.empty(0, token_dtype(loaded.vocab_size))
+    return Batch(chunk.size, facts, rejected, ids=ids)
 
 
 def _divide(chunk: Chunk, cut: bool) -> tuple[list[Document], list[Rejected]]:
@@ -117,15 +74,21 @@ def _facts(document: Document, tokens: int = 0) -> EncodedDocument:
     name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
     text = document.text.encode("utf-8")
     digest = hashlib.sha256(name + text).digest()
-    return EncodedDocument(digest, hashlib.blake2b(text, digest_size=16).digest(), len(document.text), tokens)
+    return EncodedDocument(digest, hashlib.blake2b(text, digest_size=16).digest(), tokens)
 
 
-def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:
+def batch_encoder(tokenizer: Tokenizer) -> EncodeAll:
     """The fastest function that gives the tokenizer's ids for each text."""
     if tokenizer.is_bytes:
         return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
     by_words = word_encoder(tokenizer, token_dtype(tokenizer.vocab_size))
     return tokenizer.encode_batch if by_words is None else partial(map, by_words)
+
+
+@lru_cache(1)  # loaded once in a process; the digest tells a file from an earlier one in the same place
+def _loaded(path: Path, sha256: str) -> tuple[Tokenizer, EncodeAll]:
+    tokenizer = load_tokenizer(path)
+    return tokenizer, batch_encoder(tokenizer)
 
 
 def _with_ends(rows: Iterable[Sequence[int] | Ids], tokenizer: Tokenizer) -> list[Ids]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, rank
-from narrowgauge.data.preparation.encode import EncodedBatch
+from narrowgauge.data.preparation.encode import Batch
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype, write_token_shards
 
 MOST_TOKENS = 1 << 30  # in one token file
@@ -48,7 +48,7 @@ class ShardWriter:
         for file in self._files.values():
             file.close()
 
-    def add(self, batch: EncodedBatch) -> None:
+    def add(self, batch: Batch) -> None:
         """Add the documents of the next batch."""
         self.document_filter.reject(batch.rejected)
         at = 0

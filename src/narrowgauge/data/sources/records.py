@@ -82,13 +82,14 @@ class Source:
     identity: str = ""  # identifies the content if there are no files to digest
 
 
-def package(name: str, what: str) -> Any:
-    """A package that reads `what`, imported; a `UserError` if it is not installed."""
+def package(name: str, what: str, extra: str = "data") -> Any:
+    """A package that reads `what`, imported; a `UserError` names the extra that installs it."""
     try:
         return import_module(name)
     except ImportError:
-        top = name.partition(".")[0]
-        raise UserError(f"{what} needs the package {top}; python -m pip install {top}") from None
+        raise UserError(
+            f"{what} needs the package {name.partition('.')[0]}; python -m pip install 'narrowgauge[{extra}]'"
+        ) from None
 
 
 def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:

@@ -114,7 +114,7 @@ def values_of(rows: StoredRows) -> torch.Tensor:
     if unpack := _UNPACK.get(rows.type):
         found = unpack(data.reshape(N, -1, TYPES[rows.type][2]))
     else:
-        library = package("gguf", f"a weight of GGUF's type {rows.type}")
+        library = package("gguf", f"a weight of GGUF's type {rows.type}", "gguf")
         with np.errstate(all="ignore"):  # the reader refuses what is not finite
             found = library.quants.dequantize(data.reshape(N, -1), library.GGMLQuantizationType[rows.type])
     values = torch.from_numpy(found).reshape(rows.shape)
