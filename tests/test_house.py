@@ -18,9 +18,10 @@ ROOT = Path(ng.__file__).parent
 ORDER = [
     *("errors", "operating_system", "triton_version", "lazy", "signals", "processes", "units", "once"),
     *("t_interval", "files", "result", "json_lines", "toml_text", "torch_compat", "second_derivative"),
-    *("devices", "collectives", "formats", "quantization", "kernels", "recipes", "forecast", "conformance"),
-    *("nn", "optim", "guard", "models", "data", "distributed", "checkpoint", "training", "simulate"),
-    *("runs", "analysis", "report", "experiment", "bench", "cluster", "laboratory", "integrations", "cli"),
+    *("devices", "collectives", "formats", "quantization", "kernels", "recipes", "exchange", "forecast"),
+    *("conformance", "nn", "optim", "guard", "models", "data", "distributed", "checkpoint", "training"),
+    *("simulate", "runs", "analysis", "report", "experiment", "bench", "cluster", "laboratory"),
+    *("integrations", "cli"),
 ]
 ENTRIES: dict[str, tuple[str, ...]] = {
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),

@@ -13,8 +13,8 @@ import torch
 
 from narrowgauge.data import bytes_tokenizer
 from narrowgauge.errors import UserError
+from narrowgauge.exchange import TARGETS, refusals
 from narrowgauge.recipes import recipe, recipe_names
-from narrowgauge.recipes.exchange import TARGETS, refusals
 from narrowgauge.runs.use.export import export_model
 from narrowgauge.runs.use.trained_model import TrainedRun
 from narrowgauge.training.config.config import make_config

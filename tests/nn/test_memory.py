@@ -7,13 +7,13 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
+from narrowgauge.exchange import refusals
 from narrowgauge.formats import RandomStream, decode
 from narrowgauge.guard.widening import places_with, rule_for
 from narrowgauge.nn import Linear, convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.histories import AmaxHistory, end_steps
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.recipes import Device, choose_backend, parse_recipe
-from narrowgauge.recipes.exchange import refusals
 from oracle import reference_quantize
 
 K, N = 64, 32

@@ -14,6 +14,7 @@ from narrowgauge.analysis.probe import WITHOUT_MEMORY, has_memory
 from narrowgauge.checkpoint.interop.compressed_tensors import _scheme
 from narrowgauge.devices import imagine
 from narrowgauge.errors import UserError
+from narrowgauge.exchange import TARGETS, refusals
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.adamw import STATE_KEYS as KERNEL_STATE_KEYS
 from narrowgauge.kernels.adamw import _takes_cast
@@ -30,7 +31,6 @@ from narrowgauge.recipes.attention_places import ATTENTION_KEYS, STREAM_KEYS, at
 from narrowgauge.recipes.backend import NATIVE_KEYS, SCHEMES
 from narrowgauge.recipes.cast_layout import CHOOSES_CODES
 from narrowgauge.recipes.describe import changed_keys
-from narrowgauge.recipes.exchange import TARGETS, refusals
 from narrowgauge.runs.use.trained_model import TOKENWISE_KEYS, is_tokenwise
 from support.unchecked import unchecked, with_keys
 

@@ -14,11 +14,11 @@ import torch
 import narrowgauge as ng
 from narrowgauge.cli.main import main
 from narrowgauge.errors import UserError
+from narrowgauge.exchange import TARGETS, Refused, refusals, write_recipe
 from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, parse_recipe, recipe
-from narrowgauge.recipes.exchange import TARGETS, Refused, refusals, write_recipe
 from support.unchecked import unchecked, with_keys
 
 #: A recipe that the target can express.
@@ -161,7 +161,7 @@ def test_megatron_reads_globs_of_which_the_first_wins():
 def test_the_header_says_which_recipe_which_version_and_which_line_writes_it(target):
     """No line names a recipe of one's own that is in no file."""
     head = re.sub(r"\n# +", " ", write_recipe(recipe(BASE[target]), target, blocks=8))
-    versions = f"{ng.__version__}, for {TARGETS[target].version}."
+    versions = f"{ng.__version__}, for {TARGETS[target].VERSION}."
     assert head.startswith(f"# Recipe {BASE[target]} of narrowgauge {versions}")
     assert "Written by" in head
     assert "Written by" not in write_recipe(replace(recipe(BASE[target]), name="mine"), target, blocks=8)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from narrowgauge.exchange import write_recipe
 from narrowgauge.recipes import recipe
-from narrowgauge.recipes.exchange import write_recipe
 
 FILES = {
     "training.py": ("te", "fp8"),

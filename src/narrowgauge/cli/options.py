@@ -12,7 +12,7 @@ from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, checked, positive_integer
 from narrowgauge.cli.parsing.parser import add_doctor_options, command_parser
 from narrowgauge.cli.parsing.verbs import grouped
-from narrowgauge.recipes.exchange import SOURCES, TARGETS
+from narrowgauge.exchange import SOURCES, TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, RECORDED, SERVERS, TASKS
 
 OWN = "narrowgauge"  # the layout of `prepare` with a manifest

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from narrowgauge.cli.installed import require_torch
 from narrowgauge.errors import UserError
+from narrowgauge.exchange import read_recipe, write_recipe
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import count_parameters, model_config, model_names
 from narrowgauge.quantization.passes.implementations import Implementation
@@ -24,7 +25,6 @@ from narrowgauge.recipes import (
     recipe_names,
 )
 from narrowgauge.recipes.describe import differences
-from narrowgauge.recipes.exchange import read_recipe, write_recipe
 from narrowgauge.toml_text import toml_value
 from narrowgauge.units import human_count
 

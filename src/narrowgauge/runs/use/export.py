@@ -43,9 +43,9 @@ from narrowgauge.checkpoint.interop.read_back import (
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES, inside, read_json
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.exchange import TARGETS
 from narrowgauge.files import staged_directory
 from narrowgauge.nn import DTYPES
-from narrowgauge.recipes.exchange import TARGETS
 from narrowgauge.runs.choices import EXPORT_FORMATS, READERS
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.calibration import activation_scales, layers_with_scales

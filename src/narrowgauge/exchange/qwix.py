@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from narrowgauge.exchange.layers import kept
+from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.exchange.layers import kept
-from narrowgauge.recipes.exchange.refusal import Refusal, cast_refusals, other_rules, outside_products
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
 
@@ -39,7 +39,7 @@ def _said(c: Cast) -> tuple[Cast, ...]:
 
 def refusals(recipe: Recipe) -> list[Refusal]:
     """What qwix cannot express of a recipe."""
-    found = [*outside_products(recipe, "qwix"), *other_rules(recipe, "qwix")]
+    found = outside_products(recipe, "qwix")
     wide = make_cast(recipe.compute)
     casts = recipe.casts
     for place in GEMM_PLACES:
@@ -64,7 +64,7 @@ def _tile(c: Cast) -> int | None:
     return c.block[1] if c.block and c.block[1] else None
 
 
-def text(recipe: Recipe) -> str:
+def text(recipe: Recipe, blocks: int | None = None) -> str:
     """The Python file."""
     modules, first, last = kept(recipe)
     keys = ",\n            ".join(f"{k}={v}" for k, v in _rule(recipe).items())

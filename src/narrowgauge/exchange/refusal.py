@@ -5,7 +5,7 @@ new in recipes is refused for every tool until its meaning there is written down
 recipe's fields: those that no GEMM sees are listed here, any other must be at its default.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from narrowgauge.errors import UserError
@@ -67,84 +67,74 @@ def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused
 
 
 def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
-    """What no target expresses: state, gradients on the wire, and every field that is unknown here."""
+    """What no target expresses: state, gradients on the wire, rules, and every field that is unknown here."""
+    products = {p: c for p, c in recipe.casts.items() if p in GEMM_PLACES}
+    unset: Mapping[str, Mapping[str, Cast | None]] = {
+        "state": {p: c for p, c in recipe.state.items() if p not in STATE_PLACES or c != WIDE_STATE[p]},
+        "it": {p: c for p, c in recipe.casts.items() if p not in products and c != make_cast(recipe.compute)},
+        "attention": {p: c for p, c in recipe.attention.items() if not is_wide(c, recipe.compute)},
+    }
     found = [
-        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set state")
-        for place, c in recipe.state.items()
-        if place not in STATE_PLACES or c != WIDE_STATE[place]
+        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set {what}")
+        for what, casts in unset.items()
+        for place, c in casts.items()
     ]
-    for place, c in recipe.casts.items():
-        if place not in GEMM_PLACES and c != make_cast(recipe.compute):
-            found.append(Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set it"))
-    for casts in (recipe.casts, *(rule.casts for rule in recipe.rules)):
-        found += [
-            Refusal(place, place, f"{place} = {c.name}, a custom function, which {target} cannot call")
-            for place, c in casts.items()
-            if c.function
-        ]
     found += [
-        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set attention")
-        for place, c in recipe.attention.items()
-        if c is not None and not is_wide(c, recipe.compute)
+        Refusal(place, place, f"{place} = {c.name}, a custom function, which {target} cannot call")
+        for casts in (recipe.casts, *(rule.casts for rule in recipe.rules))
+        for place, c in casts.items()
+        if c.function
     ]
-    x, kept = recipe.casts["wgrad.x"], recipe.saved
-    if isinstance(kept, Cast) or (kept == "operand" and not _is_same_operand(recipe, x)):
-        said = cast_text(kept) if isinstance(kept, Cast) else kept
-        found.append(
-            Refusal("saved", "saved", f"saved = {said}, but {target} makes wgrad.x of the input itself")
-        )
+    x, saved = recipe.casts["wgrad.x"], recipe.saved
+    # The same operand from the values of fprop.x as from the input: the same cast, on no axis.
+    is_same = x.of == "fprop.x" or (x == recipe.casts["fprop.x"] and x.ignores_axis and not x.is_random)
+    if isinstance(saved, Cast) or (saved == "operand" and not is_same):
+        why = f"saved = {cast_text(saved)}, but {target} makes wgrad.x of the input itself"
+        found.append(Refusal("saved", "saved", why))
     for f in fields(recipe):
-        if f.name in (*_OF_PRODUCTS, *_NO_NUMBERS):
-            continue
         value = getattr(recipe, f.name)
-        if value != default_of(recipe, f.name):
+        if f.name not in (*_OF_PRODUCTS, *_NO_NUMBERS) and value != default_of(recipe, f.name):
             said = cast_text(value) if isinstance(value, Cast) else str(value)
             found.append(Refusal(f.name, f.name, f"{f.name} = {said}, and {target} does not set it"))
-    return found
+    return found + _other_rules(recipe, target)
 
 
-def _is_same_operand(recipe: Recipe, x: Cast) -> bool:
-    """Whether wgrad.x from the values of fprop.x equals wgrad.x from the input: the same cast, on no axis."""
-    return x.of == "fprop.x" or (x == recipe.casts["fprop.x"] and x.ignores_axis and not x.is_random)
-
-
-def other_rules(recipe: Recipe, target: str) -> list[Refusal]:
+def _other_rules(recipe: Recipe, target: str) -> list[Refusal]:
     """Refusals of rules that do more than keep layers in `compute`."""
     wide, other = wide_and_other_rules(recipe)
     found = []
     if any(rule.is_for_all for rule in wide):
-        found.append(Refusal("", "rule", "a [[rule]] that keeps every layer wide; leave the tool out"))
+        found.append(("rule", "a [[rule]] that keeps every layer wide; leave the tool out"))
     for key in ("first_blocks", "last_blocks"):
         if sum(bool(getattr(rule, key)) for rule in wide) > 1:
-            found.append(Refusal("", key, f"two rules with {key}, where {target} has one"))
+            found.append((key, f"two rules with {key}, where {target} has one"))
     for rule in other:
-        clock = next((k for k in _CLOCK if getattr(rule, k)), "")
-        if clock:
-            key = clock.replace("_decay", "")
-            why = f"[[rule]] {key}, but a configuration of {target} holds for the whole run"
+        if clock := next((k.replace("_decay", "") for k in _CLOCK if getattr(rule, k)), ""):
+            found.append(
+                (clock, f"[[rule]] {clock}, but a configuration of {target} holds for the whole run")
+            )
         else:
-            key, why = "rule", f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
-        found.append(Refusal("", key, why))
-    return found
+            why = f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
+            found.append(("rule", why))
+    return [Refusal("", key, why) for key, why in found]
 
 
 def cast_refusals(place: str, c: Cast, said: Iterable[Cast], target: str) -> list[Refusal]:
     """Refusals of a cast that a target cannot express: the keys in which the nearest differs."""
     casts = list(said)
-    if any(c == other for other in casts):
+    if c in casts:
         return []
-    alike = [other for other in casts if other.is_scaled == c.is_scaled] or casts
-    nearest = min(alike, key=lambda other: _distance(c, other))
+
+    def distance(other: Cast) -> tuple[bool, bool, int]:
+        """How far a cast is: first by its element, then by what shares a scale."""
+        keys = _differing(c, other)
+        return "element" in keys, "block" in keys, len(keys)
+
+    nearest = min([other for other in casts if other.is_scaled == c.is_scaled] or casts, key=distance)
     return [
         Refusal(place, key, f"{key} = {_shown(key, c)}, where {target} has {_shown(key, nearest)}")
         for key in _differing(c, nearest)
     ]
-
-
-def _distance(c: Cast, other: Cast) -> tuple[bool, bool, int]:
-    """How far two casts are apart: first by their element, then by what shares a scale."""
-    keys = _differing(c, other)
-    return "element" in keys, "block" in keys, len(keys)
 
 
 def _differing(c: Cast, other: Cast) -> list[str]:
@@ -152,8 +142,7 @@ def _differing(c: Cast, other: Cast) -> list[str]:
     others = c.defaults() | other.values()
     found = [key for key, value in c.values().items() if value != others[key]]
     follow = {"scale": "scale_rule", "candidates": "choose", "hadamard": "signs"}
-    follow = {key: other for key, other in follow.items() if key in found}
-    return [n for n in found if n not in follow.values()] or ["name"]
+    return [n for n in found if n not in {follow.get(key) for key in found}] or ["name"]
 
 
 def _shown(key: str, c: Cast) -> str:

@@ -13,23 +13,22 @@ Source: ModelOpt @ a2fbac7, modelopt_recipes/ and modelopt/torch/quantization/co
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import UserError
+from narrowgauge.exchange.layers import kept, narrowed
+from narrowgauge.exchange.reading import Keep, Reading, yaml_documents
+from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.describe import wide_and_other_rules
-from narrowgauge.recipes.exchange.layers import kept
-from narrowgauge.recipes.exchange.reading import Keep, Reading, yaml_documents
-from narrowgauge.recipes.exchange.refusal import Refusal, cast_refusals, other_rules, outside_products
-from narrowgauge.recipes.places import GEMM_PLACES, SEEN_BEFORE, cast_in
+from narrowgauge.recipes.places import SEEN_BEFORE, cast_in
 from narrowgauge.recipes.recipe import Recipe
-from narrowgauge.recipes.rule import Rule
 
 VERSION = "ModelOpt 0.47.0dev (a2fbac7, 2026-08-21)"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
-PLACES = {WEIGHT: "fprop.w", INPUT: "fprop.x"}
+PLACES = {INPUT: "fprop.x", WEIGHT: "fprop.w"}
+#: The places that get the values of the forward pass.
+PASSED = ("dgrad.w", "wgrad.x")
 HEADS = ("head", "lm_head")
 #: Patterns that ModelOpt always disables, and the names of recipes for them. Those without a name fit layers
 #: that the models here do not have, or that stay wide under every recipe (routers).
@@ -66,44 +65,27 @@ NUMERICS: Sequence[tuple[Mapping[str, Any], Cast]] = tuple(_numerics())
 
 def refusals(recipe: Recipe) -> list[Refusal]:
     """What ModelOpt cannot express of a recipe."""
-    narrow = _narrow_layers(recipe)
-    rest = replace(recipe, rules=recipe.rules[1:]) if narrow else recipe
-    found = [*outside_products(recipe, "modelopt"), *other_rules(rest, "modelopt")]
-    wide, casts = make_cast(recipe.compute), _casts(recipe, narrow)
-    for place in ("fprop.x", "fprop.w"):
+    recipe, _ = narrowed(recipe)
+    casts, wide = recipe.casts, make_cast(recipe.compute)
+    found = outside_products(recipe, "modelopt")
+    for place in PLACES.values():
         found += cast_refusals(place, casts[place], [*(c for _, c in NUMERICS), wide], "modelopt")
     for place in ("dgrad.dy", "wgrad.dy"):
         found += cast_refusals(place, casts[place], [wide], "modelopt")
-    for place in ("dgrad.w", "wgrad.x"):
+    for place in PASSED:
         of = SEEN_BEFORE[place]
         same = wide if casts[of] == wide else cast_in(place, of)
         found += cast_refusals(place, casts[place], [same], "modelopt")
-    _, first, last = kept(recipe)
-    for key, count in (("first_blocks", first), ("last_blocks", last)):
+    for key, count in zip(("first_blocks", "last_blocks"), kept(recipe)[1:], strict=True):
         if count:
-            found.append(
-                Refusal("", f"keep.{key}", f"keep.{key} = {count}, and modelopt has patterns of names")
-            )
+            why = f"keep.{key} = {count}, and modelopt has patterns of names"
+            found.append(Refusal("", f"keep.{key}", why))
     return found
 
 
-def _narrow_layers(recipe: Recipe) -> Rule | None:
-    """The first rule, if it alone makes layers narrow, by their names and for the whole run; else None."""
-    wide = make_cast(recipe.compute)
-    first = next(iter(recipe.rules), None)
-    if first is None or first in wide_and_other_rules(recipe)[0]:
-        return None
-    is_rest_wide = all(recipe.casts[place] == wide for place in GEMM_PLACES)
-    is_by_name = first == Rule(casts=first.casts, modules=first.modules)
-    return first if first.modules and is_by_name and is_rest_wide else None
-
-
-def _casts(recipe: Recipe, rule: Rule | None) -> Mapping[str, Cast]:
-    return {**recipe.casts, **rule.casts} if rule else recipe.casts
-
-
-def text(recipe: Recipe) -> str:
+def text(recipe: Recipe, blocks: int | None = None) -> str:
     """The YAML file."""
+    recipe, only = narrowed(recipe)
     lines = [
         "metadata:",
         "  recipe_type: ptq",
@@ -113,12 +95,10 @@ def text(recipe: Recipe) -> str:
         "  quant_cfg:",
         *_entry("*"),
     ]
-    wide, narrow = make_cast(recipe.compute), _narrow_layers(recipe)
-    casts = _casts(recipe, narrow)
-    for layers in _narrow_patterns(narrow.modules) if narrow else ("*",):
-        for kind, place in PLACES.items():
-            if casts[place] != wide:
-                lines += _entry(f"{layers}{kind}", _cfg(casts[place], kind))
+    for layers in _narrow_patterns(only) if only else ("*",):
+        for kind, place in reversed(PLACES.items()):
+            if recipe.casts[place] != make_cast(recipe.compute):
+                lines += _entry(f"{layers}{kind}", _cfg(recipe.casts[place], kind))
     for pattern in dict.fromkeys(map(_their_pattern, kept(recipe)[0])):
         lines += _entry(pattern)
     return "\n".join(lines) + "\n"
@@ -168,13 +148,12 @@ def notes(recipe: Recipe) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One entry of a quant_cfg: layers, quantizers, and the cast that they get; None to disable them."""
 
     layers: str
     kinds: tuple[str, ...]
-    cast: Cast | None
+    cast: Cast | None = None
 
 
 def read(path: Path, blocks: int | None = None) -> Reading:
@@ -187,24 +166,22 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     part = content.get("quantize", content) if isinstance(content, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(part.get("quant_cfg"), list):
         raise UserError(f"{path} has no list quant_cfg; name a recipe of ModelOpt's for quantization")
-    lost = [_calibration(path, part.get("algorithm"))]
-    entries: list[_Entry] = []
-    for item in part["quant_cfg"]:
-        entry, loss = _entry_of(path, item)
-        entries += [entry] if entry else []
-        lost += [loss] if loss else []
-    return _reading(path, entries, list(dict.fromkeys(filter(None, lost))))
+    lost = _calibration(path, part.get("algorithm"))
+    entries = [_entry_of(path, item) for item in part["quant_cfg"]]
+    lost += [entry for entry in entries if isinstance(entry, str)]
+    return _reading(path, [e for e in entries if isinstance(e, _Entry)], list(dict.fromkeys(lost)))
 
 
-def _calibration(path: Path, algorithm: Any) -> str:
-    """What is lost of an algorithm; "" for none."""
+def _calibration(path: Path, algorithm: Any) -> list[str]:
+    """What is lost of an algorithm."""
     method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
     if method not in (None, "max"):
         raise UserError(
             f"{path}: algorithm {method!r} changes weights or scales by a calibration, and a recipe has "
             "none; take the recipe with algorithm: max"
         )
-    return "algorithm max: largest magnitudes come from each tensor, not from a calibration" if method else ""
+    said = "algorithm max: largest magnitudes come from each tensor, not from a calibration"
+    return [said] if method else []
 
 
 def _resolved(path: Path) -> Any:
@@ -244,8 +221,8 @@ def _resolved(path: Path) -> Any:
     return load(path, 0)
 
 
-def _entry_of(path: Path, item: Any) -> tuple[_Entry | None, str]:
-    """An entry, or nothing and what is lost."""
+def _entry_of(path: Path, item: Any) -> _Entry | str | None:
+    """An entry; or what is lost with it; or None, if it says nothing about linear layers."""
     if not isinstance(item, Mapping) or not isinstance(name := item.get("quantizer_name"), str):
         raise UserError(f"{path}: an entry of quant_cfg without quantizer_name: {item!r}; add it")
     is_off = item.get("enable") is False
@@ -258,34 +235,28 @@ def _entry_of(path: Path, item: Any) -> tuple[_Entry | None, str]:
             raise UserError(
                 f"{path}: entry {name!r} is for {item['parent_class']}, and recipes are for Linear"
             )
-        return None, ""
+        return None
     kind = next((k for k in PLACES if name.endswith(k)), "")
+    layers, kinds = name.removesuffix(kind), (kind,) if kind else tuple(PLACES)
     if is_off:
-        layers = name.removesuffix(kind) if kind else name
-        return _Entry(layers, (kind,) if kind else tuple(PLACES), None), ""
+        return _Entry(layers, kinds)
     if name.endswith("bmm_quantizer"):
-        return None, f"{name}: a recipe has no KV cache"
+        return f"{name}: a recipe has no KV cache"
     if not kind:
         raise UserError(
-            f"{path}: quantizer {name!r} is none of {', '.join(PLACES)}; a recipe has no such place"
+            f"{path}: quantizer {name!r} is none of {WEIGHT}, {INPUT}; a recipe has no such place"
         )
-    cfg = item.get("cfg")
-    return _Entry(name.removesuffix(kind), (kind,), _cast(path, name, cfg)), ""
+    return _Entry(layers, kinds, _cast(path, name, item.get("cfg")))
 
 
 def _cast(path: Path, name: str, cfg: Any) -> Cast:
     given = {k: v for k, v in cfg.items() if v is not None} if isinstance(cfg, Mapping) else {}
-    sizes = given.get("block_sizes")
-    plain: dict[str, Any] = {"num_bits": _bits(given.get("num_bits"))}
-    plain |= {
-        k: v
-        for k, v in given.items()
-        if k not in ("num_bits", "block_sizes", "type", "effective_bits", "enable")
-    }
+    plain = {k: v for k, v in given.items() if k not in ("type", "effective_bits", "enable")}
+    plain["num_bits"] = _bits(given.get("num_bits"))
+    sizes = plain.pop("block_sizes", None)
     if isinstance(sizes, Mapping):
-        plain["block_sizes"] = {
-            k: _bits(v) if k == "scale_bits" else v for k, v in sizes.items() if k != "type"
-        }
+        sizes = {k: _bits(v) if k == "scale_bits" else v for k, v in sizes.items() if k != "type"}
+        plain["block_sizes"] = sizes
     found = next((c for known, c in NUMERICS if known == plain), None)
     if found is None:
         raise UserError(
@@ -304,17 +275,15 @@ def _reading(path: Path, entries: Sequence[_Entry], lost: list[str]) -> Reading:
     """The places and layers that a list of entries comes to."""
     of_layers: dict[str, dict[str, Cast]] = {}
     keep: list[str] = []
-    for entry in entries:
-        if entry.cast is None:
-            if entry.layers == "*" and len(entry.kinds) == 2:
-                of_layers, keep = {}, []
-            elif len(entry.kinds) == 2:
-                whole = (entry.layers.removesuffix(".*"), entry.layers)  # the layer, and those inside it
-                keep += DISABLED.get(entry.layers, whole)
-            else:
-                of_layers.get(entry.layers, {}).pop(entry.kinds[0], None)
-        else:
-            of_layers.setdefault(entry.layers, {})[entry.kinds[0]] = entry.cast
+    for layers, kinds, cast in entries:
+        if cast is not None:
+            of_layers.setdefault(layers, {})[PLACES[kinds[0]]] = cast
+        elif len(kinds) == 1:
+            of_layers.get(layers, {}).pop(PLACES[kinds[0]], None)
+        elif layers == "*":
+            of_layers, keep = {}, []
+        else:  # the layer, and those inside it
+            keep += DISABLED.get(layers, (layers.removesuffix(".*"), layers))
     of_layers = {layers: casts for layers, casts in of_layers.items() if casts}
     if not of_layers:
         raise UserError(f"{path} enables no {WEIGHT} and no {INPUT}; there is nothing to put into a recipe")
@@ -324,13 +293,12 @@ def _reading(path: Path, entries: Sequence[_Entry], lost: list[str]) -> Reading:
             f"{path}: {', '.join(of_layers)} have different formats, and what is read has one set of casts; "
             "write the others as [[rule]] by hand"
         )
-    casts = {PLACES[kind]: cast for kind, cast in first.items()}
-    for place in ("dgrad.w", "wgrad.x"):
-        if SEEN_BEFORE[place] in casts:
-            casts[place] = cast_in(place, SEEN_BEFORE[place])
-    casts = {place: casts[place] for place in ("fprop.x", "fprop.w", "dgrad.w", "wgrad.x") if place in casts}
-    kept_layers = Keep(tuple(dict.fromkeys(keep)))
-    if "*" in of_layers:
-        return Reading(casts=casts, keep=kept_layers, lost=lost)
+    casts = {place: first[place] for place in PLACES.values() if place in first}
+    casts |= {p: cast_in(p, SEEN_BEFORE[p]) for p in PASSED if SEEN_BEFORE[p] in first}
     only = [name for layers in of_layers for name in (layers.removesuffix("."), *_ALSO.get(layers, ()))]
-    return Reading(casts=casts, only=tuple(dict.fromkeys(only)), keep=kept_layers, lost=lost)
+    return Reading(
+        casts=casts,
+        only=() if "*" in of_layers else tuple(dict.fromkeys(only)),
+        keep=Keep(tuple(dict.fromkeys(keep))),
+        lost=lost,
+    )

@@ -6,44 +6,30 @@ directions use one table of the tool's names. `VERSION` is the version that the 
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
-from narrowgauge.errors import UserError, unknown
-from narrowgauge.recipes.exchange import megatron, modelopt, qwix, te, torchao
-from narrowgauge.recipes.exchange.header import header, words
-from narrowgauge.recipes.exchange.reading import Reader, read_text
-from narrowgauge.recipes.exchange.refusal import Refusal, Refused, refused
-from narrowgauge.recipes.exchange.toml import recipe_toml
+from narrowgauge.errors import unknown
+from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
+from narrowgauge.exchange.header import header, words
+from narrowgauge.exchange.reading import Reading, read_text
+from narrowgauge.exchange.refusal import Refusal, Refused, refused
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.registry import is_shipped
 
 __all__ = ["SOURCES", "TARGETS", "Refusal", "Refused", "read_recipe", "refusals", "write_recipe"]
 
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A tool that recipes can be written for."""
-
-    version: str
-    refusals: Callable[[Recipe], list[Refusal]]
-    text: Callable[[Recipe], str]
-    notes: Callable[[Recipe], list[str]]
-    read: Reader | None = None
-
-
-TARGETS: Mapping[str, Target] = {
-    "te": Target(te.VERSION, te.refusals, te.text, te.notes, te.read),
-    "megatron": Target(
-        megatron.VERSION, megatron.refusals, lambda r: megatron.text(r, None), megatron.notes, megatron.read
-    ),
-    "torchao": Target(torchao.VERSION, torchao.refusals, torchao.text, torchao.notes, torchao.read),
-    "qwix": Target(qwix.VERSION, qwix.refusals, qwix.text, qwix.notes),
-    "modelopt": Target(modelopt.VERSION, modelopt.refusals, modelopt.text, modelopt.notes, modelopt.read),
+#: The tools that recipes can be written for.
+TARGETS: Mapping[str, ModuleType] = {
+    "te": te,
+    "megatron": megatron,
+    "torchao": torchao,
+    "qwix": qwix,
+    "modelopt": modelopt,
 }
 #: The tools whose files can be read.
-SOURCES: Mapping[str, Reader] = {name: t.read for name, t in TARGETS.items() if t.read}
+SOURCES = {name: tool for name, tool in TARGETS.items() if hasattr(tool, "read")}
 
 
 def refusals(recipe: Recipe, target: str) -> list[Refusal]:
@@ -76,19 +62,13 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: 
     """
     if found := refusals(recipe, target):
         raise refused(recipe, target, found)
-    key = megatron.needs_blocks(recipe) if target == "megatron" else ""
-    if key and blocks is None:
-        raise UserError(
-            f"recipe {recipe.name!r} for megatron: keep.{key} counts the blocks of a model, but Megatron's "
-            "file needs their indices; give the number of blocks with --blocks N"
-        )
-    body = megatron.text(recipe, blocks) if target == "megatron" else TARGETS[target].text(recipe)
-    target_notes = TARGETS[target].notes(recipe)
+    tool = TARGETS[target]
+    body = tool.text(recipe, blocks)
     of_blocks = [] if blocks is None else ["--blocks", str(blocks)]
     if not given and is_shipped(recipe):
         given = [recipe.name]
     line = ["narrowgauge", "recipes", *given, "--to", target, *of_blocks] if given else []
-    return header(recipe, TARGETS[target].version, shlex.join(line), target_notes) + "\n\n" + body
+    return f"{header(recipe, tool.VERSION, shlex.join(line), tool.notes(recipe))}\n\n{body}"
 
 
 def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Recipe:
@@ -108,11 +88,11 @@ def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Rec
     """
     if source not in SOURCES:
         raise unknown("source", source, SOURCES)
-    file = Path(path)
-    reading = SOURCES[source](file, blocks)
+    file, tool = Path(path), SOURCES[source]
+    reading: Reading = tool.read(file, blocks)
     named = words(read_text(file)) or {
         "name": file.stem,
         "title": f"read from {file.name}, a file of {source}",
-        "source": f"{file.name}, by the names of {TARGETS[source].version}",
+        "source": f"{file.name}, by the names of {tool.VERSION}",
     }
-    return Recipe.from_toml(recipe_toml(reading, named, "bf16"), str(path))
+    return Recipe.from_toml(reading.toml(named, "bf16"), str(path))

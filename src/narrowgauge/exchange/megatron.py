@@ -7,21 +7,18 @@ is the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extension
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import UserError
-from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.exchange import te
-from narrowgauge.recipes.exchange.layers import kept
-from narrowgauge.recipes.exchange.reading import Keep, Reading, read_text, yaml_documents
-from narrowgauge.recipes.exchange.refusal import Refusal, other_rules, outside_products
-from narrowgauge.recipes.exchange.te_recipes import delayed_scaling, named_fields, own_recipe
-from narrowgauge.recipes.places import GEMM_PLACES
+from narrowgauge.exchange import te
+from narrowgauge.exchange.layers import kept, narrowed
+from narrowgauge.exchange.reading import Keep, Reading, read_text, yaml_documents
+from narrowgauge.exchange.refusal import Refusal, outside_products
+from narrowgauge.exchange.te_tables import delayed_scaling, named_fields, own_recipe
+from narrowgauge.quantization import Cast
 from narrowgauge.recipes.recipe import Recipe
-from narrowgauge.recipes.rule import Rule
 
 VERSION = "Megatron-LM 0.20.0 (d98e8a6, 2026-08-22)"
 # Megatron does not quantize the output head without --fp8-output-proj.
@@ -36,17 +33,26 @@ _DELAYED = re.compile(
 _NO_VALUES = ("override_nonquantized_autocast", "override_quantized_autocast", "tp_only_amax_red")
 
 
+def _narrowed(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """`narrowed`: a matcher for each pattern of the narrow modules, and one that keeps the rest wide.
+
+    Megatron compares a pattern with the whole name, a rule also with the last part of a name: they agree on a
+    pattern that begins with *.
+    """
+    return narrowed(recipe, lambda pattern: pattern.startswith("*"))
+
+
 def refusals(recipe: Recipe) -> list[Refusal]:
     """The parts of a recipe that Megatron cannot express."""
     recipe, only = _narrowed(recipe)
     modules, first, last = kept(recipe)
-    found = [*outside_products(recipe, "megatron"), *other_rules(recipe, "megatron")]
     products = te.of_products(recipe, "megatron")
-    found += products
-    for name in modules:
-        if name not in HEADS and not (only and name.startswith("*")):
-            why = f"keep.modules = {name!r}, which is not a module of Megatron's models"
-            found.append(Refusal("", "keep.modules", why))
+    found = [*outside_products(recipe, "megatron"), *products]
+    found += [
+        Refusal("", "keep.modules", f"keep.modules = {name!r}, which is not a module of Megatron's models")
+        for name in modules
+        if name not in HEADS and not (only and name.startswith("*"))
+    ]
     if not only and not set(HEADS) & set(modules) and not products:
         why = "the head is quantized, but Megatron does not quantize its output layer"
         found.append(Refusal("", "keep.modules", why))
@@ -54,39 +60,28 @@ def refusals(recipe: Recipe) -> list[Refusal]:
     if only and own is None and not products:
         why = "[[rule]] with casts that Megatron has no name for, and a factory is for all layers"
         found.append(Refusal("", "rule", why))
-    if own is not None and "Delayed" in own.text and (only or first or last):
-        found.append(
-            Refusal("", "keep", "keep with a history, but Megatron's delayed scaling applies to all blocks")
-        )
+    if own is not None and own.arguments and (only or first or last):
+        why = "keep with a history, but Megatron's delayed scaling applies to all blocks"
+        found.append(Refusal("", "keep", why))
     return found
 
 
-def _narrowed(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with the casts of its narrow modules for all, and the patterns of these modules.
+def text(recipe: Recipe, blocks: int | None = None) -> str:
+    """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last.
 
-    A recipe that is wide but for one rule of modules becomes one matcher for each pattern, and one that keeps
-    the rest wide. Megatron compares a pattern with the whole name, a rule also with the last part of a name:
-    they agree on a pattern that begins with *. Any other recipe is returned as it is, without patterns.
+    Raises:
+        UserError: That number is missing.
     """
-    first, *rest = recipe.rules or (Rule(casts={}),)
-    is_plain = first.modules and first == Rule(casts=first.casts, modules=first.modules)
-    is_wide = {recipe.casts[place] for place in GEMM_PLACES} == {make_cast(recipe.compute)}
-    if not is_plain or not is_wide or not all(pattern.startswith("*") for pattern in first.modules):
-        return recipe, ()
-    return replace(recipe, casts={**recipe.casts, **first.casts}, rules=tuple(rest)), first.modules
-
-
-def needs_blocks(recipe: Recipe) -> str:
-    """The key of [keep] that needs the number of blocks; "" if none does."""
-    _, first, last = kept(recipe)
-    return "last_blocks" if last else "first_blocks" if isinstance(first, float) and first else ""
-
-
-def text(recipe: Recipe, blocks: int | None) -> str:
-    """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last."""
+    modules, first, last = kept(recipe)
+    key = "last_blocks" if last else "first_blocks" if isinstance(first, float) and first else ""
+    if key and blocks is None:
+        raise UserError(
+            f"recipe {recipe.name!r} for megatron: keep.{key} counts the blocks of a model, but Megatron's "
+            "file needs their indices; give the number of blocks with --blocks N"
+        )
     recipe, only = _narrowed(recipe)
     own = own_recipe(recipe)
-    if own is not None and "Delayed" in own.text:
+    if own is not None and own.arguments:
         return (
             "# Megatron does not set delayed scaling in this file. These arguments are equivalent:\n"
             f"#   {own.arguments}\nconfigs: {{}}\nmatchers: {{}}\n"
@@ -94,40 +89,38 @@ def text(recipe: Recipe, blocks: int | None) -> str:
     if own is not None and own.megatron:
         said = dict(own.megatron)
     else:  # te.needs_factory
-        module = f"te_{recipe.name.replace('-', '_')}"
-        said = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": f"{module}.{te.FACTORY}"}
+        said = {
+            "fp8_quantization_recipe": "custom",
+            "custom_recipe_factory": f"{_module(recipe)}.{te.FACTORY}",
+        }
     kind = f'    {_TYPE}: "{_PARAMS}"\n    training_recipe:'
     lines = ["configs:", "  narrow:", kind]
     lines += [f'      {key}: "{value}"' for key, value in said.items()]
     lines += ["      override_nonquantized_autocast: true", "  wide:", f"{kind} {{}}", "matchers:"]
-    for number in _wide_blocks(recipe, blocks):
+    for number in _wide_blocks(first, last, blocks or 0):
         lines += _matcher(f"block_{number}", "wide", f"*layers.{number}.*")
-    if only:
-        for config, patterns in (("wide", kept(recipe)[0]), ("narrow", only)):
-            for number, pattern in enumerate(patterns):
-                lines += _matcher(f"{config}_{number}", config, pattern)
+    for config, patterns in (("wide", modules), ("narrow", only)) if only else ():
+        for number, pattern in enumerate(patterns):
+            lines += _matcher(f"{config}_{number}", config, pattern)
     lines += _matcher("rest", "wide", "*") if only else _matcher("rest", "narrow", _ALL)
     return "\n".join(lines) + "\n"
 
 
-def _wide_blocks(recipe: Recipe, blocks: int | None) -> list[int]:
-    _, first, last = kept(recipe)
+def _module(recipe: Recipe) -> str:
+    """The Python module of a recipe's factory."""
+    return f"te_{recipe.name.replace('-', '_')}"
 
+
+def _wide_blocks(first: float, last: float, total: int) -> list[int]:
     def count(requested: float) -> int:
-        return requested if isinstance(requested, int) else ceil(round(requested * (blocks or 0), 6))
+        return requested if isinstance(requested, int) else ceil(round(requested * total, 6))
 
-    total = blocks or 0
     return sorted({*range(count(first)), *range(total - count(last), total)})
 
 
 def _matcher(name: str, config: str, pattern: str) -> list[str]:
-    return [
-        f"  {name}:",
-        f'    config: "{config}"',
-        '    type: "glob"',
-        f'    pattern: "{pattern}"',
-        "    enabled: true",
-    ]
+    said = {"config": config, "type": "glob", "pattern": pattern}
+    return [f"  {name}:", *(f'    {key}: "{value}"' for key, value in said.items()), "    enabled: true"]
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -139,18 +132,13 @@ def notes(recipe: Recipe) -> list[str]:
         "pipelining these are the layers of the model."
     ]
     if te.needs_factory(recipe):
-        module = f"te_{recipe.name.replace('-', '_')}"
-        found.append(
-            f"The factory is the file of `narrowgauge recipes {recipe.name} --to te`, saved as {module}.py."
-        )
+        file = f"the file of `narrowgauge recipes {recipe.name} --to te`, saved as {_module(recipe)}.py."
+        found.append(f"The factory is {file}")
     elif own and own.megatron and own.megatron.get("fp8_quantization_recipe") == "tensorwise":
         found.append(
             "On sm_90, fprop uses fast accumulation, which is less than fp32; Megatron has no key for it."
         )
-    te_notes = [
-        n for n in te.notes(recipe)[1:] if "other random" in n or "is reused" in n or "FP8 adds up" in n
-    ]
-    return found + te_notes
+    return found + te.notes_of_values(recipe)
 
 
 def read(path: Path, blocks: int | None = None) -> Reading:
@@ -166,79 +154,67 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     (file, *_) = yaml_documents(path) or [None]
     if not isinstance(file, Mapping) or not {"configs", "matchers"} <= set(file):
         raise UserError(f"{path} has no configs and matchers; name a file for --te-precision-config-file")
-    heads = Keep(HEADS[:2])
     if not file["configs"] and (said := _DELAYED.search(read_text(path))):
         word, margin, history, algorithm = said.groups()
         own = delayed_scaling(word.upper(), int(history), algorithm, int(margin))
-        return Reading(casts=own.casts, keep=heads)
-    found = _matched(path, file)
-    casts, lost = _casts(path, found.narrow, file["configs"][found.narrow])
-    keep = _keep(path, found.blocks, blocks)
-    if found.only:
-        keep = Keep(tuple(found.wide), keep.first_blocks, keep.last_blocks)
-        if not found.has_rest:
-            lost.append("modules that no matcher names: the file leaves them to Megatron's other arguments")
-    return Reading(casts=casts, only=tuple(found.only), keep=keep, lost=lost)
+        return Reading(casts=own.casts, keep=Keep(HEADS[:2]))
+    above, narrow, has_rest = _matched(path, file)
+    casts, lost = _casts(path, narrow[0].config, file["configs"][narrow[0].config])
+    found = {m.pattern: _BLOCK.fullmatch(m.pattern) for m in above}
+    others = tuple(pattern for pattern, block in found.items() if not block)
+    first, last = _ends(path, sorted({int(block[1]) for block in found.values() if block}), blocks)
+    if narrow[-1].is_rest:
+        if others:
+            raise UserError(
+                f"{path}: {', '.join(others)} stay wide and all other modules are narrow, but [keep] takes "
+                "whole blocks of such a file; name the narrow modules, or write a [[rule]]"
+            )
+        return Reading(casts=casts, keep=Keep(HEADS[:2], first, last), lost=lost)
+    if not has_rest:
+        lost.append("modules that no matcher names: the file leaves them to Megatron's other arguments")
+    only = tuple(m.pattern for m in narrow)
+    return Reading(casts=casts, only=only, keep=Keep(others, first, last), lost=lost)
 
 
-@dataclass(slots=True)
-class _Matched:
-    """What the matchers of a file say: the first that fits a module wins.
+class _Matcher(NamedTuple):
+    """An enabled matcher: the modules of a pattern get a configuration, unless one above it fits them."""
 
-    Attributes:
-        narrow: The one narrow configuration.
-        blocks: The numbers of blocks that stay wide.
-        wide: Patterns of other modules that stay wide, above the narrow ones.
-        only: Patterns of the modules that are narrow; none for all others.
-        has_rest: Whether a matcher names all other modules.
-    """
+    name: str
+    pattern: str
+    config: str
 
-    narrow: str = ""
-    blocks: list[int] = field(default_factory=list)
-    wide: list[str] = field(default_factory=list)
-    only: list[str] = field(default_factory=list)
-    has_rest: bool = False
+    @property
+    def is_rest(self) -> bool:
+        """Whether it fits every module."""
+        return self.pattern in (_ALL, "*")
 
 
-def _matched(path: Path, file: Mapping[str, Any]) -> _Matched:
-    """The enabled matchers: wide modules first, then narrow ones of one configuration, then the rest."""
-    found, is_past = _Matched(), False
+def _matched(path: Path, file: Mapping[str, Any]) -> tuple[list[_Matcher], list[_Matcher], bool]:
+    """(the wide matchers above the narrow ones, the narrow ones, whether a matcher is for the rest)."""
+    matchers: list[_Matcher] = []
     for name, matcher in file["matchers"].items():
-        if not matcher.get("enabled", False) or found.has_rest:
+        if not matcher.get("enabled", False) or (matchers and matchers[-1].is_rest):
             continue
-        pattern, config = str(matcher.get("pattern")), str(matcher.get("config"))
-        if matcher.get("type") != "glob" or config not in file["configs"]:
+        matchers.append(_Matcher(name, str(matcher.get("pattern")), str(matcher.get("config"))))
+        if matcher.get("type") != "glob" or matchers[-1].config not in file["configs"]:
             raise UserError(
                 f"{path}: matcher {name!r} is not a glob with one of the configurations "
                 f"{', '.join(file['configs'])}; correct it"
             )
-        number, is_narrow = _BLOCK.fullmatch(pattern), bool(_fields(file["configs"][config] or {}))
-        found.has_rest = pattern in (_ALL, "*")
-        if is_narrow and (is_past or found.narrow not in ("", config)):
-            raise UserError(
-                f"{path}: matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe of "
-                "such a file has one narrow configuration, and wide modules above or below all narrow ones; "
-                "write other rules into a recipe file"
-            )
-        if is_narrow:
-            found.narrow = config
-            found.only = [] if found.has_rest else [*found.only, pattern]
-        elif found.narrow:
-            is_past = True  # the rest is wide in any case
-        elif number:
-            found.blocks.append(int(number[1]))
-        else:
-            found.wide.append(pattern)
-    if not found.narrow:
+    narrow = [m for m in matchers if _fields(file["configs"][m.config] or {})]
+    if not narrow:
         raise UserError(
             f"{path}: no enabled matcher has a narrow configuration; give one to {_ALL}, or to modules"
         )
-    if found.wide and not found.only:
-        raise UserError(
-            f"{path}: {', '.join(found.wide)} stay wide and all other modules are narrow, but [keep] takes "
-            "whole blocks of such a file; name the narrow modules, or write a [[rule]]"
-        )
-    return found
+    first = matchers.index(narrow[0])
+    for m, expected in zip(narrow, matchers[first:], strict=False):
+        if m != expected or m.config != narrow[0].config:
+            raise UserError(
+                f"{path}: matcher {m.name!r} gives {m.pattern!r} the configuration {m.config!r}; a recipe of "
+                "such a file has one narrow configuration, and wide modules above or below all narrow ones; "
+                "write other rules into a recipe file"
+            )
+    return matchers[:first], narrow, matchers[-1].is_rest
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,19 +253,19 @@ def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[st
     return own.casts, lost
 
 
-def _keep(path: Path, wide: list[int], blocks: int | None) -> Keep:
-    """The wide blocks as counts from both ends of the model."""
-    numbers = sorted(set(wide))
+def _ends(path: Path, numbers: list[int], blocks: int | None) -> tuple[int, int]:
+    """The numbers of wide blocks, in order, as counts from both ends of the model."""
     first = next((i for i, number in enumerate(numbers) if i != number), len(numbers))
     rest = numbers[first:]
+    said = ", ".join(map(str, rest))
     if rest and blocks is None:
         raise UserError(
-            f"{path}: blocks {', '.join(map(str, rest))} stay wide, and a recipe counts them from the end of "
+            f"{path}: blocks {said} stay wide, and a recipe counts them from the end of "
             "the model; give the number of blocks with --blocks N"
         )
-    if rest and rest != list(range(blocks - len(rest), blocks or 0)):  # type: ignore[operator]
+    if rest and blocks is not None and rest != list(range(blocks - len(rest), blocks)):
         raise UserError(
-            f"{path}: blocks {', '.join(map(str, rest))} of {blocks} stay wide, but a recipe counts blocks "
+            f"{path}: blocks {said} of {blocks} stay wide, but a recipe counts blocks "
             "from the ends of the model; name these blocks in a [[rule]]"
         )
-    return Keep(HEADS[:2], first, len(rest))
+    return first, len(rest)

@@ -1,0 +1,167 @@
+"""Python files of other tools, parsed and never executed.
+
+A reader sees literals, names and calls (`Call`), and refuses the rest. A call is compared with the calls that
+the tool's table writes, after both have every argument that its signature has a default for. So a class or an
+argument that no table knows is refused by name.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.exchange.reading import Keep, read_text
+
+#: What `ast` raises on text that is no literal, or nested too deep.
+_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+#: The parameters of each class or function in order, with their defaults; None without one.
+Signatures = Mapping[str, Mapping[str, ast.expr | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in a file: its name, and all its arguments as literals, dotted names or other calls."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def signatures(text: str) -> dict[str, dict[str, ast.expr | None]]:
+    """Signatures from calls, in which a keyword is a parameter with its default and a name one without."""
+    calls = [node for statement in ast.parse(text).body for node in ast.iter_child_nodes(statement)]
+    return {
+        _dotted(call.func): {
+            **dict.fromkeys(map(_dotted, call.args)),
+            **{str(k.arg): k.value for k in call.keywords},
+        }
+        for call in calls
+        if isinstance(call, ast.Call)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PythonFile:
+    """The statements of a Python file, parsed.
+
+    Attributes:
+        path: The file.
+        values: The expressions that names are assigned to at its top level.
+        functions: Its functions.
+        signatures: The parameters of the tool's own classes and functions.
+    """
+
+    path: Path
+    values: Mapping[str, ast.expr]
+    functions: Mapping[str, ast.FunctionDef]
+    signatures: Signatures
+
+    def keep(self) -> Keep:
+        """The layers that stay wide, where the file is of the form that `layers.selection` writes."""
+        found = []
+        for name, default in (
+            ("MODULES", ast.List([])),
+            ("FIRST_BLOCKS", ast.Constant(0)),
+            ("LAST_BLOCKS", ast.Constant(0)),
+        ):
+            try:
+                value = ast.literal_eval(self.values.get(name, default))
+            except _NO_LITERAL:
+                raise UserError(f"{self.path}: {name} is not a literal; write its value out") from None
+            if name == "MODULES" and not (isinstance(value, list) and all(isinstance(m, str) for m in value)):
+                raise UserError(f"{self.path}: MODULES is not a list of names; write it as one")
+            if name != "MODULES" and type(value) not in (int, float):
+                raise UserError(f"{self.path}: {name} is not a number; write it as one")
+            found.append(value)
+        return Keep(tuple(found[0]), *found[1:])
+
+    @property
+    def lost(self) -> list[str]:
+        """What the file leaves to the code that uses it."""
+        is_ours = "MODULES" in self.values
+        return [] if is_ours else ["which layers are narrow: the file leaves it to its user; add a [keep]"]
+
+    def call(self, node: ast.expr) -> Call:
+        """An expression as a call with all arguments.
+
+        Raises:
+            UserError: It is not a call, or calls something that is not in the signatures.
+        """
+        try:
+            return call_of(node, self.signatures)
+        except UserError as error:
+            raise UserError(f"{self.path}, line {node.lineno}: {error}") from None
+
+    def calls(self, *names: str) -> Iterator[ast.expr]:
+        """The calls of these names that are assigned to something at the top level, or returned."""
+        inside = (node for function in self.functions.values() for node in ast.walk(function))
+        returned = (node.value for node in inside if isinstance(node, ast.Return))
+        for value in (*self.values.values(), *returned):
+            if isinstance(value, ast.Call) and _dotted(value.func).rpartition(".")[2] in names:
+                yield value
+
+
+def python_file(path: Path, signatures: Signatures) -> PythonFile:
+    """Parse a Python file without executing it.
+
+    Raises:
+        UserError: The file cannot be read, or is not Python.
+    """
+    try:
+        tree = ast.parse(read_text(path))
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise UserError(f"{path} is not Python: {error}; name the file that holds the recipe") from None
+    values = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return PythonFile(path, values, functions, signatures)
+
+
+def call_of(node: ast.expr | str, signatures: Signatures) -> Call:
+    """An expression, or its text, as a call with all arguments.
+
+    Raises:
+        UserError: It is not a call, or calls something that is not in the signatures.
+    """
+    if isinstance(node, str):
+        node = ast.parse(node, mode="eval").body
+    if not isinstance(node, ast.Call):
+        raise UserError(f"{ast.unparse(node)} is not a call of {' or '.join(signatures)}")
+    name = _dotted(node.func).rpartition(".")[2]
+    if name not in signatures:
+        raise unknown("class or function", name, signatures)
+    parameters = signatures[name]
+    if len(node.args) > len(parameters):
+        raise UserError(f"{name} has {len(parameters)} arguments, and {len(node.args)} are given")
+    given = dict(zip(parameters, node.args, strict=False))
+    for keyword in node.keywords:
+        key = keyword.arg or "**"
+        if key not in parameters:
+            raise unknown(f"argument of {name}", key, parameters)
+        given[key] = keyword.value
+    nodes = sorted({**parameters, **given}.items())
+    return Call(name, {key: _value(node, signatures) for key, node in nodes if node is not None})
+
+
+def _value(node: ast.expr, signatures: Signatures) -> Any:
+    """A literal; a call; or the last two parts of a dotted name, such as "Format.HYBRID"."""
+    if isinstance(node, ast.Call):
+        return call_of(node, signatures)
+    if isinstance(node, ast.Name | ast.Attribute):
+        return ".".join(_dotted(node).split(".")[-2:])
+    try:
+        return ast.literal_eval(node)
+    except _NO_LITERAL:
+        raise UserError(f"{ast.unparse(node)} is not a literal; write its value out") from None
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
