@@ -1,23 +1,25 @@
-"""The examples of docs/examples.md run as they stand, and are short."""
+"""The programs of examples/ run as they stand, and are short."""
 
+import ast
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from support.cloned import MODULES, cloned
 
-PAGE = (Path(__file__).parents[2] / "docs" / "examples.md").read_text(encoding="utf-8")
-EXAMPLES = dict(re.findall(r"^## ([^\n]*)\n.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL))
-TRAIN = ("A comparison in a notebook", "A gate in CI", "A probe of a trained model, and a forecast")
-CLONED = {f"{program} as it is": program for program in MODULES}
-SLOW = (*TRAIN, "A vision transformer", "A mixture of experts of transformers", "A plan over clusters")
+FILES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+EXAMPLES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+TRAIN = ("comparison", "gate_in_ci", "probe_and_forecast")
+CLONED = {program.lower(): program for program in MODULES}
+SLOW = (*TRAIN, "vision_transformer", "mixture_of_experts", "plan_over_clusters")
 
 
 def test_there_are_thirteen_of_at_most_twenty_lines():
-    assert len(EXAMPLES) == PAGE.count("```python") == 13
-    assert max(text.count("\n") for text in EXAMPLES.values()) <= 20
+    assert len(EXAMPLES) == 13
+    for text in EXAMPLES.values():
+        code = text.splitlines()[ast.parse(text).body[0].end_lineno :]
+        assert len([line for line in code if line]) <= 20
 
 
 def run(name, source, folder, monkeypatch, capsys):
@@ -32,7 +34,7 @@ def test_an_example_runs(name, source, tmp_path, monkeypatch, capsys):
     run(name, source, tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.tier("nightly", keep=("A gate in CI",))
+@pytest.mark.tier("nightly", keep=("gate_in_ci",))
 @pytest.mark.tier("thorough")  # the functions that they call are tested in test_results.py
 @pytest.mark.parametrize("name", SLOW)
 def test_a_longer_example_runs(name, source, tmp_path, monkeypatch, capsys):
