@@ -40,7 +40,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("store", "interop"),
     "training": ("outline", "plan", "config", "step"),
     "runs": ("monitor", "run_directory", "use", "loop"),
-    "report": ("read", "verdict", "table", "page", "live"),
+    "report": ("read", "verdict", "table", "page"),
     "cluster": ("plan", "launch", "doctor", "scaling"),
     "laboratory": ("chart", "settings", "subject", "watch", "advise"),
 }

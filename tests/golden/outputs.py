@@ -209,7 +209,7 @@ def report(worker: Worker) -> Tree:
     texts = {}
     for section in body.split("<section")[1:]:
         title = re.findall("<h2>(.*?)</h2>", section)[0]
-        texts[title] = sha(" ".join(re.split(r"<[^>]*>|\s+", section)).encode())
+        texts[title] = sha(" ".join(re.sub(r"<[^>]*>", " ", section).split()).encode())
     return {"digits": {"data": _short(json.loads(data)), "texts": texts}}
 
 

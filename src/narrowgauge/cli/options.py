@@ -356,11 +356,8 @@ def _report(p: KeyParser) -> None:
 def _watch(p: KeyParser) -> None:
     text = "a run, a folder of compare, a folder of runs, or several runs, the reference first"
     p.add_argument("paths", metavar="PATH", type=Path, nargs="+", help=text)
-    p.add_argument("--port", type=int, default=0, metavar="P", help="port on 127.0.0.1 (any free one)")
-    p.add_argument("--no-browser", action="store_true", help="only print the address")
-    p.add_argument("--once", type=Path, metavar="FILE", help="write the page to FILE and end")
-    # for `train --watch`: ends with the input, then writes the page if the run did not
-    p.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--out", type=Path, metavar="FILE", help="the page (live.html in the first PATH)")
+    p.add_argument("--once", action="store_true", help="write the page as it is now, and end")
 
 
 def _recipes(p: KeyParser) -> None:

@@ -1,40 +1,43 @@
-"""Follows runs and comparisons on a live page, from their directories alone.
+"""Follows runs and comparisons on a page that is written again while they train.
 
-Nothing is asked of the processes that train: a page shows a run of another user, of another machine on a
-shared file system, or one that was killed last year.
+The page, `live.html`, is a file, so it needs no server: the browser loads it again every few seconds. It is
+made of the run directories alone, and nothing is asked of the processes that train: it shows a run of another
+user, of another machine on a shared file system, or one that was killed last year.
 """
 
-import json
 import os
 import sys
-import tempfile
-import threading
 import time
-import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from html import escape
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from threading import Event, Thread
 
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.power import power_text
-from narrowgauge.files import make_directory, write_whole
-from narrowgauge.report.live.pages import Watched, rows_of
-from narrowgauge.report.live.server import PageServer
-from narrowgauge.report.live.subject import REPORT, Subject, subjects
+from narrowgauge.experiment.probe import read_probe
+from narrowgauge.files import make_directory
+from narrowgauge.report.page.of_subject import progress_of, read_begun, rows_of, together
+from narrowgauge.report.page.page import render_report, write_page
+from narrowgauge.report.page.plain_page import plain_page
 from narrowgauge.report.page.rungs import rungs_section
-from narrowgauge.report.read.run import METRICS, PROBE, Run, read_state
-from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results
+from narrowgauge.report.page.standing import standing
+from narrowgauge.report.read.progress import ENDED, Progress
+from narrowgauge.report.read.run import Run
+from narrowgauge.report.read.subject import Subject, subjects
+from narrowgauge.report.verdict.rungs import arm_results
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.signals import without_launcher
 
-_READER_S = 5.0  # a page asks every two seconds
+LIVE, REPORT = "live.html", "report.html"
+_EVERY_S = 4.0
+_REST = 9.0  # and at least this many times as long as the pages took, so a tenth of a core
 _EXIT_S = 5.0  # for a killed process, whose files the system closes first, to disappear
 
 
-def watched(paths: Sequence[Path]) -> Watched:
-    """The pages of some paths.
+def live_page(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """The file of the page of some paths: `out`, or live.html in the first.
 
     Raises:
         UserError: A path is a file, or stands in a folder that does not exist.
@@ -46,128 +49,123 @@ def watched(paths: Sequence[Path]) -> Watched:
             )
         if not path.exists() and not path.resolve().parent.is_dir():
             raise UserError(f"{path.parent} does not exist; name a run directory, or where one will be")
-    return Watched(paths, _extra)
+    return out or paths[0] / LIVE
 
 
-def write_page(paths: Sequence[Path], out: Path) -> None:
-    """Write the page as it is now.
+def follow(paths: Sequence[Path], page: Path, stop: Event | None = None) -> None:
+    """Write the page of some paths again and again, until all their runs have ended, or `stop` is set.
 
-    Raises:
-        UserError: A path is wrong, or the file cannot be written.
-    """
-    html = watched(paths).archive()
-    try:
-        make_directory(out.parent)
-        write_whole(out, html)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); choose another file") from error
-
-
-@contextmanager
-def serving(paths: Sequence[Path], port: int = 0) -> Iterator[PageServer]:
-    """A server of the pages in the background, until the block ends.
+    The page that it leaves, also at Ctrl-C, does not load itself again.
 
     Raises:
-        UserError: A path is wrong, or the port cannot be used.
+        UserError: A page cannot be written.
     """
-    server = PageServer(watched(paths), port)
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
-    thread.start()
+    stop, begun = stop or Event(), time.monotonic()
     try:
-        yield server
+        while write_pages(paths, page, is_live=True):
+            if stop.wait(max(_EVERY_S, _REST * (time.monotonic() - begun))):
+                break
+            begun = time.monotonic()
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        write_pages(paths, page)
 
 
-@contextmanager
-def opened_browser(url: str, open_file: Callable[[str], object] = webbrowser.open) -> Iterator[None]:
-    """Show an address in the browser of the desktop, if there is one.
+def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> bool:
+    """Write the page of some paths; of a folder a list of its runs, and the page of each that is at work.
 
-    The browser gets a file that leads to the address, since other users see the arguments of a process.
+    Returns:
+        Whether it may change: something is to come, or has not ended.
     """
-    has_desktop = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if not has_desktop:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:  # for its owner alone
-        file = Path(folder) / "watch.html"
-        file.write_text(f'<meta http-equiv="refresh" content="0; url={escape(url)}">', encoding="ascii")
-        open_file(file.as_uri())
-        yield
+    found, is_one = subjects(paths)
+    states = [progress_of(one, time.time()) for one in found]
+    open_ones = [any(run.state not in ENDED for run in runs) for runs in states]
+    if is_one and found:
+        write_page(page_of(found[0], states[0], is_live and open_ones[0]), page)
+        return open_ones[0]
+    for one, runs in zip(found, states, strict=True):
+        own = one.folder / LIVE
+        if any(run.is_at_work for run in runs) or own.exists():
+            write_page(page_of(one, runs, is_live and any(run.is_at_work for run in runs)), own)
+    if found:
+        links = [_link(one.folder, page.parent) for one in found]
+        rows = [together(one, runs) for one, runs in zip(found, states, strict=True)]
+        write_page(plain_page(paths[0].resolve().name, [standing(rows, links=links)], is_live), page)
+    return True
+
+
+def page_of(one: Subject, states: Sequence[Progress], is_live: bool = False) -> str:
+    """The page of a run or a comparison, with where each run stands; before the first run only that."""
+    runs = read_begun(one.paths)
+    sentences, more = _of_plan(one, runs)
+    section = standing(states, sentences, one.is_compared)
+    if not runs:
+        return plain_page(one.name, [section], is_live)
+    return render_report(runs, one.planned.command if one.planned else "", more, section, is_live)
 
 
 @contextmanager
 def watched_by_another(path: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """A live page of a run or a comparison, served by another process as long as this one trains.
+    """A live page of a run or a comparison, written by another process as long as this one trains.
 
     The other process reads a pipe that only this one can write. When this process ends, even by SIGKILL, the
-    pipe ends, and the other writes the page into the directory if this one did not.
+    pipe ends, and the other writes the page a last time.
 
     Args:
         path: The directory, which may not exist yet.
-        say: Called with the address.
+        say: Called with the address of the page.
     """
     with suppress(OSError):  # the run reports why it cannot be made
         make_directory(path.parent)
-    command = [sys.executable, "-m", "narrowgauge", "watch", str(path), "--beside"]
+    command = [sys.executable, "-m", __name__, str(path)]
     environment = without_launcher(os.environ)
     with Popen(  # in a separate session, since Ctrl-C is for the run
-        command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, start_new_session=True
-    ) as other:
-        assert other.stdout is not None
-        address = other.stdout.readline().decode().strip()
-        say(f"live page: {address}" if address else f"no live page; narrowgauge watch {path} prints why")
+        command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment, start_new_session=True
+    ):
+        say(f"live page: {(path / LIVE).resolve().as_uri()}")
         yield
 
 
-def keep_page(path: Path) -> None:
-    """Write the page of a run or a comparison into its directory, unless one there shows all records."""
-    page = path / REPORT
-    runs = [run for one in subjects([path])[0] for run in one.paths if (run / METRICS).is_file()]
-    deadline = time.monotonic() + _EXIT_S
-    while any(read_state(run)[0] == "running" for run in runs) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    with suppress(OSError, UserError):  # the disk is full
-        recorded = [(run / METRICS).stat().st_mtime_ns for run in runs]
-        if recorded and (not page.exists() or page.stat().st_mtime_ns < max(recorded)):
-            write_page([path], page)
+def _follow_beside(path: Path) -> None:
+    """Follow the run or comparison of the process that holds the other end of the standard input."""
+    stop = Event()
+
+    def is_at_work() -> bool:
+        return any(run.is_at_work for one in subjects([path])[0] for run in progress_of(one, time.time()))
+
+    def wait() -> None:
+        os.read(0, 1)  # nothing is ever written
+        deadline = time.monotonic() + _EXIT_S
+        while is_at_work() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stop.set()
+
+    Thread(target=wait, daemon=True).start()
+    follow([path], path / LIVE, stop)
 
 
-def linger(server: PageServer) -> None:
-    """Wait until the readers of a page have had the time to see the end, if there are any."""
-    if time.monotonic() - server.asked_at < _READER_S:
-        time.sleep(_READER_S)
+def _link(folder: Path, here: Path) -> str:
+    """The address of the page in a folder, relative to another; "" without one."""
+    page = next((page for name in (LIVE, REPORT) if (page := folder / name).exists()), None)
+    return "" if page is None else Path(os.path.relpath(page, here)).as_posix()
 
 
-def _extra(subject: Subject, runs: Sequence[Run]) -> tuple[Sequence[str], str]:
-    """What a planned comparison can see, and its rungs if it is measured."""
-    planned = subject.planned
-    if planned is None or not planned.compared:
+def _of_plan(one: Subject, runs: Sequence[Run]) -> tuple[list[str], str]:
+    """What a planned comparison can see, as sentences, and its rungs as HTML if it is measured."""
+    if (planned := one.planned) is None or not planned.compared:
         return [], ""
-    rows = rows_of(planned)
-    family, calm = list(planned.family), planned.is_calm
+    rows, family, calm = rows_of(planned), list(planned.family), planned.is_calm
     results = arm_results(rows, planned.reference, family, planned.parameters, is_calm=calm)
     last = planned.compared[0]
-    gaps = {one.arm: dict(one.gaps) for one in results if one.rung == last.rung} or _gaps(runs)
-    arms, seeds = len(planned.family), len(planned.seeds)
-    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, calm)
-    return [sight], _rungs(subject, rows, results)
-
-
-def _gaps(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
-    """The gaps of the runs that are done, if the reference's are among them."""
+    gaps = {arm.arm: dict(arm.gaps) for arm in results if arm.rung == last.rung}
     done = [run for run in runs if run.status == "done"]
-    return paired_gaps(done) if done and done[0] is runs[0] else {}
+    if not gaps and done[:1] == list(runs[:1]) and done:
+        gaps = paired_gaps(done)
+    seeds, arms = len(planned.seeds), len(planned.family)
+    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, calm)
+    if not rows:
+        return [sight], ""
+    return [sight], rungs_section(rows, results, planned.parameters, read_probe(one.folder))
 
 
-def _rungs(subject: Subject, rows: Sequence[Row], results: Sequence[ArmResult]) -> str:
-    if not rows or subject.planned is None or subject.folder is None:
-        return ""
-    try:
-        probe = json.loads((subject.folder / PROBE).read_bytes())
-    except (OSError, ValueError):
-        probe = None
-    known = probe if isinstance(probe, dict) and "recipes" in probe else None
-    return rungs_section(rows, results, subject.planned.parameters, known)
+if __name__ == "__main__":
+    _follow_beside(Path(sys.argv[1]))

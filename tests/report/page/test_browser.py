@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from narrowgauge.laboratory.watch import serving
+from narrowgauge.laboratory.watch import LIVE, write_pages
 from narrowgauge.quantization import cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.report import write_report
@@ -182,41 +182,29 @@ def test_the_map_of_gauges_on_a_phone(make_run, tmp_path, window):
     assert said["bars"] > 2
 
 
-def test_a_live_page_follows_its_runs_and_keeps_the_readers_place(make_run, tmp_path, window):
+def test_a_live_page_loads_itself_again_and_keeps_the_readers_place(make_run, tmp_path, window):
     step = '{"step": %d, "loss": 3.0, "tokens": %d, "step_ms": 20.0, "tokens_per_s": 3100.0}\n'
+    root = tmp_path / "runs" / "compared"
+    make_run.plan(root, "bf16", "mxfp4", steps=60)
+    runs = [make_run(f"compared/{name}", recipe=name, steps=60) for name in ("bf16", "mxfp4")]
+    make_run.works(runs[1])
+    write_pages([root], root / LIVE, is_live=True)
     window.looks(width=500, scheme="dark")
-    with serving([tmp_path / "runs"]) as server:
-        window.open(server.url)
-        assert "waits for the first run" in window.text("main")
-        root = tmp_path / "runs" / "compared"
-        root.mkdir(parents=True)
-        (root / "report.html").write_text("")
-        runs = [make_run(f"compared/{name}", recipe=name, steps=60) for name in ("bf16", "mxfp4")]
-        make_run.works(runs[1])
-        window.until(lambda: "compared" in window.text("main"))
-        window.open(
-            server.url + window.js("return document.querySelector('.standing a').getAttribute('href')")
-        )
-        window.until(lambda: "60 of 60" in window.text(".standing"))
-        assert window.js("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
-        window.js(f"""{TOOLS} window.sameDocument = true; set("smooth", 9);
-        all("details")[0].open = true; all(".legend button")[1].click(); window.scrollTo(0, 500);""")
-        place = f"""{TOOLS} return [window.sameDocument, id("smooth").value, all("details")[0].open,
-        all(".legend button").map((b) => b.getAttribute("aria-pressed")), Math.round(scrollY)]"""
-        assert (before := window.js(place))[:4] == [True, "9", True, ["true", "false"]]
-        make_run.append(runs[1], "".join(step % (i, 65_536 * i) for i in range(61, 81)))
-        window.until(lambda: "80 of 60" in window.text(".standing"))
-        assert "interim" in window.text(".standing")
-        make_run.works(runs[1], is_alive=False)
-        window.until(lambda: "killed" in window.text(".standing"))
-        make_run.ends(runs[1], "failed", "Diverged: 8 skipped steps in a row")
-        window.until(lambda: "diverged" in window.text(".standing"))
-        assert window.js(place) == before, "the same document, with the same choices, at the same place"
-        make_run("compared/nvfp4", recipe="nvfp4", steps=60, worse=0.3)
-        window.until(lambda: "nvfp4" in window.text(".legend"))
-        assert window.complaints() == []
-        server.shutdown()
-        server.server_close()
-        window.until(lambda: "the watcher has ended" in window.text("#live"))
-        assert "bf16" in window.text(".standing"), "what was shown last stays"
-        window.complaints()  # of the server that is gone
+    window.open((root / LIVE).as_uri())
+    assert window.js("return getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    window.js(f"""{TOOLS} set("smooth", 9); all("input[value=step]")[0].click();
+    all("details")[0].open = true; all(".legend button")[1].click(); window.scrollTo(0, 500);""")
+    place = f"""{TOOLS} return [id("smooth").value, all("details")[0].open,
+    all("input[value=step]")[0].checked, all(".legend button").map((b) => b.getAttribute("aria-pressed")),
+    Math.round(scrollY)]"""
+    assert (before := window.js(place))[:4] == ["9", True, True, ["true", "false"]]
+    make_run.append(runs[1], "".join(step % (i, 65_536 * i) for i in range(61, 81)))
+    write_pages([root], root / LIVE, is_live=True)
+    window.until(lambda: "80 of 60" in window.text(".standing"))
+    assert "interim" in window.text(".standing")
+    assert window.text("#live") == "live"
+    assert window.js(place) == before, "the same choices, at the same place"
+    make_run.ends(runs[1], "failed", "Diverged: 8 skipped steps in a row")
+    write_pages([root], root / LIVE)
+    window.until(lambda: "diverged" in window.text(".standing"))
+    assert window.text("#live") == ""

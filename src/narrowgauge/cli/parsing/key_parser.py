@@ -58,8 +58,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "launch": ("narrowgauge launch --torchrun --gpus-per-node 8 --out run.sh -- train my.toml",),
     "watch": (
         "narrowgauge watch runs/mine",
-        "narrowgauge watch runs/ --port 8080 --no-browser",
-        "narrowgauge watch runs/compare-debug --once compared.html",
+        "narrowgauge watch runs/",
+        "narrowgauge watch runs/compare-debug --once --out compared.html",
     ),
     "report": ("narrowgauge report runs/mine runs/other --out both.html",),
     "recipes": ("narrowgauge recipes nvfp4 --diff mxfp4",),

@@ -4,8 +4,6 @@ import argparse
 import json
 import math
 import sys
-import threading
-from contextlib import nullcontext
 from dataclasses import asdict
 
 from rich.console import Console
@@ -15,14 +13,13 @@ from rich.text import Text
 from narrowgauge.cli.options import FOLDER
 from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
-from narrowgauge.laboratory.watch import keep_page, linger, opened_browser, serving, write_page
+from narrowgauge.laboratory.watch import follow, live_page, write_pages
 from narrowgauge.report import RunSummary, list_runs, print_comparison, read_runs, write_report
-from narrowgauge.report.live.server import PageServer
-from narrowgauge.report.live.subject import subjects
 from narrowgauge.report.page.sections import expected_section
+from narrowgauge.report.read.subject import subjects
 from narrowgauge.report.verdict.expected import expectations
 
-_EXIT_INTERRUPTED = 130  # Ctrl-C is how a server ends
+_EXIT_INTERRUPTED = 130  # Ctrl-C is how a watcher ends
 
 
 def run_runs(options: argparse.Namespace) -> None:
@@ -78,38 +75,26 @@ def run_report(options: argparse.Namespace) -> None:
 
 
 def run_watch(options: argparse.Namespace) -> int:
-    """Write the page once, or serve it until Ctrl-C; returns the exit code."""
-    paths = options.paths
-    empty = [path for path in paths if path.exists() and not subjects([path])[0]]
-    if options.once is not None:
+    """Write the page once, or until all runs have ended, or Ctrl-C; returns the exit code."""
+    paths, page = options.paths, live_page(options.paths, options.out)
+    empty = [path for path in paths if not subjects([path])[0]]
+    if options.once:
         if empty:
             raise UserError(
                 f"{empty[0]} has no runs; name a run directory, or a folder of runs or of compare"
             )
-        write_page(paths, options.once)
-        print(f"page: {options.once}")
+        write_pages(paths, page)
+        print(f"page: {page}")
         return 0
+    for path in empty:
+        state = "has no runs yet; the page waits for the first"
+        print(
+            f"{path} {state if path.exists() else 'does not exist yet; the page waits for it'}",
+            file=sys.stderr,
+        )
+    print(f"live page: {page.resolve().as_uri()} (Ctrl-C ends it)", flush=True)
     try:
-        with serving(paths, options.port) as server:
-            for path in paths:
-                if not path.exists():
-                    print(f"{path} does not exist yet; the page waits for it", file=sys.stderr)
-            for path in empty:
-                print(f"{path} has no runs yet; the page waits for the first", file=sys.stderr)
-            _serve(server, options)
+        follow(paths, page)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     return 0
-
-
-def _serve(server: PageServer, options: argparse.Namespace) -> None:
-    """Tell the address, and wait for Ctrl-C, or for the end of the process that trains."""
-    if options.beside:
-        print(server.url, flush=True)
-        sys.stdin.buffer.read()
-        keep_page(options.paths[0])
-        linger(server)
-        return
-    with nullcontext() if options.no_browser else opened_browser(server.url):
-        print(f"live page: {server.url} (Ctrl-C ends it)", flush=True)
-        threading.Event().wait()

@@ -180,17 +180,17 @@ def gauges(runs: Sequence[Run], host: str = "") -> str:
     measured = [run for run in runs if run.gauges]
     missing = "".join(f"<p>{escape(sentence)}</p>" for sentence in _missing(runs))
     if not measured:
-        return f'<section class="gauges"><h2>Gauges</h2><div data-part="missing">{missing}</div></section>'
+        return f'<section class="gauges"><h2>Gauges</h2>{missing}</section>'
     most = layers_per_run(len(measured))
     return (
-        f'<section class="gauges"><h2>Gauges</h2><div data-part="missing">{missing}</div>{host}'
-        '<div data-part="readings"><details><summary>The last readings as a table</summary>'
+        f'<section class="gauges"><h2>Gauges</h2>{missing}{host}'
+        "<details><summary>The last readings as a table</summary>"
         f"{''.join(_run_table(run, most) for run in measured)}"
         "<p>For each place: the signal to quantization noise in decibels, and the share of values that "
         "became zero (underflow); at 20 dB the noise is a tenth of the values. For matmuls (y, dx, dw): "
         "the cosine of the angle to the same matmul in float32. Places without loss are left out; a tensor "
         "shared by two matmuls is reported under the place that quantized it. All other figures: "
-        "gauges.jsonl.</p></details></div></section>"
+        "gauges.jsonl.</p></details></section>"
     )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -46,23 +46,6 @@ SCRIPTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
-    """What a page that follows runs needs to know.
-
-    Attributes:
-        tag: Identifies what it shows; the server has the same for the same files.
-        archive: The address of the page that stays as it is, relative to this one.
-        name: The name of the file to save it in, without its ending.
-        up: The address of the page that lists all runs; "" without one.
-    """
-
-    tag: str
-    archive: str
-    name: str
-    up: str = ""
-
-
 def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "", more: str = "") -> Path:
     """Read the run directories, write their page atomically to the file `out`, and return its path.
 
@@ -77,7 +60,15 @@ def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "",
     found = [read_progress(run.path, time.time(), run.name) for run in read]
     is_open = any(one.state not in (*ENDED, "unknown") for one in found)
     html = render_report(read, command, more, standing(found, is_compared=len(read) > 1) if is_open else "")
-    out = Path(out)
+    return write_page(html, Path(out))
+
+
+def write_page(html: str, out: Path) -> Path:
+    """Write a page atomically to the file `out`, whose parent directories are created, and return its path.
+
+    Raises:
+        UserError: `out` cannot be written.
+    """
     try:
         if out.is_dir():
             raise UserError(f"{str(out)!r} is a directory, but a report is a file: try {out / 'report.html'}")
@@ -89,39 +80,30 @@ def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "",
 
 
 def render_report(
-    runs: Sequence[Run],
-    command: str = "",
-    more: str = "",
-    where: str = "",
-    live: Live | None = None,
-    empty: tuple[str, str] = ("No run yet", "The page waits for the first run."),
+    runs: Sequence[Run], command: str = "", more: str = "", where: str = "", is_live: bool = False
 ) -> str:
     """The page as a string of ASCII HTML, under 5 MB for runs of any length.
 
     Args:
-        runs: The runs, the reference first; none for a page that waits for the first.
+        runs: The runs, the reference first.
         command: As in `write_report`.
         more: As in `write_report`.
         where: HTML of where the runs stand, which comes first (`page.standing`).
-        live: What a page that follows the runs needs; None for a page that stays as it is.
-        empty: Title and first sentence of a page without runs.
+        is_live: Whether the page is written again while the runs train, so that it loads itself again.
     """
-    script = "\n".join(map(_template, SCRIPTS + (("live.js",) if live else ())))
+    script = "\n".join(map(_template, SCRIPTS + (("live.js",) if is_live else ())))
     has_curves = any(run.steps or run.validation for run in runs)
-    charts = _template("charts.html") if has_curves else _NO_CURVES
-    map_of_gauges = gauges(runs, _template("heat.html")) if runs else ""
     page = Template(_template("page.html")).substitute(
-        _parts(runs, command) if runs else _parts_of_none(*empty),
+        _parts(runs, command),
+        live=_LIVE.format(datetime.now(UTC)) if is_live else "",
         standing=where,
-        charts=charts,
+        charts=_template("charts.html") if has_curves else _NO_CURVES,
         more=more,
-        gauges=map_of_gauges,
-        shape=f"{has_curves:d}{any(run.gauges for run in runs):d}" if runs else "none",
+        gauges=gauges(runs, _template("heat.html")),
         style=_template("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)} if runs else _NO_DATA),
-        **(_of_live(live) if live else {"policy": "", "icon": "", "status": "", "live": ""}),
+        data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)}),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
 
@@ -145,27 +127,7 @@ def _parts(runs: Sequence[Run], command: str) -> dict[str, str]:
     }
 
 
-def _parts_of_none(title: str, lead: str) -> dict[str, str]:
-    """The parts of a page without runs."""
-    names = ("origin", "losses", "table", "memory", "events", "step_time", "analysis", "audit", "samples")
-    empty = dict.fromkeys((*names, "configuration", "reproduce"), "")
-    return empty | {"title": escape(title), "lead": f"<p>{escape(lead)}</p>"}
-
-
-def _of_live(live: Live) -> dict[str, str]:
-    """The parts of a page that follows runs: it may ask its own server, and nothing else."""
-    links = [f'<a href="{escape(live.up)}">all runs</a>'] if live.up else []
-    links.append(f'<a href="{escape(live.archive)}" download="{escape(live.name)}.html">save</a>')
-    said = '<span id="live" role="status">live</span>'
-    return {
-        "policy": "; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'",
-        "icon": '<link rel="icon" href="data:,">',
-        "status": f" &#183; {said} &#183; {' &#183; '.join(links)}",
-        "live": f' data-tag="{escape(live.tag)}"',
-    }
-
-
-_NO_DATA = {"runs": [], "variants": [], "gauges": {"runs": [], "formats": {}}}
+_LIVE = ' &#183; <time id="live" datetime="{:%Y-%m-%dT%H:%M:%SZ}">live</time>'
 _NO_CURVES = '<p class="empty">There are no curves yet: no step has been recorded.</p>'
 
 

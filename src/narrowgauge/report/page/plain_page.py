@@ -11,10 +11,11 @@ _STYLE = (
 )
 
 
-def plain_page(title: str, parts: Sequence[str]) -> str:
-    """The page as a string; `title` is text, the parts are HTML."""
+def plain_page(title: str, parts: Sequence[str], is_live: bool = False) -> str:
+    """The page as a string; `title` is text, the parts are HTML. A live one loads itself again."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += '<meta http-equiv="refresh" content="4">' if is_live else ""
     head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
     text = "\n".join(parts)
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{text}</body></html>\n'

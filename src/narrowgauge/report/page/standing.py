@@ -67,7 +67,7 @@ def standing(
 
 
 def _row(one: Progress, link: str) -> str:
-    name = f'<a href="{quote(link)}/">{escape(one.name)}</a>' if link else escape(one.name)
+    name = f'<a href="{quote(link)}">{escape(one.name)}</a>' if link else escape(one.name)
     cells = [
         f'<span class="state {escape(one.state)}">{escape(one.state)}</span>{_why(one)}',
         _steps(one),

@@ -233,28 +233,3 @@ function noisiestCell(all) {
 }
 
 startHeat();
-
-/** Fills a fresh copy of the map from changed data, and chooses in it what was chosen before. */
-function restartHeat(fresh) {
-  const old = document.querySelector(".map");
-  if (!old || !fresh || !heat.data) return;
-  const { data, gauge, row, column } = heat, chosen = [data.layers[row], data.places[column]];
-  const step = heat.step < data.steps.length - 1 ? data.steps[heat.step] : Infinity; // the last stays the last
-  const names = ["run", "less"].map((id) => old.querySelector(`#heat-${id}`).selectedOptions[0]?.textContent);
-  old.replaceWith(fresh);
-  heat.cells = [];
-  startHeat();
-  const select = (id, is) => {
-    const found = [...fresh.querySelector(id).options].find(is);
-    if (found && !found.disabled) fresh.querySelector(id).value = found.value;
-  };
-  ["run", "less"].forEach((id, i) => select(`#heat-${id}`, (option) => option.textContent === names[i]));
-  select("#heat-gauge", (option) => option.value === gauge);
-  const slide = () => { fresh.querySelector("#heat-step").value = step === Infinity ? heat.data.steps.length - 1 : nearest(heat.data.steps, step); };
-  const input = () => fresh.querySelector(".controls").dispatchEvent(new Event("input"));
-  input(); // takes the run, whose steps the slider then has
-  slide();
-  Object.assign(heat, { row: Math.max(0, heat.data.layers.indexOf(chosen[0])), column: Math.max(0, heat.data.places.indexOf(chosen[1])) });
-  fresh.querySelectorAll(".chosen").forEach((cell) => cell.classList.remove("chosen"));
-  input();
-}

@@ -1,77 +1,62 @@
-// A live page: asks its server for itself, and takes over what has changed. The reader's place, choices and pointer stay.
+// A page that is written again while its runs train: it loads itself again, and keeps what the reader has chosen.
 
-const EVERY = { seen: 2000, hidden: 20000, lost: 5000 }; // milliseconds
-const main = document.querySelector("main"), said = document.getElementById("live");
-const served = {}; // the HTML of each part as it was served, before scripts changed it
-let tag = main.dataset.tag, gaugeText = JSON.stringify(DATA.gauges);
+const EVERY_MS = 4000, LATE_S = 300;
+let STORE = null;
+try { STORE = sessionStorage; } catch { /* some browsers keep nothing for files */ }
+const PLACE = `narrowgauge ${location.pathname}`;
+const each = (selector) => [...document.querySelectorAll(selector)];
+const nameOf = (input) => input.id || input.value;
+const isBox = (input) => input.type === "checkbox" || input.type === "radio";
+const isDefault = (input) => (input.type === "radio" && !input.checked) || (input.id === "heat-step" && input.value === input.max); // the last step stays the last
 
-const ages = [[86400, "d"], [3600, "h"], [60, "min"], [0, "s"]];
+function remember() {
+  const inputs = each("input, select").filter((input) => !isDefault(input));
+  STORE.setItem(PLACE, JSON.stringify({
+    inputs: inputs.map((input) => [nameOf(input), isBox(input) ? input.checked : input.value]),
+    hidden: each(".legend button[aria-pressed=false]").map((button) => button.textContent),
+    open: each("details[open] > summary").map((summary) => summary.textContent),
+    scrolled: each(".scroll, pre").map((node) => [node.scrollLeft, node.scrollTop]),
+    at: [scrollX, scrollY],
+  }));
+}
+
+function recall() {
+  const was = JSON.parse(STORE.getItem(PLACE));
+  if (!was) return;
+  for (const [name, value] of was.inputs) {
+    const input = each("input, select").find((one) => nameOf(one) === name);
+    if (!input || (input.options && ![...input.options].some((option) => option.value === value && !option.disabled))) continue;
+    if (isBox(input)) input.checked = value; else input.value = value;
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+  each(".legend button").forEach((button) => { if (was.hidden.includes(button.textContent)) button.click(); });
+  each("details").forEach((node) => { node.open = was.open.includes(node.querySelector("summary").textContent); });
+  each(".scroll, pre").forEach((node, i) => { [node.scrollLeft, node.scrollTop] = was.scrolled[i] || [0, 0]; });
+  scrollTo(...was.at);
+}
+
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [0, "s"]];
+const secondsSince = (time) => Math.max(0, (Date.now() - Date.parse(time.dateTime)) / 1000);
 function age(seconds) {
-  const [unit, name] = ages.find(([least]) => seconds >= least);
+  const [unit, name] = UNITS.find(([least]) => seconds >= least);
   return `${Math.floor(seconds / (unit || 1))} ${name} ago`;
 }
 
-/** Times as ages, which grow while nothing is recorded. */
+/** Times as ages; where the page itself is old, nobody writes it any more. */
 function sayAges() {
-  document.querySelectorAll(".standing time").forEach((node) => {
-    node.title = node.title || node.textContent;
-    node.textContent = age(Math.max(0, (Date.now() - Date.parse(node.dateTime)) / 1000));
+  each(".standing time").forEach((time) => {
+    time.title = time.title || time.textContent;
+    time.textContent = age(secondsSince(time));
   });
+  const live = document.getElementById("live"), isLate = secondsSince(live) > LATE_S;
+  live.className = isLate ? "lost" : "";
+  live.textContent = isLate ? `written ${age(secondsSince(live))}: the watcher has ended, and this is what it showed last` : "live";
 }
 
-/** Replaces a part, with what is open and how far it is scrolled as before. */
-function replacePart(old, fresh) {
-  const name = old.dataset.part, html = fresh.innerHTML;
-  if (served[name] === html) return;
-  served[name] = html;
-  const key = (node) => node.querySelector("summary")?.textContent;
-  const open = new Set([...old.querySelectorAll("details[open]")].map(key));
-  const scrolled = [...old.querySelectorAll(".scroll, pre")].map((node) => [node.scrollLeft, node.scrollTop]);
-  const checked = [...old.querySelectorAll("input[id]")].map((node) => [node.id, node.checked]);
-  old.replaceChildren(...fresh.childNodes);
-  old.querySelectorAll("details").forEach((node) => { node.open = open.has(key(node)); });
-  old.querySelectorAll(".scroll, pre").forEach((node, i) => { [node.scrollLeft, node.scrollTop] = scrolled[i] || [0, 0]; });
-  checked.forEach(([id, on]) => { const box = document.getElementById(id); if (box) box.checked = on; });
-  markKeys(old);
+if (STORE) {
+  recall();
+  addEventListener("pagehide", remember);
 }
-
-function take(text) {
-  const page = new DOMParser().parseFromString(text, "text/html"), first = VARIANTS[0];
-  const next = page.querySelector("main"), data = page.getElementById("data").textContent;
-  const names = (root) => [...root.querySelectorAll("[data-part]")].map((node) => node.dataset.part).join();
-  takeData(data);
-  // Another set of charts, or another reference: as a new page. The browser keeps the place.
-  if (next.dataset.shape !== main.dataset.shape || VARIANTS[0] !== first || names(next) !== names(main)) return location.reload();
-  document.title = page.title;
-  main.querySelectorAll("[data-part]").forEach((old) => replacePart(old, next.querySelector(`[data-part="${old.dataset.part}"]`)));
-  drawAgain();
-  const gauges = JSON.stringify(DATA.gauges);
-  if (gauges !== gaugeText) restartHeat(next.querySelector(".map"));
-  gaugeText = gauges;
-  tag = next.dataset.tag;
-  sayAges();
-}
-
-async function follow() {
-  let wait = document.hidden ? EVERY.hidden : EVERY.seen, text = null;
-  try {
-    const answer = await fetch(location.href, { headers: { "If-None-Match": `"${tag}"` }, cache: "no-store" });
-    if (answer.status === 200) text = await answer.text();
-    else if (answer.status !== 304) throw new Error(answer.statusText);
-    said.textContent = "live";
-    said.className = "";
-  } catch {
-    wait = EVERY.lost;
-    said.textContent = "not followed: the watcher has ended, and this is what it showed last";
-    said.className = "lost";
-  }
-  setTimeout(follow, wait);
-  if (text !== null) take(text);
-}
-
-if (location.protocol.startsWith("http")) {
-  sayAges();
-  setInterval(sayAges, 1000);
-  setTimeout(follow, EVERY.seen);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) sayAges(); });
-} else said.textContent = "saved";
+sayAges();
+setInterval(sayAges, 1000);
+setInterval(() => { if (!document.hidden) location.reload(); }, EVERY_MS);

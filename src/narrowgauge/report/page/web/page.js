@@ -1,11 +1,6 @@
 // The page: which charts there are, and what the controls, the legend, the pointer and the arrow keys do.
 
-let DATA, RUNS, VARIANTS; // of a live page, these change
-function takeData(text) {
-  DATA = JSON.parse(text);
-  [RUNS, VARIANTS] = [DATA.runs, DATA.variants];
-}
-takeData(document.getElementById("data").textContent);
+const DATA = JSON.parse(document.getElementById("data").textContent), RUNS = DATA.runs, VARIANTS = DATA.variants;
 const AXES = {
   tokens: { name: "tokens", says: (x) => short(x) },
   step: { name: "steps", says: (x) => Math.round(x).toLocaleString("en") },
@@ -88,13 +83,11 @@ const REST = [
   { id: "tokens_per_s", title: "Tokens per second", layers: all("tokens_per_s"), subtitle: (view) => across("all ranks")(view) + speedNote(), ...numbered },
 ];
 
-const markKeys = (within) => within.querySelectorAll(".key").forEach((key) => swatch(Number(key.dataset.look), key));
-
-/** Draws all charts; returns a function that draws them again from changed data. */
+/** Draws all charts. */
 function start() {
-  markKeys(document);
+  document.querySelectorAll(".key").forEach((key) => swatch(Number(key.dataset.look), key));
   const host = document.getElementById("charts"), rest = document.getElementById("rest");
-  if (!host) return () => {};
+  if (!host) return;
   rest.closest("section").hidden = false;
   const charts = [...SPECS.map((spec) => makeChart(host, spec)), makeTimeline(host, shownRuns), ...REST.map((spec) => makeChart(rest, spec))];
   const redraw = () => {
@@ -106,19 +99,15 @@ function start() {
       if (chart.plot.parentNode.classList.toggle("wide", isAlone)) chart.draw(view);
     });
   };
-  const pointed = charts.map((chart) => followPointer(chart, charts));
+  charts.forEach((chart) => followPointer(chart, charts));
   wireControls(redraw);
   fillLegend(redraw);
   redraw();
   let width = host.clientWidth;
   new ResizeObserver(() => { if (host.clientWidth !== width) { width = host.clientWidth; redraw(); } }).observe(host);
-  return () => { fillLegend(redraw); redraw(); pointed.forEach((again) => again()); };
 }
 
-/**
- * One crosshair through all charts; the chart under the pointer or the focus says the values.
- * Returns a function that shows it again, after the charts were drawn anew.
- */
+/** One crosshair through all charts; the chart under the pointer or the focus says the values. */
 function followPointer(chart, charts) {
   let at = null;
   const show = (x) => { at = x; charts.forEach((other) => other.point(x, other === chart)); };
@@ -140,7 +129,6 @@ function followPointer(chart, charts) {
     event.preventDefault();
     show(Math.min(view.high, Math.max(view.low, to)));
   });
-  return () => { if (at !== null) show(at); };
 }
 
 function wireControls(redraw) {
@@ -163,13 +151,10 @@ function wireControls(redraw) {
 }
 
 function fillLegend(redraw) {
-  const legend = document.querySelector(".legend"), names = VARIANTS.join("\n");
-  if (legend.dataset.names === names) return;
-  legend.dataset.names = names;
-  legend.replaceChildren();
+  const legend = document.querySelector(".legend");
   legend.hidden = VARIANTS.length < 2;
   VARIANTS.forEach((name, number) => {
-    const button = make("button", { type: "button", "aria-pressed": String(!control.hidden.has(number)) }, legend);
+    const button = make("button", { type: "button", "aria-pressed": "true" }, legend);
     swatch(number, button);
     make("span", {}, button, name);
     button.addEventListener("click", () => {
@@ -181,4 +166,4 @@ function fillLegend(redraw) {
   });
 }
 
-const drawAgain = start();
+start();

@@ -1,1 +1,0 @@
-"""The live page: what a path holds, and the server that shows it."""
