@@ -1,20 +1,13 @@
-"""What several tests of kernels share: numbers, their comparison, and models whose matmuls are native."""
-
-from dataclasses import replace
+"""What several tests of kernels share: numbers and their comparison."""
 
 import pytest
 import torch
 
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import Linear, convert
 from narrowgauge.quantization.passes import build
-from narrowgauge.recipes import recipe
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 32, "vocab_size": 31, "max_sequence_length": 16}
-HAS_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-needs_products = pytest.mark.skipif(not HAS_PRODUCTS, reason="torch before 2.13 has no CPU kernel")
 of_traced_code = pytest.mark.filterwarnings(  # of torch's own tracing
     "ignore::DeprecationWarning", "ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function"
 )
@@ -60,14 +53,3 @@ def assert_same_for_threads(run, share, monkeypatch):
         assert_same(run(), one)
     finally:
         torch.set_num_threads(before)
-
-
-def native(name, device, keeps_head=True):
-    """A model whose matmuls are native: torch has those with a scale a tensor on a CPU as well."""
-    model = Transformer(model_config("debug", **TINY), torch.bfloat16)
-    initialize(model, 0)
-    convert(model.to(device), recipe(name).with_places({} if keeps_head else {"keep": "none"}))
-    for module in model.modules():
-        if isinstance(module, Linear) and not (keeps_head and module is model.head):
-            module.spec = replace(module.spec, native=True)
-    return model

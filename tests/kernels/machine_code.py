@@ -99,9 +99,7 @@ def compile_for(target, found, launch, *args):
     found[key] = {"kernel": kernel.__name__, "shared": made.metadata.shared}
     found[key] |= figures_of(made, target, converts)
     if converts:
-        rows, columns = (given[n] if n in given else given[m] for n, m in (("TR", "ROWS"), ("TK", "COLS")))
-        found[key]["elements"] = rows * columns // options["num_warps"] // 32  # of a thread
-        found[key]["is_aligned"] = given.get("width", 0) % 16 == 0
+        found[key]["elements"] = given["TR"] * given["TK"] // options["num_warps"] // 32  # of a thread
 
 
 def main(names):

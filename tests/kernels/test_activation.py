@@ -9,19 +9,15 @@ import pytest
 import torch
 
 from kernels.common import DTYPES, INF, NAN, assert_same, normal, same_bits
-from narrowgauge.kernels import quantize
 from narrowgauge.kernels.activation import (
     gelu,
     gelu_and_amax,
     gelu_reference,
     swiglu,
     swiglu_and_amax,
-    swiglu_codes,
-    swiglu_gradient_codes,
     swiglu_reference,
 )
-from narrowgauge.kernels.amax import DelayedScale, amax_of_gradient
-from narrowgauge.quantization import QuantContext, make_cast
+from narrowgauge.kernels.amax import amax_of_gradient
 from ptx.floats import libdevice_exp
 from support.interpreted import COMPILED_FOR
 
@@ -91,68 +87,6 @@ def test_swiglu_and_gelu_tell_nan_and_infinity(device):
     assert same_bits(gelu(x), gelu_reference(x))
     assert gelu_and_amax(x)[1].amax.isnan()
     assert gelu_and_amax(x[:1])[1].amax == INF
-
-
-def swiglu_in(shape, device, bad=None):
-    """(gate and up, dy, y, the gradient), with a number in dy that is not finite."""
-    rows, F = shape
-    gate_up = normal(rows, 2 * F, dtype=BF16).to(device)
-    dy = normal(*shape, seed=1, dtype=BF16).to(device)
-    if bad is not None:
-        dy[1, 2] = bad
-    return gate_up, dy, *with_gradient(swiglu, gate_up, dy)
-
-
-@pytest.mark.parametrize(
-    ("shape", "names", "bad"),
-    [
-        ((70, 3), ("e5m2", "e4m3"), None),
-        ((9, 66), ("e4m3fnuz", "e5m2fnuz"), None),
-        ((3, 8), ("e5m2", "e4m3"), NAN),
-    ],
-)
-def test_codes_of_the_gradient_are_those_that_a_cast_makes_of_it(device, shape, names, bad):
-    gate_up, dy, y, grad = swiglu_in(shape, device, bad)
-    y_amax = swiglu_and_amax(gate_up)[1].amax
-    grad_cast, y_cast = map(make_cast, names)
-    found = swiglu_gradient_codes(dy, gate_up, y_amax, grad_cast.element, y_cast.element)
-    of_grad, other = quantize(grad, grad_cast, -1, both=True)
-    of_y, _ = quantize(y, y_cast, 0)
-    expected = of_grad.codes, other.T, of_grad.scales, of_y.codes.T, of_y.scales
-    ours = found.grad_M2F, found.grad_2FM, found.grad_scale, found.y_FM, found.y_scale
-    assert_same(ours, expected)
-    assert found.y_FM.is_contiguous()
-
-
-@pytest.mark.parametrize("bad", [None, INF, NAN])
-@pytest.mark.parametrize("shape", [(70, 3), (9, 66)])
-def test_codes_under_scales_of_earlier_steps_are_those_that_a_cast_makes(device, shape, bad):
-    """A tensor that is not finite has a scale of NaN; its codes are of no matter, and nothing was seen."""
-    gate_up, dy, *_ = swiglu_in(shape, device, bad)
-    if bad is not None:
-        gate_up[1, 1] = bad
-    y, grad = with_gradient(swiglu, gate_up, dy)
-    y_cast, grad_cast = (make_cast({"cast": name, "history": 4}) for name in ("e4m3", "e5m2"))
-
-    def delayed(encode):
-        encode, seen = torch.tensor(encode, device=device), torch.tensor(0.5, device=device)
-        return DelayedScale(encode, seen), QuantContext(scale=encode, seen=seen.clone())
-
-    of_y, y_context = delayed(140.0)
-    codes_MF, scales_2 = swiglu_codes(gate_up, y_cast.element, of_y)
-    q, _ = quantize(y, y_cast, -1, y_context)
-    assert_same([*scales_2, of_y.seen], [of_y.encode, q.scales, y_context.seen])
-    of_grad, grad_context = delayed(12.0)
-    found = swiglu_gradient_codes(dy, gate_up, scales_2, grad_cast.element, y_cast.element, of_grad)
-    q_grad, other = quantize(grad, grad_cast, -1, grad_context, both=True)
-    assert_same([found.grad_scale, found.y_scale, of_grad.seen], [q_grad.scales, q.scales, grad_context.seen])
-    if bad is not None:
-        assert of_grad.seen == of_y.seen == 0.5
-        assert scales_2[1].isnan()
-        assert found.grad_scale.isnan()
-        return
-    ours = codes_MF, found.grad_M2F, found.grad_2FM, found.y_FM
-    assert_same(ours, [q.codes, q_grad.codes, other.T, q.codes.T])
 
 
 def gelu_in_double(x):

@@ -8,12 +8,8 @@ from torch.nn import functional
 
 import narrowgauge.kernels.cross_entropy as ce
 from kernels.common import DTYPES, INF, NAN, assert_same, same_bits
-from narrowgauge.formats import format
-from narrowgauge.kernels import quantize
-from narrowgauge.kernels.amax import DelayedScale
 from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy
 from narrowgauge.kernels.dispatch import plain_operations
-from narrowgauge.quantization import make_cast
 
 F32, BF16, F16 = DTYPES
 
@@ -201,56 +197,3 @@ def changed(rows, width, dtype=BF16, spread=4.0, ignored=(), **places):
         return z_TV, y_T
 
     return make
-
-
-#: Logits, the factor, and the format of the codes.
-IN_CODES = {
-    "bf16": (changed(70, 200), 2.0**-9, "e5m2"),
-    "fp16": (changed(5, 137, F16), 2.0**-9, "e4m3"),
-    "fp32": (changed(1, 64, F32), 2.0**-9, "e5m2"),
-    "a sure row of the wrong token": (changed(3, 70, spread=0.1, z1_7=30.0, y1=8), 0.3, "e5m2"),
-    "ignored": (changed(6, 90, ignored=(2, 5)), 0.25, "e5m2"),
-    "nan": (changed(4, 40, z1_3=NAN), 1.0, "e5m2"),
-    "no such target": (changed(4, 40, y1=40), 1.0, "e5m2"),
-}
-
-
-def both_ways(z_TV, y_T, factor, name, delayed=None):
-    """The codes by the kernel, and the gradient that another kernel writes."""
-    ignores = bool((y_T == IGNORED).any())
-    factor = torch.tensor(factor, device=z_TV.device)
-    loss_T, stats_2T, largest = ce.losses_before_codes(z_TV, y_T, ignores)
-    found = ce.gradient_codes(z_TV, y_T, stats_2T, largest, factor, ignores, format(name), delayed)
-    assert torch.equal(found.codes_TV, found.codes_VT.T)
-    alone_T, gradient_TV = outcome(z_TV, y_T, factor, ignores)
-    assert same_bits(loss_T, alone_T)
-    return found, gradient_TV
-
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("case", IN_CODES)
-def test_codes_and_scale_are_those_that_a_cast_makes_of_the_gradient(device, case):
-    """If it is not finite, the scale is NaN and the codes are of no matter."""
-    make, factor, name = IN_CODES[case]
-    z_TV, y_T = make(device)
-    found, gradient_TV = both_ways(z_TV, y_T, factor, name)
-    q, _ = quantize(gradient_TV, make_cast(name), -1)
-    assert same_bits(found.scale, q.scales)
-    if case in ("nan", "no such target"):
-        assert found.scale.isnan()
-    else:
-        assert torch.equal(found.codes_TV, q.codes)
-    if "sure" in case:  # two entries are nearly 1 in magnitude; the amax is the larger
-        assert gradient_TV[1, 7] == -gradient_TV[1, 8] == torch.tensor(0.3).bfloat16()
-    if case == "ignored":
-        assert not found.codes_TV[2].any()
-
-
-def test_codes_under_a_known_scale_record_the_amax(device):
-    z_TV, y_T = drawn(5, 137, BF16, device)
-    delayed = DelayedScale(torch.tensor(2.0**12, device=device), torch.zeros((), device=device))
-    found, gradient_TV = both_ways(z_TV, y_T, 2.0**-4, "e5m2", delayed)
-    expected = (gradient_TV.float() * 2.0**12).to(torch.float8_e5m2)
-    assert torch.equal(found.codes_TV.view(torch.float8_e5m2).float(), expected.float())
-    assert torch.equal(delayed.seen, gradient_TV.float().abs().max())
-    assert found.scale == 2.0**-12

@@ -9,13 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import narrowgauge.kernels.head_loss as module
-from kernels.common import DTYPES, TINY, assert_same, native, needs_products, of_traced_code
+from kernels.common import DTYPES, assert_same, of_traced_code
 from narrowgauge.kernels.cross_entropy import IGNORED, objective_of
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.head_loss import head_loss, rows_of_chunk
 from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import Linear, convert, fused, recipe_tensors, set_step
-from narrowgauge.nn.linear import accumulating
+from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe as named
 
 T, D, V = 37, 24, 101
@@ -224,64 +223,3 @@ def test_a_compiled_model_has_it_in_one_graph():
         model, x_BT, torch.compile(model.loss, backend="aot_eager", fullgraph=True)
     )
     assert_same([compiled, *of_compiled.values()], [loss, *gradients.values()])
-
-
-def steps(model, device, targets):
-    """Losses, gradients and histories of three steps of two micro-batches, under a head in FP8."""
-    losses = []
-    for number in (1, 2, 3):
-        set_step(model, 0, number, 0)
-        with accumulating(model, keeps_codes=True):
-            for i in range(2):
-                g = torch.Generator().manual_seed(10 * number + i)
-                ids, y = torch.randint(TINY["vocab_size"], (2, 1, 5), generator=g).to(device)
-                if targets:
-                    y[0, targets:] = IGNORED
-                loss = model.loss(ids, y, targets=targets)
-                loss.backward()
-                losses.append(loss.detach())
-        with torch.no_grad():
-            for p in model.parameters():
-                p += number * p.grad
-    assert len(set(map(float, losses))) == 6
-    return [*losses, *(p.grad for p in model.parameters()), *recipe_tensors(model).values()]
-
-
-@pytest.mark.tier("nightly", keep=("fp8-3",))
-@pytest.mark.tier("thorough")
-@needs_products
-@pytest.mark.parametrize(("name", "targets"), [("fp8", 3), ("fp8-delayed", None)])
-def test_a_head_in_fp8_and_its_loss_as_one_function_give_the_digits_of_two(
-    device, monkeypatch, name, targets
-):
-    functions, function = [], fused.head_loss
-    monkeypatch.setattr(fused, "head_loss", lambda *a: functions.append(1) or function(*a))
-    found = steps(native(name, device, keeps_head=False), device, targets)
-    assert len(functions) == 6
-    monkeypatch.setattr(Linear, "into_loss", lambda *_: None)
-    assert_same(found, steps(native(name, device, keeps_head=False), device, targets))
-
-
-@needs_products
-def test_where_a_head_in_fp8_may_not_be_one_function_with_its_loss_both_are_called(device):
-    model = native("fp8", device, keeps_head=False)
-    x = torch.ones(1, 2, 32, dtype=BF16, device=device, requires_grad=True)
-    y = torch.zeros(1, 2, dtype=torch.int64, device=device)
-
-    def is_one(x=x):
-        return model.head.into_loss(x, y, None) is not None
-
-    assert is_one()
-    assert model.head.calls == 1, "one function is a call of the layer, which ng.audit counts"
-    assert not is_one(x.float())
-    assert not is_one(x[:, :0])
-    with torch.no_grad():
-        assert not is_one()
-    hook = model.head.register_forward_hook(lambda *_: None)
-    assert not is_one()
-    hook.remove()
-    model.head.observer = object()
-    assert not is_one()
-    model.head.observer = None
-    assert is_one()
-    assert convert(model, "fp8").head.into_loss(x, y, None) is None

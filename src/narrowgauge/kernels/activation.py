@@ -22,34 +22,17 @@ Bytes per element of [.., F], in a 2-byte dtype:
                        fused    dy 2, gate, up 4; their gradients 4                         10
     gelu               torch's kernels are one pass each, 4 and 6; this kernel's too
 
-    before FP8 matmuls, whose operands are one-byte codes along both axes:
-               separate   y is cast, 2+1+1; the gradient is computed, 10, and cast, (2+1+1) * 2   22
-               fused      y is cast along one axis, 2+1; the amax of the gradient 6;
-                          dy, gate, up 6, codes of the gradient 4, of y along the other 1     20
-               and with scales of earlier steps, so that y is not written (2 less forward)    12
-
 For the backward pass SwiGLU keeps only gate and up, not silu(gate): 4 bytes per element instead of 6. The
 kernels also compute the amax of y, for the matmul that reads it, and of the gradient (`kernels.amax`).
-
-Before an FP8 matmul, y need not be kept for that matmul's backward pass either: it is a function of gate and
-up, which the gradient kernel reads anyway. `swiglu_gradient_codes` then writes the codes of y and of the
-gradient, which itself never exists in memory. The codes are those that `kernels.quantize` would produce from
-the output of `swiglu` and its gradient. Under delayed scaling `swiglu_codes` also writes the codes of y in
-the forward pass, and the pass that computes the gradient's amax is not needed. If a tensor is not finite, its
-scale is NaN and its codes are meaningless.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from narrowgauge.formats import Format
-from narrowgauge.kernels.amax import DelayedScale, KnownAmax, known_amax, new_amax, send_back
+from narrowgauge.kernels.amax import KnownAmax, known_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.second_derivative import FirstOrderFunction
-
-if TYPE_CHECKING:
-    from narrowgauge.kernels.triton.swiglu_codes import SwigluCodes
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -63,58 +46,6 @@ def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, KnownAmax | None]:
         return swiglu_reference(gate_up), None
     y, amax = _Activation.apply(gate_up, "swiglu")
     return y, known_amax(y, amax)
-
-
-def swiglu_by_kernel(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """`swiglu` by its kernel, without autograd, and max |y| (0-dim fp32)."""
-    from narrowgauge.kernels.triton.activation import launch_swiglu
-
-    return launch_swiglu(gate_up.contiguous())
-
-
-def swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -> tuple[Tensor, Tensor]:
-    """FP8 codes of `swiglu`, by its kernel, under a known scale: y itself never exists in memory.
-
-    Args:
-        gate_up_M2F: The input, M tokens.
-        y: The element format of the result.
-        delayed: The scale.
-
-    Returns:
-        uint8 [M, F], and fp32 (2,): the encoding scale, and its inverse or, where y is not finite, NaN.
-    """
-    from narrowgauge.kernels.triton.swiglu_codes import launch_swiglu_codes
-
-    return launch_swiglu_codes(gate_up_M2F.contiguous(), y, delayed)
-
-
-def swiglu_gradient_codes(
-    dy_MF: Tensor,
-    gate_up_M2F: Tensor,
-    y_told: Tensor,
-    grad: Format,
-    y: Format,
-    delayed: DelayedScale | None = None,
-) -> "SwigluCodes":
-    """Codes of SwiGLU's gradient along both axes and of its result along the tokens, by kernels.
-
-    Args:
-        dy_MF: The gradient of y; M tokens.
-        gate_up_M2F: SwiGLU's input.
-        y_told: The amax of y, 0-dim fp32; with `delayed` both scales of `swiglu_codes`.
-        grad: The element format of the gradient, under one scale: FP8.
-        y: The element format of y.
-        delayed: The gradient's scale, if it is known; else a first pass computes its amax.
-    """
-    from narrowgauge.kernels.triton import activation as kernels
-    from narrowgauge.kernels.triton.swiglu_codes import launch_swiglu_backward_codes
-
-    dy_MF, gate_up_M2F = dy_MF.contiguous(), gate_up_M2F.contiguous()
-    if delayed is None:
-        _, amax = kernels.launch_swiglu_backward(dy_MF, gate_up_M2F, writes_gradient=False)
-    else:
-        amax = new_amax(dy_MF.device)
-    return launch_swiglu_backward_codes(dy_MF, gate_up_M2F, amax, y_told, grad, y, delayed)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ log-probabilities. Bytes moved per bf16 logit, forward and backward:
                             fp32, also in the backward pass, where it is recomputed (elementwise, no GEMM)
     kernel        2 +  4    the largest logit and the sum of exponentials come from one read (online softmax,
                             Milakov and Gimelshein, arXiv 1805.02867); 8 bytes per token are kept
-    in FP8        2 +  4    codes along both axes instead of the gradient, which a cast would read (4 more)
 
 The head itself runs once on all tokens, so that any replacement sees one tensor per step, not one per chunk;
 `head_loss` is for heads that are plain matmuls.
@@ -34,19 +33,14 @@ Legend: T tokens (batch and sequence flattened), C tokens of one chunk, V vocabu
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.formats import Format
-from narrowgauge.kernels.amax import DelayedScale, new_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.second_derivative import FirstOrderFunction
-
-if TYPE_CHECKING:
-    from narrowgauge.kernels.triton.cross_entropy import GradientCodes
 
 #: fp32 logits held at a time (64 MiB). It determines the order of summation, so it is not a setting.
 CHUNK_ELEMENTS = 2**24
@@ -120,45 +114,6 @@ def objective_of(loss: Tensor) -> Tensor:
 def in_one_tensor(objective: Tensor, terms_2: Tensor) -> Tensor:
     """[3]: the objective, cross entropy, z-loss."""
     return torch.cat([objective[None], terms_2])
-
-
-def losses_before_codes(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`row_losses` by its kernel, and max |softmax(z)_v - [v = y]| of all tokens, 0-dim fp32."""
-    from narrowgauge.kernels.triton import cross_entropy as on_gpu
-
-    largest = new_amax(z_TV.device)
-    return *on_gpu.losses(z_TV, y_T, IGNORED if ignores else None, largest=largest), largest
-
-
-def gradient_codes(
-    z_TV: Tensor,
-    y_T: Tensor,
-    stats_2T: Tensor,
-    largest: Tensor,
-    factor: Tensor,
-    ignores: bool,
-    element: Format,
-    delayed: DelayedScale | None = None,
-) -> "GradientCodes":
-    """FP8 codes of `write_gradients`, without a z-loss, under one scale: the gradients never exist in memory.
-
-    The codes are those that `kernels.quantize` would produce of them. If one is not finite, the scale is NaN
-    and the codes are meaningless.
-
-    Args:
-        z_TV: The logits; T is not 0.
-        y_T: The ids.
-        stats_2T: From `losses_before_codes`.
-        largest: From `losses_before_codes`.
-        factor: Multiplies the gradients; 0-dim fp32.
-        ignores: Whether IGNORED is among the ids.
-        element: The format of the codes.
-        delayed: The scale, if it is known.
-    """
-    from narrowgauge.kernels.triton.cross_entropy import launch_gradient_codes
-
-    ignored = IGNORED if ignores else None
-    return launch_gradient_codes(z_TV, y_T, stats_2T, factor, largest, ignored, element, delayed)
 
 
 def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor | None]:

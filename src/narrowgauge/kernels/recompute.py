@@ -6,15 +6,12 @@ forward pass to obtain the tensors that the block's operations keep. So the foll
     in the first pass     results that an operation needs only for its backward pass (`is_discarding`)
     in the second pass    the last matmul of the block, which is the block's output (`is_unread`)
 
-A small result of the first pass that would be expensive to recompute from large tensors, such as an amax, is
-kept between the two (`once`).
-
 Gradients stay the same bit for bit. A recomputed pass runs in an autograd thread, so this state is per
 thread. Compiled code does not use it: its compiler decides.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -25,8 +22,6 @@ class _Pass(threading.local):
 
     number = 0
     is_last_product = False
-    kept: Sequence[torch.Tensor] = ()  # by the first pass of the current checkpoint
-    read = 0  # of these, by the second
 
 
 _pass = _Pass()
@@ -34,32 +29,16 @@ _pass = _Pass()
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the first and of the second pass of one checkpoint, for its `context_fn`."""
-    kept: list[torch.Tensor] = []
-    return _within(1, kept), _within(2, kept)
+    return _within(1), _within(2)
 
 
 @contextmanager
-def _within(number: int, kept: list[torch.Tensor]) -> Iterator[None]:
-    before = _pass.number, _pass.kept, _pass.read
-    _pass.number, _pass.kept, _pass.read = number, kept, 0
+def _within(number: int) -> Iterator[None]:
+    before, _pass.number = _pass.number, number
     try:
         yield
     finally:
-        _pass.number, _pass.kept, _pass.read = before
-
-
-def once(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The small tensor that `make` returns; in a second pass, the one it returned in the first.
-
-    Both passes of a checkpoint request the same tensors in the same order.
-    """
-    if _pass.number == 2:
-        _pass.read += 1
-        return _pass.kept[_pass.read - 1]
-    made = make()
-    if isinstance(_pass.kept, list) and _pass.number == 1:
-        _pass.kept.append(made)
-    return made
+        _pass.number = before
 
 
 @contextmanager

@@ -28,18 +28,11 @@ def mlp(
 ) -> Tensor:
     """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last within a context.
 
-    A replacement of `down` may compute all of it (`after_swiglu`). `known` holds the amax of x, if the kernel
-    that wrote it has computed it.
+    `known` holds the amax of x, if the kernel that wrote it has computed it.
     """
-    y: Tensor | None = None
-    if hasattr(layers, "gate_up") and hasattr(layers.down, "after_swiglu"):
-        with around_down():
-            y = layers.down.after_swiglu(layers.gate_up, x, *known)
-    if y is None:
-        if hasattr(layers, "up"):
-            hidden, of_hidden = gelu_and_amax(call(layers.up, x, known))
-        else:
-            hidden, of_hidden = swiglu_and_amax(call(layers.gate_up, x, known))
-        with around_down():
-            y = call(layers.down, hidden, [of_hidden])
-    return y
+    if hasattr(layers, "up"):
+        hidden, of_hidden = gelu_and_amax(call(layers.up, x, known))
+    else:
+        hidden, of_hidden = swiglu_and_amax(call(layers.gate_up, x, known))
+    with around_down():
+        return call(layers.down, hidden, [of_hidden])

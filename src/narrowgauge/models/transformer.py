@@ -197,17 +197,10 @@ class Transformer(nn.Module):
             add = getattr(self.head, "add_gradient", None)
             loss = head_loss(h_BTD, self.head.weight, y_BT, targets, z_loss, add)
         else:
-            loss = self._loss_of_head(h_BTD, y_BT, targets, z_loss)
+            # the logits may be overwritten unless a hook keeps them
+            loss = cross_entropy(self.head(h_BTD), y_BT, targets, not has_hooks(self.head), z_loss)
         if self.loss_shape == (4,) and torch.is_grad_enabled():
             return with_balance(loss, experts_of(self.blocks), self.balance_loss)
-        return loss
-
-    def _loss_of_head(self, h_BTD: Tensor, y_BT: Tensor, targets: int | None, z_loss: float) -> Tensor:
-        """The loss of the logits of all tokens at once; a replacement of the head may compute both."""
-        into_loss = getattr(self.head, "into_loss", None)
-        loss: Tensor | None = None if z_loss or into_loss is None else into_loss(h_BTD, y_BT, targets)
-        if loss is None:  # the logits may be overwritten unless a hook keeps them
-            loss = cross_entropy(self.head(h_BTD), y_BT, targets, not has_hooks(self.head), z_loss)
         return loss
 
     @property

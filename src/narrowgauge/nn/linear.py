@@ -23,7 +23,6 @@ from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import KnownAmax
-from narrowgauge.nn.fused import Fusable
 from narrowgauge.nn.gemm import NativeOperand
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
@@ -50,7 +49,7 @@ from narrowgauge.recipes.resolve import casts_at, operands_of
 from narrowgauge.torch_compat import SeesFSDP, local_tensor, reshaped
 
 
-class Linear(Stepped, SeesFSDP, Fusable):
+class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     """`torch.nn.Linear` whose three GEMMs compute under a recipe.
 
     It shares the parameters of the layer it is made from. Everything that depends on the step (random bits,
@@ -81,6 +80,7 @@ class Linear(Stepped, SeesFSDP, Fusable):
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
     sequence_length: int = 0
+    calls: int = 0
     accumulation: Accumulation | None = None
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
     takes_amax = True  # of its input (`kernels.amax.call`)

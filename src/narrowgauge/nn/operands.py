@@ -24,7 +24,6 @@ import torch
 
 from narrowgauge.formats import RandomStream, pack, unpack
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.kernels.amax import DelayedScale
 from narrowgauge.kernels.cast import Tiles, emulate_rows
 from narrowgauge.nn.gemm import (
     AnyOperand,
@@ -190,27 +189,19 @@ class Operands:
         """The context of a place's cast; the cast updates a history with the tensor (repeats do no harm)."""
         cast, step, held, scale, seen = self.layer.casts[place], self.step, None, None, None
         if cast.amax.history or cast.amax.refresh:
-            scale, seen = self.delayed_scale(place)
-        if cast.amax.refresh:
             history = step.histories[place]
-            assert isinstance(history, HeldAmax)
-            held = history.current()
+            assert isinstance(history, AmaxHistory)
+            seen = history.amax if step.is_training else None
+            if isinstance(history, HeldAmax):
+                held = history.current()
+            else:
+                scale = history.scale
         signs = step.signs(place, cast.hadamard.size) if cast.hadamard.signs == "random" else None
         channels = self.kept_channels(place) if cast.channels.share else None
         stream = None
         if cast.is_random:
             stream = step.operand_stream(place, self.elements(place, tensor) // self.num_samples)
         return QuantContext(stream, signs, scale, self.shard(place), held, seen, channels, amax=amax)
-
-    def delayed_scale(self, place: str) -> DelayedScale:
-        """The scale from a place's history, and its amax, which a training pass raises.
-
-        A held amax gives no scale.
-        """
-        history = self.step.histories[place]
-        assert isinstance(history, AmaxHistory)
-        scale = history.scale if self.layer.casts[place].amax.history else None
-        return DelayedScale(scale, history.amax if self.step.is_training else None)
 
     def kept_channels(self, place: str) -> torch.Tensor:
         """The channels that the layer keeps in another cast, of those that a place's tensor has."""

@@ -1,7 +1,6 @@
 """Operations that are joined into one kernel in a step, and the parts of FSDP's casts: each computed once.
 
-As in `operations`, kernels run where `kernels.dispatch` lets them. What exists only as a kernel, SwiGLU or
-a loss with its casts, has the separate operations as its reference.
+As in `operations`, kernels run where `kernels.dispatch` lets them.
 """
 
 from functools import partial
@@ -10,17 +9,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.bench.verify.operations import Found, Shape, drawn, passes
-from narrowgauge.formats import Format, decode, format, random_stream
+from narrowgauge.formats import random_stream
 from narrowgauge.kernels import quantize
-from narrowgauge.kernels.activation import swiglu, swiglu_by_kernel, swiglu_codes, swiglu_gradient_codes
-from narrowgauge.kernels.amax import DelayedScale, amax_of
+from narrowgauge.kernels.amax import amax_of
 from narrowgauge.kernels.cast import amaxes_of, codes_under, random_signs
-from narrowgauge.kernels.cross_entropy import (
-    cross_entropy,
-    gradient_codes,
-    losses_before_codes,
-    row_losses,
-)
 from narrowgauge.kernels.heads import split_heads
 from narrowgauge.kernels.norm import add_norm
 from narrowgauge.kernels.product import scaled_and_rounded
@@ -28,7 +20,7 @@ from narrowgauge.nn.gemm import along_contraction, arguments, quantized_operand,
 from narrowgauge.quantization import Cast, QuantContext, cast, make_cast
 
 SIGNS = (16, 32, 64, 128)  # sizes of a Hadamard transform
-_Y_SCALE, _GRAD_SCALE = 40.0, 100.0  # of earlier steps; some values saturate
+_SCALE = 40.0  # of earlier steps; some values saturate
 
 
 def both_layouts(cast: Cast, given: str, device: torch.device, shape: Shape) -> Found:
@@ -41,7 +33,7 @@ def both_layouts(cast: Cast, given: str, device: torch.device, shape: Shape) -> 
     contexts = {
         "": QuantContext(),
         "amax": QuantContext(amax=amax_of(x)),
-        "scale": QuantContext(scale=torch.full_like(seen, _Y_SCALE), seen=seen, amax=amax_of(x)),
+        "scale": QuantContext(scale=torch.full_like(seen, _SCALE), seen=seen, amax=amax_of(x)),
     }
     q, other = quantize(x, cast, -1, contexts[given], both=True)
     codes: Found = {"codes": q.codes, "codes along the other axis": q.codes if other is None else other}
@@ -56,103 +48,6 @@ def hardware_layout(cast: Cast, axis: int, device: torch.device, shape: Shape) -
     given = arguments(written, written)
     tensors = [given["mat_a"], given["mat_b"].T, *given["scale_a"], *given["scale_b"]]
     return {f"argument {i}": t.reshape(-1).contiguous().view(torch.uint8) for i, t in enumerate(tensors)}
-
-
-def swiglu_with_casts(is_delayed: bool, device: torch.device, shape: Shape) -> Found:
-    """SwiGLU between two FP8 matmuls, in one pass with its casts, both ways."""
-    gate_up, dy = _swiglu_inputs(device, shape)
-    y, grad = format("e4m3"), format("e5m2")
-    scales = [_delayed(s, device) for s in (_Y_SCALE, _GRAD_SCALE)]
-    found: Found = {}
-    if is_delayed:
-        codes, y_fact = swiglu_codes(gate_up, y, scales[0])
-        found = {"y": _values(codes, y, y_fact[1]), "amaxes that are noted": _seen(scales)}
-    else:
-        y_fact = swiglu_by_kernel(gate_up)[1]
-    g = swiglu_gradient_codes(dy, gate_up, y_fact, grad, y, scales[1] if is_delayed else None)
-    if is_delayed:
-        found["amaxes that are noted"] = _seen(scales)
-    return found | {
-        "the gradient": _values(g.grad_M2F, grad, g.grad_scale),
-        "the gradient along the other axis": _values(g.grad_2FM, grad, g.grad_scale),
-        "y along the other axis": _values(g.y_FM, y, g.y_scale),
-    }
-
-
-def swiglu_then_casts(is_delayed: bool, device: torch.device, shape: Shape) -> Found:
-    """The same by three operations, one after the other."""
-    gate_up, dy = _swiglu_inputs(device, shape)
-    leaf = gate_up.requires_grad_()
-    y = swiglu(leaf)
-    (gradient,) = torch.autograd.grad(y, leaf, dy)
-    scales = [_delayed(s, device) for s in (_Y_SCALE, _GRAD_SCALE)]
-    values = []
-    for x, name, scale in ((y.detach(), "e4m3", scales[0]), (gradient, "e5m2", scales[1])):
-        context = QuantContext(scale=scale.encode, seen=scale.seen) if is_delayed else QuantContext()
-        values.append(quantize(x, cast(name), -1, context)[0].dequantize())
-    own, of_gradient = values
-    found: Found = {"y": own, "amaxes that are noted": _seen(scales)} if is_delayed else {}
-    return found | {
-        "the gradient": of_gradient,
-        "the gradient along the other axis": of_gradient.T.contiguous(),
-        "y along the other axis": own.T.contiguous(),
-    }
-
-
-def _swiglu_inputs(device: torch.device, shape: Shape) -> tuple[Tensor, Tensor]:
-    M, G = shape
-    return drawn((M, G), 0, device), drawn((M, G // 2), 1, device)
-
-
-def _delayed(scale: float, device: torch.device) -> DelayedScale:
-    encode = torch.full((), scale, dtype=torch.float32, device=device)
-    return DelayedScale(encode, torch.zeros_like(encode))
-
-
-def _seen(scales: list[DelayedScale]) -> Tensor:
-    return torch.stack([s.seen for s in scales if s.seen is not None])
-
-
-def _values(codes: Tensor, fmt: Format, scale: Tensor) -> Tensor:
-    return decode(codes, fmt) * scale
-
-
-def loss_with_codes(is_delayed: bool, device: torch.device, shape: Shape) -> Found:
-    """The loss of a head in FP8, which writes its logits' gradient as codes along both axes; shape [T, V]."""
-    z_TV, y_T = _logits(device, shape)
-    scale = _delayed(_GRAD_SCALE, device) if is_delayed else None
-    loss_T, stats_2T, largest = losses_before_codes(z_TV, y_T, ignores=False)
-    factor = torch.full((), 1 / len(y_T), dtype=torch.float32, device=device)
-    grad = format("e5m2")
-    g = gradient_codes(z_TV, y_T, stats_2T, largest, factor, False, grad, scale)
-    found: Found = {"the amax that is noted": _seen([scale])} if scale else {}
-    return found | {
-        "the losses": loss_T,
-        "the gradient": _values(g.codes_TV, grad, g.scale),
-        "the gradient along the other axis": _values(g.codes_VT, grad, g.scale),
-    }
-
-
-def loss_then_casts(is_delayed: bool, device: torch.device, shape: Shape) -> Found:
-    """The same by a loss, its gradient in the logits' dtype, and a cast."""
-    z_TV, y_T = _logits(device, shape)
-    scale = _delayed(_GRAD_SCALE, device)
-    loss_T = row_losses(z_TV, y_T, ignores=False)[0]
-    (gradient,) = torch.autograd.grad(cross_entropy(z_TV.requires_grad_(), y_T), z_TV)
-    context = QuantContext(scale=scale.encode, seen=scale.seen) if is_delayed else QuantContext()
-    values = quantize(gradient, cast("e5m2"), -1, context)[0].dequantize()
-    found: Found = {"the amax that is noted": _seen([scale])} if is_delayed else {}
-    return found | {
-        "the losses": loss_T,
-        "the gradient": values,
-        "the gradient along the other axis": values.T.contiguous(),
-    }
-
-
-def _logits(device: torch.device, shape: Shape) -> tuple[Tensor, Tensor]:
-    T, V = shape
-    y_T = torch.randint(V, (T,), generator=torch.Generator().manual_seed(4))
-    return 3 * drawn(shape, 0, device), y_T.to(device)
 
 
 def heads(has_bias: bool, has_table: bool, device: torch.device, shape: Shape) -> Found:

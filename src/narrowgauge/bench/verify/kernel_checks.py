@@ -133,7 +133,6 @@ def _operations() -> list[_Operation]:
 def _joined() -> list[_Operation]:
     """What a step joins into one kernel, what it lays out for the hardware, and the casts of FSDP."""
     matrix, real = (72, 200), ((4096, 4608),)
-    logits = (2048, 50257), (2048, 65536)  # rows of codes that begin at odd addresses, and at aligned ones
     nearly = partial(close, share=0.01)  # a last bit of a sigmoid or a sum may change a rounding
     in_tiles = {name: make_cast(name) for name in ("mxfp8", "mxfp4", "nvfp4", "nvfp4-2d")}
     in_tiles["nvfp4 with random bits"] = make_cast({"cast": "nvfp4", "rounding": "stochastic"})
@@ -150,21 +149,6 @@ def _joined() -> list[_Operation]:
             )
             for name, c in in_tiles.items()
             for axis in (-1, 0)
-        ),
-        *(
-            _Operation(
-                f"{name} with its casts, {words}",
-                partial(kernel, is_delayed),
-                nearly,
-                small,
-                shapes,
-                reference=partial(reference, is_delayed),
-            )
-            for words, is_delayed in (("own scales", False), ("scales of earlier steps", True))
-            for name, kernel, reference, small, shapes in (
-                ("SwiGLU", joined.swiglu_with_casts, joined.swiglu_then_casts, (24, 200), ((4096, 17920),)),
-                ("loss", joined.loss_with_codes, joined.loss_then_casts, (20, 300), logits),
-            )
         ),
         *(
             _Operation(

@@ -27,47 +27,35 @@ def tile_of(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def swiglu_of(gate_up_ptr, row, col, inside, F, dtype: tl.constexpr):
-    """silu(gate) * up of a tile in `dtype`; 0 out of bounds."""
-    at = row * 2 * F + col
-    gate = wide(tl.load(gate_up_ptr + at, inside, 0))
-    up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
-    silu = narrow(tl.math.div_rn(gate, 1 + exp(-gate)), dtype)
-    return narrow(wide(silu) * up, dtype)
-
-
-@triton.jit
 def swiglu_forward(gate_up_ptr, y_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
     """silu(gate) * up."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
-    y = swiglu_of(gate_up_ptr, row, col, inside, F, y_ptr.dtype.element_ty)
+    at = row * 2 * F + col
+    gate = wide(tl.load(gate_up_ptr + at, inside, 0))
+    up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
+    silu = narrow(tl.math.div_rn(gate, 1 + exp(-gate)), y_ptr.dtype.element_ty)
+    y = narrow(wide(silu) * up, y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * F + col, y, inside)
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(y), 1), 0), sem="relaxed")
 
 
 @triton.jit
-def swiglu_gradients(dy, gate, up, dtype: tl.constexpr):
-    """The gradients of gate and up, and silu(gate) * up, in `dtype`; from fp32 values."""
-    below = 1 + exp(-gate)
-    silu = wide(narrow(tl.math.div_rn(gate, below), dtype))
-    sigmoid = tl.math.div_rn(1.0, below)
-    dsilu = wide(narrow(dy * up, dtype))
-    dgate = narrow(dsilu * sigmoid * (1 + gate * (1 - sigmoid)), dtype)
-    return dgate, narrow(dy * silu, dtype), narrow(silu * up, dtype)
-
-
-@triton.jit
 def swiglu_backward(dy_ptr, gate_up_ptr, grad_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The gradients of gate and up, concatenated; without `grad_ptr` only their amax."""
+    """The gradients of gate and up, concatenated."""
+    dtype: tl.constexpr = grad_ptr.dtype.element_ty
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
     dy = wide(tl.load(dy_ptr + row * F + col, inside, 0))
     gate = wide(tl.load(gate_up_ptr + at, inside, 0))
     up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
-    dgate, dup, _ = swiglu_gradients(dy, gate, up, gate_up_ptr.dtype.element_ty)
-    if grad_ptr is not None:
-        tl.store(grad_ptr + at, dgate, inside)
-        tl.store(grad_ptr + at + F, dup, inside)
+    below = 1 + exp(-gate)
+    silu = wide(narrow(tl.math.div_rn(gate, below), dtype))
+    sigmoid = tl.math.div_rn(1.0, below)
+    dsilu = wide(narrow(dy * up, dtype))
+    dgate = narrow(dsilu * sigmoid * (1 + gate * (1 - sigmoid)), dtype)
+    dup = narrow(dy * silu, dtype)
+    tl.store(grad_ptr + at, dgate, inside)
+    tl.store(grad_ptr + at + F, dup, inside)
     largest = tl.maximum(magnitude(dgate), magnitude(dup))
     tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0), sem="relaxed")
 
@@ -126,12 +114,10 @@ def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return y, amax
 
 
-def launch_swiglu_backward(
-    dy: Tensor, gate_up: Tensor, writes_gradient: bool = True
-) -> tuple[Tensor | None, Tensor]:
-    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F] or None, and its amax."""
+def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F], and its amax."""
     F = dy.shape[-1]
-    grad = torch.empty_like(gate_up) if writes_gradient else None
+    grad = torch.empty_like(gate_up)
     rows = dy.numel() // F
     tiles, tile = tiling(rows, F)
     amax = new_amax(dy.device)

@@ -10,39 +10,17 @@ lane maxima and sums. A vocabulary needs 12 to 38 such blocks. The memory time o
 instructions on an H200, or 27 where it is also written: so the exponential is `tl.exp`, whose error (4e-6
 relative at an exponent of -50) is far below that of a bf16 value, instead of torch's.
 
-`gradient_codes` writes the gradients as FP8 codes along both axes, in square tiles: each logit is read once
-and the gradients themselves never exist in memory. Its scale needs their amax in advance. The largest
-gradient of a row is that of the target, 1 - p_y, for the other p_v add up to no more; with rounding it can
-also be that of the largest logit. `_losses` knows both.
-
 Legend: T rows, V vocabulary.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import Format
-from narrowgauge.kernels.amax import DelayedScale
-from narrowgauge.kernels.triton.activation import EIGHT_WARPS, tile_of
-from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
+from narrowgauge.kernels.triton.arithmetic import narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
-from narrowgauge.kernels.triton.swiglu_codes import (
-    SQUARE,
-    are_converted,
-    code_constants,
-    codes_of,
-    launch_delayed_scale,
-    scale_of,
-    store_both,
-)
 
 BLOCK = 4096
 WARPS = 8
-#: Instructions of `gradient_codes` per logit, by the assembler for an H100, whose memory takes as long as 29
-#: take: if rows of codes begin at multiples of 16 bytes, and if not.
-_LANES_OF_CODES = (46, 93)
 
 
 @triton.jit
@@ -74,7 +52,6 @@ def _losses(
     factor,
     loss,
     stats,
-    largest,
     rows,
     width,
     stride,
@@ -82,10 +59,7 @@ def _losses(
     twice_z_loss: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The loss of a row; with a `factor` also its gradients, written over the logits.
-
-    `largest` is raised to the magnitude of the row's largest gradient under a factor of 1.
-    """
+    """The loss of a row; with a `factor` also its gradients, written over the logits."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     z += row * stride
@@ -112,13 +86,6 @@ def _losses(
     if ignored is not None:
         result = tl.where(target == ignored, 0.0, result)
     tl.store(loss + row, result)
-    if largest is not None:
-        p_top = tl.math.div_rn(tl.where(top < float("inf"), 1.0, float("nan")), total)
-        p_y = tl.exp(z_y - top) * p_top
-        bits = tl.maximum(magnitude(p_y - 1.0), tl.where(z_y < top, magnitude(p_top), 0))
-        if ignored is not None:
-            bits = tl.where(target == ignored, 0, bits)
-        tl.atomic_max(largest, bits, sem="relaxed")
     if factor is not None:
         times = tl.load(factor)
         for start in range(0, width, BLOCK):
@@ -151,37 +118,12 @@ def _gradients(
     tl.store(out + row * out_stride + lane, narrow(d_L, out.dtype.element_ty), mask=lane < width)
 
 
-@triton.jit
-def gradient_codes(
-    z, y, stats, factor, amax, encode, codes, other, scale, rows, width, stride,
-    ignored: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, MAX: tl.constexpr, EMIN: tl.constexpr,
-    M: tl.constexpr, ZERO: tl.constexpr, CONVERTS: tl.constexpr,
-):  # fmt: skip
-    """FP8 codes of a tile of gradients, along both axes, under the scale of their amax or a known one."""
-    row, col, inside = tile_of(rows, width, ROWS, COLS)
-    x = wide(tl.load(z + row * stride + col, inside, float("-inf")))
-    top, total = tl.load(stats + row, row < rows, 0), tl.load(stats + rows + row, row < rows, 1)
-    target = tl.load(y + row, row < rows, 0)
-    d = _gradient(x, col, top, total, target, width, tl.load(factor), ignored, None)
-    d = narrow(d, z.dtype.element_ty)
-    if encode is None:
-        times, inverse = scale_of(amax, MAX)
-        one = tl.arange(0, 1)
-        tl.store(scale + one, inverse, tl.program_id(0) + one == 0)
-    else:
-        times = tl.load(encode + tl.arange(0, 1))
-        inverse = times
-    code = codes_of(d, times, inverse, MAX, EMIN, M, ZERO, CONVERTS)
-    store_both(code, codes, other, row, col, inside, rows, width)
-
-
 def losses(
     z_TV: Tensor,
     y_T: Tensor,
     ignored: int | None,
     factor: Tensor | None = None,
     z_loss: float = 0.0,
-    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, fp32 [T], and the statistics of each row, fp32 [2, T].
 
@@ -190,9 +132,6 @@ def losses(
 
     With a `factor`, the gradients of `write_gradients` are written over `z_TV`, whose rows are contiguous:
     the program that has just read a row reads it a second time, so most of it comes from a cache.
-
-    `largest`, 0-dim fp32, is raised to the magnitude of the largest gradient of all rows under a factor of 1
-    and without a z-loss.
     """
     assert factor is None or z_TV.stride(1) == 1
     z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
@@ -208,12 +147,11 @@ def losses(
             factor,
             loss_T,
             stats_2T,
-            None if largest is None else largest.view(torch.int32),
             rows,
             width,
             z_TV.stride(0),
             writes="loss stats",
-            updates="largest" if factor is None else "largest z",
+            updates="" if factor is None else "z",
             ignored=ignored,
             twice_z_loss=2 * z_loss if z_loss else None,
             BLOCK=BLOCK,
@@ -260,47 +198,6 @@ def write_gradients(
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-
-
-class GradientCodes(NamedTuple):
-    """FP8 codes (uint8) of the logits' gradient along both axes, and their scale, 0-dim fp32."""
-
-    codes_TV: Tensor
-    codes_VT: Tensor
-    scale: Tensor
-
-
-def launch_gradient_codes(
-    z_TV: Tensor,
-    y_T: Tensor,
-    stats_2T: Tensor,
-    factor: Tensor,
-    largest: Tensor,
-    ignored: int | None,
-    element: Format,
-    delayed: DelayedScale | None = None,
-) -> GradientCodes:
-    """The codes of `write_gradients` in FP8, of at least one row; `largest` is that of `losses`.
-
-    A product with a positive number and a rounding keep the order of magnitudes, so the amax is `largest`,
-    multiplied and rounded as a gradient is. With `delayed` the scale is known, and its amax is raised.
-    """
-    z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
-    rows, width = z_TV.shape
-    codes_TV, codes_VT = (z_TV.new_empty(s, dtype=torch.uint8) for s in ((rows, width), (width, rows)))
-    amax = (largest * factor.abs()).to(z_TV.dtype).float()
-    scale = torch.empty((), dtype=torch.float32, device=z_TV.device)
-    launch(
-        gradient_codes, (cdiv(rows, SQUARE["ROWS"]) * cdiv(width, SQUARE["COLS"]),),
-        z_TV, y_T, stats_2T, factor, amax, None if delayed is None else delayed.encode,
-        codes_TV, codes_VT, scale, rows, width, z_TV.stride(0),
-        writes="codes other" + " scale" * (delayed is None),
-        lanes=_LANES_OF_CODES[width % 16 > 0] * z_TV.numel(), ignored=ignored, **SQUARE,
-        **code_constants(element, ""), CONVERTS=are_converted(z_TV.device, element), **EIGHT_WARPS,
-    )  # fmt: skip
-    return GradientCodes(
-        codes_TV, codes_VT, scale if delayed is None else launch_delayed_scale(amax, delayed)[1]
-    )
 
 
 def _rows_of(z_TV: Tensor) -> Tensor:
