@@ -111,7 +111,7 @@ def written() -> str:
     for name, target in TARGETS.items():
         names = [*recipe_names(), *recipe_names("modelopt")]
         found = ", ".join(f"`{r}`" for r in names if not refusals(recipe(r), name))
-        lines.append(f"| `{name}` | {target.version.partition(' (')[0]} | {found} |")
+        lines.append(f"| `{name}` | {target.VERSION.partition(' (')[0]} | {found} |")
     return "\n".join(lines)
 
 
