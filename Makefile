@@ -7,7 +7,7 @@ ARGS   ?=
 # With this variable set, each worker and each process that it starts would compile all modules and tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough nightly proofs mutants pages faults check format bench tables evidence ladder2 forecasts docs wheel conformance versions lock
+.PHONY: train test test-thorough nightly proofs mutants pages faults check format gpu bench tables evidence ladder2 forecasts docs wheel conformance versions lock
 .PHONY: notebook notebook-kept workflows clean
 
 train: $(VENV)/.run
@@ -47,6 +47,12 @@ check: $(VENV)/.dev
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+# What a new machine has to get right: each case in a process that another's crash does not reach. It writes gpu.xml
+# and gpu.md, the page to send. Without a GPU, kernels run in Triton's interpreter: `make gpu ARGS="-k losses"`.
+gpu: $(VENV)/.dev
+	-$(BIN)/python -m pytest -m '' -n 1 --max-worker-restart=1000 -p no:support.cost --tb=short --junitxml=gpu.xml tests/gpu $(ARGS)
+	$(BIN)/python tests/gpu/page.py gpu.xml gpu.md
 
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/emulation.py $(ARGS)

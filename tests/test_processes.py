@@ -1,4 +1,4 @@
-"""Programs side by side; a process that answers requests: its answers, its end, an answer that is late."""
+"""Programs side by side; a process that answers requests: its answers and its end."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from narrowgauge.processes import Answering, Ended, Late, Programs
+from narrowgauge.processes import Answering, Ended, Programs
 
 
 @contextmanager
@@ -19,7 +19,6 @@ def adding(number):
             os._exit(9)
         if request == "pid":
             return os.getpid()
-        time.sleep(60 if request == "late" else 0)
         return request + number
 
     yield answer
@@ -51,15 +50,13 @@ def test_the_end_of_a_process_is_an_error_with_its_exit_code(process):
         assert error.value.code == 9
     in_the_preparation = Answering(broken)
     with pytest.raises(Ended) as error:
-        in_the_preparation.wait_until_ready()
+        in_the_preparation.ask(1)
     assert error.value.code == 7
     in_the_preparation.end()
 
 
-def test_a_late_answer_is_an_error_and_the_process_can_be_ended(process):
+def test_the_process_can_be_ended(process):
     pid = process.ask("pid")
-    with pytest.raises(Late):
-        process.ask("late", 0.2)
     process.end()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -151,10 +151,6 @@ class _Raised:
     traceback: str
 
 
-class Late(Exception):
-    """The process did not answer in time; it still runs."""
-
-
 class Answering:
     """The parent's side of a process that answers requests, one at a time.
 
@@ -171,30 +167,20 @@ class Answering:
         theirs.close()
         self._is_ready = False
 
-    def wait_until_ready(self, most_s: float | None = None) -> None:
-        """Wait until the preparation is done.
-
-        Raises:
-            Ended: The process exited.
-            Late: It took more than `most_s` seconds; None waits without limit.
-        """
-        if not self._is_ready:
-            self._receive(most_s)
-            self._is_ready = True
-
-    def ask(self, request: object, most_s: float | None = None) -> Any:
+    def ask(self, request: object) -> Any:
         """The answer to a request; first waits until the preparation is done.
 
         Raises:
             Ended: The process exited.
-            Late: The answer took more than `most_s` seconds; None waits without limit.
         """
-        self.wait_until_ready()
+        if not self._is_ready:
+            self._receive()
+            self._is_ready = True
         try:
             self._connection.send(request)
         except OSError:
             raise self._ended() from None
-        return self._receive(most_s)
+        return self._receive()
 
     def end(self, grace_s: float = 0.0) -> None:
         """End the process if it still runs; it may exit by itself within `grace_s` seconds."""
@@ -203,14 +189,11 @@ class Answering:
         self._process.terminate()
         self._process.join(_END_S)
 
-    def _receive(self, most_s: float | None) -> Any:
+    def _receive(self) -> Any:
         try:
-            is_late = not self._connection.poll(most_s)
-            answer = None if is_late else self._connection.recv()
+            answer = self._connection.recv()
         except (EOFError, OSError):
             raise self._ended() from None
-        if is_late:
-            raise Late
         if isinstance(answer, _Raised):
             raise self._ended(answer.traceback)
         return answer

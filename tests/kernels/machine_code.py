@@ -1,8 +1,8 @@
-"""Compile every kernel to machine code of GPUs that need not be here, at the real shapes of `bench --verify`.
+"""Compile every kernel to machine code of GPUs that need not be here, at the real shapes of tests/gpu.
 
     python machine_code.py TARGET...        such as cuda:90 or hip:gfx942
 
-A step launches no other variant (tests/bench/test_verify_covers.py). Triton's own compiler and assembler do
+A step launches no other variant (tests/kernels/test_covers.py). Triton's own compiler and assembler do
 it; only the launch is replaced. For each kernel and target a line of JSON reports the assembler's figures.
 """
 
@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 import triton
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from narrowgauge.bench.verify.kernel_checks import kernel_checks
-from narrowgauge.bench.verify.operations import passes
+from gpu.operations import passes
+from gpu.table import OPERATIONS
 from narrowgauge.devices import imagine
 from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.cross_entropy import cross_entropy
@@ -108,8 +109,7 @@ def main(names):
         Launch.__call__ = lambda *args, target=target, found=found: compile_for(target, found, *args)
         gpu = named_device(f"sm_{target.arch}" if target.backend == "cuda" else target.arch)
         with imagine(gpu, lambda _: None):
-            for check in kernel_checks(META, ""):
-                (operation,) = check.run.args
+            for operation in OPERATIONS.values():
                 for shape in () if ALIKE.search(operation.name) else operation.real:
                     operation.run(META, shape)
             for run in OTHERS:

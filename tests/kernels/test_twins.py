@@ -1,7 +1,7 @@
-"""Every kernel is its twin in plain torch: the table of `bench --verify`, in the interpreter.
+"""Every kernel is its twin in plain torch: the table of tests/gpu, of strange numbers and odd shapes.
 
-It has ordinary numbers at one shape; here its operations also have strange numbers and odd shapes. The other
-files of this folder compare what no operation of the table does, and with other oracles.
+tests/gpu/test_kernels.py has ordinary numbers. The other files of this folder compare what no operation of
+the table does, and with other oracles.
 """
 
 from functools import partial
@@ -9,47 +9,13 @@ from functools import partial
 import pytest
 import torch
 
+from gpu import joined_operations, operations
+from gpu.compare import close, same
+from gpu.operations import matrix_cast
+from gpu.table import OPERATIONS
 from kernels.common import assert_same
-from narrowgauge.bench.verify import joined_operations, operations
-from narrowgauge.bench.verify.check import Disagreement, close, same
-from narrowgauge.bench.verify.kernel_checks import kernel_checks
-from narrowgauge.bench.verify.layer_checks import _passes
-from narrowgauge.bench.verify.operations import matrix_cast
-from narrowgauge.kernels.dispatch import plain_operations, use_kernels
+from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.quantization import make_cast
-from narrowgauge.recipes import recipe, recipe_names
-
-CHECKS = {check.name: check for check in kernel_checks(torch.device("cpu"), "")}
-OPERATIONS = {name: check.run.args[0] for name, check in CHECKS.items()}
-NARROW = [n for n in recipe_names() if recipe(n).is_narrow and not recipe(n).narrows_attention]
-
-
-@pytest.mark.tier(
-    "thorough", keep=("nvfp4 along axis 0", "random signs", "AdamW on msamp-o2's state", "attention")
-)
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_kernel_is_its_twin(name, device):
-    assert CHECKS[name].run(device)
-
-
-@pytest.mark.parametrize(
-    ("name", "operation"), [("SwiGLU", "swiglu"), ("GELU", "gelu"), ("attention", "attend")]
-)
-def test_a_wrong_number_is_seen(name, operation, device, monkeypatch):
-    """One number of the result is off by a thirtieth where kernels run."""
-    right = getattr(operations, operation)
-
-    def wrong(x, *others):
-        y = right(x, *others)
-        if not use_kernels(x):
-            return y
-        off = torch.ones_like(y)
-        off.view(-1)[y.detach().abs().argmax()] = 1.5
-        return y * off
-
-    monkeypatch.setattr(operations, operation, wrong)
-    with pytest.raises(Disagreement):
-        CHECKS[name].run(device)
 
 
 def not_finite(x, seed):
@@ -165,23 +131,8 @@ def test_what_is_not_finite_is_so_in_the_twin(name, device, draw):
         draw(kind)
         got = operation.run(device, operation.small)
         with plain_operations():
-            expected = (operation.reference or operation.run)(device, operation.small)
+            expected = operation.reference(device, operation.small)
         for key, b in expected.items():
             a, is_finite = got[key].cpu(), b.cpu().isfinite()
             assert_same([a.isfinite(), a[~is_finite]], [is_finite, b.cpu()[~is_finite]])
             close({key: a[is_finite]}, {key: b.cpu()[is_finite]}, share=0.02)
-
-
-@pytest.mark.tier("thorough", keep=("fp8-delayed", "nvfp4"))
-@pytest.mark.parametrize("name", NARROW)
-def test_a_layer_has_the_same_numbers_with_kernels_and_without(name, device):
-    """But for sums without an order: in the product of a transform they may tip a code, in a product in two
-    parts they are rounded to a neighbour; and but for a power that the interpreter computes."""
-    ours = _passes(name, device, "emulated", True)
-    with plain_operations():
-        plain = _passes(name, device, "emulated", True)
-    casts = recipe(name).casts
-    has_transform = any(cast.hadamard.size for cast in casts.values())
-    is_near = casts["fprop.x"].block == (1, 0) or casts["fprop.w"].estimator.k
-    share = 0.02 if has_transform else 2e-3
-    assert (partial(close, share=share) if has_transform or is_near else same)(ours, plain)

@@ -11,6 +11,8 @@ import os
 import pkgutil
 from importlib.util import find_spec
 
+import numpy as np
+import pytest
 import torch
 
 #: The GPU for which kernels are compiled; "" to interpret them.
@@ -32,3 +34,28 @@ def import_kernels() -> None:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Where kernels run here. Triton asks for its interpreter when a kernel is defined, which is at the first
+    use: on a CPU that is always under this variable. Its own functions, such as the sum, were defined when it
+    was imported, by whomever. It computes with numpy, which would warn of infinities and NaN."""
+    triton = pytest.importorskip("triton", reason="torch came without Triton here")
+    if torch.cuda.is_available() and not COMPILED_FOR:
+        yield torch.device("cuda")
+        return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that operations on a CPU's tensors launch kernels
+    if COMPILED_FOR:
+        from ptx.compiled import executing
+
+        with executing(COMPILED_FOR):
+            yield torch.device("cpu")
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+
+    for name, function in list(vars(triton.language).items()):
+        if isinstance(function, triton.JITFunction):
+            monkeypatch.setattr(triton.language, name, InterpretedFunction(function.fn))
+    with np.errstate(all="ignore"):
+        yield torch.device("cpu")

@@ -6,6 +6,7 @@ written to a run directory.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,19 +144,20 @@ def timed(
             for worker in list(workers):
                 say(f"warm-up of {worker.name}")
                 try:
-                    worker.wait_until_ready()
+                    worker.ask("ready")
                 except UserError as error:
                     if worker.name == OURS:
                         raise
                     failed[worker.name] = str(error)
                     workers.remove(worker)
             say(f"{rounds} rounds of {', '.join(names)}")
-            seconds |= take_turns({worker.name: worker.step for worker in workers}, rounds)
+            steps = {worker.name: partial(worker.ask, "step") for worker in workers}
+            seconds |= take_turns(steps, rounds)
             for worker in workers:
                 if worker.name == OURS:
-                    memory = worker.memory()
+                    memory = worker.ask("memory")
                     say("profile")
-                    profiled = worker.profile()
+                    profiled = worker.ask("profile")
     assert profiled is not None
     return seconds, profiled, failed, memory
 
@@ -183,10 +185,15 @@ def _print(result: BenchResult, console: Console) -> None:
     console.print(_peers_table(result))
 
 
-def _ceilings_table(result: BenchResult) -> Table:
-    table = Table("matmul (m, n, k)", box=None, header_style="bold")
-    for column in ("format", "times", "TFLOP/s"):
+def _table(first: str, *figures: str) -> Table:
+    table = Table(first, box=None, header_style="bold")
+    for column in figures:
         table.add_column(column, justify="right")
+    return table
+
+
+def _ceilings_table(result: BenchResult) -> Table:
+    table = _table("matmul (m, n, k)", "format", "times", "TFLOP/s")
     for gemm, seconds in result.ceilings.gemm_s.items():
         shape = f"{gemm.m} x {gemm.n} x {gemm.k}"
         table.add_row(shape, gemm.kind, str(result.work.gemms[gemm]), f"{gemm.flops / seconds / 1e12:.3f}")
@@ -195,9 +202,7 @@ def _ceilings_table(result: BenchResult) -> Table:
 
 def _classes_table(result: BenchResult) -> Table:
     floor = result.ceilings.floor_ms(result.work)
-    table = Table("class", box=None, header_style="bold")
-    for column in ("ms per step", "floor", "floor / time"):
-        table.add_column(column, justify="right")
+    table = _table("class", "ms per step", "floor", "floor / time")
     for name, ms in result.profiled.classes.items():
         least = floor.get(name, 0.0)
         if ms or least:
@@ -211,9 +216,7 @@ def _classes_table(result: BenchResult) -> Table:
 
 
 def _peers_table(result: BenchResult) -> Table:
-    table = Table("program", box=None, header_style="bold")
-    for column in ("tokens/s", "ms per step"):
-        table.add_column(column, justify="right")
+    table = _table("program", "tokens/s", "ms per step")
     table.add_column("narrowgauge is")
     for name, seconds in result.seconds.items():
         median = Spread.of(seconds).median

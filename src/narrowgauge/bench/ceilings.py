@@ -5,16 +5,16 @@ prepared beforehand. Attention is measured with torch's kernel, which chooses it
 in order. Memory bandwidth is measured with a copy and counts bytes read plus bytes written.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from narrowgauge.bench.timing import best_seconds
 from narrowgauge.bench.work import Attention, Gemm, Work, work_of
 from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
@@ -22,10 +22,11 @@ from narrowgauge.kernels.attention.in_order import attend_in_order, has_c, takes
 from narrowgauge.nn import DTYPES
 from narrowgauge.nn.gemm import arguments, quantized_operand
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.processes import Answering, Ended
+from narrowgauge.processes import depend_on_parent
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import Backend
 from narrowgauge.runs.monitor.hardware import use_device
+from narrowgauge.runs.monitor.yardstick import fastest
 from narrowgauge.torch_compat import fp8_product, scaled_mm
 from narrowgauge.training import Config
 
@@ -73,36 +74,22 @@ def measure_apart(config: Config, device: torch.device) -> tuple[Backend, Work, 
     Raises:
         UserError: The recipe has no such backend here, or the process ended early.
     """
-    process = Answering(_measuring, device, torch.get_num_threads())
-    try:
-        found = process.ask(config)
-    except Ended:
-        raise UserError(
-            "the process that measures the machine's ceilings ended early, with the message above; if it ran "
-            "out of memory, set a smaller --training.micro_batch_size"
-        ) from None
-    finally:
-        process.end()
-    if isinstance(found, UserError):
-        raise found
-    backend, work, ceilings = found
-    return backend, work, ceilings
+    with ProcessPoolExecutor(1, get_context("spawn"), depend_on_parent) as pool:
+        try:
+            return pool.submit(_measured, config, device, torch.get_num_threads()).result()
+        except BrokenProcessPool:
+            raise UserError(
+                "the process that measures the machine's ceilings ended early, with the message above; if it "
+                "ran out of memory, set a smaller --training.micro_batch_size"
+            ) from None
 
 
-@contextmanager
-def _measuring(device: torch.device, threads: int) -> Iterator[Callable[[Config], object]]:
+def _measured(config: Config, device: torch.device, threads: int) -> tuple[Backend, Work, Ceilings]:
     torch.set_num_threads(threads)
     use_device(device)
-
-    def found(config: Config) -> tuple[Backend, Work, Ceilings] | UserError:
-        try:
-            backend = verified_backend(config.spec.recipe, device, config.spec.backend)
-        except UserError as error:
-            return error
-        work = work_of(config, backend.name == "native")
-        return backend, work, measure(work, device)
-
-    yield found
+    backend = verified_backend(config.spec.recipe, device, config.spec.backend)
+    work = work_of(config, backend.name == "native")
+    return backend, work, measure(work, device)
 
 
 def measure(work: Work, device: torch.device) -> Ceilings:
@@ -113,27 +100,18 @@ def measure(work: Work, device: torch.device) -> Ceilings:
 
 
 def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
-    """The best time of a matmul, in seconds."""
-    if gemm.kind == "fp8":
-        return _fp8_seconds(gemm, device)
+    """The best time of a matmul, in seconds; FP8 with tensor scales, which hardware runs fastest."""
     if gemm.kind in IN_BLOCKS:
-        given = block_arguments(gemm, device)
-        return best_seconds(lambda: scaled_mm(**given), device)
-    dtype = DTYPES[gemm.kind]
+        return fastest(partial(scaled_mm, **block_arguments(gemm, device)), device)[0]
+    dtype = torch.float8_e4m3fn if gemm.kind == "fp8" else DTYPES[gemm.kind]
     if device.type == "cpu" and dtype == torch.float16:
         dtype = torch.float32  # as nn.gemm computes fp16 matmuls on a CPU
     a = torch.randn(gemm.m, gemm.k, device=device).to(dtype)
     b = torch.randn(gemm.n, gemm.k, device=device).to(dtype)
+    if gemm.kind == "fp8":
+        return fastest(partial(fp8_product, a, b.T, torch.ones((), device=device)), device)[0]
     out = torch.empty(gemm.m, gemm.n, device=device, dtype=dtype)
-    return best_seconds(lambda: torch.mm(a, b.T, out=out), device)
-
-
-def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
-    """The best time of an FP8 matmul as the hardware runs it fastest: tensor scales, fast accumulation."""
-    a = torch.randn(gemm.m, gemm.k, device=device).to(torch.float8_e4m3fn)
-    b = torch.randn(gemm.n, gemm.k, device=device).to(torch.float8_e4m3fn)
-    one = torch.ones((), device=device)
-    return best_seconds(lambda: fp8_product(a, b.T, one), device)
+    return fastest(partial(torch.mm, a, b.T, out=out), device)[0]
 
 
 def block_arguments(gemm: Gemm, device: torch.device) -> dict[str, Any]:
@@ -169,9 +147,9 @@ def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, fl
     for forward in ways:
         out = forward()
         backward = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
-        backward_s = best_seconds(backward, device)
+        backward_s = fastest(backward, device)[0]
         with torch.no_grad():
-            found.append((best_seconds(forward, device), backward_s))
+            found.append((fastest(forward, device)[0], backward_s))
     return min(found, key=sum)
 
 
@@ -180,4 +158,4 @@ def copy_bandwidth(device: torch.device) -> float:
     size = _COPY_BYTES[device.type]
     x = torch.zeros(size // 4, device=device)
     y = torch.empty_like(x)
-    return 2 * size / best_seconds(lambda: y.copy_(x), device)
+    return 2 * size / fastest(partial(y.copy_, x), device)[0]

@@ -1,40 +1,12 @@
-"""Timing on a machine shared with other programs.
+"""Comparisons on a machine shared with other programs.
 
-A ceiling is the best of several tries, because a disturbance makes a measurement longer, never shorter. A
-comparison is a ratio of two workers that take turns, so that a disturbance affects both. It is reported as
+A comparison is a ratio of two workers that take turns, so that a disturbance affects both. It is reported as
 the median of the ratios with their quartiles.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-
-from narrowgauge.runs.monitor.hardware import synchronize
-
-_BUDGET_S = 0.5  # for one ceiling
-_MOST, _LEAST = 50, 3  # tries
-
-
-def best_seconds(action: Callable[[], object], device: torch.device, budget_s: float = _BUDGET_S) -> float:
-    """The shortest time of several calls, after one warm-up call."""
-    action()
-    best, total, tries = float("inf"), 0.0, 0
-    while tries < _LEAST or (total < budget_s and tries < _MOST):
-        elapsed = seconds(action, device)
-        best, total, tries = min(best, elapsed), total + elapsed, tries + 1
-    return best
-
-
-def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """The time of one call, until the device has finished its work."""
-    synchronize(device)
-    start = time.perf_counter()
-    action()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from narrowgauge.bench.peers import peer_step
-from narrowgauge.bench.timing import seconds
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
 from narrowgauge.processes import Answering, Ended
@@ -20,6 +20,7 @@ from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.arithmetic import Arithmetic, AttentionShape
 from narrowgauge.runs.monitor.hardware import memory_at_peak, memory_kept, use_device
 from narrowgauge.runs.monitor.profiler import Profile, StepTime
+from narrowgauge.runs.monitor.yardstick import seconds
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 
@@ -33,29 +34,16 @@ class Worker:
     def __init__(self, name: str, process: Answering) -> None:
         self.name, self._process = name, process
 
-    def step(self) -> float:
-        """The seconds of one step."""
-        elapsed = self._answer("step")
-        assert isinstance(elapsed, float)
-        return elapsed
+    def ask(self, command: str) -> Any:
+        """The answer, after the warm-up steps.
 
-    def profile(self) -> StepTime:
-        """The time by class of a few steps."""
-        step_time = self._answer("profile")
-        assert isinstance(step_time, StepTime)
-        return step_time
+        Args:
+            command: "ready" gives None; "step" the seconds of one step; "profile" the time by class of a few
+                (`StepTime`); "memory" the process's peak device memory in bytes, `allocated` and `reserved`.
 
-    def memory(self) -> dict[str, int]:
-        """The process's peak device memory in bytes: `allocated` and `reserved`."""
-        held = self._answer("memory")
-        assert isinstance(held, dict)
-        return held
-
-    def wait_until_ready(self) -> None:
-        """Wait until the warm-up steps are done."""
-        self._answer("ready")
-
-    def _answer(self, command: str) -> object:
+        Raises:
+            UserError: The process ended.
+        """
         try:
             return self._process.ask(command)
         except Ended as ended:
@@ -92,15 +80,13 @@ def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[
         step = own_step(config, device, batches) if name == OURS else peer_step(name, config, device, batches)
         for _ in range(_WARM):
             step()
-        yield lambda command: _answer(command, step, device)
-
-
-def _answer(command: str, step: Callable[[], object], device: torch.device) -> object:
-    if command == "step":
-        return seconds(step, device)
-    if command == "memory":
-        return memory_at_peak(device)
-    return profiled(step, device) if command == "profile" else None
+        answers = {
+            "ready": lambda: None,
+            "step": lambda: seconds(step, device),
+            "memory": lambda: memory_at_peak(device),
+            "profile": lambda: profiled(step, device),
+        }
+        yield lambda command: answers[command]()
 
 
 def own_step(config: Config, device: torch.device, batches: Sequence[Batch]) -> Callable[[], object]:

@@ -107,15 +107,7 @@ def _cluster_option(p: KeyParser, text: str) -> None:
 def _bench(p: KeyParser) -> None:
     p.add_argument("--rounds", metavar="N", default="5", help="timed steps of each program (5)")
     p.add_argument("--peers", metavar="A,B", help="programs to compare with; none: time narrowgauge only")
-    p.add_argument(
-        "--verify",
-        action="store_true",
-        help="also compare values with the CPU's; with --rounds 0, only that",
-    )
-    p.add_argument("--read", metavar="FILE", type=Path, help="print the findings in a file of --verify")
-    p.add_argument(
-        "--json", metavar="FILE", type=Path, help="write all figures to FILE (with --verify: answer.json)"
-    )
+    p.add_argument("--json", metavar="FILE", type=Path, help="write all figures to FILE")
 
 
 def _scaling(p: KeyParser) -> None:

@@ -190,7 +190,7 @@ def _measured_step(
         "tokens_per_s": tokens / seconds,
         "step_ms": 1000 * seconds,
         "mfu": flops / seconds / peak / context.coordinator.size if peak else None,
-        "memory_bytes": hardware.peak_memory(context.run.device),
+        "memory_bytes": hardware.memory_at_peak(context.run.device)["allocated"],
     }
 
 

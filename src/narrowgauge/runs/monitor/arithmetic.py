@@ -21,11 +21,9 @@ import json
 import math
 import os
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,12 +37,12 @@ from narrowgauge.kernels.attention.in_order import LANES, has_c
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.runs.monitor.hardware import device_name
 from narrowgauge.runs.monitor.threads import threads_of
-from narrowgauge.runs.monitor.yardstick import fastest_tries
+from narrowgauge.runs.monitor.yardstick import fastest, fastest_tries
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 from narrowgauge.training.plan import TrainingPlan
 
 _SIZE = 512  # of the square matrices that are timed
-_HEADS, _LONGEST, _TRIES = 4, 1024, 5  # of the attention that is timed
+_HEADS, _LONGEST = 4, 1024  # of the attention that is timed
 WAYS = ("in-order", "fp32", "torch")  # of computing attention
 _CLEARLY = 1.2  # torch's attention is chosen if it is this much faster
 
@@ -195,54 +193,51 @@ def measured_attention(shape: AttentionShape) -> str:
     """The faster attention for this machine, torch, shape and dtype: cached, or measured now."""
     if not (other := shape.alternative):
         return "torch"
-    entry = _entry("attention", shape.head_dim, shape.tokens, other)
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        kept = json.loads(entry.read_text(encoding="utf-8"))["attention"]
-        if kept in (other, "torch"):
-            return str(kept)
-    seconds = {way: _attention_seconds(way, shape) for way in (other, "torch")}
-    chosen = "torch" if _CLEARLY * seconds["torch"] < seconds[other] else other
-    write_cached(entry, {"attention": chosen, "seconds": seconds})
-    return chosen
+
+    def measure() -> tuple[str, Mapping[str, float]]:
+        seconds = {way: _attention_seconds(way, shape) for way in (other, "torch")}
+        return "torch" if _CLEARLY * seconds["torch"] < seconds[other] else other, seconds
+
+    return _cached("attention", (other, "torch"), measure, shape.head_dim, shape.tokens, other)
 
 
 def _attention_seconds(way: str, shape: AttentionShape) -> float:
     """The shortest time of attention, forward and backward, of one sequence on one thread."""
     size = (1, _HEADS, min(shape.tokens, _LONGEST), shape.head_dim)
     dtype = torch.float16 if shape.dtype == "fp16" else torch.bfloat16
-    q, k, v = (torch.linspace(-1, 1, math.prod(size)).view(size).to(dtype) for _ in range(3))
-    threads, seconds = torch.get_num_threads(), []
+    x, threads = torch.linspace(-1, 1, math.prod(size)).view(size).to(dtype), torch.get_num_threads()
+    q, k, v = (x.clone().requires_grad_() for _ in range(3))
     torch.set_num_threads(1)
     choose_attention(way)
     try:
-        for _ in range(_TRIES + 1):
-            start = time.perf_counter()
-            out = attend(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-            seconds.append(time.perf_counter() - start)
+        return fastest(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), x), x.device)[0]
     finally:
         choose_attention("")
         torch.set_num_threads(threads)
-    return min(seconds[1:])
-
-
-def _entry(what: str, *more: object) -> Path:
-    """The cached choice of this machine and torch."""
-    return cache_entry(what, platform.node(), device_name(torch.device("cpu")), torch.__version__, *more)
 
 
 def measured_products() -> str:
     """The faster precision for this machine and torch: from the cache, or measured now."""
     if not cpu_multiplies_bf16():
         return "fp32"
-    cpu = torch.device("cpu")
-    entry = _entry("products")
+
+    def measure() -> tuple[str, Mapping[str, float]]:
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        seconds = {name: fastest_tries(_SIZE, torch.device("cpu"), d)[0] for name, d in dtypes.items()}
+        return min(seconds, key=lambda name: seconds[name]), seconds
+
+    return _cached("products", ("bf16", "fp32"), measure)
+
+
+def _cached(
+    what: str, known: Sequence[str], measure: Callable[[], tuple[str, Mapping[str, float]]], *more: object
+) -> str:
+    """The choice of this machine and torch: from the cache, or measured now and kept there."""
+    entry = cache_entry(what, platform.node(), device_name(torch.device("cpu")), torch.__version__, *more)
     with suppress(OSError, ValueError, TypeError, KeyError):
-        kept = json.loads(entry.read_text(encoding="utf-8"))["products"]
-        if kept in ("bf16", "fp32"):
+        kept = json.loads(entry.read_text(encoding="utf-8"))[what]
+        if kept in known:
             return str(kept)
-    seconds = {d: fastest_tries(_SIZE, cpu, d)[0] for d in (torch.bfloat16, torch.float32)}
-    chosen = "bf16" if seconds[torch.bfloat16] <= seconds[torch.float32] else "fp32"
-    flops = {str(d).removeprefix("torch."): 2 * _SIZE**3 / s for d, s in seconds.items()}
-    write_cached(entry, {"products": chosen, "flops": flops})
+    chosen, seconds = measure()
+    write_cached(entry, {what: chosen, "seconds": seconds})
     return chosen

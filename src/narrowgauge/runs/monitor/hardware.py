@@ -152,10 +152,3 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its queued work, for timing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that torch allocated on a GPU, or that this process held on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_memory_held()

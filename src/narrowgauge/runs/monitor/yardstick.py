@@ -14,10 +14,11 @@ import json
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from narrowgauge.files import cache_entry, write_cached
 from narrowgauge.runs.monitor.hardware import device_name, synchronize
 
 AGREE = 1.1  # the third fastest try takes at most this much longer than the fastest
-_LEAST = 5  # tries of one matmul
+_LEAST = 5  # tries of one action
 _ENOUGH_S, _MOST_S = 0.2, 2.0  # seconds of tries that agree, and of tries that do not
 _LARGE = 4  # from this many threads a CPU needs the larger matmul to be busy
 
@@ -75,16 +76,26 @@ def agree(fastest: Sequence[float]) -> bool:
 def fastest_tries(n: int, device: torch.device, dtype: torch.dtype) -> list[float]:
     """Seconds of the three fastest of many matmuls of (n, n) matrices."""
     a = torch.ones(n, n, device=device, dtype=dtype)
-    out = torch.mm(a, a)  # the first call chooses a kernel
-    fastest, total, tries = [math.inf] * 3, 0.0, 0
-    while tries < _LEAST or total < _ENOUGH_S or (total < _MOST_S and not agree(fastest)):
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(a, a, out=out)
-        synchronize(device)
-        seconds = time.perf_counter() - start
-        fastest, total, tries = sorted([*fastest, seconds])[:3], total + seconds, tries + 1
-    return fastest
+    return fastest(partial(torch.mm, a, a, out=torch.empty_like(a)), device)
+
+
+def fastest(action: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of the three fastest of many calls: a disturbance makes a call longer, never shorter."""
+    action()  # the first call chooses a kernel
+    found, total, tries = [math.inf] * 3, 0.0, 0
+    while tries < _LEAST or total < _ENOUGH_S or (total < _MOST_S and not agree(found)):
+        elapsed = seconds(action, device)
+        found, total, tries = sorted([*found, elapsed])[:3], total + elapsed, tries + 1
+    return found
+
+
+def seconds(action: Callable[[], object], device: torch.device) -> float:
+    """The time of one call, until the device has finished its work."""
+    synchronize(device)
+    start = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -119,7 +119,7 @@ class TrainingSection(Section):
     threads: int = Field(0, ge=0, le=1024, description="of a CPU, for each process; 0: as many as are free")
     compile: bool = Field(False, description="run the model through torch.compile")
     graph: bool | Literal["auto"] = Field(
-        "auto", description="micro-batches as CUDA graphs; auto: where bench --verify saw the same digits"
+        "auto", description="micro-batches as CUDA graphs; auto: where make gpu saw the same digits"
     )
     deterministic: bool = Field(False, description="only kernels that repeat every bit on a GPU: slower")
     recompute: Annotated[bool | Literal["selective"], Also("gradient-checkpointing")] = Field(

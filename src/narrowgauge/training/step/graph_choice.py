@@ -2,7 +2,7 @@
 
 true    always, or the run is refused with the reason (`graph_gap`)
 false   never
-auto    where `bench --verify` has found that recorded steps have the digits of usual ones: on this machine
+auto    where `make gpu` has found that recorded steps have the digits of usual ones: on this machine
         and device, with these versions of torch, CUDA, cuDNN and Triton, and with these sources of this
         program, whatever its version. It notes that in the cache (`files.cache_entry`). Nowhere
         else, silently
@@ -57,7 +57,7 @@ def graphs_for(plan: TrainingPlan, engine: Engine) -> CudaGraphs | None:
 
 
 def is_verified(device: torch.device) -> bool:
-    """Whether `bench --verify` has seen equal digits on this machine with these versions."""
+    """Whether `make gpu` has seen equal digits on this machine with these versions."""
     return _entry(device).is_file()
 
 

@@ -1,4 +1,4 @@
-"""`bench --verify` runs every variant of every kernel that a step launches, counted on imagined GPUs."""
+"""The table runs every variant of every kernel that a step launches, counted on imagined GPUs."""
 
 from functools import cache
 from itertools import product
@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from narrowgauge.bench.verify.kernel_checks import kernel_checks
+from gpu.table import OPERATIONS
 from narrowgauge.data import Batch
 from narrowgauge.devices import imagine
 from narrowgauge.recipes import named_device, recipe_names
@@ -58,9 +58,8 @@ def step(recipe, model, **places):
 
 @cache
 def verified(gpu):
-    """The variants that the checks of kernels launch on a GPU, at their small shapes."""
-    operations = [check.run.args[0] for check in kernel_checks(META, "")]
-    return launches_of(gpu, lambda: [operation.run(META, operation.small) for operation in operations])
+    """The variants that the table launches on a GPU, at their small shapes."""
+    return launches_of(gpu, lambda: [o.run(META, o.small) for o in OPERATIONS.values()])
 
 
 @pytest.mark.tier("nightly", keep=len(FEW))

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from narrowgauge.bench.verify.operations import Found, Shape, drawn, passes
+from gpu.operations import Found, Shape, drawn, passes
 from narrowgauge.formats import random_stream
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import amax_of
@@ -112,12 +112,12 @@ POWERS_OF_TWO = {
     name: make_cast({"cast": name, "power_of_two": True})
     for name in ("e4m3", "fp8-row", "fp8-1x128", "fp8-128x128")
 }
-#: (name, run) of each cast that matmuls in FP8 read along both axes.
-BOTH_LAYOUTS = [
-    (f"{name} along both axes{words}", partial(both_layouts, cast(name), given))
+#: Each cast that matmuls in FP8 read along both axes.
+BOTH_LAYOUTS = {
+    f"{name} along both axes{words}": partial(both_layouts, cast(name), given)
     for name in ("e4m3", "e5m2")
     for given, words in (("", ""), ("amax", ", amax known"), ("scale", ", scale known"))
-] + [
-    (f"{name} with powers of two along both axes", partial(both_layouts, POWERS_OF_TWO[name], ""))
+} | {
+    f"{name} with powers of two along both axes": partial(both_layouts, POWERS_OF_TWO[name], "")
     for name in ("e4m3", "fp8-128x128")
-]
+}
