@@ -1,20 +1,23 @@
-"""Runs the reproductions of docs/found-in-others.md: `python conformance/found.py [LIBRARY ...]`.
+"""Runs the reproductions of faults in other libraries: `python conformance/found.py [LIBRARY ...]`.
 
-A block of Python after a line `<!-- runs in: LIBRARY -->` runs in that library's environment, and has to
-print the block of text that follows.
+`found/LIBRARY-WHAT.py` is one: its docstring names the fault, the sentence that requires something else and
+the line of code; its last lines, after `# prints:`, are what it prints. `--page` writes the table of
+docs/found-in-others.md.
 """
 
 import argparse
+import ast
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parent.parent / "docs" / "found-in-others.md"
-BLOCK = re.compile(r"<!-- runs in: (\w+) -->\n```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "found-in-others.md"
+BEGIN, END = "<!-- faults -->", "<!-- end faults -->"
+SAYS = "# prints:\n"
 
 
 class Reproduction(NamedTuple):
@@ -26,8 +29,13 @@ class Reproduction(NamedTuple):
 
 
 def reproductions() -> list[Reproduction]:
-    """The page's faults, in its order."""
-    return [Reproduction(*found) for found in BLOCK.findall(PAGE.read_text(encoding="utf-8"))]
+    """All of them, in the order of their names."""
+    found = []
+    for path in sorted((HERE / "found").glob("*.py")):
+        code, _, printed = path.read_text(encoding="utf-8").partition(SAYS)
+        lines = [line.removeprefix("#   ") for line in printed.splitlines(keepends=True)]
+        found.append(Reproduction(path.stem.partition("-")[0], code, "".join(lines)))
+    return found
 
 
 def run(one: Reproduction, environments: Path | None = None) -> str:
@@ -39,10 +47,20 @@ def run(one: Reproduction, environments: Path | None = None) -> str:
         file.write_text(one.code, encoding="utf-8")
         words = [python, "-W", "ignore", str(file)]
         given = os.environ | {"TMPDIR": folder}
-        done = subprocess.run(words, capture_output=True, text=True, cwd=PAGE.parent.parent, env=given)
+        done = subprocess.run(words, capture_output=True, text=True, cwd=HERE.parent, env=given)
     if done.returncode:
         return (done.stderr.strip().splitlines() or [""])[-1]
     return "".join(f"{s}\n" for s in done.stdout.splitlines() if not s.startswith(("{'train", "\x1b")) and s)
+
+
+def page() -> str:
+    """The text of the page, with a row for each reproduction."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    rows = ["| fault | reproduction |", "|---|---|"]
+    for path in sorted((HERE / "found").glob("*.py")):
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        rows.append(f"| {said.splitlines()[0].rstrip('.')} | `{path.name}` |")
+    return before + "\n".join([BEGIN, "", *rows, "", END]) + rest.partition(END)[2]
 
 
 def main() -> int:
@@ -50,7 +68,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="run the reproductions of docs/found-in-others.md")
     parser.add_argument("libraries", nargs="*", metavar="LIBRARY")
     parser.add_argument("--environments", type=Path, metavar="FOLDER")
+    parser.add_argument("--page", action="store_true", help="write the page's table instead")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
     wrong = 0
     for one in reproductions():
         if options.libraries and one.library not in options.libraries:

@@ -26,19 +26,14 @@ TABLES = {  # heading -> the formats of its rows
 }
 HEAD = """# Libraries, case by case
 
-Each library quantizes the same small tensors, each made for one property of a format. An exact
-oracle in rational arithmetic judges the result. [Found in others](found-in-others.md) describes
-the faults. This page is made from `conformance/matrix.csv`:
+Each library quantizes the same small tensors, each made for one property of a format, and an exact oracle
+in rational arithmetic judges the result. [Found in others](found-in-others.md) describes the faults. The
+tables are made from `conformance/matrix.csv`; a library that is not installed keeps its stored rows:
 
 ```sh
 python conformance/matrix.py --environments ../environments --install
 python conformance/page.py
 ```
-
-A library that is not installed keeps its stored rows. The docstrings in `conformance/adapters/` name the
-environment variables for checkouts of libraries without a package. On a CPU, auto-round, brevitas,
-fouroversix, gfloat, microxcaling and Quartet II draw stochastic rounding, and so does narrowgauge. qwix
-ignores it for floats. torchao and TransformerEngine draw in GPU kernels, torchao also bf16 and int8 on a CPU.
 
 A row starts with the mark of most of its cases and lists the cases with another mark. narrowgauge has
 no rows: every mark is `=`.
@@ -52,9 +47,8 @@ CAUSES = """Why a library differs without a fault, first match first. The causes
 [found in others](found-in-others.md), with reproductions; `conformance/causes.csv` has all."""
 PEERS = """## Their tests, with narrowgauge's casts
 
-`python conformance/peers.py` runs tests of other libraries with narrowgauge's casts in the place of theirs:
-ml_dtypes' conversions (a case is a number) and TransformerEngine's kernels (`te`; a case is a test). nanochat
-has no tests of FP8, so its quantization of tensors is compared.
+`python conformance/peers.py` runs the tests of ml_dtypes (a case is a number) and TransformerEngine (`te`; a
+case is a test) with narrowgauge's casts in the place of theirs, and compares nanochat's quantization.
 
 | library | version | cases | agree | differ |
 |---|---|---|---|---|"""
@@ -79,7 +73,7 @@ def cause_of(row: Row, causes: list[Row]) -> Row | None:
 def page() -> str:
     """The text of the page."""
     rows, causes = read("matrix.csv"), read("causes.csv")
-    parts = [HEAD + "".join(f"| `{MARKS[k]}` | {text} |\n" for k, text in KINDS.items())]
+    parts = [HEAD + "".join(f"| `{MARKS[k]}` | {text} |\n" for k, text in KINDS.items()), "<!-- tables -->"]
     versions = dict(sorted({r["library"]: (r["version"], r["date"]) for r in rows}.items()))
     newest = max(date for _, date in versions.values())
     head = f"## Libraries\n\nTested on {newest}, if no other day is given.\n\n| library | version | "
@@ -96,7 +90,7 @@ def page() -> str:
     lines = [f"## Causes\n\n{CAUSES}\n"]
     for library, cause in groupby((c for c in causes if c["kind"] != "fault"), lambda c: c["library"]):
         lines += [f"**{library}**".replace("_", "\\_"), "", *map(_line, cause), ""]
-    return "\n\n".join([*(p.rstrip("\n") for p in parts), "\n".join(lines)]) + "\n"
+    return "\n\n".join([*(p.rstrip("\n") for p in parts), "\n".join(lines), "<!-- end tables -->"]) + "\n"
 
 
 def _line(cause: Row) -> str:
