@@ -38,6 +38,7 @@ from narrowgauge.analysis import (
     flops_budget,
     forward_costs,
     gemm_costs,
+    open_probed,
     recipe_text,
     relative_errors,
     solve,
@@ -46,7 +47,6 @@ from narrowgauge.analysis import (
 from narrowgauge.analysis.forks import wide
 from narrowgauge.kernels import choose_attention, choose_products
 from narrowgauge.laboratory.search import _blocks, _pace, _weights
-from narrowgauge.laboratory.subject import Text
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe, Rule, load_recipe
 from narrowgauge.report.verdict.rule import judge
@@ -173,7 +173,7 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     choose_products("bf16")
     choose_attention("in-order")
-    probed = Text(batches=16).open(options.base)
+    probed = open_probed(options.base, batches=16)
     losses = read()
 
     def measure(part: str, seed: int, changes: Changes) -> None:

@@ -21,9 +21,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import narrowgauge as ng
-from narrowgauge.cli.line import read_line
-from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.cli.parsing.verbs import VERBS
+from narrowgauge.cli.line import config_values, read_line
+from narrowgauge.cli.main import run_verb
 from narrowgauge.cli.verbs.compare import read_plan
 from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
 from narrowgauge.runs import default_out, lay_out
@@ -75,7 +74,7 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
         return []
     options, verb = read_line(words), words[0]
     if verb in ("launch", "recipes", "formats"):
-        VERBS[verb].load()(options)
+        run_verb(options)
         return []
     if not hasattr(options, "config"):
         made = verb == "import" and options.out

@@ -8,8 +8,8 @@ import signal
 import typing
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from functools import wraps
-from inspect import Parameter, signature
+from functools import cache, wraps
+from inspect import signature
 from types import UnionType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -80,7 +80,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     The outermost type counts: what a sequence or a mapping holds is checked where it is read.
     """
-    form = signature(function)
+    form, hints = signature(function), cache(lambda: typing.get_type_hints(function))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -89,10 +89,10 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         except TypeError as error:
             raise UserError(f"{function.__name__}: {error}") from None
         for name, value in given.items():
-            hint = form.parameters[name].annotation
+            hint = hints().get(name, Any)
             parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
             kinds = [typing.get_origin(part) or part for part in parts]
-            if not any(k is Parameter.empty or isinstance(value, _ALLOWED.get(k, k)) for k in kinds):
+            if not any(isinstance(value, _ALLOWED.get(k, k)) for k in kinds):
                 require(name, value, *kinds)
         return function(*args, **kwargs)
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_is_one_sentence(line, capsys):
     for words, sentence in (
         (["--peers", "torch fp33"], "unknown peer 'torch fp33'; the nearest is 'torch fp32'"),
         (["--peers", "torchao tensorwise"], "peer 'torchao tensorwise' "),
-        (["--rounds", "none"], "--rounds none: it must be a whole number above 0"),
+        (["--rounds", "none"], "argument --rounds: 'none' is not a whole number above 0"),
     ):
         assert main(["bench", *line()[1:], *words]) == 2
         err = capsys.readouterr().err

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.line import read_line
-from narrowgauge.cli.parsing.key_parser import EXAMPLES
-from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.cli.parsing.verbs import VERBS, grouped
+from narrowgauge.cli.line import config_values, read_line
+from narrowgauge.cli.signature import examples_of
+from narrowgauge.cli.table import GROUPS, VERBS, function_of
 from narrowgauge.errors import UserError
 from narrowgauge.runs import default_out
 from narrowgauge.training import config_keys, make_config, to_toml
@@ -117,19 +116,19 @@ def test_a_file_of_a_windows_editor_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "name", "value"),
     [
-        ("train --allow-change lr --allow-change steps", "allow_change", "lr,steps"),
-        ("compare --recipes bf16,fp8 --recipes mxfp4", "recipes", "bf16,fp8,mxfp4"),
-        ("compare --rungs 100 --rungs 200,300", "rungs", "100,200,300"),
-        ("compare --arms a --arms b", "arms", "a,b"),
-        ("bench --peers te --peers torchao", "peers", "te,torchao"),
+        ("train --allow-change lr --allow-change steps", "allow_change", ("lr", "steps")),
+        ("compare --recipes bf16,fp8 --recipes mxfp4", "recipes", ("bf16", "fp8", "mxfp4")),
+        ("compare --rungs 100 --rungs 200,300", "rungs", (100, 200, 300)),
+        ("compare --arms a --arms b", "arms", ("a", "b")),
+        ("bench --peers te --peers torchao", "peers", ("te", "torchao")),
         ("scaling --procs 1 --procs 2", "procs", "1,2"),
-        ("probe runs/x --recipes fp8 --recipes mxfp8", "recipes", "fp8,mxfp8"),
-        ("search x --formats mxfp4 --formats bf16 --budget 0.5 --out m.toml", "formats", "mxfp4,bf16"),
-        ("search x --formats a --budget 0.5 --out m.toml --keep head --keep b", "keep", "head,b"),
-        ("predict --recipe fp8 --recipe nvfp4 --params 1B --tokens 1B", "recipe", "fp8,nvfp4"),
+        ("probe runs/x --recipes fp8 --recipes mxfp8", "recipes", ("fp8", "mxfp8")),
+        ("search x --formats mxfp4 --formats bf16 --budget 0.5 --out m.toml", "formats", ("mxfp4", "bf16")),
+        ("search x --formats a --budget 0.5 --out m.toml --keep head --keep b", "keep", ("head", "b")),
+        ("predict --recipe fp8 --recipe nvfp4 --params 1B --tokens 1B", "recipe", ("fp8", "nvfp4")),
         ("train --log.sinks wandb --log.sinks trackio", "log.sinks", "wandb,trackio"),
         ("train --recipe.keep head --recipe.keep blocks.0.*", "recipe.keep", "head,blocks.0.*"),
-        ("compare --seeds 3 --seeds 5", "seeds", "5"),
+        ("compare --seeds 3 --seeds 5", "seeds", 5),
         ("train --betas 0.9,0.95 --betas 0.8,0.9", "optimizer.betas", "0.8,0.9"),
         ("train --steps 3 --steps 5", "training.steps", "5"),
     ],
@@ -161,7 +160,7 @@ def test_help_is_one_screen_and_all_of_it_when_asked(command):
     assert says in command("train", "-h", "optimiser").err
 
 
-@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+@pytest.mark.parametrize("line", [line for verb in VERBS for line in examples_of(function_of(verb))])
 def test_the_examples_of_the_help_are_read_as_the_command_reads_them(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").touch()
@@ -172,11 +171,10 @@ def test_the_examples_of_the_help_are_read_as_the_command_reads_them(line, tmp_p
 
 
 def test_every_verb_has_an_example_and_a_group(command):
-    assert set(EXAMPLES) | {"doctor"} >= set(VERBS)
-    assert sorted(name for names in grouped().values() for name in names) == sorted(VERBS)
+    assert all(examples_of(function_of(verb)) or verb == "doctor" for verb in VERBS)
     top = command("--help").out
-    assert all(f"\n{group}:\n" in top for group in grouped())
-    assert all(re.search(rf"^ +{verb}(  |$)", top, re.MULTILINE) for verb in VERBS)
+    assert all(f"\n{group}:\n" in top for group in GROUPS)
+    assert all(re.search(rf"^ +{verb}  ", top, re.MULTILINE) for verb in VERBS)
     assert command() == command("--help")
     assert "required: a named model" in command("advise", "--help").out
     assert "examples:\n  narrowgauge sensitivity runs/mine" in command("sensitivity", "--help").out
@@ -221,7 +219,7 @@ def test_the_same_line_finds_a_run_under_an_older_name(tmp_path, monkeypatch, co
 
 ARITHMETIC = (ast.Mult, ast.Sub, ast.Pow, ast.FloorDiv, ast.Mod, ast.MatMult)
 #: Counts of processes, which a verb checks before it calls anything.
-CHECKED = {"launch": {"options.nodes * per_node", "t.batch_size // dims.data", "job.nodes - 1"}}
+CHECKED = {"launch": {"nodes * count", "t.batch_size // dims.data", "job.nodes - 1"}}
 
 
 def computations(tree):

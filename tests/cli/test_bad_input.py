@@ -11,7 +11,7 @@ import pytest
 LINES = [
     ("trian", "unknown verb 'trian'", "'train'"),
     ("''", "unknown verb ''"),
-    ("pretrain", "unknown verb 'pretrain'", "known: train, compare"),
+    ("pretrain", "unknown verb 'pretrain'", "known: advise, plan"),
     ("--recipe fp8", "'--recipe'", "narrowgauge train --recipe"),
     ("--dry-run", "'--dry-run'", "a verb comes first"),
     ("train --dry-run", "unknown option '--dry-run'", "compare has it"),

@@ -35,13 +35,12 @@ recipe.dgrad = { dy = { cast = "mxfp4", rounding = "stochastic" } }
 """
 
 
-def ladder_of(text, arms="", **changes):
+def ladder_of(text, arms=(), **changes):
     values, all_arms = take_arms(tomllib.loads(text))
     values, table = take_experiment(values)
     table |= changes
     require_order(table, all_arms)
-    seeds = "".join(f"{seed}," for seed in table.get("seeds", []))
-    return make_measured(values, choose_arms(all_arms, arms), seeds, table)
+    return make_measured(values, choose_arms(all_arms, arms), table.get("seeds"), table)
 
 
 def test_a_group_is_finished_before_the_next_and_a_seed_before_the_next():
@@ -50,7 +49,7 @@ def test_a_group_is_finished_before_the_next_and_a_seed_before_the_next():
         ("bf16", 3), ("mxfp4", 3), ("bf16", 4), ("mxfp4", 4), ("fp8", 3), ("fp8", 4),
     ]  # fmt: skip
     assert ladder.arms == ("bf16", "fp8", "mxfp4")
-    assert [chain.arm for chain in ladder_of(FILE, arms="fp8").chains] == ["bf16", "bf16", "fp8", "fp8"]
+    assert [chain.arm for chain in ladder_of(FILE, arms=["fp8"]).chains] == ["bf16", "bf16", "fp8", "fp8"]
 
 
 def test_rungs_leave_the_trunk_where_their_rate_begins_to_fall():

@@ -18,7 +18,7 @@ def _cores(monkeypatch):
 
 
 def comparison(**training):
-    return make_comparison({"training": {"device": "cpu", **training}}, recipe_variants("bf16,fp8"), "")
+    return make_comparison({"training": {"device": "cpu", **training}}, recipe_variants(["bf16", "fp8"]))
 
 
 def numbers(experiment, out):

@@ -35,7 +35,7 @@ recipe.name = "mxfp4"
 def experiment_of(**changes):
     values, arms = take_arms(tomllib.loads(FILE))
     values, table = take_experiment(values)
-    return make_measured(values, arms, "3,4", table | changes)
+    return make_measured(values, arms, (3, 4), table | changes)
 
 
 def test_arms_of_a_seed_start_from_one_run_of_the_reference(tmp_path):

@@ -26,10 +26,9 @@ import torch
 from rich.console import Console
 
 import narrowgauge as ng
-import narrowgauge.cli.line
-import narrowgauge.cli.verbs.compare
-import narrowgauge.cli.verbs.models
-import narrowgauge.cli.verbs.train
+import narrowgauge.laboratory.compare
+import narrowgauge.laboratory.train
+import narrowgauge.runs.use.export
 from narrowgauge.__main__ import main as command_line
 from narrowgauge.runs.loop import resolve
 from narrowgauge.runs.monitor import yardstick

@@ -4,19 +4,17 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.line import read_line
+from narrowgauge.cli.line import config_values, read_line
 from narrowgauge.cli.main import main
-from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import load_cluster
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.advise.advise import RECIPES, _unfit
+from narrowgauge.laboratory.advise.question import RECIPES, unfit
 from narrowgauge.laboratory.advise.result import Advice
 from narrowgauge.laboratory.advise.space import Space
 from narrowgauge.models import model_names
@@ -71,14 +69,13 @@ def test_no_setting_of_the_space_is_faster_than_the_best(memory, tmp_path):
 def test_no_setting_of_several_devices_is_faster_than_the_best(second, tmp_path):
     """Every setting is planned and timed once, and searched under limits that many or few of them fit."""
     every = space(card(tmp_path), dims=ParallelDims(shard=2, **{second: 2}), batch=8)
-    points = {index: every.timed(index) for index in product(*(range(len(axis)) for axis in every.axes))}
+    points = {setting: every.timed(setting) for setting in every.settings}
     needs = sorted(point.needed for point in points.values())
     for limit in (needs[0] - 1, needs[0], needs[len(needs) // 8], needs[len(needs) // 2], needs[-1]):
         searched = Planned(every, points, limit)
         fits = [point.seconds for point in points.values() if point.needed <= limit]
         best = searched.best()
         assert (None if best is None else best.seconds) == min(fits, default=None), limit
-        assert all(searched.bound(i) <= point.seconds * (1 + 1e-12) for i, point in points.items())
 
 
 class Planned(Space):
@@ -88,10 +85,10 @@ class Planned(Space):
         super().__init__(other.values, other.dims, other.cluster, other.counts)
         self.points, self.limit = points, limit
 
-    def at(self, index):
-        point = self.points[index]
+    def at(self, setting):
+        point = self.points[setting]
         untimed = replace(point, seconds=0.0, fits=point.needed <= self.limit)
-        return self.planned.setdefault(index, untimed)
+        return self.planned.setdefault(setting, untimed)
 
 
 @pytest.mark.tier("thorough")
@@ -106,7 +103,7 @@ def test_a_pipeline_takes_the_micro_batches_that_wait_least(tmp_path):
 def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
     searched = space(card(tmp_path, "10MB"))
     assert searched.best() is None
-    assert len(searched.planned) == 6, "of each loss the fastest, the smallest, and that of one micro-batch"
+    assert len(searched.planned) == 4, "of each loss the smallest, and that of one micro-batch"
 
 
 @pytest.mark.tier("nightly")
@@ -239,7 +236,7 @@ def test_the_candidates_are_native_with_one_wide_recipe():
     fits = {"t4": "fp16", "a100": "bf16", "cpu": "bf16", "mi355x": "bf16 fp8 msamp-o2"}
     for cluster, recipes in fits.items():
         machine = load_cluster(cluster)
-        assert [name for name in RECIPES if not _unfit(name, machine, is_asked=False)] == recipes.split()
+        assert [name for name in RECIPES if not unfit(name, machine, is_asked=False)] == recipes.split()
 
 
 def test_published_trainings_are_of_named_models_and_have_sources():

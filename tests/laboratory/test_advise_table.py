@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.line import read_line
+from narrowgauge.cli.line import config_values, read_line
 from narrowgauge.cli.main import main
-from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import Cluster, load_cluster, tokens_of
 from narrowgauge.cluster.plan.plan import expected_time
 from narrowgauge.devices import imagine

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.line import read_line
-from narrowgauge.cli.parsing.options import config_values
+from narrowgauge.cli.line import config_values, read_line
 from narrowgauge.data import open_data, prepare
 from narrowgauge.errors import UserError
 from narrowgauge.files import shipped_names

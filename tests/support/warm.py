@@ -29,8 +29,17 @@ import torch._dynamo
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
-import narrowgauge.cli.line  # noqa: F401
-from narrowgauge.cli.parsing.verbs import VERBS
+import narrowgauge.bench
+import narrowgauge.cluster.scaling.scaling
+import narrowgauge.laboratory.advise.space
+import narrowgauge.laboratory.compare
+import narrowgauge.laboratory.plan
+import narrowgauge.laboratory.train
+import narrowgauge.laboratory.watch
+import narrowgauge.runs.use.export
+import narrowgauge.runs.use.served  # noqa: F401  what verbs import when they run
+from narrowgauge.cli.line import parser_of
+from narrowgauge.cli.table import VERBS
 
 
 def become(job: dict) -> None:
@@ -67,8 +76,8 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def main() -> None:
-    for verb in VERBS.values():
-        verb.load()
+    for verb in VERBS:
+        parser_of(verb)
     gc.freeze()  # a child does not look through, at its end, what it never touched
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False

@@ -1,22 +1,29 @@
 """The command: runs a command line, importing as little as possible.
 
-Help, usage errors and the tables of what exists do not need torch. A verb is imported only after its command
-line has been parsed; if torch is missing or cannot be imported, the message gives the reason and the fix.
+Help, usage errors and the tables of what exists do not need torch: a verb imports it after its command line
+has been parsed. If torch is missing or cannot be imported, the message gives the reason and the fix.
 """
 
+import inspect
 import io
+import json
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
+from contextlib import nullcontext
 
+import narrowgauge
+from narrowgauge.cli import signature
 from narrowgauge.cli.ending import to_the_end
+from narrowgauge.cli.help import command_text
 from narrowgauge.cli.installed import NotInstalled, missing, require_torch, too_old
-from narrowgauge.cli.parsing.parser import Parser, add_doctor_options, check_verb, command_parser, described
-from narrowgauge.cli.parsing.verbs import VERBS, Action, Verb
+from narrowgauge.cli.line import check_verb, read_line, require_sources
+from narrowgauge.cli.table import ANYWHERE, GROUPS, VERBS, WITHOUT_TORCH, function_of
 from narrowgauge.cluster.doctor.facts import LIMITS
 from narrowgauge.cluster.doctor.software import folder_of
+from narrowgauge.laboratory.arguments import Line
 from narrowgauge.operating_system import require_posix
+from narrowgauge.result import Result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,66 +37,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int | None:
-    check_verb(words)
-    if not words or words[0] not in VERBS:
-        parser, _ = command_parser(Parser)
-        parser.parse_args(words)
-        parser.print_help()
-        return None
-    return _doctor(words) if words[0] == "doctor" else _verb(words)
-
-
-def _doctor(words: list[str]) -> int | None:
-    """Run the verb that works where packages are missing, with its separate parser and options."""
-    try:
-        doctor = import_module("narrowgauge.cli.verbs.doctor")
-    except ImportError:
-        if folder_of("rich") is None:
-            raise missing(["rich"]) from None
-        raise
-    parser, verbs = command_parser(Parser)
-    add_doctor_options(verbs["doctor"])
-    options, rest = parser.parse_known_args(words)
-    if rest:
-        raise options.parser.unknown_argument(rest[0])
-    code: int = doctor.run(options)
-    return code
-
-
-def _verb(words: list[str]) -> int | None:
-    """Run another verb.
+    """Run a command line.
 
     Raises:
         UserError: The line has a mistake, or the verb needs another operating system.
         NotInstalled: torch, or another package, does not import.
     """
-    verb = VERBS[words[0]]
-    if verb.has_posix:
-        require_posix(words[0])
-    names = [name for name in LIMITS["packages"] if name != "torch" and folder_of(name) is None]
-    if names:
+    check_verb(words)
+    if not words or words[0] not in VERBS:
+        if words and words[0] in ("-V", "--version"):
+            print(f"narrowgauge {narrowgauge.__version__}")
+        else:
+            print(command_text({g: {v: _title(v) for v in verbs} for g, verbs in GROUPS.items()}))
+        return None
+    verb = words[0]
+    if verb not in ANYWHERE:
+        require_posix(verb)
+    needed = ["rich"] if verb == "doctor" else [name for name in LIMITS["packages"] if name != "torch"]
+    if absent := [name for name in needed if folder_of(name) is None]:
         if {"-h", "--help"} & set(words):
-            print(f"usage: narrowgauge {words[0]} ...\n\n{described(words[0])}")
-        raise missing(names)
-    from rich.console import Console
-
-    from narrowgauge.cli.line import read_line
-    from narrowgauge.cli.parsing.options import require_sources
-
+            print(f"usage: narrowgauge {verb} ...\n\n{_title(verb)}")
+        raise missing(absent)
     options = read_line(words)
     require_sources(options)
-    with Console(stderr=True).status("starting ..."):  # on a terminal; torch takes seconds to import
-        action = _loaded(verb)
-    return action(options)
+    return run_verb(options)
 
 
-def _loaded(verb: Verb) -> Action:
-    """The function of a verb, imported."""
-    if verb.has_torch:
-        require_torch()
+def _title(verb: str) -> str:
+    return signature.title_of(function_of(verb))
+
+
+def run_verb(options: Line) -> int | None:
+    """Run the verb of a line, and print what it found; returns the exit code.
+
+    Raises:
+        NotInstalled: torch does not import, or lacks a name.
+    """
+    from rich.console import Console
+
+    from narrowgauge.laboratory.progress import progress
+
+    function = function_of(options.verb)
+    as_json = getattr(options, "json", False) is True
+    if options.verb not in WITHOUT_TORCH:
+        with Console(stderr=True).status("starting ..."):  # on a terminal; torch takes seconds to import
+            require_torch()
+    bars = progress(Console(stderr=True), options.verb)
     try:
-        return verb.load()
+        with bars if "show" in inspect.signature(function).parameters else nullcontext() as show:
+            console = Console(stderr=as_json)
+            found = signature.call(function, options, line=options, show=show, console=console)
     except (ImportError, AttributeError):  # caused by a name that this torch does not have
         if sentence := too_old():
             raise NotInstalled(sentence) from None
         raise
+    if not isinstance(found, Result):
+        return None if found is None else int(found)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        found.show(Console())
+    return int(getattr(found, "has_failed", False))

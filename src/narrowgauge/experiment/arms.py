@@ -57,11 +57,10 @@ def require_order(table: Mapping[str, Any], arms: Sequence[Variant]) -> None:
             raise unknown("arm in order", name, names)
 
 
-def choose_arms(arms: Sequence[Variant], text: str) -> list[Variant]:
-    """The arms in `--arms A,B`, in the order of the file; always including the reference."""
-    if not text:
+def choose_arms(arms: Sequence[Variant], chosen: Sequence[str]) -> list[Variant]:
+    """The arms of these names, in the order of the file; always including the reference. All without one."""
+    if not chosen:
         return list(arms)
-    chosen = [name.strip() for name in text.split(",") if name.strip()]
     for name in chosen:
         if name not in [arm.name for arm in arms]:
             raise unknown("arm", name, [arm.name for arm in arms])

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.grid import Point, Variant, make_points
+from narrowgauge.experiment.grid import Point, Seeds, Variant, make_points
 from narrowgauge.report.verdict.rule import is_control
 from narrowgauge.training import Config
 
@@ -124,7 +124,7 @@ class Experiment:
         return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
 
 
-def make_comparison(values: Mapping[str, Any], arms: Sequence[Variant], seeds: str) -> Experiment:
+def make_comparison(values: Mapping[str, Any], arms: Sequence[Variant], seeds: Seeds = None) -> Experiment:
     """The experiment of one rung and one job: every point is a run with its given values.
 
     Raises:
@@ -140,7 +140,7 @@ def make_comparison(values: Mapping[str, Any], arms: Sequence[Variant], seeds: s
 def make_measured(
     values: Mapping[str, Any],
     arms: Sequence[Variant],
-    seeds: str,
+    seeds: Seeds,
     table: Mapping[str, Any],
 ) -> Experiment:
     """The measured experiment of the table [experiment], whose values the caller may have overridden.

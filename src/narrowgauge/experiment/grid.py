@@ -8,7 +8,7 @@ comparison, and one with more recipes, variants or seeds reuses the existing run
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from narrowgauge.training import Config, make_config
 
 Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
 Keys = Mapping[str, Any]  # flat: {"section.key": value}
+Seeds = int | Sequence[int] | None  # how many, or which; None: that of the configuration
 SEED, RECIPE = "training.seed", "recipe.name"
 MOST_RUNS = 1000
 # A value may contain commas, as in betas=0.9,0.95, and a table in braces anything.
@@ -41,9 +42,8 @@ class Point:
     config: Config
 
 
-def recipe_variants(text: str) -> list[Variant]:
-    """Parse `--recipes A,B,C`: each variant is named after its recipe, or after the recipe's file."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+def recipe_variants(names: Iterable[str]) -> list[Variant]:
+    """The variants of some recipes: each is named after its recipe, or after the recipe's file."""
     return [Variant(Path(name).stem, {RECIPE: name}) for name in names]
 
 
@@ -69,40 +69,23 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
     return Variant(name, keys)
 
 
-def parse_seeds(text: str, first: int) -> tuple[int, ...]:
-    """Parse `--seeds`: a list of seeds if the text has a comma, else the number of seeds, counted from
-    `first`.
-
-    >>> parse_seeds("3", 5), parse_seeds("1,7", 0), parse_seeds("4,", 0)
-    ((5, 6, 7), (1, 7), (4,))
-    """
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        numbers = []
-    is_count = "," not in text
-    if not numbers or (is_count and not 1 <= numbers[0] <= MOST_RUNS):
-        raise UserError(f"--seeds {text}: write how many, as in 3, or which, as in 1,2,3")
-    seeds = tuple(range(first, first + numbers[0])) if is_count else tuple(numbers)
-    if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds {text} names a seed twice; a seed makes one run of each variant")
-    return seeds
-
-
-def make_points(values: Values, variants: Sequence[Variant], seeds: str) -> list[Point]:
+def make_points(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[Point]:
     """List every run of a comparison: all variants with the first seed, then with the next.
 
     Args:
         values: the shared values.
         variants: the variants; if empty, the shared values are the only one, named after their recipe.
-        seeds: the text of `--seeds`; "" for the seed of the configuration alone.
+        seeds: their number, counted from the seed of the configuration, or which; None for that one.
 
     Returns:
         The points in the order of execution.
     """
     base = make_config(values)
     base_seed = base.training.seed
-    chosen = parse_seeds(seeds or f"{base_seed},", base_seed)
+    seeds = 1 if seeds is None else seeds
+    chosen = tuple(range(base_seed, base_seed + seeds) if isinstance(seeds, int) else seeds)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise UserError(f"--seeds {seeds}: a seed makes one run of each variant; name each once")
     variants = variants or [Variant(Path(base.recipe.name).stem, {})]
     count = len(variants) * len(chosen)
     if count > MOST_RUNS:

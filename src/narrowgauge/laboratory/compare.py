@@ -14,7 +14,7 @@ from narrowgauge.errors import UserError, checked
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.experiment.design import Experiment, make_comparison, make_measured
 from narrowgauge.experiment.gate import Gate, GateResult, gate_results, parse_gate
-from narrowgauge.experiment.grid import RECIPE, Variant
+from narrowgauge.experiment.grid import RECIPE, Seeds, Variant
 from narrowgauge.experiment.jobs import require_same, state_of
 from narrowgauge.experiment.run import print_plan, recorded_runs, run_experiment, with_equal_threads
 from narrowgauge.laboratory.chart import curves
@@ -105,7 +105,7 @@ class Comparison(Result):
 @checked
 def compare(
     recipes: RecipeLike | Sequence[RecipeLike] = (),
-    seeds: int | Sequence[int] | None = None,
+    seeds: Seeds = None,
     out: str | Path | None = None,
     *,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
@@ -151,8 +151,7 @@ def compare(
         name = short_name(one)
         named.append(Variant(name, {RECIPE: recipe_name(one, path / f"{name}.recipe.toml")}))
     others = [Variant(name, keys) for name, keys in (variants or {}).items()]
-    text = "" if seeds is None else str(seeds) if isinstance(seeds, int) else "".join(f"{s}," for s in seeds)
-    experiment = experiment_of(values, named, others, text, rungs=list(rungs), jobs=jobs)
+    experiment = experiment_of(values, named, others, seeds, rungs=rungs, jobs=jobs)
     limit = None if gate is None else parse_gate(str(gate))
     return run_comparison(experiment, path, Console(quiet=quiet), limit, expected, has_logs=True, here=here)
 
@@ -161,8 +160,8 @@ def experiment_of(
     values: Mapping[str, Any],
     recipes: Sequence[Variant],
     variants: Sequence[Variant],
-    seeds: str,
-    chosen: str = "",
+    seeds: Seeds = None,
+    chosen: Sequence[str] = (),
     rungs: Sequence[Any] = (),
     jobs: int = 0,
 ) -> Experiment:
@@ -175,7 +174,7 @@ def experiment_of(
     values, table = take_experiment(values)
     require_order(table, arms)
     everything = [*recipes, *choose_arms(arms, chosen), *variants]
-    seeds = seeds or "".join(f"{seed}," for seed in table.get("seeds", []))
+    seeds = table.get("seeds") if seeds is None else seeds
     if not (rungs or table or jobs):
         return make_comparison(values, everything, seeds)
     if rungs:

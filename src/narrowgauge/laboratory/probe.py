@@ -1,23 +1,23 @@
 """`probe`: what recipes do to a trained model's loss and gradient, without training."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from narrowgauge.analysis import RecipeProbe, probe_json
-from narrowgauge.analysis import probe as probe_subject
-from narrowgauge.analysis.probe import USEFUL
+from narrowgauge import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import checked
+from narrowgauge.laboratory import arguments as given
 from narrowgauge.laboratory.chart import bars
-from narrowgauge.laboratory.subject import Progress, Text, TextKeys, facts, heading, keep
+from narrowgauge.laboratory.subject import facts, heading, keep, open_subject
 from narrowgauge.recipes import RecipeLike, recipe, recipe_list
 from narrowgauge.result import Result, Row
-from narrowgauge.runs.run_directory import PROBE
 from narrowgauge.t_interval import Interval
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _COLUMNS = {
     "loss_increase": ("loss +", ".4f", ""),
@@ -44,7 +44,7 @@ class Probes(Result):
         heading: The model, and the text it was measured on.
     """
 
-    def __init__(self, probes: Sequence[RecipeProbe], heading: str, found: dict[str, Any]) -> None:
+    def __init__(self, probes: Sequence[analysis.RecipeProbe], heading: str, found: dict[str, Any]) -> None:
         """Keep the probes, and their values for programs."""
         self.probes, self.heading, self._found = list(probes), heading, found
 
@@ -68,6 +68,8 @@ class Probes(Result):
 
     def show(self, console: Console) -> None:
         """Print the table, what its columns mean, and what stands out."""
+        from rich.table import Table
+
         console.print(self.heading, markup=False, highlight=False, soft_wrap=True)
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("recipe", no_wrap=True)
@@ -88,21 +90,33 @@ class Probes(Result):
 
 @checked
 def probe(
-    run: str | Path,
-    recipes: RecipeLike | Sequence[RecipeLike] = (),
-    draws: int = 8,
+    run: given.Run | str,
+    recipes: Annotated[RecipeLike | Sequence[RecipeLike], given.NAMES] = (),
+    draws: given.Count = 8,
     *,
-    show: Progress | None = None,
-    **text: Unpack[TextKeys],
+    data: given.Source | Path | None = None,
+    batches: given.Count = 8,
+    batch_size: given.Count | None = None,
+    sequence_length: given.Count | None = None,
+    tokenizer: given.File | str | None = None,
+    device: str = "auto",
+    show: given.Progress | None = None,
 ) -> Probes:
-    """Measure what recipes do to a trained model's loss, gradients and their bias, without training.
+    """Measure the effect of recipes on loss, gradient and its bias, without training.
+
+        narrowgauge probe runs/mine --recipes mxfp8,nvfp4
 
     Args:
         run: A run directory, a Hugging Face folder, or an llm.c model.
-        recipes: Names, paths, dictionaries or `Recipe`s; none for the run's own.
+        recipes: Recipes by name or file, in Python also as dictionaries or `Recipe`s (the run's own).
         draws: Gradients of each batch under a recipe with random bits.
+        data: A text other than the run's.
+        batches: Batches of held-out text, spread evenly over it.
+        batch_size: Sequences of a batch (the run's micro-batch).
+        sequence_length: Tokens of a sequence (the run's).
+        tokenizer: A tokenizer file in place of the model's.
+        device: auto, cpu or cuda.
         show: Called with a recipe's name, the batches done and their number.
-        text: The text and the device: data, batches, batch_size, sequence_length, device, tokenizer (`Text`).
 
     Returns:
         The figures, which the run directory keeps for its report as well.
@@ -110,16 +124,20 @@ def probe(
     Raises:
         UserError: There is no such run, text or recipe, or too little text for two batches.
     """
+    from narrowgauge.runs.run_directory import PROBE
+
     path, named = Path(run), [recipe(one) for one in recipe_list(recipes)]
-    probed = checked(Text)(**text).open(path)
-    probes = probe_subject(probed.subject, named or [probed.recipe], draws, show)
-    found = probe_json(probes, **facts(probed), draws=draws)
+    probed = open_subject(run, data, batches, batch_size, sequence_length, tokenizer, device)
+    probes = analysis.probe(probed.subject, named or [probed.recipe], draws, show)
+    found = analysis.probe_json(probes, **facts(probed), draws=draws)
     keep(path, PROBE, found)
     return Probes(probes, heading(path, probed), found)
 
 
-def _findings(probes: Sequence[RecipeProbe]) -> Iterator[str]:
+def _findings(probes: Sequence[analysis.RecipeProbe]) -> Iterator[str]:
     """Sentences on the meaning of the figures: useless gradients, and the largest errors."""
+    from narrowgauge.analysis.probe import USEFUL
+
     for p in probes:
         if (high := p.figures["noise_ratio"].high) < USEFUL:
             yield (

@@ -1,57 +1,25 @@
 """`search`: the recipe with the smallest predicted cost under a budget, for a trained model."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from narrowgauge.analysis import (
-    BASELINES,
-    Assignment,
-    Budget,
-    Choices,
-    Forks,
-    Gemm,
-    Probed,
-    alone,
-    backward_costs,
-    baselines,
-    choices_of,
-    flops_budget,
-    forward_costs,
-    gemm_costs,
-    pace,
-    recipe_text,
-    relative_errors,
-    require_solver,
-    solve,
-    step_metric,
-)
+from narrowgauge import analysis, report  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import UserError, checked
-from narrowgauge.experiment.design import make_comparison
-from narrowgauge.experiment.grid import RECIPE, Variant
-from narrowgauge.experiment.run import train_runs
 from narrowgauge.files import make_directory, write_whole
+from narrowgauge.laboratory import arguments as given
 from narrowgauge.laboratory.chart import bars
-from narrowgauge.laboratory.subject import (
-    FEW,
-    Progress,
-    Text,
-    TextKeys,
-    heading,
-    operand_cast,
-    progress,
-)
+from narrowgauge.laboratory.subject import heading, open_subject, operand_cast
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, matches
-from narrowgauge.report import Run, print_comparison, read_run, read_runs, summary, write_report
-from narrowgauge.report.verdict.groups import groups
 from narrowgauge.result import Result, Row
-from narrowgauge.runs.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WIDE = "bf16"
 HEAD = "head"
@@ -75,7 +43,7 @@ class Found(Result):
         answer: Mapping[str, Any],
         heading: str,
         texts: Mapping[str, str],
-        runs: Sequence[Run],
+        runs: Sequence[report.Run],
     ) -> None:
         """Keep what was found."""
         self.path, self.recipe, self.answer = path, load_recipe(path), dict(answer)
@@ -102,17 +70,19 @@ class Found(Result):
         for line in (self.heading, _words(self.answer)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self.runs:
-            self.show_check(console)
+            self._show_check(console)
 
-    def show_check(self, console: Console) -> None:
+    def _show_check(self, console: Console) -> None:
         """Print the verdicts against bf16, then the baselines' against the answer."""
-        print_comparison(self.runs, console)
+        from narrowgauge.report.verdict.groups import groups
+
+        report.print_comparison(self.runs, console)
         _, found, *others = (list(group.runs.values()) for group in groups(self.runs))
-        beside = " ".join(summary([*found, *(run for other in others for run in other)]))
+        beside = " ".join(report.summary([*found, *(run for other in others for run in other)]))
         line = f"\nThe result of the search and its baselines: {beside}"
         console.print(line, style="bold", markup=False, highlight=False)
-        report = self.path.with_suffix("") / "report.html"
-        console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+        page = self.path.with_suffix("") / "report.html"
+        console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
     def plot(self) -> str:
         """The predicted cost of the answer and of each baseline."""
@@ -122,40 +92,51 @@ class Found(Result):
 
 @checked
 def search(
-    run: str | Path,
-    formats: Sequence[str],
+    run: given.Run | str,
+    formats: given.Names | list[str],
     budget: float,
-    out: str | Path = "found.toml",
+    out: given.File | str = Path("found.toml"),
     *,
-    keep: Sequence[str] = (HEAD,),
+    keep: given.Names | list[str] = (HEAD,),
     loss_per_doubling: float | None = None,
-    fork_steps: int | None = None,
-    fork_seeds: int = 3,
+    fork_steps: given.Count | None = None,
+    fork_seeds: given.Count = 3,
     check: bool = False,
-    seeds: str | int = 3,
-    steps: int | str | None = None,
-    show: Progress | None = None,
-    console: Console | None = None,
-    **text: Unpack[TextKeys],
+    seeds: given.Seeds = 3,
+    steps: given.Count | None = None,
+    data: given.Source | Path | None = None,
+    batches: given.Count = 4,
+    batch_size: given.Count | None = None,
+    sequence_length: given.Count | None = None,
+    tokenizer: given.File | str | None = None,
+    device: str = "auto",
+    show: given.Progress | None = None,
+    console: Any = None,
 ) -> Found:
-    """Find the recipe that costs a trained model least under a budget, and write it.
+    """Find the cheapest recipe for a model, with a share of its FLOPs in 4 bits.
+
+        narrowgauge search runs/mine --formats mxfp4,mxfp8,bf16 --budget 0.5 --out found.toml
 
     Args:
         run: A run directory, a Hugging Face folder, or an llm.c model.
-        formats: The casts to choose from, such as ["mxfp4", "mxfp8", "bf16"].
+        formats: The casts to choose from, such as mxfp4,mxfp8,bf16.
         budget: The least share of the FLOPs in at most 4 bits.
-        out: The recipe's file.
-        keep: Layers that stay in the widest format.
-        loss_per_doubling: Nats that twice the steps would remove from the loss; None for the run's own.
-        fork_steps: Measure the cost of each GEMM by training, in forks of this length from the run's
-            checkpoint.
-        fork_seeds: The repeats of each fork.
+        out: The recipe's file, which is written.
+        keep: Layers that stay in the widest format, '' for none.
+        loss_per_doubling: Nats that twice the steps would remove from the loss (the run's own).
+        fork_steps: Measure the cost of each GEMM by training, in forks of this length from the checkpoint.
+        fork_seeds: Repeats of each fork, in another order of the text.
         check: Whether to train the answer along with bf16 and four baselines.
-        seeds: With `check`, the seeds of each.
-        steps: With `check`, the steps; None for the run's.
+        seeds: With check, how many seeds of each, or which.
+        steps: With check, the optimizer steps (the run's).
+        data: A text other than the run's.
+        batches: Batches of held-out text, spread evenly over it.
+        batch_size: Sequences of a batch (the run's micro-batch).
+        sequence_length: Tokens of a sequence (the run's).
+        tokenizer: A tokenizer file in place of the model's.
+        device: auto, cpu or cuda.
         show: Called with a name, what is done and how much there is.
-        console: Receives the progress, the result, and the verdicts of `check`; None prints only its runs.
-        text: The text and the device: data, batches, batch_size, sequence_length, device, tokenizer (`Text`).
+        console: A rich console for the progress of `check`; None for the standard output.
 
     Returns:
         The recipe, its predicted cost, and its baselines.
@@ -163,22 +144,20 @@ def search(
     Raises:
         UserError: The budget is out of reach, a name is unknown, or scipy is missing.
     """
-    casts, path, file = _casts(formats), Path(run), Path(out)
-    require_solver()
-    forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
-    limit = flops_budget(casts, budget)
+    casts, path, file, show = _casts(formats), Path(run), Path(out), show or (lambda *_: None)
+    analysis.require_solver()
+    forks = None if fork_steps is None else analysis.Forks(fork_steps, fork_seeds)
+    limit = analysis.flops_budget(casts, budget)
     _require_name(file, check)
-    shown: AbstractContextManager[Progress] = nullcontext(show or _silent)
-    with shown if console is None else progress(console, "search") as report:
-        probed = checked(Text)(**(FEW | text)).open(path)
-        weights, gaps = _weights(probed), {}
-        if forks is None:
-            per_e_fold = _pace(path, loss_per_doubling)
-            costs = gemm_costs(_costs(probed, casts, report), per_e_fold)
-        else:
-            gaps = _gaps(forks, probed, casts, report)
-            costs = {g: {n: statistics.fmean(gaps[g, n].values()) for n in casts} for g, _ in gaps}
-    choices = choices_of(casts, weights, costs, _kept(keep, list(weights)), gaps)
+    probed = open_subject(run, data, batches, batch_size, sequence_length, tokenizer, device)
+    weights, gaps = _weights(probed), {}
+    if forks is None:
+        per_e_fold = _pace(path, loss_per_doubling)
+        costs = analysis.gemm_costs(_costs(probed, casts, show), per_e_fold)
+    else:
+        gaps = _gaps(forks, probed, casts, show)
+        costs = {g: {n: statistics.fmean(gaps[g, n].values()) for n in casts} for g, _ in gaps}
+    choices = analysis.choices_of(casts, weights, costs, _kept(keep, list(weights)), gaps)
     weight = "" if loss_per_doubling is None else f" --loss-per-doubling {loss_per_doubling}"
     weight += "" if forks is None else f" --fork-steps {forks.steps} --fork-seeds {forks.seeds}"
     source = f"narrowgauge search {run} --formats {','.join(formats)} {limit.option}{weight}"
@@ -186,28 +165,26 @@ def search(
     if forks is None:
         answer["loss_per_doubling"] = per_e_fold * math.log(2)
     result = Found(file, answer, heading(path, probed), texts, ())
-    if console is not None:
-        result.show(console)
     if check:
-        result.runs = _check(result, probed, str(seeds), steps, console or Console())
-        if console is not None:
-            result.show_check(console)
+        result.runs = _check(result, probed, seeds, steps, console)
     return result
 
 
 def _answer(
-    file: Path, choices: Choices, limit: Budget, probed: Probed, source: str
+    file: Path, choices: analysis.Choices, limit: analysis.Budget, probed: analysis.Probed, source: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Solve, and write the recipe's file; the figures and recipes of the answer and its baselines."""
-    found = solve(choices, limit)
+    found = analysis.solve(choices, limit)
     title = f"{choices.amount(found, limit):.3f} {limit.words}, at least predicted cost"
-    texts = {file.stem: recipe_text(found, file.stem, title, source)}
+    texts = {file.stem: analysis.recipe_text(found, file.stem, title, source)}
     make_directory(file.parent)
     write_whole(file, texts[file.stem])
-    errors = relative_errors(probed.subject, choices.casts[choices.narrowest])
-    others = baselines(choices, limit, errors, _blocks(_weights(probed)), probed.subject.position.seed)
+    errors = analysis.relative_errors(probed.subject, choices.casts[choices.narrowest])
+    others = analysis.baselines(
+        choices, limit, errors, _blocks(_weights(probed)), probed.subject.position.seed
+    )
     about = f"baseline of {file.stem}"
-    texts |= {name: recipe_text(other, name, about, source) for name, other in others.items()}
+    texts |= {name: analysis.recipe_text(other, name, about, source) for name, other in others.items()}
     answer = {
         "recipe": str(file),
         "budget": limit.option,
@@ -219,17 +196,15 @@ def _answer(
     return answer, texts
 
 
-def _silent(name: str, done: int, total: int) -> None:
-    """Show no progress."""
-
-
-def _costs(probed: Probed, casts: Mapping[str, Cast], show: Progress) -> dict[str, list[Any]]:
+def _costs(probed: analysis.Probed, casts: Mapping[str, Cast], show: given.Progress) -> dict[str, list[Any]]:
     """The cost of each place in each format."""
-    metric = step_metric(probed.trained)
+    metric = analysis.step_metric(probed.trained)
     return {
         name: [
-            *forward_costs(probed.subject, cast, lambda _, *n, name=name: show(f"{name} forward", *n)),
-            *backward_costs(
+            *analysis.forward_costs(
+                probed.subject, cast, lambda _, *n, name=name: show(f"{name} forward", *n)
+            ),
+            *analysis.backward_costs(
                 probed.subject, cast, metric, lambda _, *n, name=name: show(f"{name} backward", *n)
             ),
         ]
@@ -238,12 +213,14 @@ def _costs(probed: Probed, casts: Mapping[str, Cast], show: Progress) -> dict[st
 
 
 def _gaps(
-    forks: Forks, probed: Probed, casts: Mapping[str, Cast], show: Progress
-) -> dict[tuple[Gemm, str], dict[int, float]]:
+    forks: analysis.Forks, probed: analysis.Probed, casts: Mapping[str, Cast], show: given.Progress
+) -> dict[tuple[analysis.Gemm, str], dict[int, float]]:
     """The gap of each GEMM in each format by seed, in nats; 0 for the format of the fork without a change."""
     recipe = probed.trained.config.spec.recipe
     changes = {
-        ((layer, gemm), name): alone(recipe, layer, {p: cast for p in GEMM_PLACES if p.startswith(gemm)})
+        ((layer, gemm), name): analysis.alone(
+            recipe, layer, {p: cast for p in GEMM_PLACES if p.startswith(gemm)}
+        )
         for layer in probed.layers
         for gemm in GEMMS
         for name, cast in casts.items()
@@ -253,7 +230,9 @@ def _gaps(
     return {key: gaps.get(key) or dict.fromkeys(range(1, forks.seeds + 1), 0.0) for key in changes}
 
 
-def _figures(choices: Choices, assignment: Assignment, budget: Budget) -> dict[str, Any]:
+def _figures(
+    choices: analysis.Choices, assignment: analysis.Assignment, budget: analysis.Budget
+) -> dict[str, Any]:
     """An assignment's use of the budget, and its predicted cost, with an interval if forks measured it."""
     figures: dict[str, Any] = {"amount": choices.amount(assignment, budget)}
     figures["predicted_cost"] = choices.cost(assignment)
@@ -288,22 +267,24 @@ def _require_name(out: Path, check: bool) -> None:
     """
     if out.suffix != ".toml":
         raise UserError(f"--out {out} is the file of a recipe, which ends in .toml; add the ending")
-    if check and out.stem in (WIDE, *BASELINES):
+    if check and out.stem in (WIDE, *analysis.BASELINES):
         raise UserError(f"--out {out}: --check trains another recipe of this name; take another")
 
 
-def _pace(path: Path, given: float | None) -> float:
+def _pace(path: Path, nats: float | None) -> float:
     """The nats that the model's training removes while its steps grow by a factor of e.
 
     Raises:
         UserError: A model of another program has no losses of its training, and none are given.
     """
-    if given is not None:
-        if not 0 <= given < math.inf:
-            raise UserError(f"--loss-per-doubling {given} must be nats of 0 or more")
-        return float(given) / math.log(2)
-    run = read_run(path) if RunDirectory(path).metrics.is_file() else None
-    found = pace({step.step: step.loss for step in run.steps}) if run else None
+    from narrowgauge.runs.run_directory import RunDirectory
+
+    if nats is not None:
+        if not 0 <= nats < math.inf:
+            raise UserError(f"--loss-per-doubling {nats} must be nats of 0 or more")
+        return float(nats) / math.log(2)
+    run = report.read_run(path) if RunDirectory(path).metrics.is_file() else None
+    found = analysis.pace({step.step: step.loss for step in run.steps}) if run else None
     if found is None:
         raise UserError(
             f"{path} has no losses of its training, by which search weighs lost progress of steps "
@@ -336,11 +317,19 @@ def _kept(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:
     return list(patterns)
 
 
-def _check(found: Found, probed: Probed, seeds: str, steps: int | str | None, console: Console) -> list[Run]:
+def _check(
+    found: Found, probed: analysis.Probed, seeds: given.Seeds, steps: int | None, console: Console | None
+) -> list[report.Run]:
     """Train bf16 and the recipes, paired by seed, in the folder named after the answer; returns the runs.
 
     Each recipe is compared with bf16; then each baseline with the result of the search, the first recipe.
     """
+    from rich.console import Console
+
+    from narrowgauge.experiment.design import make_comparison
+    from narrowgauge.experiment.grid import RECIPE, Variant
+    from narrowgauge.experiment.run import train_runs
+
     folder = found.path.with_suffix("")
     make_directory(folder)
     variants = [Variant(WIDE, {RECIPE: WIDE})]
@@ -353,13 +342,13 @@ def _check(found: Found, probed: Probed, seeds: str, steps: int | str | None, co
     if steps:
         values["training"]["steps"] = steps
     experiment = make_comparison(values, variants, seeds)
-    train_runs(experiment, folder, console)
+    train_runs(experiment, folder, console or Console())
     paths = [folder / run.name for run in experiment.runs]
-    write_report(paths, folder / "report.html")
-    return read_runs(paths)
+    report.write_report(paths, folder / "report.html")
+    return report.read_runs(paths)
 
 
-def _weights(probed: Probed) -> dict[str, int]:
+def _weights(probed: analysis.Probed) -> dict[str, int]:
     """The number of elements of each linear layer's weight."""
     parameters = dict(probed.trained.model.named_parameters(remove_duplicate=False))
     return {name: parameters[f"{name}.weight"].numel() for name in probed.layers}

@@ -1,44 +1,26 @@
 """`sensitivity`: what narrowing each layer and place alone would cost a trained model."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from narrowgauge.analysis import (
-    Cost,
-    Forks,
-    Probed,
-    alone,
-    backward_costs,
-    exact_backward_costs,
-    forward_costs,
-    in_order,
-    sensitivity_json,
-    step_metric,
-)
+from narrowgauge import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import UserError, checked
 from narrowgauge.formats import Format
+from narrowgauge.laboratory import arguments as given
 from narrowgauge.laboratory.chart import heat
-from narrowgauge.laboratory.subject import (
-    FEW,
-    Progress,
-    Text,
-    TextKeys,
-    facts,
-    heading,
-    keep,
-    operand_cast,
-)
+from narrowgauge.laboratory.subject import facts, heading, keep, open_subject, operand_cast
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES
-from narrowgauge.report.verdict.rule import judge
 from narrowgauge.result import Result, Row
-from narrowgauge.runs.run_directory import SENSITIVITY
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _UNITS = (
     "fprop: nats added to the loss; dgrad, wgrad: share lost of what an optimizer step removes from the loss"
@@ -56,7 +38,9 @@ class Sensitivity(Result):
         cast: The name of the cast that each place was narrowed to.
     """
 
-    def __init__(self, costs: Sequence[Cost], cast: str, heading: str, found: Mapping[str, Any]) -> None:
+    def __init__(
+        self, costs: Sequence[analysis.Cost], cast: str, heading: str, found: Mapping[str, Any]
+    ) -> None:
         """Keep the costs, and their values for programs."""
         self.costs, self.cast, self.heading, self._found = list(costs), cast, heading, dict(found)
         self.worst: list[str] = list(found["worst"])
@@ -98,25 +82,37 @@ class Sensitivity(Result):
 
 @checked
 def sensitivity(
-    run: str | Path,
-    to: str | Format | Cast | dict[str, Any],
+    run: given.Run | str,
+    to: Annotated[str | Format | Cast | dict[str, Any], given.CAST],
     exact: bool = False,
     *,
-    fork_steps: int | None = None,
-    fork_seeds: int = 3,
-    show: Progress | None = None,
-    **text: Unpack[TextKeys],
+    fork_steps: given.Count | None = None,
+    fork_seeds: given.Count = 3,
+    data: given.Source | Path | None = None,
+    batches: given.Count = 4,
+    batch_size: given.Count | None = None,
+    sequence_length: given.Count | None = None,
+    tokenizer: given.File | str | None = None,
+    device: str = "auto",
+    show: given.Progress | None = None,
 ) -> Sensitivity:
-    """Measure what narrowing each layer and place alone would cost a trained model.
+    """Measure the cost of low precision in each layer and place separately.
+
+        narrowgauge sensitivity runs/mine --to mxfp4
 
     Args:
         run: A run directory, a Hugging Face folder, or an llm.c model.
-        to: The cast of the narrow place: a name, a table, a `Format`, or a `Cast`.
-        exact: Whether backward places are measured as well, each with separate passes.
-        fork_steps: Measure each place by training, in forks of this length from the run's checkpoint.
-        fork_seeds: The repeats of each fork.
+        to: The cast to narrow a place to, such as mxfp4.
+        exact: Whether to measure places of the backward pass as well, each with separate passes.
+        fork_steps: Measure by training this many steps from the checkpoint, with and without a narrow place.
+        fork_seeds: Repeats of each fork, in another order of the text.
+        data: A text other than the run's.
+        batches: Batches of held-out text, spread evenly over it.
+        batch_size: Sequences of a batch (the run's micro-batch).
+        sequence_length: Tokens of a sequence (the run's).
+        tokenizer: A tokenizer file in place of the model's.
+        device: auto, cpu or cuda.
         show: Called with a name, what is done and how much there is.
-        text: The text and the device: data, batches, batch_size, sequence_length, device, tokenizer (`Text`).
 
     Returns:
         The costs, which the run directory keeps for its report as well.
@@ -125,30 +121,37 @@ def sensitivity(
         UserError: The run, the text or the cast does not exist; the cast is for state; both `exact` and
             `fork_steps` are given; or `fork_steps` is given for a model of another program.
     """
+    from narrowgauge.runs.run_directory import SENSITIVITY
+
     if exact and fork_steps is not None:
         raise UserError("exact and fork_steps are two ways to measure the same places; choose one")
-    forks = None if fork_steps is None else Forks(fork_steps, fork_seeds)
-    cast, path = operand_cast(to), Path(run)
-    probed = checked(Text)(**(FEW | text)).open(path)
-    metric = step_metric(probed.trained)
-    forward = forward_costs(probed.subject, cast, show)
-    backward = backward_costs(probed.subject, cast, metric, show)
+    forks = None if fork_steps is None else analysis.Forks(fork_steps, fork_seeds)
+    cast = operand_cast(to)
+    probed = open_subject(run, data, batches, batch_size, sequence_length, tokenizer, device)
+    metric = analysis.step_metric(probed.trained)
+    forward = analysis.forward_costs(probed.subject, cast, show)
+    backward = analysis.backward_costs(probed.subject, cast, metric, show)
     measured, about = [], {}
     if exact:
-        measured = exact_backward_costs(probed.subject, cast, metric, show)
+        measured = analysis.exact_backward_costs(probed.subject, cast, metric, show)
     if forks:
         measured = _forked(forks, probed, cast, show)
         about["forks"] = _words(forks, measured)
-    found = sensitivity_json(forward, backward, measured, **facts(probed), to=cast.name, **about)
-    keep(path, SENSITIVITY, found)
-    return Sensitivity(in_order(forward, backward, measured), cast.name, heading(path, probed), found)
+    found = analysis.sensitivity_json(forward, backward, measured, **facts(probed), to=cast.name, **about)
+    keep(Path(run), SENSITIVITY, found)
+    costs = analysis.in_order(forward, backward, measured)
+    return Sensitivity(costs, cast.name, heading(Path(run), probed), found)
 
 
-def _forked(forks: Forks, probed: Probed, cast: Cast, show: Progress | None) -> list[Cost]:
+def _forked(
+    forks: analysis.Forks, probed: analysis.Probed, cast: Cast, show: given.Progress | None
+) -> list[analysis.Cost]:
     """The cost of each place by forks; the deviation of a gap is pooled over places (`verdict.rule`)."""
+    from narrowgauge.report.verdict.rule import judge
+
     recipe = probed.trained.config.spec.recipe
     changes = {
-        (layer, place): alone(recipe, layer, {place: cast})
+        (layer, place): analysis.alone(recipe, layer, {place: cast})
         for layer in probed.layers
         for place in GEMM_PLACES
     }
@@ -156,11 +159,11 @@ def _forked(forks: Forks, probed: Probed, cast: Cast, show: Progress | None) -> 
     costs = []
     for key, judged in judge(gaps, family=()).items():
         half = math.nan if judged.half_width is None else judged.half_width
-        costs.append(Cost(*key, judged.mean, judged.mean - half, judged.mean + half, is_forked=True))
+        costs.append(analysis.Cost(*key, judged.mean, judged.mean - half, judged.mean + half, is_forked=True))
     return costs
 
 
-def _words(forks: Forks, costs: Sequence[Cost]) -> str:
+def _words(forks: analysis.Forks, costs: Sequence[analysis.Cost]) -> str:
     """A sentence about what forks measured, and what they can see."""
     text = f"nats at the end of {forks.steps} steps with the place narrow, mean of {forks.seeds} forks"
     if forks.seeds < 2:
@@ -170,8 +173,10 @@ def _words(forks: Forks, costs: Sequence[Cost]) -> str:
     return f"{text}, each +- {half:.1e} (median, 95 %): {seen} of {len(costs)} cost something for certain"
 
 
-def _map(costs: Sequence[Cost], marked: Collection[str]) -> Table:
+def _map(costs: Sequence[analysis.Cost], marked: Collection[str]) -> Table:
     """A table of layers x places; the worst are marked."""
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", no_wrap=True)
     for place in GEMM_PLACES:

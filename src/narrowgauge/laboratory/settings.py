@@ -84,7 +84,7 @@ def own_functions(config: Config) -> Iterator[str]:
         yield from (cast.function for cast in casts.values() if cast.function)
 
 
-def config_of(recipe: RecipeLike | None, backend: str, sections: Mapping[str, Section]) -> Config:
+def config_of(given: RecipeLike | None, backend: str, sections: Mapping[str, Section]) -> Config:
     """The configuration of a plan or an advice, which no run directory keeps.
 
     Raises:
@@ -93,9 +93,7 @@ def config_of(recipe: RecipeLike | None, backend: str, sections: Mapping[str, Se
     values = values_of(sections)
     if backend != "auto":
         values["recipe"] = {"backend": backend}
-    if recipe is None or isinstance(recipe, str | Path):
-        name = {} if recipe is None else {"name": str(recipe)}
+    if given is None or isinstance(given, str | Path):
+        name = {} if given is None else {"name": str(given)}
         return make_config({**values, "recipe": {**values.get("recipe", {}), **name}})
-    from narrowgauge.recipes import recipe as recipe_named
-
-    return make_config(values).with_recipe(recipe_named(recipe))
+    return make_config(values).with_recipe(recipe(given))

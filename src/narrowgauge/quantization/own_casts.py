@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
-Function = Callable[["torch.Tensor"], "torch.Tensor"]
+Function = Callable[[Any], Any]  # of a torch.Tensor, to one
 _FUNCTIONS: dict[str, Function] = {}
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 

@@ -1,1 +1,1 @@
-"""The implementation of the verbs: a module for each verb, or for similar verbs."""
+"""The functions of the verbs: a module for each verb, or for similar verbs."""

@@ -1,24 +1,31 @@
 """`bench`: measures a step."""
 
-import argparse
-import json
+from typing import Annotated
 
-from rich.console import Console
-
-from narrowgauge.bench import bench
-from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.errors import UserError
-from narrowgauge.files import write_whole
-from narrowgauge.training import make_config
+from narrowgauge.cli.line import config_values
+from narrowgauge.laboratory.arguments import Count, File, Line, Names
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure and print."""
-    if not options.rounds.isdecimal() or int(options.rounds) < 1:
-        raise UserError(f"--rounds {options.rounds}: it must be a whole number above 0")
-    peers = None
-    if options.peers is not None:
-        peers = [name.strip() for name in options.peers.split(",") if name.strip() not in ("", "none")]
-    result = bench(make_config(config_values(options)), peers, int(options.rounds), Console())
-    if options.json:
-        write_whole(options.json, json.dumps(result.as_json(), indent=2) + "\n")
+def bench(
+    line: Line,
+    *,
+    rounds: Annotated[Count, "timed steps of each program"] = 5,
+    peers: Annotated[Names | None, "programs to compare with; none: time narrowgauge only"] = None,
+    json: Annotated[File | None, "write all figures to FILE"] = None,
+) -> None:
+    """Time a step; compare it with the machine's ceilings and plain torch.
+
+    narrowgauge bench --model gpt2-debug --recipe fp8 --peers none
+    """
+    from json import dumps
+
+    from rich.console import Console
+
+    from narrowgauge.bench import bench as measure
+    from narrowgauge.files import write_whole
+    from narrowgauge.training import make_config
+
+    chosen = None if peers is None else [name for name in peers if name != "none"]
+    result = measure(make_config(config_values(line)), chosen, rounds, Console())
+    if json:
+        write_whole(json, dumps(result.as_json(), indent=2) + "\n")

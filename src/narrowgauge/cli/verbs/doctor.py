@@ -1,16 +1,23 @@
 """`doctor`: checks this machine. It does not import torch, which may be what is broken."""
 
-import argparse
+from typing import Annotated
 
-from rich.console import Console
-
-from narrowgauge.cluster.doctor.doctor import as_json, examine, print_items
+from narrowgauge.laboratory.arguments import Form, Source
 
 
-def run(options: argparse.Namespace) -> int:
-    """Examine the machine and print the verdicts; returns 1 if something is missing, else 0."""
-    verdicts = examine(options.data, options.tokenizer)
-    if options.json:
+def doctor(
+    *,
+    json: Annotated[bool, "print a JSON list of {item, status, found, fix}"] = False,
+    data: Annotated[Source | None, "also check this data (as for train --data)"] = None,
+    tokenizer: Annotated[str | None, Form("T"), "also check this tokenizer: bytes, bpe-N or a file"] = None,
+) -> int:
+    """Check this machine and say how to fix what is missing (then exit code 1)."""
+    from rich.console import Console
+
+    from narrowgauge.cluster.doctor.doctor import as_json, examine, print_items
+
+    verdicts = examine(data, tokenizer)
+    if json:
         print(as_json(verdicts))
     else:
         print_items(verdicts, Console())

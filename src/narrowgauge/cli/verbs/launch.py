@@ -2,52 +2,106 @@
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from narrowgauge.cli.line import read_line
-from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.cluster import (
-    MARK,
-    Job,
-    Site,
-    emulation_note,
-    job_script,
-    load_site,
-    queued,
-)
+from narrowgauge import cluster  # each name is imported when it is used
+from narrowgauge.cli.line import config_values, parser_of, read_line
 from narrowgauge.data import why_absent
-from narrowgauge.errors import UserError, unknown
-from narrowgauge.runs import Layout, default_out, lay_out
-from narrowgauge.training import make_config
+from narrowgauge.errors import UserError
+from narrowgauge.laboratory.arguments import Form
+
+if TYPE_CHECKING:
+    from narrowgauge.cluster import Job, Site
+    from narrowgauge.runs import Layout
+
+_REST = Form("-- train ...", str, is_positional=True, nargs=argparse.REMAINDER)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Write the script and print the line that starts it."""
-    words = _words(options)
-    site = load_site(options.site) if options.site else Site(devices_per_node=1)
-    _check_slurm(options)
-    job, layout = _job(options, words, site)
-    job = queued(job, site) if options.slurm else job
-    _write(options.out, job_script(job, site, options.slurm))
-    if options.slurm:
-        how = f"start it by: sbatch {options.out}"
+def launch(
+    *,
+    slurm: Annotated[bool, "for sbatch: srun starts one process per device"] = False,
+    torchrun: Annotated[bool, "to run on each node, without a scheduler"] = False,
+    nodes: Annotated[int, Form("N"), "number of nodes"] = 1,
+    gpus_per_node: Annotated[int | None, Form("G"), "processes per node (the site's, or 1)"] = None,
+    site: Annotated[str | None, Form("NAME"), f"{', '.join(cluster.site_names())} or a .toml file"] = None,
+    time: Annotated[str, Form("HH:MM:SS"), "Slurm: time limit, or D-HH:MM:SS (the site's)"] = "",
+    account: Annotated[str, Form("A"), "Slurm: account (the site's)"] = "",
+    partition: Annotated[str, Form("P"), "Slurm: partition (the site's)"] = "",
+    out: Annotated[Path | None, Form("SCRIPT"), "the script"] = None,
+    words: Annotated[list[str], _REST, "the command to start"],
+) -> None:
+    """Write a script that starts a run on a cluster.
+
+    narrowgauge launch --torchrun --gpus-per-node 8 --out run.sh -- train my.toml
+    """
+    if words[:1] != ["--"] and words and words[0].startswith("-"):
+        raise parser_of("launch").unknown_argument(words[0])
+    if slurm == torchrun:
+        way = "add --slurm or --torchrun" if not slurm else "--torchrun is not allowed with --slurm"
+        raise UserError(f"launch writes a script for one of two starters; {way}")
+    if out is None:
+        raise UserError("launch writes a file; name it by --out SCRIPT")
+    words = words[1:] if words[:1] == ["--"] else words
+    if words[:1] != ["train"]:
+        raise UserError(
+            "launch starts 'train' alone; write it after --, as in: launch --slurm --out s.sh -- train"
+        )
+    for name, value in {"time": time, "account": account, "partition": partition}.items():
+        if torchrun and value:
+            raise UserError(f"--{name} is Slurm's; leave it out with --torchrun, or write --slurm")
+    if time and not re.fullmatch(r"(\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d", time):
+        raise UserError(f"--time is {time!r}; write HH:MM:SS, or D-HH:MM:SS")
+    place = cluster.load_site(site) if site else cluster.Site(devices_per_node=1)
+    job, layout = _job(words, place, nodes, gpus_per_node, site)
+    if slurm:
+        job = cluster.queued(replace(job, time=time, account=account, partition=partition), place)
+    _write(out, cluster.job_script(job, place, slurm))
+    if slurm:
+        how = f"start it by: sbatch {out}"
     elif job.nodes == 1:
-        how = f"start it by: bash {options.out}"
+        how = f"start it by: bash {out}"
     else:
-        how = f"on each node: MASTER_ADDR=HOST NODE_RANK=0..{job.nodes - 1} bash {options.out}"
-    print(f"{options.out}: {how}")
+        how = f"on each node: MASTER_ADDR=HOST NODE_RANK=0..{job.nodes - 1} bash {out}"
+    print(f"{out}: {how}")
     print(_grid(job, layout))
-    if options.slurm:
-        print(_queue(job, site))
+    if slurm:
+        print(_queue(job, place))
     data = layout.config.data
     absent = why_absent(data.source, data.weights)
     here = absent and f"WARNING on this machine, {absent}"
-    for text in (layout.choice, emulation_note(layout.config.spec.recipe, site), here):
+    for text in (layout.choice, cluster.emulation_note(layout.config.spec.recipe, place), here):
         if text:
             print(text)
 
 
-def _grid(job: Job, layout: Layout) -> str:
+def _job(
+    words: list[str], site: "Site", nodes: int, per_node: int | None, named: str | None
+) -> tuple["Job", "Layout"]:
+    """The job that the script starts, and its layout over the processes; checks every option."""
+    from narrowgauge.runs import default_out, lay_out
+    from narrowgauge.training import make_config
+
+    line = read_line(words)
+    config = make_config(config_values(line))
+    count = site.devices_per_node if per_node is None else per_node
+    for name, value in (("--nodes", nodes), ("--gpus-per-node", count)):
+        if not 1 <= value <= 100_000:
+            raise UserError(f"{name} is {value}; it must be from 1 to 100,000")
+    gpus = config.training.device != "cpu"
+    if named and gpus and count > site.devices_per_node:
+        raise UserError(
+            f"--gpus-per-node is {count}, but a node of {named} has {site.devices_per_node} devices and "
+            "each process needs its own; start fewer"
+        )
+    run = line.out or default_out(config)
+    layout = lay_out(config, nodes * count, run)
+    job = cluster.Job(tuple(words), run, Path.cwd(), nodes=nodes, per_node=count, gpus=gpus)
+    return job, layout
+
+
+def _grid(job: "Job", layout: "Layout") -> str:
     """A line about the processes that the script starts, and the share of work of each."""
     dims, t = layout.parallel_dims, layout.config.training
     axes = f" ({dims.text})" if dims.text else ""
@@ -58,7 +112,7 @@ def _grid(job: Job, layout: Layout) -> str:
     )
 
 
-def _queue(job: Job, site: Site) -> str:
+def _queue(job: "Job", site: "Site") -> str:
     """A line about how long Slurm lets a job run, where, and who pays."""
     limit = f"jobs of at most {job.time}" if job.time else "jobs of the default time limit (--time)"
     where = f" in partition {partition}" if (partition := job.partition or site.slurm.partition) else ""
@@ -66,64 +120,9 @@ def _queue(job: Job, site: Site) -> str:
     return f"{limit}{where}, charged to {paid or 'your default account, if you have one (--account)'}"
 
 
-def _check_slurm(options: argparse.Namespace) -> None:
-    for name in ("time", "account", "partition"):
-        if options.torchrun and getattr(options, name):
-            raise UserError(f"--{name} is Slurm's; leave it out with --torchrun, or write --slurm")
-    if options.time and not re.fullmatch(r"(\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d", options.time):
-        raise UserError(f"--time is {options.time!r}; write HH:MM:SS, or D-HH:MM:SS")
-
-
-def _job(options: argparse.Namespace, words: list[str], site: Site) -> tuple[Job, Layout]:
-    """The job that the script starts, and its layout over the processes; checks every option."""
-    line = read_line(words)
-    config, out = make_config(config_values(line)), line.out
-    per_node = site.devices_per_node if options.gpus_per_node is None else options.gpus_per_node
-    for name, count in (("--nodes", options.nodes), ("--gpus-per-node", per_node)):
-        if not 1 <= count <= 100_000:
-            raise UserError(f"{name} is {count}; it must be from 1 to 100,000")
-    gpus = config.training.device != "cpu"
-    if options.site and gpus and per_node > site.devices_per_node:
-        raise UserError(
-            f"--gpus-per-node is {per_node}, but a node of {options.site} has {site.devices_per_node} "
-            "devices and each process needs its own; start fewer"
-        )
-    run = out or default_out(config)
-    layout = lay_out(config, options.nodes * per_node, run)
-    job = Job(
-        words=tuple(words),
-        run=run,
-        folder=Path.cwd(),
-        nodes=options.nodes,
-        per_node=per_node,
-        gpus=gpus,
-        time=options.time,
-        account=options.account,
-        partition=options.partition,
-    )
-    return job, layout
-
-
-def _words(options: argparse.Namespace) -> list[str]:
-    """The arguments of `train`; the most likely mistakes are refused here, before argparse sees them."""
-    words: list[str] = options.words
-    if words[:1] != ["--"] and words and words[0].startswith("-"):
-        raise unknown("option", words[0].split("=")[0], options.parser._option_string_actions)
-    if not (options.slurm or options.torchrun):
-        raise UserError("launch writes a script for one of two starters; add --slurm or --torchrun")
-    if options.out is None:
-        raise UserError("launch writes a file; name it by --out SCRIPT")
-    words = words[1:] if words[:1] == ["--"] else words
-    if words[:1] != ["train"]:
-        raise UserError(
-            "launch starts 'train' alone; write it after --, as in: launch --slurm --out s.sh -- train"
-        )
-    return words
-
-
 def _write(path: Path, text: str) -> None:
     """Write an executable file; only an older script of this verb is overwritten."""
-    if path.exists() and (path.is_dir() or MARK.encode() not in path.read_bytes()[:4096]):
+    if path.exists() and (path.is_dir() or cluster.MARK.encode() not in path.read_bytes()[:4096]):
         raise UserError(f"{path} exists and is not from launch; name another file by --out, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -1,68 +1,86 @@
 """`plan` estimates what a run needs, and `scaling` measures whether more processes are faster."""
 
-import argparse
-import json
 import math
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-
-from narrowgauge.cli.parsing.options import config_values
-from narrowgauge.cluster import load_cluster, measure, print_scaling, read_sizes, tokens_of
-from narrowgauge.cluster.scaling.scaling import scaling
+from narrowgauge.cli.line import config_values
+from narrowgauge.cluster import cluster_names
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.plan import plan_config
-from narrowgauge.training import make_config
-from narrowgauge.training.config.named import with_published
+from narrowgauge.laboratory.arguments import Count, Form, Line, NamedCluster
+from narrowgauge.result import Result
 
 
-def run_plan(options: argparse.Namespace) -> None:
-    """Print the plan of a configuration."""
-    values = config_values(options)
-    values, note = (values, "") if options.config else with_published(values)
+def plan(
+    line: Line,
+    *,
+    cluster: Annotated[NamedCluster | None, f"{', '.join(cluster_names())}, or a .toml file"] = None,
+    devices: Annotated[Count, "number of devices"] = 1,
+    tokens: Annotated[str | None, Form("N"), "training tokens, as in 300B (default: from the steps)"] = None,
+    price: Annotated[str | None, Form("P"), "price of a device-hour, such as 2.50USD (the cluster's)"] = None,
+    gap: Annotated[bool, "forecast the recipe's loss gap and compare it with the time saved"] = False,
+) -> Result:
+    """Estimate a run before it starts: memory by class, traffic, time, cost.
+
+    narrowgauge plan --model llama3-1b --recipe msamp-o2 --memory-limit 24GB
+    narrowgauge plan my.toml --cluster h100 --devices 64 --tokens 300B
+    """
+    from rich.console import Console
+
+    from narrowgauge.cluster import load_cluster, tokens_of
+    from narrowgauge.laboratory.plan import plan_config
+    from narrowgauge.training import make_config
+    from narrowgauge.training.config.named import with_published
+
+    values = config_values(line)
+    values, note = (values, "") if line.config else with_published(values)
     with Console(stderr=True).status("") as status:
-        found = plan_config(
+        return plan_config(
             make_config(values),
-            load_cluster(options.cluster) if options.cluster else None,
-            tokens_of(options.tokens) if options.tokens else 0,
-            int(_number("--devices", options.devices, int)),
-            options.price,
-            options.gap,
-            options.command_line,
+            load_cluster(cluster) if cluster else None,
+            tokens_of(tokens) if tokens else 0,
+            devices,
+            price,
+            gap,
+            line.command_line,
             note,
             status.update,
         )
-    if options.json:
-        print(json.dumps(found.as_json(), indent=2))
-    else:
-        found.show(Console())
 
 
-def _number(option: str, text: str, kind: type[int] | type[float]) -> float:
-    try:
-        number = kind(text)
-    except ValueError:
-        number = -1
-    if not 0 < number < 2**24 or not math.isfinite(number):
-        raise UserError(f"{option} {text!r}: it must be a number above 0")
-    return number
+def scaling(
+    line: Line,
+    *,
+    procs: Annotated[str, Form("N,...", is_list=True), "numbers of processes, ascending"] = "",
+    seconds: Annotated[float, Form("N"), "seconds per number and mode"] = 5.0,
+    rounds: Annotated[int, Form("N"), "rounds that share the seconds"] = 3,
+    json: Annotated[bool, "print JSON (scaling.json) instead of a table"] = False,
+    rank_of: Annotated[Path | None, Form("DIR", is_hidden=True), "for its own processes"] = None,
+) -> None:
+    """Train on 1 to N processes: speed-up, efficiency, communication.
 
+    narrowgauge scaling --procs 1,2 --device cpu --seconds 5
+    """
+    from rich.console import Console
 
-def run_scaling(options: argparse.Namespace) -> None:
-    """Measure and print; a process started by `scaling` measures its steps."""
-    if not 0 < options.seconds < math.inf:
-        raise UserError(f"--seconds {options.seconds:g}: it must be a number above 0, as in --seconds 5")
-    if options.rounds < 1:
-        raise UserError(f"--rounds {options.rounds}: it must be at least 1; an interval takes 2, better 3")
-    if options.rank_of is not None:
-        measure(options.rank_of, options.seconds)
+    from narrowgauge.cluster import measure, print_scaling, read_sizes
+    from narrowgauge.cluster.scaling.scaling import scaling as measure_scaling
+    from narrowgauge.training import make_config
+
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds {seconds:g}: it must be a number above 0, as in --seconds 5")
+    if rounds < 1:
+        raise UserError(f"--rounds {rounds}: it must be at least 1; an interval takes 2, better 3")
+    if rank_of is not None:
+        measure(rank_of, seconds)
         return
-    sizes, config = read_sizes(options.procs), make_config(config_values(options))
-    out = options.out or Path("runs") / f"scaling-{config.model.name}"
+    sizes, config = read_sizes(procs), make_config(config_values(line))
+    out = line.out or Path("runs") / f"scaling-{config.model.name}"
     console = Console()
-    progress = Console(stderr=True, quiet=True) if options.json else console
-    result = scaling(config, sizes, options.seconds, options.rounds, out, progress)
-    if options.json:
+    result = measure_scaling(
+        config, sizes, seconds, rounds, out, Console(stderr=True, quiet=True) if json else console
+    )
+    if json:
         print(result.as_json(), end="")
         return
     print_scaling(result, console)

@@ -1,112 +1,227 @@
-"""`sample`, `eval`, `export`, `import`: uses of a trained model."""
+"""`sample`, `eval`, `export`, `import`, `served`: uses of a trained model."""
 
-import argparse
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.console import Console
-
-from narrowgauge.distributed import Engine
+from narrowgauge import models  # each name is imported when it is used
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.models import generate
-from narrowgauge.runs import TrainedRun, bits_per_byte, open_run, validation_loss
-from narrowgauge.runs.choices import TASKS
-from narrowgauge.runs.loop.two_losses import keep_losses, two_losses
-from narrowgauge.runs.monitor.hardware import choose_device
-from narrowgauge.runs.monitor.progress import Display
-from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.runs.use.export import export_run, import_model
-from narrowgauge.runs.use.hellaswag import evaluate as score_hellaswag
-from narrowgauge.runs.use.lm_eval import harness_scores
-from narrowgauge.runs.use.trained_model import run_data
+from narrowgauge.laboratory.arguments import RUN, File, Folder, Form, Run, Source
+from narrowgauge.runs.choices import EXPORT_FORMATS, RECORDED, SERVERS, TASKS
+
+if TYPE_CHECKING:
+    from narrowgauge.runs import TrainedRun
+
+Tokenizer = Annotated[File | None, "a tokenizer.json (the model's)"]
+Text = Annotated[Source | None, "text, if not the run's"]
 
 
 def _print(text: str) -> None:
+    from rich.console import Console
+
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def sample(options: argparse.Namespace) -> None:
-    """Print a prompt and a model's continuation."""
-    trained = open_run(options.run, options.device, options.tokenizer)
-    tokenizer, ids = trained.tokenizer, trained.prompt_ids(options.prompt)
-    new = generate(
+def sample(
+    run: Run,
+    *,
+    tokenizer: Tokenizer = None,
+    device: Annotated[str, "auto, cpu or cuda"] = "auto",
+    prompt: Annotated[str, "the beginning of the text"],
+    tokens: Annotated[int, "number of tokens to generate"] = 200,
+    temperature: Annotated[float, "0: always the likeliest token"] = 0.8,
+    top_k: Annotated[int, "sample from the N most likely tokens"] = 40,
+    top_p: Annotated[float, "sample from the top tokens of this share"] = 1.0,
+    seed: Annotated[int, "seed of the sampling"] = 0,
+    cache: Annotated[
+        Literal["auto", "on", "off"],
+        "cache keys and values; auto: if the recipe scales each token separately",
+    ] = "auto",
+) -> None:
+    """Generate text with a run or a model of another program.
+
+    narrowgauge sample runs/mine --prompt 'def main'
+    """
+    from narrowgauge.runs import open_run
+
+    trained = open_run(run, device, tokenizer)
+    new = models.generate(
         trained.model,
-        ids,
-        options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_id=tokenizer.end_of_document,
-        cache=trained.is_tokenwise if options.cache == "auto" else options.cache == "on",
+        trained.prompt_ids(prompt),
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_id=trained.tokenizer.end_of_document,
+        cache=trained.is_tokenwise if cache == "auto" else cache == "on",
     )
-    print(options.prompt + tokenizer.decode_after(ids, new))
+    print(prompt + trained.tokenizer.decode_after(trained.prompt_ids(prompt), new))
 
 
-def evaluate(options: argparse.Namespace) -> None:
-    """Print losses or scores of a model."""
-    for name in ("batches", "sequence_length", "limit"):
-        value = getattr(options, name)
+def eval_(
+    run: Run,
+    *,
+    tokenizer: Tokenizer = None,
+    device: Annotated[str, "auto, cpu or cuda"] = "auto",
+    task: Annotated[str, f"{' | '.join(TASKS)}; val: held-out text"] = "val",
+    data: Annotated[Source | None, "val: text, if not the run's"] = None,
+    batches: Annotated[int | None, "val: number of batches (all)"] = None,
+    sequence_length: Annotated[int | None, "val: tokens per sequence (the run's)"] = None,
+    forward: Annotated[str | None, Form("R"), "val: also evaluate with this recipe's forward pass"] = None,
+    limit: Annotated[int | None, "other tasks: number of examples (all)"] = None,
+    task_folder: Annotated[Path | None, "lm-eval: folder with YAML files of more tasks"] = None,
+) -> None:
+    """Evaluate a run or a model of another program: losses and scores.
+
+    narrowgauge eval runs/mine --task val --batches 8
+    """
+    from narrowgauge.runs import open_run
+    from narrowgauge.runs.monitor.hardware import choose_device
+    from narrowgauge.runs.use.hellaswag import evaluate
+    from narrowgauge.runs.use.lm_eval import harness_scores
+
+    for name, value in {"batches": batches, "sequence-length": sequence_length, "limit": limit}.items():
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1; leave it out")
-    task, _, detail = options.task.partition(":")
-    if task == "lm-eval" and detail:
-        device = choose_device(options.device).type
-        names = detail.split(",")
-        for name, scores in harness_scores(
-            options.run, names, device, options.limit, options.task_folder
-        ).items():
+            raise UserError(f"--{name} {value} must be at least 1; leave it out")
+    kind, _, detail = task.partition(":")
+    if kind == "lm-eval" and detail:
+        found = harness_scores(run, detail.split(","), choose_device(device).type, limit, task_folder)
+        for name, scores in found.items():
             numbers = [f"{k.partition(',')[0]} {v:.4f}" for k, v in scores.items() if isinstance(v, float)]
-            _print(f"{options.run}: {name}, {', '.join(numbers)}")
+            _print(f"{run}: {name}, {', '.join(numbers)}")
         return
-    trained = open_run(options.run, options.device, options.tokenizer)
-    if task == "hellaswag" and detail:
-        score = score_hellaswag(trained, Path(detail), options.limit)
+    trained = open_run(run, device, tokenizer)
+    if kind == "hellaswag" and detail:
+        score = evaluate(trained, Path(detail), limit)
         text = f"{score.examples} examples, acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}"
-        _print(f"{options.run}: step {trained.step}, hellaswag, {text}")
-    elif options.task == "val":
-        _evaluate_text(options, trained)
+        _print(f"{run}: step {trained.step}, hellaswag, {text}")
+    elif task == "val":
+        text = _loss_of_text(run, trained, data, sequence_length, batches, forward)
+        _print(f"{run}: step {trained.step}, {text}")
     else:
-        raise unknown("task", options.task, TASKS)
+        raise unknown("task", task, TASKS)
 
 
-def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
+def _loss_of_text(
+    run: Path,
+    trained: "TrainedRun",
+    source: str | None,
+    length: int | None,
+    batches: int | None,
+    forward: str | None,
+) -> str:
+    """The validation loss of a text, or both losses of two forward passes."""
+    from rich.console import Console
+
+    from narrowgauge.distributed import Engine
+    from narrowgauge.runs import bits_per_byte, validation_loss
+    from narrowgauge.runs.loop.two_losses import keep_losses, two_losses
+    from narrowgauge.runs.monitor.progress import Display
+    from narrowgauge.runs.use.trained_model import run_data
+
     with Display(Console(), 1, 1) as display:
-        dataset = run_data(trained, options.data, display.stage)
-    length = options.sequence_length or trained.config.data.sequence_length
-    if options.forward:
-        losses = two_losses(trained, options.forward, dataset.val, length, options.batches)
-        asked = {"data": options.data, "sequence_length": length, "batches": options.batches}
-        keep_losses(options.run, trained.step, losses, asked)
+        dataset = run_data(trained, source, display.stage)
+    config = trained.config
+    length = length or config.data.sequence_length
+    if forward:
+        losses = two_losses(trained, forward, dataset.val, length, batches)
+        asked = {"data": source, "sequence_length": length, "batches": batches}
+        keep_losses(run, trained.step, losses, asked)
         text = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
-        _print(f"{options.run}: step {trained.step}, validation loss by forward pass: {text}")
-        return
-    size, separate_documents = (
-        trained.config.training.micro_batch_size,
-        trained.config.data.separate_documents,
-    )
-    sequences = trained.held_out_sequences(options.batches)
+        return f"validation loss by forward pass: {text}"
+    size, separate_documents = config.training.micro_batch_size, config.data.separate_documents
+    sequences = trained.held_out_sequences(batches)
     engine, val = Engine.alone(trained.model), dataset.val
     windows = (size, length, None, separate_documents, sequences)
     loss = validation_loss(engine, trained.go_to_sample, val, *windows).mean
     bits = bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, separate_documents)
     per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
-    text = f"validation loss {loss:.4f} nats per token{per_byte}"
-    _print(f"{options.run}: step {trained.step}, {text}")
+    return f"validation loss {loss:.4f} nats per token{per_byte}"
 
 
-def export(options: argparse.Namespace) -> None:
-    """Write a model for another program."""
-    exported = export_run(options.run, options.to, options.out, options.dtype, calibrate=options.calibrate)
-    _print(f"{options.out}: {options.run} after step {exported.run.step}, as {options.to}")
+def export(
+    run: Annotated[Path, RUN, "a run directory"],
+    *,
+    to: Annotated[str, Form("FORMAT"), " | ".join(EXPORT_FORMATS)],
+    out: Annotated[Folder, "a new folder"],
+    dtype: Annotated[str | None, "fp32, bf16 or fp16 (fp32; bf16 for quantized weights)"] = None,
+    calibrate: Annotated[
+        Source | None, f"store activation scales: measured on a text, or '{RECORDED}' by delayed scaling"
+    ] = None,
+) -> None:
+    """Write a run's model for other programs.
+
+    narrowgauge export runs/mine --to hf --out exported
+    narrowgauge export runs/mine --to compressed-tensors --calibrate text.txt --out served
+    """
+    from narrowgauge.runs.use.export import export_run
+
+    exported = export_run(run, to, out, dtype, calibrate=calibrate)
+    _print(f"{out}: {run} after step {exported.run.step}, as {to}")
     for remark in exported.remarks:
         _print(remark)
 
 
-def import_(options: argparse.Namespace) -> None:
-    """Write a model of another program as a run directory."""
-    run = import_model(options.path, options.out, options.tokenizer, options.data)
+def import_(
+    path: Annotated[
+        Path, Form("PATH", is_positional=True), "a Hugging Face folder, or a file of llm.c or GGUF"
+    ],
+    *,
+    out: Annotated[Path, Form("RUN"), "a new run directory"],
+    tokenizer: Tokenizer = None,
+    data: Annotated[Source, "text to evaluate it on"] = "stdlib",
+) -> None:
+    """Turn a model of another program into a run.
+
+    narrowgauge import gpt2/ --out runs/gpt2
+    narrowgauge import model.gguf --out runs/theirs --data text.txt
+    """
+    from narrowgauge.runs.run_directory import RunDirectory
+    from narrowgauge.runs.use.export import import_model
+
+    run = import_model(path, out, tokenizer, data)
     event = RunDirectory(run).lines()[0]
     _print(f"run directory: {run}")
     _print(f"the weights were stored in {event['precision']} ({event['kind']}) and are kept in fp32")
     _print(f"to continue training: narrowgauge train --model.weights {run} --data SOURCE --out NEW")
+
+
+_READ = "; ".join(f"{server}: {' | '.join(formats)}" for server, formats in SERVERS.items())
+
+
+def served(
+    run: Run,
+    *,
+    with_: Annotated[str, Form("SERVER"), " | ".join(SERVERS)],
+    to: Annotated[str | None, Form("FORMAT"), f"what the server reads ({_READ}; the first)"] = None,
+    files: Annotated[Folder | None, "serve this export of the run (a new one)"] = None,
+    data: Text = None,
+    sequences: Annotated[int, "number of held-out sequences"] = 16,
+    sequence_length: Annotated[int | None, "tokens per sequence (the run's)"] = None,
+    margin: Annotated[float, "largest difference of the loss that is equal"] = 0.01,
+    page: Annotated[File | None, "also write the result as a page (HTML)"] = None,
+    json: Annotated[bool, "print JSON"] = False,
+) -> int:
+    """Compare a run with itself behind a server; exit code 1 if they differ.
+
+    narrowgauge served runs/mine --with llama.cpp
+    """
+    from html import escape
+    from json import dumps
+
+    from rich.console import Console
+
+    from narrowgauge.files import write_whole
+    from narrowgauge.report.page.plain_page import plain_page
+    from narrowgauge.runs.monitor.progress import Display
+    from narrowgauge.runs.use import served as serving
+
+    with Display(Console(stderr=True), 1, 1) as display:
+        found = serving.served(run, with_, to, files, data, sequences, sequence_length, margin, display.stage)
+    if page is not None:
+        title = f"Server and trainer: {found.verdict}"
+        parts = [f"<h1>{title}</h1>", f"<pre>{escape(found.table())}</pre>"]
+        write_whole(page, plain_page(title, parts))
+    print(dumps(found.as_json(), indent=1) if json else found.table())
+    return 0 if found.verdict == serving.EQUAL else 1

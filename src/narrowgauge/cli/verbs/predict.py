@@ -1,41 +1,68 @@
 """`predict`: forecasts the loss gap of a recipe at a size and a length, from published runs."""
 
-import argparse
-import json
 import os
-
-from rich.console import Console
+from pathlib import Path
+from typing import Annotated
 
 from narrowgauge.errors import UserError
+from narrowgauge.laboratory.arguments import File, Form, Names
 from narrowgauge.units import parse_count
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the forecasts; the exit code is 1 if all are refused."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of small matrices, before numpy is imported
-    from narrowgauge.experiment.forecast import predict
+def predict(
+    *,
+    recipe: Annotated[Names, Form("R,..."), "recipes, schemes of the atlas, .toml files"],
+    params: Annotated[str | None, Form("N"), "parameters without embeddings, as in 1.9B"] = None,
+    model: Annotated[
+        str | None, Form("NAME"), "a named model in place of --params (narrowgauge models)"
+    ] = None,
+    tokens: Annotated[str, Form("D"), "training tokens, as in 38e9 or 38B"],
+    runs: Annotated[
+        tuple[Path, ...] | None,
+        Form("DIR"),
+        "your own: a folder of compare, or run directories with the reference first",
+    ] = None,
+    probe: Annotated[
+        File | None, "what probe --json printed, of the recipe and of one with points, such as nvfp4"
+    ] = None,
+    atlas: Annotated[File | None, "other points than those that ship (docs/atlas.md)"] = None,
+    explain: Annotated[bool, "the points behind it, and what published laws say"] = False,
+    out: Annotated[File | None, "write a picture (.svg), .json, .csv or .txt"] = None,
+    json: Annotated[bool, "print JSON"] = False,
+) -> int:
+    """Forecast a recipe's loss gap at a size and length, from published runs.
 
-    names = [name.strip() for name in options.recipe.split(",") if name.strip()]
-    found = predict(
-        names,
-        None if options.params is None else _count("--params", options.params),
-        _count("--tokens", options.tokens),
-        options.atlas,
-        model=options.model,
-        runs=options.runs,
-        probe=options.probe,
+    narrowgauge predict --recipe mxfp8,nvfp4 --params 8e9 --tokens 1T
+    """
+    from json import dumps
+
+    from rich.console import Console
+
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of small matrices, before numpy is imported
+    from narrowgauge.experiment.forecast import predict as forecast
+
+    if (params is None) == (model is None):
+        raise UserError("predict needs the size: one of --params N and --model NAME")
+    found = forecast(
+        recipe,
+        None if params is None else _count("--params", params),
+        _count("--tokens", tokens),
+        atlas,
+        model=model,
+        runs=runs,
+        probe=probe,
     )
-    if options.out is not None:
-        found.save(options.out)
-    if options.json:
-        print(json.dumps(found.as_json(), indent=1))
+    if out is not None:
+        found.save(out)
+    if json:
+        print(dumps(found.as_json(), indent=1))
     else:
         console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(found.table())
-        if options.explain:
+        if explain:
             console.print("\n" + found.explain())
-        if options.out is not None:
-            console.print(f"written: {options.out}")
+        if out is not None:
+            console.print(f"written: {out}")
     return 1 if all(one.refused for one in found) else 0
 
 

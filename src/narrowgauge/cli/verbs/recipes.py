@@ -1,185 +1,200 @@
 """`recipes`, `formats` and `models`: print tables, or the facts of one entry."""
 
-import argparse
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
+from narrowgauge import recipes as all_recipes  # each name is imported when it is used
 from narrowgauge.cli.installed import require_torch
 from narrowgauge.errors import UserError
-from narrowgauge.exchange import read_recipe, write_recipe
-from narrowgauge.formats import format, format_names
-from narrowgauge.models import count_parameters, model_config, model_names
-from narrowgauge.quantization.passes.implementations import Implementation
-from narrowgauge.recipes import (
-    Device,
-    Recipe,
-    choose_backend,
-    device_facts,
-    load_recipe,
-    named_device,
-    products_on,
-    recipe,
-    recipe_names,
-)
-from narrowgauge.recipes.describe import differences
-from narrowgauge.toml_text import toml_value
-from narrowgauge.units import human_count
+from narrowgauge.exchange import SOURCES, TARGETS
+from narrowgauge.laboratory.arguments import Form
+
+if TYPE_CHECKING:
+    from narrowgauge.recipes import Device, Recipe
+
+Name = Annotated[str | None, Form("NAME", is_positional=True), "the one to describe (list all)"]
 
 
-def run_recipes(options: argparse.Namespace) -> None:
-    """Print the table of recipes with their backends on a device, or one recipe: its TOML, its places."""
-    name = options.name
-    if options.blocks is not None and options.blocks < 1:
-        raise UserError(f"--blocks {options.blocks}, but a model has at least one block; name their number")
-    if options.source is not None:
-        if name is None:
+def recipes(
+    name: Annotated[Name, "a shipped recipe or a .toml file"] = None,
+    *,
+    device: Annotated[
+        str | None,
+        Form("D"),
+        "show what is native on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; with NAME, place "
+        "by place",
+    ] = None,
+    diff: Annotated[str | None, Form("OTHER"), "with NAME: show the differences from another recipe"] = None,
+    to: Annotated[str | None, Form("|".join(TARGETS)), "with NAME: write the recipe for another tool"] = None,
+    from_: Annotated[
+        str | None,
+        Form("|".join(SOURCES)),
+        "NAME is a file of that tool: print its recipe, or pass it on to --to or --diff",
+    ] = None,
+    blocks: Annotated[int | None, Form("N"), "megatron: number of blocks of the model"] = None,
+) -> None:
+    """List the shipped recipes, or print one; with --device, what is native on another device.
+
+    narrowgauge recipes nvfp4 --diff mxfp4
+    """
+    if blocks is not None and blocks < 1:
+        raise UserError(f"--blocks {blocks}, but a model has at least one block; name their number")
+    if name is None:
+        if from_ is not None:
             raise UserError("--from reads a file of another tool, and none is named; write its path")
-        chosen: Recipe | None = read_recipe(name, options.source, options.blocks)
+        if option := "diff" if diff is not None else "to" if to is not None else "":
+            raise UserError(f"--{option} is about one recipe, and none is named; write its name before it")
+        _print_recipes(_device(device), device or "here")
+        return
+    from narrowgauge.exchange import read_recipe, write_recipe
+
+    chosen = _recipe(name) if from_ is None else read_recipe(name, from_, blocks)
+    if diff is not None:
+        _print_differences(chosen, _recipe(diff))
+    elif to is not None:
+        given = [name, *([] if from_ is None else ["--from", from_])]
+        print(write_recipe(chosen, to, blocks, given), end="")
+    elif device is not None:
+        _print_places(chosen, _device(device))
     else:
-        chosen = None if name is None else _recipe(name)
-    if options.diff is not None or options.to is not None:
-        _print_beside(chosen, options)
-        return
-    if chosen is not None and options.device is None:
         print(chosen.text.rstrip())
-        return
-    console = Console()
-    if options.device is None:
+
+
+def _recipe(name: str) -> "Recipe":
+    return all_recipes.load_recipe(name) if name.endswith(".toml") else all_recipes.recipe(name)
+
+
+def _device(name: str | None) -> "Device":
+    """A named device, whose facts are printed, or the device of this machine."""
+    if name is None:
         require_torch()
         import torch
 
-        device = device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    else:
-        device = named_device(options.device)
-        is_nvidia = device.maker == "nvidia"
-        library = f", with CUDA {device.library[0]}.{device.library[1]}" if is_nvidia else ""
-        _say(console, f"{options.device}: {device}{library}")
-    if chosen is None:
-        _print_recipes(console, device, "here" if options.device is None else options.device)
-    else:
-        _print_places(console, chosen, device)
+        return all_recipes.device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = all_recipes.named_device(name)
+    is_nvidia = device.maker == "nvidia"
+    library = f", with CUDA {device.library[0]}.{device.library[1]}" if is_nvidia else ""
+    _say(f"{name}: {device}{library}")
+    return device
 
 
-def _recipe(name: str) -> Recipe:
-    return load_recipe(name) if name.endswith(".toml") else recipe(name)
+def _print_table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """Print rows of text under their heads; the columns of `right` are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _print_beside(chosen: Recipe | None, options: argparse.Namespace) -> None:
-    """Print a recipe compared with another one, or in the form of another tool."""
-    if chosen is None:
-        option = "to" if options.diff is None else "diff"
-        raise UserError(f"--{option} is about one recipe, and none is named; write its name before it")
-    if options.diff is not None:
-        _print_differences(Console(), chosen, _recipe(options.diff))
-    else:
-        given = [options.name, *([] if options.source is None else ["--from", options.source])]
-        print(write_recipe(chosen, options.to, options.blocks, given), end="")
-
-
-def _print_differences(console: Console, a: Recipe, b: Recipe) -> None:
-    """Print the keys in which two recipes differ, with both values."""
-    rows = differences(a, b)
-    if not rows:
-        _say(console, f"{a.name} and {b.name} are equal in every place")
-        return
-    table = Table("where they differ", a.name, b.name, box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    for head in heads:
+        table.add_column(
+            head, justify="right" if head in right else "left", no_wrap=head in ("model", "size")
+        )
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    console.print(table)
+        table.add_row(*map(Text, row))
+    Console().print(table)
 
 
-def _print_recipes(console: Console, device: Device, where: str) -> None:
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console().print(text, style="dim", markup=False, highlight=False)
+
+
+def _print_differences(a: "Recipe", b: "Recipe") -> None:
+    """Print the keys in which two recipes differ, with both values."""
+    from narrowgauge.recipes.describe import differences
+
+    if rows := differences(a, b):
+        _print_table(("where they differ", a.name, b.name), rows)
+    else:
+        _say(f"{a.name} and {b.name} are equal in every place")
+
+
+def _print_recipes(device: "Device", where: str) -> None:
     """Print which recipes are native on a device, and the reason of each verdict."""
-    table = Table("recipe", where, "what it is", box=None, header_style="bold")
-    reasons: dict[str, list[str]] = {}
-    for name in recipe_names():
-        r = recipe(name)
-        backend = choose_backend(r, device)
-        table.add_row(name, backend.name, r.title)
+    rows, reasons = [], dict[str, list[str]]()
+    for name in all_recipes.recipe_names():
+        r = all_recipes.recipe(name)
+        backend = all_recipes.choose_backend(r, device)
+        rows.append((name, backend.name, r.title))
         if r.is_narrow or backend.name == "emulated":
             reasons.setdefault(f"{backend.name}: {backend.reason}", []).append(name)
-    console.print(table)
+    _print_table(("recipe", where, "what it is"), rows)
     for tool, whose in (
         ("modelopt", "ModelOpt's files, for the forward pass"),
         ("nemo-rl", "NeMo-RL's files, for mixtures of experts"),
     ):
-        _say(console, f"of {whose}: {', '.join(recipe_names(tool))}")
+        _say(f"of {whose}: {', '.join(all_recipes.recipe_names(tool))}")
     for reason, names in reasons.items():
-        _say(console, reason if len(reasons) == 1 else f"{', '.join(names)} {reason}")
+        _say(reason if len(reasons) == 1 else f"{', '.join(names)} {reason}")
 
 
-def _print_places(console: Console, chosen: Recipe, device: Device) -> None:
+def _print_places(chosen: "Recipe", device: "Device") -> None:
     """Print how a device computes each GEMM of a recipe, each cast, and the recipe as a whole."""
-    table = Table("places", "casts", "there", "why", box=None, header_style="bold")
-    gemms: list[str] = []
-    made: dict[tuple[str, Implementation], list[str]] = {}
-    for product in products_on(chosen, device):
+    gemms, rows, made = list[str](), [], dict[tuple[str, str, str], dict[str, None]]()
+    for product in all_recipes.products_on(chosen, device):
         places = ", ".join(product.places)
         where = f"{places} (by a rule)" if product.gemm in gemms else places
         gemms.append(product.gemm)
         a, b = product.operands
         why = product.obstacle.removeprefix(f"{product.gemm} ").removeprefix("attention ").partition(";")[0]
         why = why or product.scheme or f"a plain matmul of {a.name}"
-        table.add_row(where, f"{a.name}, {b.name}", "emulated" if product.obstacle else "native", why)
+        rows.append((where, f"{a.name}, {b.name}", "emulated" if product.obstacle else "native", why))
         for place, cast, code in zip(product.places, product.operands, product.made_by or (), strict=False):
-            if cast.is_scaled and place not in (known := made.setdefault((cast.name, code), [])):
-                known.append(place)
-    console.print(table)
+            if cast.is_scaled:  # and once: attention's places are those of several products
+                made.setdefault((cast.name, code.name, code.gap), {})[place] = None
+    _print_table(("places", "casts", "there", "why"), rows)
     if made:
-        operands = Table("cast", "made by", "places", "why not faster", box=None, header_style="bold")
-        for (cast_name, code), of in made.items():
-            operands.add_row(cast_name, code.name, ", ".join(of), code.gap)
-        console.print(operands)
-    backend = choose_backend(chosen, device)
-    _say(console, f"recipe {chosen.name} as a whole is {backend.name}: {backend.reason}")
+        casts = [(cast, code, ", ".join(of), gap) for (cast, code, gap), of in made.items()]
+        _print_table(("cast", "made by", "places", "why not faster"), casts)
+    backend = all_recipes.choose_backend(chosen, device)
+    _say(f"recipe {chosen.name} as a whole is {backend.name}: {backend.reason}")
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, style="dim", markup=False, highlight=False)
+def formats(name: Name = None) -> None:
+    """List the number formats, or describe one.
 
+    narrowgauge formats e4m3
+    """
+    from narrowgauge.formats import format, format_names
 
-def run_formats(options: argparse.Namespace) -> None:
-    """Print the table of formats, or the facts of one."""
-    names = [options.name] if options.name else format_names()
-    table = Table(box=None, header_style="bold")
-    table.add_column("format")
-    for column in ("bits", "E.M", "bias", "max", "smallest normal", "smallest"):
-        table.add_column(column, justify="right")
-    for name in names:
-        f = format(name)
-        limits = (f.max, f.smallest_normal, f.smallest_subnormal)
-        layout = f"{f.exponent_bits}.{f.mantissa_bits}"
-        table.add_row(name, str(f.bits), layout, str(f.bias), *(f"{x:.6g}" for x in limits))
-    Console().print(table)
-    if options.name:
-        print(f"not finite: {format(options.name).specials.value}")
-        print(f"source: {format(options.name).source}")
+    columns = ("bits", "E.M", "bias", "max", "smallest normal", "smallest")
+    rows = []
+    for f in map(format, [name] if name else format_names()):
+        limits = (f"{x:.6g}" for x in (f.max, f.smallest_normal, f.smallest_subnormal))
+        rows.append((f.name, str(f.bits), f"{f.exponent_bits}.{f.mantissa_bits}", str(f.bias), *limits))
+    _print_table(("format", *columns), rows, right=columns)
+    if name:
+        print(f"not finite: {format(name).specials.value}")
+        print(f"source: {format(name).source}")
     else:
         print("E.M: bits of exponent and mantissa")
 
 
-def run_models(options: argparse.Namespace) -> None:
-    """Print the table of named sizes, or the dimensions of one as the [model] of a configuration."""
-    if options.name:
-        model = model_config(options.name)
-        print(f"[model]\nname = {toml_value(options.name)}")
+def models(name: Name = None) -> None:
+    """List the named models with their parameters.
+
+    narrowgauge models llama3-8b
+    """
+    from narrowgauge.models import count_parameters, model_config, model_names
+    from narrowgauge.toml_text import toml_value
+    from narrowgauge.units import human_count
+
+    if name:
+        model = model_config(name)
+        print(f"[model]\nname = {toml_value(name)}")
         for key, value in asdict(model).items():
             print(f"{key} = {toml_value(value)}")
         active = f" ({count_parameters(model, active=True):,} active)" if model.experts else ""
         print(f"# {count_parameters(model):,} parameters{active}")
         return
-    table = Table(box=None, header_style="bold")
-    table.add_column("model", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    for column in ("layers", "dim", "heads", "kv", "ffn", "vocab", "longest"):
-        table.add_column(column, justify="right")
-    for name in model_names():
-        m = model_config(name)
+    columns = ("size", "layers", "dim", "heads", "kv", "ffn", "vocab", "longest")
+    rows = []
+    for one in model_names():
+        m = model_config(one)
         sizes = (m.layers, m.dim, m.heads, m.kv_heads, m.ffn_dim, m.vocab_size, m.max_sequence_length)
-        table.add_row(name, human_count(count_parameters(m)), *(f"{size:,}" for size in sizes))
-    Console().print(table)
+        rows.append((one, human_count(count_parameters(m)), *(f"{size:,}" for size in sizes)))
+    _print_table(("model", *columns), rows, right=columns)
     print("size: parameters; kv: key-value heads; longest: tokens of a sequence")
     print("'narrowgauge models NAME' prints one as TOML")

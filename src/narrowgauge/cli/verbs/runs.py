@@ -1,38 +1,44 @@
 """`runs` lists the runs of a folder, `report` compares some on a page, and `watch` follows them there."""
 
-import argparse
-import json
 import math
 import sys
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from narrowgauge.cli.options import FOLDER
 from narrowgauge.errors import UserError
-from narrowgauge.json_lines import strict_json
-from narrowgauge.laboratory.watch import follow, live_page, write_pages
-from narrowgauge.report import RunSummary, list_runs, print_comparison, read_runs, write_report
-from narrowgauge.report.page.sections import expected_section
-from narrowgauge.report.read.subject import subjects
-from narrowgauge.report.verdict.expected import expectations
+from narrowgauge.laboratory.arguments import File, Folder, Form
 
+FOLDER = Path("runs")
 _EXIT_INTERRUPTED = 130  # Ctrl-C is how a watcher ends
 
 
-def run_runs(options: argparse.Namespace) -> None:
-    """Print a line for each run, and below the table why some of them failed or stopped."""
-    folder = options.folder
+def runs(
+    folder: Annotated[Folder, Form("DIR", is_positional=True), "where"] = FOLDER,
+    *,
+    json: Annotated[bool, "print a JSON list; a missing loss is null"] = False,
+) -> None:
+    """List the runs in a folder, with state and loss.
+
+    narrowgauge runs runs/
+    """
+    from json import dumps
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from narrowgauge.json_lines import strict_json
+    from narrowgauge.report import list_runs
+
     if not folder.is_dir() and (folder.exists() or folder != FOLDER):
         state = "is not a directory" if folder.exists() else "does not exist"
         raise UserError(
             f"{folder} {state}; name a folder with run directories, as in: narrowgauge runs {FOLDER}"
         )
     found = list_runs(folder)
-    if options.json:
-        print(json.dumps([_as_json(summary) for summary in found], indent=2))
+    if json:
+        print(dumps([strict_json(asdict(one) | {"path": str(one.path)}) for one in found], indent=2))
         return
     if not found:
         print(f"no run directories in {folder}; 'narrowgauge train' makes one")
@@ -59,26 +65,55 @@ def _loss(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "-"
 
 
-def _as_json(summary: RunSummary) -> dict[str, object]:
-    return strict_json(asdict(summary) | {"path": str(summary.path)})
+def report(
+    runs: Annotated[
+        tuple[Path, ...], Form("RUN", is_positional=True), "run directories, the reference first"
+    ],
+    *,
+    out: Annotated[Path | None, "the page (report.html in the first RUN)"] = None,
+    expected: Annotated[bool, "compare each gap with its forecast"] = False,
+) -> None:
+    """Write the HTML report of one or more runs.
 
+    narrowgauge report runs/mine runs/other --out both.html
+    """
+    from rich.console import Console
 
-def run_report(options: argparse.Namespace) -> None:
-    """Write the page and print the comparison of the runs."""
-    out = options.out or options.runs[0] / "report.html"
-    runs = read_runs(options.runs)
-    found = expectations(runs) if options.expected else []
-    print(f"report: {write_report(options.runs, out, more=expected_section(found))}")
-    print_comparison(runs, Console())
-    for one in found:
+    from narrowgauge.report import print_comparison, read_runs, write_report
+    from narrowgauge.report.page.sections import expected_section
+    from narrowgauge.report.verdict.expected import expectations
+
+    found = read_runs(runs)
+    beside = expectations(found) if expected else []
+    page = write_report(runs, out or runs[0] / "report.html", more=expected_section(beside))
+    print(f"report: {page}")
+    print_comparison(found, Console())
+    for one in beside:
         print(one.text)
 
 
-def run_watch(options: argparse.Namespace) -> int:
-    """Write the page once, or until all runs have ended, or Ctrl-C; returns the exit code."""
-    paths, page = options.paths, live_page(options.paths, options.out)
+def watch(
+    paths: Annotated[
+        tuple[Path, ...],
+        Form("PATH", is_positional=True),
+        "a run, a folder of compare, a folder of runs, or several runs, the reference first",
+    ],
+    *,
+    out: Annotated[File | None, "the page (live.html in the first PATH)"] = None,
+    once: Annotated[bool, "write the page as it is now, and end"] = False,
+) -> int:
+    """Show runs and comparisons on a live page.
+
+    narrowgauge watch runs/mine
+    narrowgauge watch runs/
+    narrowgauge watch runs/compare-debug --once --out compared.html
+    """
+    from narrowgauge.laboratory.watch import follow, live_page, write_pages
+    from narrowgauge.report.read.subject import subjects
+
+    page = live_page(paths, out)
     empty = [path for path in paths if not subjects([path])[0]]
-    if options.once:
+    if once:
         if empty:
             raise UserError(
                 f"{empty[0]} has no runs; name a run directory, or a folder of runs or of compare"
@@ -88,10 +123,8 @@ def run_watch(options: argparse.Namespace) -> int:
         return 0
     for path in empty:
         state = "has no runs yet; the page waits for the first"
-        print(
-            f"{path} {state if path.exists() else 'does not exist yet; the page waits for it'}",
-            file=sys.stderr,
-        )
+        state = state if path.exists() else "does not exist yet; the page waits for it"
+        print(f"{path} {state}", file=sys.stderr)
     print(f"live page: {page.resolve().as_uri()} (Ctrl-C ends it)", flush=True)
     try:
         follow(paths, page)

@@ -1,43 +1,63 @@
 """`train`, which also continues a branch of another run."""
 
-import argparse
 import os
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-
-from narrowgauge.cli.parsing.options import config_values, key_names
-from narrowgauge.distributed import world_from
+from narrowgauge.cli.line import config_values, key_names
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.train import train_config
-from narrowgauge.runs.use.branch import OFFLOAD
-from narrowgauge.training import make_config
+from narrowgauge.laboratory.arguments import Count, Form, Line, Names
+from narrowgauge.runs.choices import PROFILED
 
 
-def run_train(options: argparse.Namespace) -> None:
-    """Train or continue a run; the first rank writes the report and prints the summary."""
+def train(
+    line: Line,
+    *,
+    allow_change: Annotated[Names, Form("KEY,..."), "allow these keys to differ from the run in --out"] = (),
+    profile: Annotated[
+        Count,
+        Form("STEPS", alone=PROFILED),
+        f"profile STEPS steps ({PROFILED}) into DIR/profile, for Perfetto",
+    ] = 0,
+    branch: Annotated[str | None, Form("RUN[@STEP]"), "begin at a checkpoint of RUN (the newest)"] = None,
+    watch: Annotated[bool, "show a live page meanwhile (narrowgauge watch)"] = False,
+) -> None:
+    """Train a model, or continue a run that stopped.
+
+    narrowgauge train my.toml --steps 2000 --lr 1e-3 --out runs/mine
+    narrowgauge train --model gpt2-124m --data my-texts/ --recipe nvfp4 --seq-len 1024
+    narrowgauge train --recipe mxfp4 --recipe.fprop.x '{cast = "fp4-row", outliers = 0.99}'
+    torchrun --standalone --nproc-per-node 2 -m narrowgauge train --parallel.tensor 2
+    """
+    from rich.console import Console
+
+    from narrowgauge.laboratory.train import train_config
+    from narrowgauge.runs.use.branch import OFFLOAD
+    from narrowgauge.training import make_config
+
     console, names = Console(), key_names()
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    allowed = [names.get(key.strip(), key.strip()) for key in options.allow_change.split(",") if key.strip()]
-    branch = _branch(options.branch) if options.branch else None
-    is_trunks = branch is not None and options.config is None
-    if branch is not None and is_trunks:
-        options.config = branch[0] / "config.toml"
-    values = config_values(options)
-    given = {key.removeprefix("recipe.") for key in vars(options) if vars(options)[key] is not None}
+    allowed = [names.get(key, key) for key in allow_change]
+    begin = _branch(branch) if branch else None
+    is_trunks = begin is not None and line.config is None
+    if begin is not None and is_trunks:
+        line.config = begin[0] / "config.toml"
+    values = config_values(line)
+    given = {key.removeprefix("recipe.") for key in vars(line) if vars(line)[key] is not None}
     if is_trunks and "name" in given:  # keys that were set over the trunk's recipe
         left = [key for key in values["recipe"] if key not in {*given, "backend", OFFLOAD}]
         for key in left:
             del values["recipe"][key]
         if left:
             say(f"left out: recipe.{', recipe.'.join(left)}, set over the trunk's recipe")
-    config = make_config(values)
-    train_config(config, options.out, console, allowed, options.profile, branch, say, options.watch)
+    train_config(make_config(values), line.out, console, allowed, profile, begin, say, watch)
 
 
 def _branch(text: str) -> tuple[Path, int | None]:
     """Run directory and step of `--branch RUN[@STEP]`; None for its newest checkpoint."""
+    from narrowgauge.distributed import world_from
+
     run, _, step = text.rpartition("@")
     if world_from(os.environ, 0).size > 1:
         raise UserError("--branch makes a run directory in one process; start it once without the launcher")

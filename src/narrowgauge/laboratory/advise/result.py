@@ -1,13 +1,20 @@
 """An advice: the first lines, what would change them, and why each alternative lost."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.forecast import Forecast
 from narrowgauge.laboratory.chart import bars
 from narrowgauge.result import Result, Row, text_table
 from narrowgauge.units import human_count, human_duration
+
+if TYPE_CHECKING:
+    from narrowgauge.cluster import Price
+    from narrowgauge.distributed import ParallelDims
+    from narrowgauge.forecast import Forecast
+    from narrowgauge.laboratory.advise.space import Point
 
 
 @dataclass(frozen=True)
@@ -18,14 +25,11 @@ class Answer:
         line: The command that trains.
         plan_line: The command that plans it.
         recipe: The name of the recipe.
-        layout: The parallel layout; "" for one device.
-        devices: Devices in all.
-        setting: The settings in words.
-        memory_gib: GiB that a step needs of a device.
+        dims: The parallel layout.
+        point: The settings, and the memory of a step.
         tokens: Tokens that the line trains on.
         days: Days of all its tokens, as expected.
-        cost: The price of them; None without one.
-        currency: The currency.
+        price: The price of a device-hour; None without one.
         forecast: The forecast of the loss gap.
         why: The reason of its place.
     """
@@ -33,16 +37,38 @@ class Answer:
     line: str
     plan_line: str
     recipe: str
-    layout: str
-    devices: int
-    setting: str
-    memory_gib: float
+    dims: ParallelDims
+    point: Point
     tokens: float
     days: float
-    cost: float | None
-    currency: str
+    price: Price | None
     forecast: Forecast
-    why: str
+    why: str = ""
+
+    @property
+    def layout(self) -> str:
+        """The parallel layout in words; "" for one device."""
+        return self.dims.text
+
+    @property
+    def label(self) -> str:
+        """Recipe and layout."""
+        return f"{self.recipe} {self.layout}".strip()
+
+    @property
+    def memory_gib(self) -> float:
+        """GiB that a step needs of a device."""
+        return self.point.needed / 2**30
+
+    @property
+    def cost(self) -> float | None:
+        """The price of all its tokens; None without one."""
+        return None if self.price is None else self.device_hours * self.price.amount
+
+    @property
+    def currency(self) -> str:
+        """The currency of the price."""
+        return "" if self.price is None else self.price.currency
 
     @property
     def hours(self) -> float:
@@ -52,7 +78,7 @@ class Answer:
     @property
     def device_hours(self) -> float:
         """Hours of all its tokens, times the devices."""
-        return self.hours * self.devices
+        return self.hours * self.dims.size
 
     @property
     def extra_tokens(self) -> float | None:
@@ -114,6 +140,11 @@ class Advice(Result):
         self.answers, self.refused = list(answers), refused
         self.changes, self.lost, self.notes = list(changes), dict(lost or {}), list(notes)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is no answer."""
+        return not self.answers
+
     def __repr__(self) -> str:
         if not self.answers:
             return f"<Advice refused: {self.refused}>"[:190]
@@ -140,7 +171,9 @@ class Advice(Result):
         if self.answers:
             parts.append(text_table([_HEAD, *(_cells(n, a) for n, a in enumerate(self.answers, 1))]))
         for number, answer in enumerate(self.answers, start=1):
-            parts.append(f"{number}. {answer.recipe}: {answer.why}; {answer.setting}\n   {answer.line}")
+            parts.append(
+                f"{number}. {answer.recipe}: {answer.why}; {answer.point.setting.words}\n   {answer.line}"
+            )
         if self.changes:
             parts.append(
                 "\n".join(["what would change the answer:", *(f"  {text}" for text in self.changes)])
@@ -151,7 +184,7 @@ class Advice(Result):
 
     def plot(self) -> str:
         """The days of each answer."""
-        days = {f"{a.recipe} {a.layout}".strip(): (a.days,) * 3 for a in self.answers}
+        days = {answer.label: (answer.days,) * 3 for answer in self.answers}
         return bars(days, "days of training")
 
 

@@ -1,1 +1,0 @@
-"""Parsing of command lines: parsers, shared options, help."""
