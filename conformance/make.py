@@ -18,7 +18,6 @@ import numpy as np
 from cases import noise, to
 from narrowgauge.formats import Format, format, format_names
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
-from narrowgauge.quantization.stages.amax import AmaxOverTime
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 from oracle import reference_quantize
 from oracle.rounding import code_of, fl
@@ -31,13 +30,13 @@ Seen = tuple[str, np.ndarray]  # the name of an operand's vector, and the number
 OF_SCALES = 0x5CA1AB1E  # into both words of a key: the random bits of scales
 
 
-def delayed_scale_by_hand(amaxes: Sequence[float], element: Format, over_time: AmaxOverTime) -> float:
+def delayed_scale_by_hand(amaxes: Sequence[float], c: Cast) -> float:
     """The encoding scale after steps with these amaxes, the newest last; 1 before the first."""
-    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-over_time.history :]
+    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-c.history :]
     if not history:
         return 1.0
-    amax = max(history) if over_time.algorithm == "max" else history[-1]
-    return float(fl(fl(Fraction(element.max) / 2**over_time.margin) / Fraction(amax)))
+    amax = max(history) if c.history_algorithm == "max" else history[-1]
+    return float(fl(fl(Fraction(c.element.max) / 2**c.margin) / Fraction(amax)))
 
 
 @cache
@@ -137,32 +136,32 @@ def _vector(
     amaxes = given.get("amaxes")
     if amaxes is not None:
         assert isinstance(amaxes, list)
-        scale = delayed_scale_by_hand(amaxes, c.element, c.amax)
+        scale = delayed_scale_by_hand(amaxes, c)
         out["encode_scale"] = hexadecimal(np.array([scale]), format("fp32"))
     draws = scale_draws = None
     if c.is_random:
         padded = list(x.shape)
-        if c.hadamard.size:
-            padded[axis] += -padded[axis] % c.hadamard.size
+        if c.hadamard:
+            padded[axis] += -padded[axis] % c.hadamard
         draws, scale_draws = bits(tuple(padded)), bits(tuple(padded), OF_SCALES)  # no block has two scales
         out |= {"key": list(KEY), "random": _drawn(draws) if full else None}
     hand = reference_quantize(x, c, axis, draws, signs, scale, dtype, scale_draws)  # type: ignore[arg-type]
     scales = np.array(list(hand.scales.values()))
-    if c.scales.rounding == "stochastic" and full:
+    if c.scale_rounding == "stochastic" and full:
         assert scale_draws is not None
         out["scale_random"] = _drawn(scale_draws.ravel()[: len(scales)])
-    stored = format("fp32" if c.scales.format == "fp32" else c.scales.format)
+    stored = format("fp32" if c.scale == "fp32" else c.scale)
     codes = "".join(f"{code:02x}" for code in hand.codes.ravel())
     out |= {"codes": codes, "scales": hexadecimal(scales, stored)}
-    if c.scales.outer != "none":
+    if c.tensor_scale != "none":
         row = axis % x.ndim
-        columns = c.scales.outer_columns or x.shape[row]
+        columns = c.outer_columns or x.shape[row]
         seconds = {(*k[:row], k[row] // columns, *k[row + 1 :]): s for k, s in hand.tensor_scales.items()}
-        above = [s for _, s in sorted(seconds.items())] if c.scales.by_row else [hand.tensor_scale]
+        above = [s for _, s in sorted(seconds.items())] if c.has_row_scales else [hand.tensor_scale]
         out["tensor_scale"] = hexadecimal(np.array(above), format("fp32"))
-    if c.clamp.adds_back:
+    if c.compensate:
         out["rest"] = hexadecimal(hand.rest, format("fp32"))
-    if c.mean.over:
+    if c.center:
         out["mean"] = hexadecimal(np.array(hand.mean), format("fp32"))
     if hand.kept is not None:
         out["channels"], out["kept"] = list(hand.channels), hexadecimal(hand.kept, format("fp32"))
@@ -187,7 +186,7 @@ def cast_vectors() -> list[Vector]:
             out.append(vector(f"{name} {kind}", kind, c, -1, kind == "normal"))
         if c.is_scaled:
             out.append(vector(f"{name} normal axis 0", "normal", c, 0))
-        for rule in ("floor", "ceil", "even") if c.scales.format == "e8m0" else ():
+        for rule in ("floor", "ceil", "even") if c.scale == "e8m0" else ():
             for kind in ("normal", "wide", "tiny"):
                 out.append(
                     vector(f"{name} {rule} {kind}", kind, make_cast({"cast": name, "scale_rule": rule}), -1)
@@ -303,8 +302,8 @@ def recipe_vectors() -> Vector:
                 first, numbers = next(v for v in operands.values() if v[0]["name"] == places[c.of])
                 assert numbers is not None
                 of = first["name"], numbers
-            given: Vector = {"signs": SIGNS_32[: c.hadamard.size]} if c.hadamard.signs == "random" else {}
-            given |= {"amaxes": [0.5, 8.0, 3.0]} if c.amax.history else {}
+            given: Vector = {"signs": SIGNS_32[: c.hadamard]} if c.signs == "random" else {}
+            given |= {"amaxes": [0.5, 8.0, 3.0]} if c.history else {}
             key = json.dumps([tensor, axis, of and of[0], described(c)])
             if key not in operands:
                 title = f"{tensor} {axis} {len(operands)}"

@@ -126,10 +126,10 @@ def test_the_files_that_pages_show_are_what_they_say(tmp_path):
     (configuration,) = blocks(README, "toml")
     recipe, attention, channels = blocks(PAGES["docs/recipes.md"], "toml")
     config = make_config(tomllib.loads(configuration))
-    assert config.spec.recipe.casts["wgrad.dy"].rounding.mode == "stochastic"
+    assert config.spec.recipe.casts["wgrad.dy"].rounding == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2
     assert parse_recipe(attention, "attention.toml").narrows_attention
-    assert parse_recipe(channels, "channels.toml").casts["fprop.x"].channels.share == 0.1
+    assert parse_recipe(channels, "channels.toml").casts["fprop.x"].keep_channels == 0.1
 
 
 def first_column(page, heading):

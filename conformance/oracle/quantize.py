@@ -116,9 +116,9 @@ def reference_quantize(
         ValueError: A transform whose sums float32 could not hold exactly, so that they would depend on order.
     """
     axis, x = axis % max(x.ndim, 1), x.astype(np.float64)
-    if not cast.channels.share:
+    if not cast.keep_channels:
         return _quantized(x, cast, axis, draws, signs, encode_scale, dtype, scale_draws, held)
-    apart = stages.largest_channels(x, cast.channels.share) if channels is None else tuple(channels)
+    apart = stages.largest_channels(x, cast.keep_channels) if channels is None else tuple(channels)
     rest, alone = stages.parted(x, apart)
     found = _quantized(rest, cast.of_the_rest, axis, draws, signs, encode_scale, dtype, scale_draws, held)
     return _with_kept(found, alone, apart, cast, axis, dtype)
@@ -137,18 +137,16 @@ def _quantized(
 ) -> ReferenceTensor:
     """`reference_quantize` for float64 values that all use one cast."""
     x, mean = _centered(x, cast, dtype)
-    if cast.hadamard.size:
-        named = (
-            cast.hadamard.signs if not isinstance(cast.hadamard.signs, str) and cast.hadamard.signs else signs
-        )
-        x = stages.transform(x, cast.hadamard.size, axis, named, dtype)
-    clamped = stages.clamp(x, cast.clamp.quantile) if cast.clamp.quantile else x
+    if cast.hadamard:
+        named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
+        x = stages.transform(x, cast.hadamard, axis, named, dtype)
+    clamped = stages.clamp(x, cast.outliers) if cast.outliers else x
     blocks = _blocks(x.shape, cast, axis)
     amax = {c: float(np.abs(clamped[block]).max()) for c, block in blocks.items()}
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
     numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # per block: (before, after) rounding
-    first = cast.having(scale_rounding="nearest-even") if cast.scales.correction else cast
+    first = cast.having(scale_rounding="nearest-even") if cast.correct else cast
     uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(blocks)}
     for c in blocks:
         under = (amax for f, amax in finite.items() if _is_under(f, c, cast, axis))
@@ -161,10 +159,10 @@ def _quantized(
         for i, value in best[0].items():
             values[i] = value
         numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
-    if cast.scales.correction:
+    if cast.correct:
         scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
     codes = np.array([code_of(float(v), cast.element) for v in values.ravel()], np.int64).reshape(x.shape)
-    rest = x - clamped if cast.clamp.quantile else np.zeros_like(x)
+    rest = x - clamped if cast.outliers else np.zeros_like(x)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean)
 
 
@@ -172,7 +170,7 @@ def _with_kept(
     rest: ReferenceTensor, alone: np.ndarray, channels: Index, cast: Cast, axis: int, dtype: str
 ) -> ReferenceTensor:
     """The quantized rest, with the kept channels added in their own cast."""
-    kept_cast = named_cast(cast.channels.cast)
+    kept_cast = named_cast(cast.keep_cast)
     if kept_cast.is_scaled:
         kept = reference_quantize(alone, kept_cast, axis, dtype=dtype).dequantize()
     else:
@@ -183,12 +181,12 @@ def _with_kept(
 
 def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """(what remains without the mean over tokens, what is added back), if the cast subtracts it."""
-    if not cast.mean.over:
+    if not cast.center:
         return x, np.zeros(1)
     mean = stages.token_mean(x, dtype)
-    if not cast.mean.cast:
+    if not cast.center_cast:
         return stages.less_mean(x, mean), mean
-    added_back = reference_quantize(mean[None], named_cast(cast.mean.cast)).dequantize()[0]
+    added_back = reference_quantize(mean[None], named_cast(cast.center_cast)).dequantize()[0]
     return stages.less_mean(x, mean), added_back
 
 
@@ -205,7 +203,7 @@ def _quantize_block(
     """(elements of a block by index, its scale, the outer scale, its factor) for the best candidate."""
     least: Fraction | None = None
     best: tuple[dict[Index, float], float, float, Fraction] = ({}, math.nan, 1.0, Fraction(0))
-    for candidate in cast.choice.candidates or (0.0,):
+    for candidate in cast.candidates or (0.0,):
         factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
         if not is_finite:
             return {}, math.nan, float(above), factor
@@ -215,7 +213,7 @@ def _quantize_block(
         drawn = {i: None if draws is None else int(draws[i]) for i in block}
         elements = {i: _round(v, factor, cast, drawn[i]) for i, v in block.items()}
         error = Fraction(0)
-        if cast.choice.candidates:
+        if cast.candidates:
             error = stages.error(elements, block, (scale, above, amax_and_over[1]), cast, axis)
         if least is None or error < least:
             least, best = error, (elements, float(scale), float(above), factor)
@@ -225,14 +223,14 @@ def _quantize_block(
 def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
     """Round one value, times its factor, to the element grid."""
     scaled = fl(Fraction(x) * factor)
-    rounding, uniform = cast.rounding.mode, Fraction(1, 2)
+    rounding, uniform = cast.rounding, Fraction(1, 2)
     if rounding == "stochastic":
         assert draw is not None
         uniform = Fraction(draw, 2**24)
-        if cast.rounding.random_bits < 24:
+        if cast.random_bits < 24:
             rounding, uniform = (
                 "stochastic-hardware",
-                Fraction(draw >> (24 - cast.rounding.random_bits), 2**cast.rounding.random_bits),
+                Fraction(draw >> (24 - cast.random_bits), 2**cast.random_bits),
             )
     magnitude = float(round_magnitude(abs(scaled), cast.element, rounding, uniform))
     is_negative = math.copysign(1, x) < 0 and (magnitude != 0 or cast.element.has_negative_zero)
@@ -260,10 +258,10 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
 
 def _is_under(one: Index, other: Index, cast: Cast, axis: int) -> bool:
     """Whether two blocks share an outer scale, by the indices of their first elements."""
-    if cast.scales.outer == "tensor":
+    if cast.tensor_scale == "tensor":
         return True
     is_same_row = one[:axis] + one[axis + 1 :] == other[:axis] + other[axis + 1 :]
-    columns = cast.scales.outer_columns
+    columns = cast.outer_columns
     return is_same_row and (not columns or one[axis] // columns == other[axis] // columns)
 
 

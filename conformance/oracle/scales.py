@@ -28,21 +28,21 @@ def scales_of_block(
         uniform: The random value in [0, 1) of a scale that is rounded stochastically.
         candidate: The magnitude that the amax is mapped to; 0 for the largest element.
     """
-    aim = Fraction(cast.element.max * cast.scales.headroom)
-    if cast.scales.format == "fp32":
+    aim = Fraction(cast.element.max * cast.headroom)
+    if cast.scale == "fp32":
         factor = Fraction(1) if amax == 0 else fl(fl(aim) / amax)
-        if cast.scales.power_of_two:
+        if cast.power_of_two:
             factor = Fraction(2) ** floor_log2(factor)
         return factor, fl(1 / factor), Fraction(1)
-    if cast.scales.format == "e8m0":
+    if cast.scale == "e8m0":
         exponent = min(max(_exponent(amax, cast), -127), 127)
         return Fraction(2) ** -exponent, Fraction(2) ** exponent, Fraction(1)
-    if cast.scales.are_nvfp4:
+    if cast.has_nvfp4_scales:
         return _nvfp4(amax, over, cast, uniform, candidate)
     above, quotient = Fraction(1), fl(amax / fl(aim))
-    if cast.scales.outer != "none":
+    if cast.tensor_scale != "none":
         target = Fraction(cast.target)
-        largest = fl(Fraction(float(target) * cast.element.max * cast.scales.headroom))
+        largest = fl(Fraction(float(target) * cast.element.max * cast.headroom))
         above = fl(over / largest) if over else above
         quotient = fl(amax * target / over) if over else Fraction(0)
     if candidate:
@@ -58,15 +58,15 @@ def _nvfp4(
     """The same in TransformerEngine's order of operations."""
     S, above = Fraction(1), Fraction(1)
     if over:
-        largest = fl(Fraction(cast.target * cast.element.max * cast.scales.headroom))
+        largest = fl(Fraction(cast.target * cast.element.max * cast.headroom))
         S = fl(largest / over)
         above = fl(over / largest) if S < LARGEST else fl(1 / S)
-    aim = cast.element.max * cast.scales.headroom
+    aim = cast.element.max * cast.headroom
     quotient = fl(amax * fl(S * fl(Fraction(1 / aim))))
     if candidate:
         quotient = fl(fl(fl(amax / fl(Fraction(aim))) * S) * fl(Fraction(cast.element.max / candidate)))
     scale, is_zeros = rounded(quotient, cast, uniform)
-    if is_zeros and cast.scales.zero_rule == "one":
+    if is_zeros and cast.zero_rule == "one":
         return Fraction(0), scale, above
     decode = fl(scale * fl(1 / S))
     return (LARGEST if decode == 0 else fl(1 / decode)), scale, above
@@ -74,11 +74,11 @@ def _nvfp4(
 
 def rounded(quotient: Fraction, cast: Cast, uniform: Fraction) -> tuple[Fraction, bool]:
     """(a quotient on the grid of the scales, whether the block is all zeros)."""
-    fmt = format(cast.scales.format)
-    scale = round_magnitude(quotient, fmt, cast.scales.rounding, uniform)
+    fmt = format(cast.scale)
+    scale = round_magnitude(quotient, fmt, cast.scale_rounding, uniform)
     if scale:
         return scale, False
-    match cast.scales.zero_rule:
+    match cast.zero_rule:
         case "one":
             return Fraction(1), True
         case "smallest":
@@ -94,7 +94,7 @@ def _exponent(amax: Fraction, cast: Cast) -> int:
     element: Format = cast.element
     exponent = floor_log2(amax)
     mantissa = amax / Fraction(2) ** exponent  # from 1 to 2
-    match cast.scales.rule:
+    match cast.scale_rule:
         case "floor":
             return exponent - element.emax
         case "ceil":
@@ -102,7 +102,7 @@ def _exponent(amax: Fraction, cast: Cast) -> int:
         case "even":
             return exponent + (mantissa >= 2 - Fraction(1, 2 ** (element.fraction_bits + 1))) - element.emax
         case _:
-            share = fl(amax * fl(Fraction(1 / (element.max * cast.scales.headroom))))
+            share = fl(amax * fl(Fraction(1 / (element.max * cast.headroom))))
             if share == 0:
                 return -127
             return floor_log2(share) + (share != Fraction(2) ** floor_log2(share))
@@ -125,7 +125,7 @@ def corrected_scales(
         axis: The axis that groups lie along.
     """
     assert cast.block is not None
-    size = cast.hadamard.size or cast.block[1]
+    size = cast.hadamard or cast.block[1]
     groups: dict[Index, list[Index]] = {}
     for c in sorted(scales):
         groups.setdefault((*c[:axis], c[axis] // size, *c[axis + 1 :]), []).append(c)

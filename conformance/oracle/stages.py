@@ -110,12 +110,12 @@ def error(
         axis: The axis along which errors are added first.
     """
     errors = {i: _error(elements[i], x[i], scales, cast) for i in x}
-    if cast.choice.by == "max":
+    if cast.choose == "max":
         return max(errors.values())
     rows: dict[Index, Fraction] = {}
     for i in sorted(errors):  # along a row from left to right
         row = i[:axis] + i[axis + 1 :]
-        error = errors[i] if cast.choice.by == "mae" else fl(errors[i] * errors[i])
+        error = errors[i] if cast.choose == "mae" else fl(errors[i] * errors[i])
         rows[row] = fl(rows.get(row, Fraction(0)) + error)
     height = cast.block[0] if cast.block else 1
     return _halved([*rows.values(), *[Fraction(0)] * (height - len(rows))])
@@ -124,10 +124,10 @@ def error(
 def _error(element: float, x: float, scales: tuple[Fraction, Fraction, Fraction], cast: Cast) -> Fraction:
     scale, above, over = scales
     seen = fl(Fraction(element) * scale)
-    if cast.scales.are_nvfp4:
-        largest = fl(Fraction(cast.target * cast.element.max * cast.scales.headroom))
+    if cast.has_nvfp4_scales:
+        largest = fl(Fraction(cast.target * cast.element.max * cast.headroom))
         seen = fl(fl(seen * over) / largest)
-    elif cast.scales.outer != "none":
+    elif cast.tensor_scale != "none":
         seen = fl(seen * above)
     return abs(fl(seen - Fraction(x)))
 

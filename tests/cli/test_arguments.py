@@ -84,7 +84,7 @@ def test_a_cast_is_a_table_on_the_command_line():
     config = make_config(values("--recipe", "mxfp4", "--recipe.fprop.x", table))
     in_a_file = {"name": "mxfp4", "fprop": {"x": {"cast": "fp4-row", "outliers": 0.99}}}
     assert to_toml(config) == to_toml(make_config({"recipe": in_a_file}))
-    assert config.spec.recipe.casts["fprop.x"].clamp.quantile == 0.99
+    assert config.spec.recipe.casts["fprop.x"].outliers == 0.99
     says = r"recipe\.fprop\.x = .* is not a TOML table; .* as in --recipe\.fprop\.x '"
     with pytest.raises(UserError, match=says):
         make_config(values("--recipe.fprop.x", "{cast = fp4-row}"))

@@ -303,7 +303,7 @@ def by_hand(tensors, cast, destination, mu=1.0, encode=None):
     if not all(bool(t.isfinite().all()) for t in tensors):
         return torch.full_like(order[0], math.nan)
     if encode is None:
-        encode = fp32_scale(torch.tensor(amax), cast.element, cast.scales.power_of_two)[0] * mu
+        encode = fp32_scale(torch.tensor(amax), cast.element, cast.power_of_two)[0] * mu
     plain = make_cast({"cast": cast.name})
     codes = [quantize_in_context(x, plain, -1, QuantContext(scale=encode)) for x in order]
     values = [decode(q.codes, cast.element) for q in codes]
@@ -432,7 +432,7 @@ def at_rest(grad, reduce):
     for g, x in zip(mine, gradients_of(shapes), strict=True):
         g.add(x, None)
     before = [everyone(g.read()) for g in mine]
-    wires = [WireFormat(reduce, PreScale() if reduce.state.prescale else None) for _ in mine]
+    wires = [WireFormat(reduce, PreScale() if reduce.prescale else None) for _ in mine]
     with CommCounter() as traffic:
         all_reduce_gradient_states(mine, wires, WORLD())
     for g, of_all in zip(mine, before, strict=True):

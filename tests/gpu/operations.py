@@ -52,16 +52,16 @@ def passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Found
 
 def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Found:
     """Codes, scales and emulated values of a matrix whose columns have different magnitudes."""
-    if cast.hadamard.size:  # integers: their sums are exact in any order
+    if cast.hadamard:  # integers: their sums are exact in any order
         x = (2 * drawn(shape, 0, device, torch.float32)).round().clamp(-8, 8).bfloat16()
     else:
         x = drawn(shape, 0, device) * torch.exp2(torch.arange(shape[1], device=device) % 23 - 11).bfloat16()
-    random = random_stream(1, 2, 3, device) if cast.rounding.mode == "stochastic" else None
+    random = random_stream(1, 2, 3, device) if cast.rounding == "stochastic" else None
     context = QuantContext(random)
     q, _ = quantize(x, cast, axis, context)
     numbers, factor = emulate(x, cast, axis, torch.bfloat16, context)
     parts = {"codes": q.codes, "scales": q.scales, "scale codes": q.scale_codes}
-    if cast.scales.outer != "none" and not cast.hadamard.size:  # known from the kernel that wrote x
+    if cast.tensor_scale != "none" and not cast.hadamard:  # known from the kernel that wrote x
         parts["codes, amax known"] = quantize(x, cast, axis, QuantContext(random, amax=amax_of(x)))[0].codes
     return {**parts, "the tensor's scale": q.tensor_scale, "values": numbers, "factor": factor}
 
@@ -196,5 +196,5 @@ def _stored(x: Tensor, cast: Cast | None, device: torch.device) -> QuantizedStat
 
 
 def _write(state: QuantizedState, x: Tensor, step: int, tensor: int) -> None:
-    is_random = state.cast.rounding.mode == "stochastic"
+    is_random = state.cast.rounding == "stochastic"
     state.write(x.clone(), random_stream(7, step, tensor, x.device) if is_random else None)

@@ -62,7 +62,7 @@ def updated_by_reference(w, g, m, v, weight, factors):
     numbers = reference(w.read(), g.read(), m.read(), v.read(), factors)
     for i, (state, x) in enumerate(zip((w, m, v, weight), (*numbers, numbers[0]), strict=True)):
         if state is not None:
-            random = state.cast.rounding.mode == "stochastic"
+            random = state.cast.rounding == "stochastic"
             x = w.read() if state is weight else x  # what the master holds
             state.write(x.clone(), random_stream(SEED, STEP, i, x.device) if random else None)
 

@@ -55,10 +55,10 @@ def test_the_kernel_is_its_reference(way, dtype, device):
                 assert torch.equal(found, bits(plain)[name]), (step, micro, name)
             assert (ours.sums, ours.is_empty) == (plain.sums, plain.is_empty)
         for state in (ours, plain):
-            if cast.state.prescale:  # a factor that makes elements overflow: the next step's is another
+            if cast.prescale:  # a factor that makes elements overflow: the next step's is another
                 state.prescale.tensors["mu"].fill_(2.5)
             state.is_empty = True
-    if cast.state.prescale:
+    if cast.prescale:
         ours.prescale.end_step()
         assert ours.prescale.tensors["mu"] == 1.25, "too much overflowed"
 

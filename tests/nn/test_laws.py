@@ -90,7 +90,7 @@ def spoil(under):
             spoiled, clean = products(which, column)
             assert not spoiled.any()
             # The slope of rounding a NaN is NaN.
-            assert clean.all() or (which == "w" and make(under).spec.casts["fprop.w"].estimator.k)
+            assert clean.all() or (which == "w" and make(under).spec.casts["fprop.w"].estimator_k)
 
 
 @every_recipe

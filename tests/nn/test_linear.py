@@ -41,17 +41,17 @@ def numbers(tensor: torch.Tensor, cast: Cast, axis: int, place: str) -> torch.Te
     """What a GEMM sees of a tensor in the first step, in float64."""
     if not cast.is_scaled:
         return tensor.to(DTYPES[cast.name]).double()
-    if cast.amax.history:  # the scale is still 1
+    if cast.history:  # the scale is still 1
         return round_to(tensor, cast.element).double()
     bits = random_stream(SEED, STEP, INDEX * len(GEMM_PLACES) + GEMM_PLACES.index(place))
     signs = None
-    if cast.hadamard.signs == "random":
+    if cast.signs == "random":
         gemm = ("fprop", "dgrad", "wgrad").index(place.split(".")[0])
-        signs = 1 - 2 * (random_stream(SEED, STEP, 2**32 + 3 * INDEX + gemm).bits((cast.hadamard.size,)) & 1)
+        signs = 1 - 2 * (random_stream(SEED, STEP, 2**32 + 3 * INDEX + gemm).bits((cast.hadamard,)) & 1)
     stored = quantize_in_context(tensor, cast, axis, QuantContext(bits, signs)).dequantize().double()
-    if cast.clamp.adds_back:
+    if cast.compensate:
         ranked = tensor.flatten().sort().values
-        low, high = (ranked[int(q * tensor.numel())] for q in (1 - cast.clamp.quantile, cast.clamp.quantile))
+        low, high = (ranked[int(q * tensor.numel())] for q in (1 - cast.outliers, cast.outliers))
         stored = stored + (tensor.double() - tensor.clamp(low, high).double())
     return stored
 
@@ -81,7 +81,7 @@ def by_hand(r: Recipe, x_MK, w_NK, dy_MN, bias_N=None):
         name: (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs()) + half_ulp * products[name].abs() + subnormal
         for name, (a, b) in pairs.items()
     }
-    if r.casts["fprop.w"].estimator.k:
+    if r.casts["fprop.w"].estimator_k:
         slope = estimator_slope(w_NK, r.casts["fprop.w"], -1).double()
         products["dw"], bounds["dw"] = products["dw"] * slope, (bounds["dw"] + 2.0**-24) * slope
     if bias_N is not None:

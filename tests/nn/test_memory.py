@@ -281,4 +281,4 @@ def test_kept_channels_are_emulated_everywhere_refused_by_exporters_and_widened_
         ng.fully_shard(model(keeping()))
     assert places_with(keeping(), "fprop.w") == ("fprop.x", "fprop.w", "wgrad.dy", "wgrad.x")
     widened = rule_for(keeping(), "wgrad.x", "")
-    assert not any(c.channels.cast for c in keeping().with_rules([widened]).rules[0].casts.values())
+    assert not any(c.keep_cast for c in keeping().with_rules([widened]).rules[0].casts.values())

@@ -60,7 +60,7 @@ def assert_as_by_hand(x, cast, axis, signs=None):
     np.testing.assert_array_equal(np.signbit(values), np.signbit(hand.values))
     np.testing.assert_array_equal(q.scales.numpy().ravel(), np.array([*hand.scales.values()], np.float32))
     above = np.array([*hand.tensor_scales.values()], np.float32)
-    if cast.scales.outer_columns:  # one for several blocks
+    if cast.outer_columns:  # one for several blocks
         assert set(q.tensor_scale.flatten().tolist()) == set(above.tolist())
     else:
         np.testing.assert_array_equal(q.tensor_scale.expand(q.blocks.grid).numpy().ravel(), above)
@@ -74,7 +74,7 @@ def assert_as_by_hand(x, cast, axis, signs=None):
     operand, scale = emulate(x, cast, axis, torch.bfloat16, context)
     assert (operand.dtype == torch.float32) == cast.has_wide_operand
     assert (scale is not None) == cast.scales_result
-    expected = stored + torch.tensor(hand.rest).float() if cast.clamp.adds_back else stored
+    expected = stored + torch.tensor(hand.rest).float() if cast.compensate else stored
     if scale is None:  # bf16 holds each product of an element and a scale, but in part of its subnormals
         expected = expected.to(operand.dtype)
     assert torch.equal(operand.float() * (1.0 if scale is None else scale), expected.float())

@@ -80,9 +80,7 @@ def test_c_gives_the_bits_of_torch(name, monkeypatch):
 
 @needs_c
 @pytest.mark.parametrize("axis", [-1, 0])
-@pytest.mark.parametrize(
-    "name", [name for name, c in CASTS.items() if c.choice.candidates or c.scales.correction]
-)
+@pytest.mark.parametrize("name", [name for name, c in CASTS.items() if c.candidates or c.correct])
 def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis, monkeypatch):
     """Which decide between candidates, and so show in codes only where two are nearly equal."""
     cast, found = CASTS[name].of_the_rest.uncorrected, []
@@ -92,10 +90,10 @@ def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis, monkeypatc
     for kernels in ("0", "1"):
         monkeypatch.setenv("NARROWGAUGE_KERNELS", kernels)
         amax = block_amax(split, blocks)
-        over = context.row_amax(amax, blocks, axis, cast) if cast.scales.by_row else amax.amax()
-        over = None if cast.scales.outer == "none" else over
+        over = context.row_amax(amax, blocks, axis, cast) if cast.has_row_scales else amax.amax()
+        over = None if cast.tensor_scale == "none" else over
         scales = scales_from(amax, cast, over=over)
-        if cast.choice.candidates:
+        if cast.candidates:
             found.append([block_errors(split, blocks, axis, scales, over, cast, context)])
         else:
             found.append(projection_sums(split, blocks, axis, scales, cast, context))

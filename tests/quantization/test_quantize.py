@@ -50,9 +50,9 @@ def test_codes_scales_and_bytes_are_what_they_are_said_to_be(name):
         assert packed.numel() == 64 * 96 * q.cast.element.bits // 8
         assert torch.equal(unpack(packed, q.cast.element, 96), q.codes)
         if q.scale_codes is None:
-            assert q.cast.scales.format == "fp32"
+            assert q.cast.scale == "fp32"
             continue
-        dtype = {"e8m0": ml_dtypes.float8_e8m0fnu, "e4m3": ml_dtypes.float8_e4m3fn}[q.cast.scales.format]
+        dtype = {"e8m0": ml_dtypes.float8_e8m0fnu, "e4m3": ml_dtypes.float8_e4m3fn}[q.cast.scale]
         found = q.scale_codes.numpy().view(dtype).astype(np.float32)
         np.testing.assert_array_equal(found, q.scales.numpy())
 
@@ -71,7 +71,7 @@ def test_non_finite_input_never_comes_out_finite(name):
         expected[r : r + rows, c : c + columns] = True
         assert torch.equal(q.dequantize().isnan(), expected)
         if q.scale_codes is not None:
-            nan = 0xFF if q.cast.scales.format == "e8m0" else 0x7F
+            nan = 0xFF if q.cast.scale == "e8m0" else 0x7F
             assert set(q.scale_codes[q.scales.isnan()].tolist()) == {nan}
 
 

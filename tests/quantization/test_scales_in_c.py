@@ -13,8 +13,10 @@ from narrowgauge.quantization.passes.in_c import block_scales, decoded, encoded,
 from quantization.casts import CASTS
 
 pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
+OF_SCALES = ("element", "scale", "scale_rule", "power_of_two", "headroom", "scale_rounding", "zero_scale")
+OF_SCALES += ("tensor_scale", "scale_target", "candidates", "choose")
 #: One cast for all that scales are computed from.
-BY_SCALES = {(c.scales, c.element, c.choice): name for name, c in CASTS.items() if not c.scales.correction}
+BY_SCALES = {tuple(c.values()[key] for key in OF_SCALES): name for name, c in CASTS.items() if not c.correct}
 
 
 def amaxes():
@@ -47,16 +49,14 @@ def test_scales_have_the_bits_of_torch(name, monkeypatch):
         [of_row, of_row.expand_as(amax)],
         [torch.tensor(x) for x in (0.0, 1e-44, 0.3, 448.0, 3e38)],
     )
-    for over, candidate in itertools.product(
-        rows if c.scales.by_row else tensors, c.choice.candidates or (0.0,)
-    ):
+    for over, candidate in itertools.product(rows if c.has_row_scales else tensors, c.candidates or (0.0,)):
         monkeypatch.delenv("NARROWGAUGE_KERNELS", raising=False)
-        found = block_scales(amax, c, over if c.scales.outer != "none" else None, candidate)
-        if c.scales.rounding != "nearest-even":
+        found = block_scales(amax, c, over if c.tensor_scale != "none" else None, candidate)
+        if c.scale_rounding != "nearest-even":
             assert found is None
             continue
         monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
-        over = over if c.scales.outer != "none" else None
+        over = over if c.tensor_scale != "none" else None
         assert_same(found, scales_from(amax, c, over=over, candidate=candidate))
 
 

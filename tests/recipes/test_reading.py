@@ -96,7 +96,7 @@ def test_a_named_recipe_of_torchao(name, tmp_path):
         if ours.is_scaled:
             assert (ours.block is None) == (theirs.scaling_granularity.name == "TENSORWISE")
             assert DTYPES[ours.element.name] == theirs.target_dtype
-            assert ours.scales.power_of_two == config.round_scales_to_power_of_2
+            assert ours.power_of_two == config.round_scales_to_power_of_2
     assert any("use_fast_accum" in sentence for sentence in lost(found))
 
 

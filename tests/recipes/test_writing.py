@@ -19,7 +19,7 @@ from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, parse_recipe, recipe
-from support.unchecked import unchecked, with_keys
+from support.unchecked import unchecked
 
 #: A recipe that the target can express.
 BASE = dict.fromkeys(TARGETS, "fp8") | {"modelopt": "modelopt-fp8-default"}
@@ -198,7 +198,7 @@ def test_every_key_of_a_cast_is_refused_unless_it_is_said(target, place):
             continue  # of these, targets say some values
         if key == "of" and target in ("te", "megatron") and place in ("dgrad.w", "wgrad.x"):
             continue  # a HybridQuantizer's columnwise_source
-        changed = with_keys(base.casts[place], **{key: moved[type(value)]})
+        changed = unchecked(base.casts[place], **{key: moved[type(value)]})
         found = refusals(unchecked(base, casts={**base.casts, place: changed}), target)
         assert (place, key) in {(r.place, r.key) for r in found}, key
 

@@ -154,4 +154,4 @@ def test_bytes_a_parameter_of_linear_weights(name):
         total += sum(state.nbytes for state in kept.values())
     wanted = {"msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7}[name]
     assert wanted <= total / sum(p.numel() for p in linear) < wanted * 1.01
-    assert recipe(name).state["grad"].state.prescale
+    assert recipe(name).state["grad"].prescale

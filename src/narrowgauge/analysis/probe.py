@@ -58,17 +58,12 @@ from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
 from narrowgauge.quantization import Cast
-from narrowgauge.quantization.cast import CODES_AND_SCALES
+from narrowgauge.quantization.keys import Taker
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.t_interval import Interval, interval
 from narrowgauge.training.outline import require_layers
 
-#: The keys of a cast that do not depend on earlier steps.
-WITHOUT_MEMORY = (
-    *(*CODES_AND_SCALES, "hadamard", "signs", "center", "center_cast", "outliers", "compensate"),
-    *("of", "keep_cast", "estimator_k", "estimator_cap", "expand", "codebook", "feedback"),
-)
 LOSS_SCALE = 2.0**16  # the initial scale of `torch.amp.GradScaler`
 USEFUL = math.sqrt(3)  # the smallest useful noise ratio
 _DRAW_SEED = 0x9E3779B97F4A7C15  # difference between the seeds of two draws
@@ -274,7 +269,7 @@ def _has_memory(recipe: Recipe) -> bool:
 
 def has_memory(cast: Cast) -> bool:
     """Whether the result of a cast depends on earlier steps; assumed for a key that is not listed."""
-    return bool(cast.beyond(WITHOUT_MEMORY))
+    return bool(cast.unsupported(Taker.MEMORYLESS))
 
 
 def _silent(name: str, done: int, total: int) -> None:

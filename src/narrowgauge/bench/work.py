@@ -143,8 +143,8 @@ def _add_layer(
         operands = [(tensor, casts[f"{gemm}.{tensor}"]) for tensor in tensors if casts]
         kind = _kind([cast for _, cast in operands], compute, native)
         work.gemms[Gemm(m, n, k, kind)] += round(times)
-        if gemm == "wgrad" and casts and casts["wgrad.dy"].channels.cast:
-            columns = kept_count(casts["wgrad.x"].channels.share, K)
+        if gemm == "wgrad" and casts and casts["wgrad.dy"].keep_cast:
+            columns = kept_count(casts["wgrad.x"].keep_channels, K)
             work.gemms[Gemm(N, columns, M, kind)] += backward
         for (tensor, cast), elements in zip(operands, (m * k, n * k), strict=False):
             source = "fp32" if tensor == "w" else compute
@@ -169,13 +169,13 @@ def _tokens_of(layer: str, model: ModelConfig, tokens: int) -> int:
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
     """The format in which the GEMM of two operands is computed."""
     if native and any(cast.is_scaled for cast in pair):
-        return _NARROW.get(pair[0].scales.format, "fp8")
+        return _NARROW.get(pair[0].scale, "fp8")
     return "fp32" if any(cast.has_wide_operand for cast in pair) else compute
 
 
 def _parts(cast: Cast) -> list[tuple[Cast, float]]:
     """(cast, share of the elements) for the parts of an operand; `keep_cast` alone is a second operand."""
-    if not cast.channels.cast:
+    if not cast.keep_cast:
         return [(cast, 1.0)]
-    kept = named_cast(cast.channels.cast)
-    return [(cast.of_the_rest, 1 - cast.channels.share), (kept, cast.channels.share or 1.0)]
+    kept = named_cast(cast.keep_cast)
+    return [(cast.of_the_rest, 1 - cast.keep_channels), (kept, cast.keep_channels or 1.0)]

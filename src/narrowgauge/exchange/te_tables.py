@@ -95,9 +95,9 @@ def own_recipe(recipe: Recipe) -> OwnRecipe | None:
     """The recipe of TransformerEngine with the same six casts as a recipe, if there is one."""
     x, dy = recipe.casts["fprop.x"], recipe.casts["dgrad.dy"]
     rows = _own_recipes()
-    if x.amax.history and dy.element.name in ("e4m3", "e5m2"):
+    if x.history and dy.element.name in ("e4m3", "e5m2"):
         word = "HYBRID" if dy.element.name == "e5m2" else "E4M3"
-        rows = (*rows, delayed_scaling(word, x.amax.history, x.amax.algorithm, x.amax.margin))
+        rows = (*rows, delayed_scaling(word, x.history, x.history_algorithm, x.margin))
     return next((own for own in rows if own.casts == dict(recipe.casts)), None)
 
 

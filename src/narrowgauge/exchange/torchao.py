@@ -92,7 +92,7 @@ def refusals(recipe: Recipe) -> list[Refusal]:
     if _mx_mode(recipe):
         return found
     said = [make_cast(recipe.compute), *(_cast(*keys) for keys in product(DTYPES, BLOCKS, (False, True)))]
-    if any(c.scales.format == "e8m0" for c in recipe.casts.values()):
+    if any(c.scale == "e8m0" for c in recipe.casts.values()):
         said += map(_mx, MX_MODES)
     for place in GEMM_PLACES:
         found += cast_refusals(place, recipe.casts[place], said, "torchao")
@@ -102,10 +102,10 @@ def refusals(recipe: Recipe) -> list[Refusal]:
 def _together(recipe: Recipe) -> list[Refusal]:
     """Combinations of casts that torchao supports one by one, but not together."""
     casts, found = recipe.casts, []
-    if any(c.scales.format == "e8m0" for c in casts.values()):
+    if any(c.scale == "e8m0" for c in casts.values()):
         why = "MXFP8 in some places, which torchao has in all three GEMMs, or in all but wgrad"
         return [Refusal("", "scale", why)]
-    if len({c.scales.power_of_two for c in casts.values() if c.is_scaled}) > 1:
+    if len({c.power_of_two for c in casts.values() if c.is_scaled}) > 1:
         found.append(
             Refusal("", "power_of_two", "power_of_two in some places, which torchao has in all or none")
         )
@@ -148,7 +148,7 @@ def _float8(recipe: Recipe) -> tuple[str, str]:
             lines += [f"    # {place}", f"    {field}=CastConfig({said}),"]
     exact = "Float8GemmConfig(use_fast_accum=False)"
     lines += [f"    gemm_config_{p}={exact}," for p in ("output", "grad_input", "grad_weight")]
-    powers = any(c.scales.power_of_two for c in recipe.casts.values())
+    powers = any(c.power_of_two for c in recipe.casts.values())
     lines += [f"    round_scales_to_power_of_2={powers},", ")\n"]
     convert = _CONVERT.format(
         call="convert_to_float8_training(\n        model, config=config, "

@@ -15,17 +15,16 @@ from io import StringIO
 from pathlib import Path
 
 from narrowgauge.quantization import Cast
+from narrowgauge.quantization.keys import Taker
 
 TABLE = Path(__file__).with_name("noise.csv")
 _ROWS, _DEGREES = 512, 5
-#: The scale of a block of zeros, and the steps that an amax comes from.
-_IDLE = ("zero_scale", "refresh", "history", "history_algorithm", "margin")
 
 
 def cast_text(cast: Cast) -> str:
     """A cast's keys that are not at their defaults, but for those that hardly move a value."""
     values = cast.values()
-    shown = ((key, values[key]) for key in cast.beyond(_IDLE))
+    shown = ((key, values[key]) for key in cast.unsupported(Taker.SAME_NOISE))
     return " ".join(f"{key}={getattr(value, 'name', value)}" for key, value in shown).replace(", ", ",")
 
 
@@ -48,12 +47,12 @@ def measured_noise(cast: Cast) -> float:
     x = torch.randn(_ROWS, _ROWS, generator=draw) / squares.sqrt()
     plain = cast.having(of="") if cast.of else cast
     signs = None
-    if isinstance(plain.hadamard.signs, str):
-        signs = torch.where(torch.rand(plain.hadamard.size, generator=draw) < 0.5, -1.0, 1.0)
+    if isinstance(plain.signs, str):
+        signs = torch.where(torch.rand(plain.hadamard, generator=draw) < 0.5, -1.0, 1.0)
     context = QuantContext(random=draw, signs=signs)
     operand, scale = emulate(x, plain, -1, torch.float32, context)
     values = operand.float() if scale is None else operand.float() * scale
-    is_restored = plain.mean.over or plain.clamp.adds_back or plain.channels.share
+    is_restored = plain.center or plain.compensate or plain.keep_channels
     reference = x if is_restored else prepared_by(x, plain, -1, context).x.float()
     return float(f"{float((values - reference).square().sum() / reference.square().sum()):.3g}")
 

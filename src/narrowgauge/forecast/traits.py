@@ -97,9 +97,7 @@ def traits(recipe: Recipe, blocks: int = BLOCKS, tail_share: float | None = None
         bits={place: min(cast.element.bits, WIDE_BITS) for place, cast in casts.items()},
         block={place: _block(cast) for place, cast in casts.items()},
         rounding={place: _rounding(cast) for place, cast in casts.items()},
-        hadamard={
-            gemm: casts[place].hadamard.size for gemm, place in zip(GEMMS, GEMM_PLACES[::2], strict=True)
-        },
+        hadamard={gemm: casts[place].hadamard for gemm, place in zip(GEMMS, GEMM_PLACES[::2], strict=True)},
         narrow={gemm: (1 - tail) * value for gemm, value in share.items()},
         reuses_forward=_reuses(recipe.casts),
         tail_share=tail,
@@ -121,7 +119,7 @@ def _block(cast: Cast) -> int:
 def _rounding(cast: Cast) -> str:
     if cast.element.bits >= WIDE_BITS:
         return "wide"
-    if cast.scales.correction:
+    if cast.correct:
         return "corrected"
     return "stochastic" if cast.is_random else "nearest"
 

@@ -66,7 +66,7 @@ def places_with(recipe: Recipe, place: str) -> tuple[str, ...]:
             if (is_same or cast.of) and {later, earlier} & found:
                 found |= {later, earlier}
         for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-            if (casts[a].hadamard.size or (casts[a].channels.cast and casts[b].channels.cast)) and {
+            if (casts[a].hadamard or (casts[a].keep_cast and casts[b].keep_cast)) and {
                 a,
                 b,
             } & found:

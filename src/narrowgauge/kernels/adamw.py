@@ -36,6 +36,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.dispatch import has_kernels, use_kernels
 from narrowgauge.quantization import Cast, QuantizedState, make_cast
+from narrowgauge.quantization.keys import Taker
 
 _PLAIN = {
     torch.float32: make_cast("fp32"),
@@ -160,14 +161,10 @@ def _takes(state: QuantizedState | Tensor) -> bool:
     return is_whole and is_there and state.gauge is None and _takes_cast(state.cast)
 
 
-#: The keys of state that kernels support. Not `feedback`: it makes the first moment wait for the weight.
-STATE_KEYS = ("element", "scale", "power_of_two", "rounding", "random_bits", "prescale")
-
-
 def _takes_cast(cast: Cast) -> bool:
     name = cast.element.name
-    if cast.beyond(STATE_KEYS):
+    if cast.unsupported(Taker.ADAMW):  # also `feedback`: the first moment waits for the weight
         return False
     if not cast.is_scaled:
-        return name in ("fp32", "bf16", "fp16") and (cast.rounding.mode != "stochastic" or name == "bf16")
-    return cast.scales.format == "fp32" and name in ("fp16", "e4m3", "e5m2")
+        return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")
+    return cast.scale == "fp32" and name in ("fp16", "e4m3", "e5m2")

@@ -31,8 +31,9 @@ from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.amax import DelayedScale, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext
+from narrowgauge.quantization.keys import Taker
 from narrowgauge.quantization.passes.c_call import c_library
-from narrowgauge.quantization.passes.implementations import OPERATOR_KEYS, kernel_gap, rows_gap
+from narrowgauge.quantization.passes.implementations import kernel_gap, rows_gap
 from narrowgauge.quantization.quantize import emulate_in_context, operand_dtype, quantize_in_context
 from narrowgauge.quantization.stages.clamp import quantile_ranks
 
@@ -78,8 +79,8 @@ def quantize_in_tiles(
         None where no kernel does it: elsewhere `nn.gemm.arguments` lays codes and scales out.
     """
     in_blocks = cast.block is not None and cast.block[1] > 0 and cast.block[0] < 128
-    has_tiles = in_blocks and cast.scales.format in ("e8m0", "e4m3") and cast.element.bits in (4, 8)
-    if not has_tiles or cast.scales.are_rounded or not _has_kernel(x, cast, context):
+    has_tiles = in_blocks and cast.scale in ("e8m0", "e4m3") and cast.element.bits in (4, 8)
+    if not has_tiles or cast.has_rounded_scales or not _has_kernel(x, cast, context):
         return None
     from narrowgauge.kernels.triton.cast_launch import in_tiles
 
@@ -143,13 +144,13 @@ def emulate_rows(
     if not use_kernels(x) or rows_gap(cast):
         return None
     is_own = context.shard is None and context.scale is None and context.held is None
-    has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.clamp.quantile)
+    has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.outliers)
     if not (is_own and has_rows):
         return None
     from narrowgauge.kernels.triton.remedies import launch_rows
 
-    limits = _limits(x, cast.clamp.quantile) if cast.clamp.quantile else None
-    return launch_rows(x, cast, limits, bool(cast.clamp.quantile) and cast.clamp.adds_back)
+    limits = _limits(x, cast.outliers) if cast.outliers else None
+    return launch_rows(x, cast, limits, bool(cast.outliers) and cast.compensate)
 
 
 def random_signs(key: torch.Tensor, size: int) -> torch.Tensor:
@@ -166,10 +167,10 @@ def _with_limits(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantCon
 
     Torch selects among all elements of a tensor in one thread block, which takes tens of milliseconds.
     """
-    is_whole = context.shard is None and not cast.hadamard.size
-    if not (cast.clamp.quantile and is_whole and x.dtype == torch.bfloat16 and use_kernels(x)):
+    is_whole = context.shard is None and not cast.hadamard
+    if not (cast.outliers and is_whole and x.dtype == torch.bfloat16 and use_kernels(x)):
         return context
-    return replace(context, limits=_limits(x.detach(), cast.clamp.quantile))
+    return replace(context, limits=_limits(x.detach(), cast.outliers))
 
 
 def _limits(x: torch.Tensor, quantile: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,13 +185,13 @@ def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     """Whether a Triton kernel computes the cast of this tensor in this context."""
     if not cast.is_scaled or x.ndim != 2 or not use_kernels(x) or kernel_gap(cast):
         return False
-    is_drawn = isinstance(context.random, RandomStream) or cast.rounding.mode != "stochastic"
+    is_drawn = isinstance(context.random, RandomStream) or cast.rounding != "stochastic"
     return is_drawn and context.shard is None and context.held is None
 
 
 def _seen(x: torch.Tensor, cast: Cast, context: QuantContext, has_kernel: bool) -> QuantContext:
     """The context without `seen`, after raising it; unchanged if the cast's kernel raises it."""
-    if context.seen is None or (has_kernel and context.scale is not None and not cast.hadamard.size):
+    if context.seen is None or (has_kernel and context.scale is not None and not cast.hadamard):
         return context
     raise_amax(context.seen, x, context.amax)
     return replace(context, seen=None)
@@ -203,7 +204,7 @@ def _fields(
     stream = context.random if isinstance(context.random, RandomStream) else None
     return (
         stream,
-        context.signs_of(cast) if cast.hadamard.size else (),
+        context.signs_of(cast) if cast.hadamard else (),
         DelayedScale(context.scale, context.seen),
     )
 
@@ -216,7 +217,7 @@ def _is_operator(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     if not torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     is_drawn = isinstance(context.random, RandomStream) or not cast.is_random
-    is_alone = context.shard is None and context.limits is None and not cast.beyond(OPERATOR_KEYS)
+    is_alone = context.shard is None and context.limits is None and not cast.unsupported(Taker.OPERATOR)
     return is_alone and is_drawn and cast.is_scaled and _has_c()
 
 
@@ -272,7 +273,7 @@ def _(
     x: torch.Tensor, cast: str, axis: int, dtype: torch.dtype, *_: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     c, shape = _casts[cast], list(x.shape)
-    if c.hadamard.size:
-        shape[axis] = (shape[axis] + c.hadamard.size - 1) // c.hadamard.size * c.hadamard.size
+    if c.hadamard:
+        shape[axis] = (shape[axis] + c.hadamard - 1) // c.hadamard * c.hadamard
     operand = x.new_empty(shape, dtype=operand_dtype(c, dtype))
     return operand, x.new_empty(() if c.scales_result else (0,), dtype=torch.float32)

@@ -346,7 +346,7 @@ def arguments(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
     types_a, scale_a = _scales(a, b, first=True)
     types_b, scale_b = _scales(b, a, first=False)
     swizzles = None
-    if a.cast.scales.format in TILED:
+    if a.cast.scale in TILED:
         swizzles = [SwizzleType.SWIZZLE_32_4_4, *[SwizzleType.NO_SWIZZLE] * (len(types_a) - 1)]
     return {
         "mat_a": _elements(a),
@@ -407,7 +407,7 @@ def _scales(
     if isinstance(x, TiledOperand):
         return _scales_in_tiles(x.cast, x.tiles.scales, x.tiles.tensor_scale)
     rows, scales = x.rows, x.scales
-    if x.cast.scales.format in TILED:
+    if x.cast.scale in TILED:
         assert x.cast.block is not None
         scales = tiled(scales.repeat_interleave(x.cast.block[0], 0)[:rows])
         return _scales_in_tiles(x.cast, scales, x.tensor_scale)
@@ -425,8 +425,8 @@ def _scales(
 def _scales_in_tiles(
     cast: Cast, scales: torch.Tensor, tensor_scale: torch.Tensor
 ) -> tuple[list[ScalingType], list[torch.Tensor]]:
-    type_, dtype = TILED[cast.scales.format]
-    if cast.scales.format == "e8m0":
+    type_, dtype = TILED[cast.scale]
+    if cast.scale == "e8m0":
         return [type_], [scales.view(dtype)]
     return [type_, ScalingType.TensorWise], [scales.view(dtype), tensor_scale]
 

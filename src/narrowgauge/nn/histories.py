@@ -97,7 +97,7 @@ class AmaxHistory(History):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of the state, by name."""
-        return {"amax": (), "entries": (self.cast.amax.history,), "scale": ()}
+        return {"amax": (), "entries": (self.cast.history,), "scale": ()}
 
     @torch.no_grad()
     def update(self, x: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class HeldAmax(AmaxHistory):
         """Hold the step's amax if this is the measuring step; no branch depends on a value."""
         has_amax = self.amax > 0  # else there was no tensor, or only zeros
         self.held.copy_(torch.where(has_amax & (self.age == 0), self.amax, self.held))
-        self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.amax.refresh, self.age))
+        self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.refresh, self.age))
         self.amax.zero_()
 
 
@@ -173,12 +173,12 @@ class ChannelChoice(History):
     @torch.no_grad()
     def end_step(self) -> None:
         """Choose, if this is one of the choosing steps; no branch depends on a value."""
-        steps, every = self.cast.channels.steps, self.cast.channels.every
+        steps, every = self.cast.keep_steps, self.cast.keep_every
         has_input = (self.squares > 0).any()  # else there was no step, or only zeros
         counts = has_input & (self.age < steps)
         sums = torch.where(self.age == 0, 0.0, self.sums) + self.squares
         self.sums.copy_(torch.where(counts, sums, self.sums))
-        chosen = largest_channels(self.sums, self.cast.channels.share)
+        chosen = largest_channels(self.sums, self.cast.keep_channels)
         self.chosen.copy_(torch.where(counts, chosen, self.chosen))
         older = (self.age + 1) % every if every else (self.age + 1).clamp(max=steps)
         self.age.copy_(torch.where(has_input, older, self.age))
@@ -191,7 +191,7 @@ def end_steps(histories: Iterable[History]) -> None:
     alike: dict[tuple[object, ...], list[AmaxHistory]] = {}
     for history in histories:
         if type(history) is AmaxHistory:
-            kind = (history.amax.device, history.cast.amax, history.cast.element.max)
+            kind = (history.amax.device, history.cast)
             alike.setdefault(kind, []).append(history)
         else:
             history.end_step()
@@ -215,11 +215,11 @@ def history_of(place: str, cast: Cast, channels: int) -> History | None:
 
     Of the places that keep some of the full layer's `channels`, CHOOSES chooses for all.
     """
-    if cast.channels.share:
+    if cast.keep_channels:
         return ChannelChoice(cast, channels) if place == CHOOSES else None
-    if cast.amax.refresh:
+    if cast.refresh:
         return HeldAmax(cast)
-    return AmaxHistory(cast) if cast.amax.history else None
+    return AmaxHistory(cast) if cast.history else None
 
 
 def _renewed(
@@ -229,8 +229,8 @@ def _renewed(
     has_amax = amax > 0  # else there was no tensor, or only zeros
     shifted = torch.cat((entries[..., 1:], amax[..., None]), -1)
     entries = torch.where(has_amax[..., None], shifted, entries)
-    largest = entries.amax(-1) if cast.amax.algorithm == "max" else entries[..., -1]
-    return entries, torch.where(has_amax, _scale(largest, cast.element, cast.amax.margin), scale)
+    largest = entries.amax(-1) if cast.history_algorithm == "max" else entries[..., -1]
+    return entries, torch.where(has_amax, _scale(largest, cast.element, cast.margin), scale)
 
 
 def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:

@@ -120,7 +120,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self.gathering: WeightGather | None = None
         operands = [(place, cast) for place, cast in operands_of(recipe) if place != "saved"]
         casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
-        self.is_random = any(c.is_random or c.hadamard.signs == "random" for c in casts)
+        self.is_random = any(c.is_random or c.signs == "random" for c in casts)
         histories = {place: history for place, cast in operands if (history := history_of(place, cast, k))}
         self.histories: dict[str, History] = histories
         for place, history in self.histories.items():
@@ -136,7 +136,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self._choose_backend(self.backend)
         for history in self.histories.values():
             history.reset(self._device())
-        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.state.prescale else None
+        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.prescale else None
         self.has_memory = self.follows_step()
         self._set_keys(0, 0, 0)
 

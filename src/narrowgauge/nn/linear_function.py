@@ -63,7 +63,7 @@ class _LinearFunction(FirstOrderFunction):
             y_MN = add_bias(y_MN, bias_N)
         kept_x, ctx.restore_x = keep_input(x_MK, x, operands)
         kept_w, ctx.restore_w = keep_operand(w) if ctx.reuses_w else ((None, None, None), None)
-        has_slope = bool(operands.layer.casts["fprop.w"].estimator.k)
+        has_slope = bool(operands.layer.casts["fprop.w"].estimator_k)
         needs_w = not ctx.reuses_w or has_slope or observer is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept_x, some_x_RM)
         return y_MN.to(x_MK.dtype)
@@ -115,11 +115,11 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # A sum that lacks the tokens of other processes is not rounded before it is complete.
         dtype = layer.compute if operands.shard("wgrad.x") is None else torch.float32
         dw_NK = multiply(dy, x, dtype)
-        if layer.casts["wgrad.dy"].channels.cast and layer.casts["wgrad.x"].channels.share:
+        if layer.casts["wgrad.dy"].keep_cast and layer.casts["wgrad.x"].keep_channels:
             dw_NK = _with_kept(operands, dw_NK, dy_MN, x, dtype, dy_amax)
         if observer is not None:
             observer.product("wgrad.dw", dw_NK.T, some_x_RM, dy_MN.T)
-        if layer.casts["fprop.w"].estimator.k:
+        if layer.casts["fprop.w"].estimator_k:
             w_context = QuantContext(shard=operands.shard("fprop.w"))
             dw_NK = through_rounding(dw_NK, operands.weight.values(w_NK), layer.casts["fprop.w"], w_context)
         stream = operands.gradient_stream(dw_NK)
@@ -151,12 +151,12 @@ def _with_kept(
         dy_amax: Max |dy|, if it is known.
     """
     casts, shard = operands.layer.casts, operands.shard("wgrad.x")
-    channels, cast = operands.kept_channels("wgrad.x"), named_cast(casts[MEETS].channels.cast)
+    channels, cast = operands.kept_channels("wgrad.x"), named_cast(casts[MEETS].keep_cast)
     context = QuantContext(shard=operands.shard(MEETS), amax=dy_amax)
     dy = Operand(*emulate(dy_MN, cast, 0, operands.layer.compute, context))
     assert isinstance(x, Operand)  # such a matmul has no native scheme
     everywhere = len(channels) if shard is None else shard.axes[-1].size
-    most = min(kept_count(casts["wgrad.x"].channels.share, everywhere), len(channels))
+    most = min(kept_count(casts["wgrad.x"].keep_channels, everywhere), len(channels))
     columns = channels.to(torch.int8).topk(most).indices  # with some that are not kept, where few are
     kept = Operand(x.values[columns, : dy_MN.shape[0]], x.scale)
     there = multiply(dy.transposed(), kept, dtype).to(dw_NK.dtype)

@@ -161,7 +161,7 @@ class Operands:
         They are then kept along one axis only, except the operands of a small weight if memory is not short.
         """
         cast, kept = self.layer.casts[place], self.weight.accumulation
-        is_same = not (cast.is_random or cast.hadamard.signs == "random" or cast.amax.refresh)
+        is_same = not (cast.is_random or cast.signs == "random" or cast.refresh)
         is_codes = self.layer.forms[place] == CODES and not isinstance(w_NK, GatheredWeight)
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
             return self.of(self.weight.values(w_NK), place, axis, both)
@@ -188,7 +188,7 @@ class Operands:
     ) -> QuantContext:
         """The context of a place's cast; the cast updates a history with the tensor (repeats do no harm)."""
         cast, step, held, scale, seen = self.layer.casts[place], self.step, None, None, None
-        if cast.amax.history or cast.amax.refresh:
+        if cast.history or cast.refresh:
             history = step.histories[place]
             assert isinstance(history, AmaxHistory)
             seen = history.amax if step.is_training else None
@@ -196,8 +196,8 @@ class Operands:
                 held = history.current()
             else:
                 scale = history.scale
-        signs = step.signs(place, cast.hadamard.size) if cast.hadamard.signs == "random" else None
-        channels = self.kept_channels(place) if cast.channels.share else None
+        signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
+        channels = self.kept_channels(place) if cast.keep_channels else None
         stream = None
         if cast.is_random:
             stream = step.operand_stream(place, self.elements(place, tensor) // self.num_samples)
@@ -212,7 +212,7 @@ class Operands:
     def choose_channels(self, x_MK: torch.Tensor) -> None:
         """Let the layer's choice of kept channels see its input, once per pass that has a backward pass."""
         choice = self.step.histories.get(CHOOSES)
-        is_wanted = self.step.is_training and self.layer.casts[CHOOSES].channels.share
+        is_wanted = self.step.is_training and self.layer.casts[CHOOSES].keep_channels
         if is_wanted and isinstance(choice, ChannelChoice):
             choice.update(x_MK, self.shard(CHOOSES))
 
@@ -236,7 +236,7 @@ def keep_input(x_MK: torch.Tensor, operand: AnyOperand, operands: Operands) -> t
         has_one_scale = fprop.is_scaled and fprop.block is None
         if saved == "operand" and has_one_scale and isinstance(operand, Operand):
             return _keep_codes(operand, fprop)
-        keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.clamp.adds_back
+        keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
         if keeps_codes and layer.casts["wgrad.x"].of:
             context = operands.quant_context(x_MK, "fprop.x", amax)
             return _keep_quantized(quantize(x_MK, fprop, -1, context)[0], layer.compute, is_operand=True)

@@ -462,7 +462,7 @@ def sync_scales(gatherings: Sequence[WeightGather]) -> None:
     finite = amaxes.isfinite()
     amaxes = torch.where(finite, amaxes, 0.0)
     for cast in dict.fromkeys(g.cast for g in gatherings):
-        encode, decode = fp32_scale(amaxes, cast.element, cast.scales.power_of_two)
+        encode, decode = fp32_scale(amaxes, cast.element, cast.power_of_two)
         decode = torch.where(finite, decode, torch.nan)
         for gathering, tensor, *scale in zip(gatherings, tensors, encode, decode, strict=True):
             if gathering.cast == cast:

@@ -46,8 +46,8 @@ def fed_back(
 def require_adamw(p: torch.Tensor, algorithm: str) -> None:
     """Require AdamW for a weight whose rounding error is fed back into the first moment."""
     weight = state_of(p).weight
-    if weight is not None and weight.cast.state.feedback and algorithm != "adamw":
+    if weight is not None and weight.cast.feedback and algorithm != "adamw":
         raise UserError(
-            f"recipe place 'weight': feedback = {weight.cast.state.feedback!r}, but {algorithm} updates this "
+            f"recipe place 'weight': feedback = {weight.cast.feedback!r}, but {algorithm} updates this "
             'weight, and the feedback formula is for AdamW; use optimizer.name = "adamw", or remove the key'
         )

@@ -225,7 +225,7 @@ class Optimizer(SavedOptimizer):
             tensor = first_stream + _WRITTEN.index(place)
             return to, x, random_stream(self.seed, number, tensor, p.device) if to.cast.is_random else None
 
-        is_fed_back = weight is not None and weight.cast.state.feedback
+        is_fed_back = weight is not None and weight.cast.feedback
         first = {place: (s[place], m) for place, m in moments.items() if place != "m" or not is_fed_back}
         first["weight" if master is None else "master"] = (master or weight, w)
         if weight is None and w is not local:

@@ -28,13 +28,13 @@ def scales_of(
     """The scales of a split tensor's blocks; for a sharded tensor, the global one's."""
     amax = context.global_amax(block_amax(split, blocks), cast, axis)
     over = None
-    if cast.scales.outer != "none":
-        by_row = cast.scales.by_row
+    if cast.tensor_scale != "none":
+        by_row = cast.has_row_scales
         largest = None if by_row else in_c.largest_finite(amax)
         finite = torch.where(amax < torch.inf, amax, 0.0) if largest is None else largest
         over = context.row_amax(finite, blocks, axis, cast) if by_row else context.tensor_amax(finite)
-    random = context.random_over_grid(blocks, cast, axis) if cast.scales.rounding == "stochastic" else None
-    if not cast.scales.correction:
+    random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
+    if not cast.correct:
         return _best(split, blocks, axis, amax, over, cast, context, random)
     best = _best(split, blocks, axis, amax, over, cast.uncorrected, context, None)
     return _corrected(best, split, blocks, axis, cast, context, random)
@@ -51,11 +51,11 @@ def _best(
     random: Randomness,
 ) -> Scales:
     """The scales of blocks: for each block, the candidate with the least error."""
-    if not cast.choice.candidates:
+    if not cast.candidates:
         return scales_from(amax, cast, context.scale, over, random)
     best: Scales | None = None
     least: torch.Tensor | None = None
-    for candidate in cast.choice.candidates:
+    for candidate in cast.candidates:
         tried = scales_from(amax, cast, context.scale, over, random, candidate)
         error = block_errors(split, blocks, axis, tried, over, cast, context)
         if best is None or least is None:
@@ -81,7 +81,7 @@ def _corrected(
     assert cast.block is not None
     dim = blocks.grid_dim(axis % len(blocks.size))
     above, below = projection_sums(split, blocks, axis, found, cast, context)
-    per_group = max(cast.hadamard.size // cast.block[1], 1)
+    per_group = max(cast.hadamard // cast.block[1], 1)
     above, below = (in_order(t.unflatten(dim, (-1, per_group)), dim + 1) for t in (above, below))
     factor = torch.where(below == 0, 1.0, above / below)
     factor = factor.repeat_interleave(per_group, dim + 1).flatten(dim, dim + 1)
@@ -115,19 +115,19 @@ def scales_from(
     tensor_scale = None
     if given is not None:
         encode, block = given.expand_as(amax), (1.0 / given).expand_as(amax)
-    elif cast.scales.format == "fp32":
-        encode, block = scales.fp32_scale(amax, cast.element, cast.scales.power_of_two, cast.scales.headroom)
-    elif cast.scales.format == "e8m0":
-        assert cast.scales.rule is not None
-        code = scales.e8m0_code(amax, cast.element, cast.scales.rule, cast.scales.headroom)
+    elif cast.scale == "fp32":
+        encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two, cast.headroom)
+    elif cast.scale == "e8m0":
+        assert cast.scale_rule is not None
+        code = scales.e8m0_code(amax, cast.element, cast.scale_rule, cast.headroom)
         encode, block = scales.e8m0_scale(code)
-    elif cast.scales.are_nvfp4:
+    elif cast.has_nvfp4_scales:
         assert over is not None
         S, tensor_scale = scales.nvfp4_tensor_scale(over, cast)
         encode, block = scales.nvfp4_block_scale(amax, S, cast, random, candidate)
     else:
         encode, block, tensor_scale = scales.rounded_scale(amax, over, cast, random, candidate)
-    divides = cast.scales.are_rounded and given is None
+    divides = cast.has_rounded_scales and given is None
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)
 
 
@@ -151,6 +151,6 @@ def estimator_slope(
         t = t.abs_().clamp_(max=cast.element.max)
         t.mul_(inverse_quantum(exponent_bits(t, cast.element), cast.element, t.dtype))  # in units of d, exact
         u = t.sub_(t.floor()).mul_(2).sub_(1).abs_()
-        u.pow_(1 / cast.estimator.k - 1).div_(cast.estimator.k).clamp_(max=cast.estimator.cap)
+        u.pow_(1 / cast.estimator_k - 1).div_(cast.estimator_k).clamp_(max=cast.estimator_cap)
         chunk.of(slope).copy_(u)
     return blocks.merge(slope)

@@ -1,33 +1,30 @@
-"""What makes a cast valid: known names, the rules of each stage, and the rules that relate stages.
+"""What makes a cast valid: known names, bounds, and what its keys need of each other."""
 
-`cast.Cast` calls `require_valid` on construction.
-"""
-
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.quantization.stages import Rules
-from narrowgauge.quantization.stages.scales import FORMATS, ROUNDED
-from narrowgauge.quantization.stages.state import CODEBOOKS
+from narrowgauge.formats import RANDOM_BITS, Format, format
+from narrowgauge.quantization.keys import CODEBOOKS, E8M0_RULES, ROUNDED, SCALES, Key
+
+#: (key, whether its value is valid, the rule as a clause), which holds for a value other than the default.
+Rule = tuple[str, bool, str]
+_ALWAYS = ("scale", "scale_rule")  # keys that other keys need, so that their default may be wrong
 
 
 def require_valid(cast: Any) -> None:
     """Refuse a cast with an unknown name, a value out of bounds, or incompatible keys."""
-    for stage in cast.stages:
-        for what, (attribute, known) in stage.NAMES.items():
-            if (name := getattr(stage, attribute)) not in known:
-                raise unknown(what, str(name), filter(None, known))
-    for key, is_right, rule in (
-        *_rules_of_blocks(cast),
-        *_rules_of_candidates(cast),
-        *(rule for stage in cast.stages for rule in stage.rules()),
-        *_rules_of_channels(cast),
-        *_rules_of_state(cast),
-    ):
-        if not is_right:
-            value = cast.values()[key]
-            shown = value.name if key == "element" else value
-            raise UserError(f"cast {cast.name!r}: {key} = {shown!r}, but {rule}")
+    declared: dict[str, Key] = {f.name: f.metadata["key"] for f in fields(cast) if "key" in f.metadata}
+    for name, key in declared.items():
+        value = "row" if name == "tensor_scale" and cast.outer_columns else getattr(cast, name)
+        if key.among and value not in key.among:
+            raise unknown(key.word or name, str(value), filter(None, key.among))
+    for name, is_right, rule in (*_rules_of_scales(cast), *_rules_of_values(cast)):
+        if not is_right and (name in cast.changed_keys or name in _ALWAYS):
+            value = getattr(cast, name)
+            shown = value.name if isinstance(value, Format) else value
+            raise UserError(f"cast {cast.name!r}: {name} = {shown!r}, but {rule}")
 
 
 def require_codes(cast: Any) -> None:
@@ -38,109 +35,106 @@ def require_codes(cast: Any) -> None:
         )
     if not cast.is_scaled:
         raise UserError(f"cast {cast.name!r} stores no scales; use torch's .to() or narrowgauge.round_to")
-    if cast.element.bits > 8 or cast.state.codebook:
+    if cast.element.bits > 8 or cast.codebook:
         raise UserError(
             f"cast {cast.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
         )
 
 
-def _rules_of_blocks(cast: Any) -> Rules:
-    """(key, whether its value is valid, the rule) for elements, blocks and their scales."""
-    scales, block, bits = cast.scales, cast.block, cast.element.bits
-    has_outer = scales.outer != "none"
-    has_rows = block is None or (block[0] == 1 and block[1] != 0)
-    rows = "a row needs several blocks, and a block one row; name a block such as 16"
-    divides = not scales.outer_columns or not block or not block[1] or scales.outer_columns % block[1] == 0
-    return [
-        (
-            "function",
-            not cast.function or not (cast.is_scaled or cast.transforms),
-            "the function is the whole cast; leave the other keys out",
-        ),
-        ("element", cast.element.signed, "it is a format of scales; write it as the key scale"),
-        ("scale", cast.is_scaled or bits > 8, f"narrow elements need one; name {', '.join(FORMATS[1:])}"),
-        ("scale", cast.is_scaled or block is None, "a block shares a scale; name one, or leave block out"),
-        (
-            "scale",
-            bits <= 8 or not cast.is_scaled or (scales.format == "fp32" and block is None and bits == 16),
-            "elements of more than a byte have no scale, or with 16 bits one in fp32 a tensor",
-        ),
-        ("block", block is None or min(block) >= 0, "its rows and columns are positive numbers"),
-        (
-            "tensor_scale",
-            not has_outer or scales.format not in ROUNDED or block is not None,
-            "the block is the tensor; name a smaller block",
-        ),
-        ("tensor_scale", not scales.by_row or has_rows, rows),
-        (
-            "tensor_scale",
-            divides,
-            "this must be a whole number of blocks; name a multiple of the block's columns",
-        ),
-        ("headroom", scales.headroom == 1 or not cast.amax.history, "a history leaves room by its margin"),
-    ]
+def _rules_of_scales(c: Any) -> Iterator[Rule]:
+    """The rules of elements, blocks, scales and candidates."""
+    bits, fp32, is_rounded = c.element.bits, c.scale == "fp32", c.scale in ROUNDED
+    rows, columns = c.block or (0, 0)
+    rounded = ", ".join(ROUNDED)
+    rounds = f"it belongs to scales in {rounded}, which are rounded to their format"
+    of_rounded, fixed = f"they belong to scales in {rounded}", "they need blocks of a fixed size, such as 16"
+    is_wide_right = not c.is_scaled or (fp32 and c.block is None and bits == 16)
+    wide = "elements of more than a byte have no scale, or with 16 bits one in fp32 a tensor"
+    a_row = "a row needs several blocks, and a block one row; name a block such as 16"
+    whole = "this must be a whole number of blocks; name a multiple of the block's columns"
+    group = "it needs blocks of one row that divide the size of the Hadamard transform, such as 16"
+    largest, aims = c.element.max, "of the rules for E8M0 scales only rceil has a largest element to aim at"
+    among = len(c.candidates) != 1 and all(0 < one <= largest for one in c.candidates)
+    e8m0 = f"a scale rule belongs to E8M0 scales only; name one of {', '.join(E8M0_RULES)} there, or none"
+    under = f"it is what scales in {rounded} aim at under a tensor scale; leave it out"
+    function = "the function is the whole cast; leave the other keys out"
+    yield "function", not (c.is_scaled or c.is_transformed), function
+    yield "element", c.element.signed, "it is a format of scales; write it as the key scale"
+    yield "scale", c.is_scaled or bits > 8, f"narrow elements need one; name {', '.join(SCALES[1:])}"
+    yield "scale", c.is_scaled or c.block is None, "a block shares a scale; name one, or leave block out"
+    yield "scale", bits <= 8 or is_wide_right, wide
+    yield "block", min(rows, columns) >= 0, "its rows and columns are positive numbers"
+    yield (
+        "tensor_scale",
+        not is_rounded or c.block is not None,
+        "the block is the tensor; name a smaller block",
+    )
+    yield "tensor_scale", not c.has_row_scales or c.block is None or (rows == 1 and columns != 0), a_row
+    yield "tensor_scale", not columns or c.outer_columns % columns == 0, whole
+    yield "headroom", not c.history, "a history leaves room by its margin"
+    yield "candidates", among, f"two or more numbers above 0 and not above {largest:g} are needed"
+    yield "candidates", is_rounded, of_rounded
+    yield "candidates", columns != 0, fixed
+    yield "correct", not is_rounded or (rows == 1 and columns != 0 and c.hadamard % columns == 0), group
+    yield "scale_rule", (c.scale == "e8m0") == bool(c.scale_rule), e8m0
+    yield "tensor_scale", is_rounded, f"it stands over block scales in {rounded}, as nvfp4 has them"
+    yield "scale_target", c.tensor_scale != "none", under
+    in_format = f"it must lie above 0 and not above {c.scale}'s largest number"
+    yield "scale_target", not is_rounded or 0 <= c.scale_target <= format(c.scale).max, in_format
+    yield "scale_rounding", is_rounded, rounds
+    yield "zero_scale", is_rounded, rounds
+    yield "headroom", 0 < c.headroom <= 2, "it must lie above 0 and not above 2"
+    yield "headroom", c.scale != "e8m0" or c.scale_rule == "rceil", aims
+    yield "power_of_two", fp32, "it cuts scales in fp32; leave it out"
+    yield "correct", is_rounded, rounds
+    yield "random_bits", 1 <= c.random_bits <= RANDOM_BITS, f"it must lie in 1 to {RANDOM_BITS}"
+    yield "candidates", bool(c.choose), "a choice is missing; add choose = 'mae'"
+    yield "choose", bool(c.candidates), "there are no candidates; add candidates = [6, 4]"
 
 
-def _rules_of_candidates(cast: Any) -> Rules:
-    """The same for the choice between candidates and the correction of scales."""
-    choice, scales, block = cast.choice, cast.scales, cast.block
-    largest = cast.element.max
-    is_fixed = block is not None and block[1] != 0
-    is_group = is_fixed and block[0] == 1 and cast.hadamard.size % block[1] == 0
-    of_rounded = f"they belong to scales in {', '.join(ROUNDED)}"
-    in_range = len(choice.candidates) != 1 and all(0 < c <= largest for c in choice.candidates)
-    return [
-        ("candidates", in_range, f"two or more numbers above 0 and not above {largest:g} are needed"),
-        ("candidates", not choice.candidates or scales.format in ROUNDED, of_rounded),
-        ("candidates", not choice.candidates or is_fixed, "they need blocks of a fixed size, such as 16"),
-        (
-            "correct",
-            not scales.correction or scales.format not in ROUNDED or is_group,
-            "it needs blocks of one row that divide the size of the Hadamard transform, such as 16",
-        ),
-    ]
-
-
-def _rules_of_channels(cast: Any) -> Rules:
-    """The same for the stages that a tensor goes through before its blocks get scales."""
-    channels, over_time = cast.channels, cast.amax
-    as_it_comes = "what is held is of the tensor as it comes; leave out hadamard, center and outliers"
-    whole = (
+def _rules_of_values(c: Any) -> Iterator[Rule]:
+    """The rules of what happens before blocks get scales, of amaxes over time, and of state."""
+    fp32, is_tensor, size, signs = c.scale == "fp32", c.block is None, c.hadamard, c.signs
+    share = "it is a share of channels, above 0 and below 1"
+    nothing = "without keep_channels there is nothing to choose; leave it out"
+    is_signs = signs in ((), "random") or (len(signs) == size and set(signs) <= {1, -1})
+    some_signs = '"random" or one +1 or -1 for each element of a group are possible'
+    of_tensor = (
         "histories, outliers and estimators are of the whole tensor; leave out history, refresh, outliers "
         "and estimator_k"
     )
-    remembers = over_time.history or over_time.refresh or cast.clamp.quantile or cast.estimator.k
-    return [
-        ("keep_cast", not channels.cast or cast.is_scaled, "the cast itself is wide; leave the key out"),
-        ("keep_channels", not (channels.share and remembers), whole),
-        ("center", not cast.mean.over or cast.is_scaled, "it is for narrow elements; leave it out"),
-        (
-            "center",
-            not cast.mean.over or not (cast.clamp.quantile or over_time.history),
-            "outliers and histories are of the tensor with its mean; leave one of them out",
-        ),
-        (
-            "refresh",
-            not over_time.refresh or cast.scales.outer == "tensor",
-            "it holds the largest magnitude under tensor_scale = 'tensor', and scales of this cast are "
-            "current; leave it out",
-        ),
-        ("refresh", not over_time.refresh or not cast.transforms, as_it_comes),
-    ]
-
-
-def _rules_of_state(cast: Any) -> Rules:
-    """The same for histories, estimators and state, which need fp32 scales."""
-    fp32, is_tensor, state = cast.scales.format == "fp32", cast.block is None, cast.state
-    is_plain = fp32 and cast.rounding.mode == "nearest-even" and not state.expand
-    is_byte = fp32 and is_tensor and not cast.amax.history and cast.element.bits == 8
+    with_mean = "outliers and histories are of the tensor with its mean; leave one of them out"
+    held = (
+        "it holds the largest magnitude under tensor_scale = 'tensor', and scales of this cast are "
+        "current; leave it out"
+    )
+    as_it_comes = "what is held is of the tensor as it comes; leave out hadamard, center and outliers"
+    is_map = c.codebook in CODEBOOKS and fp32 and c.rounding == "nearest-even" and not c.expand
     maps = f"{' and '.join(CODEBOOKS)} are possible, with fp32 scales and the nearest number"
-    blocks = "it needs fp32 scales of blocks, as fp8-1x128 has"
-    byte = "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has"
-    return [
-        ("history", not cast.amax.history or (fp32 and is_tensor), "it needs one fp32 scale a tensor"),
-        ("estimator_k", cast.estimator.k == 0 or fp32, "it needs fp32 scales"),
-        ("expand", not state.expand or (fp32 and not is_tensor), blocks),
-        ("codebook", not state.codebook or (state.codebook in CODEBOOKS and is_plain), maps),
-        ("prescale", not state.prescale or is_byte, byte),
-    ]
+    is_byte = fp32 and is_tensor and not c.history and c.element.bits == 8
+    yield "keep_channels", 0 <= c.keep_channels < 1, share
+    yield "keep_channels", bool(c.keep_cast), "their cast is missing; add keep_cast"
+    yield "keep_steps", c.keep_steps >= 1, "it is a number of steps, one or more"
+    yield "keep_steps", bool(c.keep_channels), nothing
+    yield "keep_every", bool(c.keep_channels), nothing
+    yield "keep_every", c.keep_every >= c.keep_steps, "it is a number of steps, at least keep_steps"
+    yield "center_cast", bool(c.center), "no mean is taken away; add center = 'tokens'"
+    yield "hadamard", size > 1 and not size & (size - 1), "it must be 0 or a power of two"
+    yield "signs", is_signs, some_signs
+    yield "outliers", 0.5 < c.outliers < 1, "it must be 0 or a quantile such as 0.99"
+    yield "refresh", c.refresh > 1, "it is a number of steps, two or more"
+    yield "history", c.history >= 0, "it must be a number of steps"
+    yield "margin", 0 <= c.margin < 64, "it must lie in 0 to 63"
+    yield "estimator_k", c.estimator_k >= 1, "it must be 0, or at least 1"
+    yield "estimator_cap", c.estimator_cap > 0, "it must be positive"
+    yield "keep_cast", c.is_scaled, "the cast itself is wide; leave the key out"
+    yield "keep_channels", not (c.history or c.refresh or c.outliers or c.estimator_k), of_tensor
+    yield "center", c.is_scaled, "it is for narrow elements; leave it out"
+    yield "center", not (c.outliers or c.history), with_mean
+    yield "refresh", c.tensor_scale == "tensor", held
+    yield "refresh", not c.is_transformed, as_it_comes
+    yield "history", fp32 and is_tensor, "it needs one fp32 scale a tensor"
+    yield "estimator_k", fp32, "it needs fp32 scales"
+    yield "expand", fp32 and not is_tensor, "it needs fp32 scales of blocks, as fp8-1x128 has"
+    yield "codebook", is_map, maps
+    yield "prescale", is_byte, "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has"

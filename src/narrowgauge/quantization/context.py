@@ -54,7 +54,7 @@ class QuantContext:
 
     def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
         """The same context with random values drawn in advance if a cast needs them more than once."""
-        is_once = cast.rounding.mode != "stochastic" or not (cast.choice.candidates or cast.scales.correction)
+        is_once = cast.rounding != "stochastic" or not (cast.candidates or cast.correct)
         if is_once or isinstance(self.random, RandomStream | torch.Tensor):
             return self
         drawn = torch.rand(x.shape, dtype=torch.float32, generator=self.random, device=x.device)
@@ -68,16 +68,16 @@ class QuantContext:
         """
         if self.signs is not None:
             return self.signs
-        if isinstance(cast.hadamard.signs, str):
+        if isinstance(cast.signs, str):
             raise UserError(
                 f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
             )
-        return cast.hadamard.signs
+        return cast.signs
 
     def require_groups(self, cast: Cast, axis: int) -> None:
         """Refuse a sharding that divides the groups of a cast's Hadamard transform along `axis`."""
         if self.shard is not None:
-            self.shard.require_aligned(cast.hadamard.size, axis, cast)
+            self.shard.require_aligned(cast.hadamard, axis, cast)
 
     def random_over(self, blocks: Blocks) -> Randomness:
         """The source of random bits for a tensor split into blocks; explicit values are split with it.
@@ -115,7 +115,7 @@ class QuantContext:
         block.
         """
         dim = axis % len(blocks.shape)
-        if columns := cast.scales.outer_columns:
+        if columns := cast.outer_columns:
             if self.shard is not None:
                 self.shard.require_aligned(columns, dim, cast, "second scales")
             return _largest_of_groups(amax, blocks.grid_dim(dim), columns // blocks.size[dim])

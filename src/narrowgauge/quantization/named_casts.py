@@ -1,7 +1,7 @@
 """Makes casts from text: from free keys, or from names that stand for some of them.
 
-A cast in a recipe is a table of keys (`KEYS`), or a name: a shorthand for such a table. `SHORTHANDS` holds
-the table of each name. A table that begins with `cast = NAME` changes some keys of that cast.
+A cast in a recipe is a table of keys (`keys.KEYS`), or a name: a shorthand for such a table. `SHORTHANDS`
+holds the table of each name. A table that begins with `cast = NAME` changes some keys of that cast.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from typing import Any
 from narrowgauge.errors import UserError, checked, unknown
 from narrowgauge.formats import Format, format, format_names, known_format
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.keys import KEYS, ROUNDED
 from narrowgauge.quantization.own_casts import Function, has_own_cast, register
-from narrowgauge.quantization.stages.scales import ROUNDED
 
 Table = Mapping[str, Any]
 
@@ -109,31 +109,15 @@ def state_cast_names() -> list[str]:
 
 def cast_keys() -> list[str]:
     """The keys that a recipe's table for a cast may have."""
-    return [key for key in KEYS if key not in _OF_NAMES]
+    return ["cast", *(name for name, key in KEYS.items() if key.kind != ())]
 
 
-# The keys of a recipe's table for a cast, and the type of each value.
-KEYS: Mapping[str, Any] = {
-    **dict.fromkeys(("cast", "element", "scale", "scale_rule", "rounding"), str),
-    **dict.fromkeys(("scale_rounding", "zero_scale", "history_algorithm", "codebook"), str),
-    **dict.fromkeys(("hadamard", "random_bits", "history", "margin", "refresh"), int),
-    **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
-    **{"keep_channels": int | float, "keep_cast": str, "keep_steps": int, "keep_every": int},
-    **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale"), bool),
-    **dict.fromkeys(("choose", "of", "center", "center_cast", "correct", "feedback"), str),
-    "tensor_scale": str | int,
-    "function": str,
-    "candidates": list | tuple,
-    "block": str | int | list | tuple,
-    "signs": str | list | tuple,
-}
-_OF_NAMES = ("codebook", "function")  # keys that only named casts have
 _WORDS: Mapping[object, str] = {
     str: "text in quotes",
     bool: "true or false",
-    list | tuple: "a list of numbers",
-    KEYS["tensor_scale"]: '"tensor", "row", "none", or a number of columns',
-    KEYS["block"]: '"tensor", "row", a number of columns, or [rows, columns]',
+    KEYS["candidates"].kind: "a list of numbers",
+    KEYS["tensor_scale"].kind: '"tensor", "row", "none", or a number of columns',
+    KEYS["block"].kind: '"tensor", "row", a number of columns, or [rows, columns]',
 }
 
 
@@ -158,8 +142,8 @@ def make_cast(value: str | Table | Format | Cast) -> Cast:
         return cast(value)
     if isinstance(value, Format):
         known_format(value)
-        scaled = {"scale": "fp32", "scale_rule": None} if value.bits <= 8 else {}
-        return _named(Cast.from_keys(_described({"element": value, **scaled}), element=value, **scaled))
+        scaled: dict[str, Any] = {"scale": "fp32"} if value.bits <= 8 else {}
+        return _named(Cast(name=_described({"element": value, **scaled}), element=value, **scaled))
     if not isinstance(value, Mapping):
         raise UserError(
             f"cast = {value!r}: a cast is a name such as 'mxfp4', a table of keys, a Format or a Cast"
@@ -169,7 +153,7 @@ def make_cast(value: str | Table | Format | Cast) -> Cast:
     name = changes.pop("cast", "(none named)" if "element" not in changes else None)
     if name is None:
         fields = _fields(changes)
-        return _named(Cast.from_keys(_described(fields), **fields))
+        return _named(Cast(name=_described(fields), **fields))
     base = cast(name)
     fields = _fields(changes, base)
     made = base.having(**fields)
@@ -178,18 +162,19 @@ def make_cast(value: str | Table | Format | Cast) -> Cast:
 
 def _identity(c: Cast) -> tuple[object, ...]:
     """The values that identify a cast, whatever its name."""
-    return c.element, c.block, c.scales.format, c.scales.outer
+    return c.element, c.block, c.scale, c.tensor_scale
 
 
 def _check_keys(table: Table) -> None:
     for key, given in table.items():
         if key not in cast_keys():
             raise unknown("cast key", key, cast_keys())
-        is_right = isinstance(given, KEYS[key]) and isinstance(given, bool) == (KEYS[key] is bool)
+        kind = str if key == "cast" else KEYS[key].kind
+        is_right = isinstance(given, kind) and isinstance(given, bool) == (kind is bool)
         if is_right and key == "candidates":
             is_right = all(type(c) in (int, float) for c in given)
         if not is_right:
-            raise UserError(f"cast key {key} = {given!r}, but it must be {_WORDS.get(KEYS[key], 'a number')}")
+            raise UserError(f"cast key {key} = {given!r}, but it must be {_WORDS.get(kind, 'a number')}")
 
 
 def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
@@ -241,7 +226,7 @@ def _block(value: Any) -> tuple[int, int] | None:
             return 1, value
         case [int() as rows, int() as columns] if rows > 0 and columns > 0 and rows is not True:
             return rows, columns
-    raise UserError(f"cast key block = {value!r}, but it must be {_WORDS[KEYS['block']]}")
+    raise UserError(f"cast key block = {value!r}, but it must be {_WORDS[KEYS['block'].kind]}")
 
 
 def _described(fields: Table) -> str:
@@ -266,4 +251,4 @@ def _named(made: Cast) -> Cast:
     return made
 
 
-_CASTS = {name: Cast.from_keys(name, **_fields(t)) for name, t in {**SHORTHANDS, **STATE_SHORTHANDS}.items()}
+_CASTS = {name: Cast(name=name, **_fields(t)) for name, t in {**SHORTHANDS, **STATE_SHORTHANDS}.items()}

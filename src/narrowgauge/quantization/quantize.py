@@ -99,14 +99,14 @@ class QTensor:
         if self.cast.block is None:
             return decode(self.codes, self.cast.element, dtype), self.scales
         numbers = self._numbers(self.blocks.align(self.scales))
-        if self.cast.scales.by_row:
+        if self.cast.has_row_scales:
             return self._times_above(numbers), None
-        scale = None if self.cast.scales.outer == "none" else self.tensor_scale
+        scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
         return numbers.to(dtype), scale
 
     def _times_above(self, numbers: torch.Tensor) -> torch.Tensor:
         """Values times their second-level scale, in place."""
-        columns = self.cast.scales.outer_columns
+        columns = self.cast.outer_columns
         axis = [size > 1 for size in self.blocks.size].index(True) if columns else 0
         return _times_above(numbers, self.tensor_scale, columns, axis)
 
@@ -150,14 +150,14 @@ def quantize(
     require("generator", generator, torch.Generator, RandomStream, torch.Tensor, type(None))
     c = make_cast(cast)
     if scale_rule or rounding:
-        c = c.having(scale_rule=scale_rule or c.scales.rule, rounding=rounding or c.rounding.mode)
+        c = c.having(scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
     return quantize_in_context(_as_computed(x), c, axis, QuantContext(random=generator))
 
 
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
     """`quantize` under a context: given signs, a given scale, or as a shard of a global tensor."""
     require_codes(cast)
-    if cast.channels.share:
+    if cast.keep_channels:
         channels, rest, kept = _apart(x.detach(), cast, axis, torch.float32, context)
         q = quantize_in_context(rest, cast.of_the_rest, axis, context)
         return replace(q, cast=cast, channels=channels, kept=_as_long(kept, q.codes.shape))
@@ -169,7 +169,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
 
     codes = round_blocks(split, blocks, scales, cast, context, "codes", torch.uint8)
     block_scales = scales.block.reshape(() if cast.block is None else blocks.grid)
-    scale_codes = codes_of(block_scales, format(cast.scales.format)) if cast.scales.are_codes else None
+    scale_codes = codes_of(block_scales, format(cast.scale)) if cast.has_coded_scales else None
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
@@ -204,7 +204,7 @@ def emulate_in_context(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`emulate` of what a layer computes with, unchecked."""
-    if cast.channels.share:
+    if cast.keep_channels:
         channels, rest, kept = _apart(x, cast, axis, dtype, context)
         values, scale = emulate_in_context(rest, cast.of_the_rest, axis, dtype, context)
         values = values if scale is None else values.float().mul_(scale)
@@ -231,8 +231,8 @@ def emulate_in_context(
     if not cast.adds_to_operand:
         return operand, scales.tensor
     if scales.tensor is not None:
-        _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.scales.outer_columns, axis)
-    return prepared.restored(operand, cast.clamp), None
+        _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.outer_columns, axis)
+    return prepared.restored(operand, cast), None
 
 
 def operand_dtype(cast: Cast, dtype: torch.dtype) -> torch.dtype:
@@ -260,7 +260,7 @@ def _apart(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(which channels are kept, the tensor without them, the values of these alone in their cast)."""
-    channels, keep = kept_channels(x, cast, context), named_cast(cast.channels.cast)
+    channels, keep = kept_channels(x, cast, context), named_cast(cast.keep_cast)
     plain = QuantContext(shard=context.shard)
     is_by_column = context.shard is None and keep.block is not None
     if may_pick(x) and is_by_column and blocks_of(x.shape, keep, axis).size[-1] == 1:
@@ -293,10 +293,10 @@ def _above(
     if not tensor_scale.ndim:
         return tensor_scale
     axis %= x.ndim
-    if not cast.scales.outer_columns:
+    if not cast.outer_columns:
         return tensor_scale.reshape([1 if dim == axis else n for dim, n in enumerate(x.shape)])
     of_blocks = tensor_scale.reshape(blocks.grid)
-    columns = cast.scales.outer_columns // blocks.size[axis]
+    columns = cast.outer_columns // blocks.size[axis]
     first = torch.arange(0, of_blocks.shape[axis], columns, device=x.device)
     return of_blocks.index_select(axis, first)
 

@@ -146,7 +146,7 @@ def rounded_scale(
 
 def nvfp4_tensor_scale(over: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
     """The encoding scale S of a tensor or of its rows, and the factor that undoes it, in float32."""
-    largest = cast.target * cast.element.max * cast.scales.headroom
+    largest = cast.target * cast.element.max * cast.headroom
     S = _quotient(largest, over).clamp(max=FLOAT_MAX)
     unusable = (over == 0) | (S == 0)
     S = torch.where(unusable, 1.0, S)
@@ -164,16 +164,16 @@ def nvfp4_block_scale(
         quotient = amax * (S * (1 / cast.aim))
     scale, is_zeros = rounded(quotient, cast, random)
     encode = (1.0 / (scale * (1.0 / S))).clamp(max=FLOAT_MAX)
-    return (torch.where(is_zeros, 0.0, encode) if cast.scales.zero_rule == "one" else encode), scale
+    return (torch.where(is_zeros, 0.0, encode) if cast.zero_rule == "one" else encode), scale
 
 
 def rounded(
     quotient: torch.Tensor, cast: Cast, random: Randomness = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scales on the grid of the cast's scale format, whether the block is all zeros)."""
-    fmt, rule = format(cast.scales.format), cast.scales.zero_rule
+    fmt, rule = format(cast.scale), cast.zero_rule
     wide = quotient.double() if fmt.exponent_bits == 8 else quotient
-    scale = round_finite(wide, fmt, cast.scales.rounding, random).float()
+    scale = round_finite(wide, fmt, cast.scale_rounding, random).float()
     is_zero = scale == 0
     if rule == "zero":
         return scale, is_zero

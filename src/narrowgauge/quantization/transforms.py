@@ -1,9 +1,13 @@
 """Prepares a tensor for its blocks: the transforms of its cast, and the channels kept in another cast.
 
 `prepare` applies the transforms of a cast in turn; `Prepared.restored` adds to an operand what they removed.
+
+    center      x = mean + rest         operand  Q(rest) + mean: the residual has a smaller range than x
+    hadamard    x H                     (`stages.hadamard`)
+    outliers    x = clamp(x) + rest     operand  Q(clamp(x)) + rest (`stages.clamp`)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,9 +20,8 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.stages.channels import largest_channels
-from narrowgauge.quantization.stages.clamp import Clamp, quantile_ranks, ranked
-from narrowgauge.quantization.stages.hadamard import Hadamard, hadamard
-from narrowgauge.quantization.stages.mean import Mean
+from narrowgauge.quantization.stages.clamp import quantile_ranks, ranked
+from narrowgauge.quantization.stages.hadamard import hadamard
 
 Narrow = Callable[[torch.Tensor, str, QuantContext], torch.Tensor]
 
@@ -36,12 +39,12 @@ class Prepared(NamedTuple):
     mean: torch.Tensor | None = None
     unclamped: torch.Tensor | None = None
 
-    def restored(self, operand: torch.Tensor, clamp: Clamp) -> torch.Tensor:
+    def restored(self, operand: torch.Tensor, cast: Cast) -> torch.Tensor:
         """Add back to a float32 operand what was removed, in place."""
         if self.mean is not None:
             operand.add_(self.mean)
         # The clamped remainder is added back in float32, because a difference of bf16 values is not exact.
-        if clamp.adds_back and self.unclamped is not None:
+        if cast.compensate and self.unclamped is not None:
             for chunk in chunks(operand):
                 cut = chunk.of(self.unclamped).to(torch.float32, copy=True).sub_(chunk.of(self.x))
                 chunk.of(operand).add_(cut)
@@ -59,57 +62,50 @@ def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narro
         narrow: Quantizes a row in a named cast under a context, and returns its values.
 
     Raises:
-        UserError: The cast has a transform that is not implemented here.
+        UserError: The cast has a key that nothing computes.
     """
+    if cast.uncomputed:
+        raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(cast.uncomputed)}; remove the key")
     prepared = Prepared(x)
-    for stage in cast.transforms:
-        if type(stage) not in _STEPS:
-            raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(stage.KEYS)}; remove the key")
-        prepared = _STEPS[type(stage)](prepared, cast, axis, context, narrow)
+    if cast.center:
+        prepared = _without_mean(prepared, cast, context, narrow)
+    if cast.hadamard:
+        prepared = _transformed(prepared, cast, axis, context)
+    if cast.outliers or cast.compensate:
+        prepared = _clamped(prepared, cast, context)
     return prepared
 
 
-def _without_mean(
-    prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow
-) -> Prepared:
+def _without_mean(prepared: Prepared, cast: Cast, context: QuantContext, narrow: Narrow) -> Prepared:
     """Subtract the mean over tokens, in x's dtype; `center_cast` rounds what is added back."""
     x = prepared.x
     mean = context.token_mean(x, in_c.token_sums(x)).float()
     rest = x - mean  # in float32
-    if cast.mean.cast:
+    if cast.center_cast:
         row = QuantContext(shard=None if context.shard is None else context.shard.row())
-        mean = narrow(mean.flatten(0, -2), cast.mean.cast, row).view([1] * (x.ndim - 1) + [-1])
+        mean = narrow(mean.flatten(0, -2), cast.center_cast, row).view([1] * (x.ndim - 1) + [-1])
     return Prepared(rest, mean)
 
 
-def _transformed(
-    prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow
-) -> Prepared:
+def _transformed(prepared: Prepared, cast: Cast, axis: int, context: QuantContext) -> Prepared:
     """Transform the tensor and its mean, so that their sum is the transformed tensor."""
     x, mean = prepared.x, prepared.mean
     of_mean = None if mean is None else transformed(mean.expand_as(x), cast, axis, context)
     return Prepared(transformed(x, cast, axis, context), of_mean)
 
 
-def _clamped(prepared: Prepared, cast: Cast, axis: int, context: QuantContext, narrow: Narrow) -> Prepared:
+def _clamped(prepared: Prepared, cast: Cast, context: QuantContext) -> Prepared:
     """Clamp the outliers."""
-    x, quantile = prepared.x, cast.clamp.quantile
+    x, quantile = prepared.x, cast.outliers
     return prepared._replace(x=clamp_outliers(x, quantile, context) if quantile else x, unclamped=x)
-
-
-_STEPS: Mapping[type, Callable[..., Prepared]] = {
-    Mean: _without_mean,
-    Hadamard: _transformed,
-    Clamp: _clamped,
-}
 
 
 def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
     """The tensor after the cast's Hadamard transform, if it has one."""
-    if not cast.hadamard.size:
+    if not cast.hadamard:
         return x
     context.require_groups(cast, axis)
-    return hadamard(x, cast.hadamard.size, axis, context.signs_of(cast))
+    return hadamard(x, cast.hadamard, axis, context.signs_of(cast))
 
 
 def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:
@@ -147,7 +143,7 @@ def kept_channels(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.T
         return context.channels
     shard = context.shard
     norms = all_reduce_sum(squared_norms(x, shard), [] if shard is None else shard.groups)
-    return local_channels(largest_channels(norms, cast.channels.share), shard)
+    return local_channels(largest_channels(norms, cast.keep_channels), shard)
 
 
 def local_channels(channels: torch.Tensor, shard: TensorShard | None) -> torch.Tensor:

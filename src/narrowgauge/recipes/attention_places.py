@@ -16,11 +16,11 @@ matmul contracts. A place that a recipe does not name is in `compute`.
 `stream` is the residual: fp32 unless a recipe sets it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.quantization.cast import CODES_AND_SCALES
+from narrowgauge.quantization.keys import Taker
 
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
@@ -37,9 +37,6 @@ ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
 #: What a rule gives the layers that it keeps wide: everything in `compute`.
 ALL_WIDE: Mapping[str, Cast | None] = dict.fromkeys(ATTENTION_PLACES, None)
 STREAM = "stream"
-#: The keys of a cast that the stream implements, and those that attention does.
-STREAM_KEYS = CODES_AND_SCALES
-ATTENTION_KEYS = (*STREAM_KEYS, "hadamard", "signs")
 
 
 def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
@@ -52,8 +49,8 @@ def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
     if place not in (ATTENTION, *ATTENTION_PLACES):
         raise unknown("recipe place", place, (ATTENTION, *ATTENTION_PLACES))
     _refuse_state(place, cast)
-    _refuse(place, cast, ATTENTION_KEYS, "attention takes every scale from the tensor at hand, as it comes")
-    if cast.hadamard.signs == "random":
+    _refuse(place, cast, Taker.ATTENTION, "attention takes every scale from the tensor at hand, as it comes")
+    if cast.signs == "random":
         raise UserError(
             f'recipe place {place!r}: signs = "random", but transforms of attention have fixed signs; leave '
             "the key out"
@@ -68,12 +65,12 @@ def stream_cast(cast: Cast) -> Cast:
         UserError: The stream cannot have it.
     """
     _refuse_state(STREAM, cast)
-    _refuse(STREAM, cast, STREAM_KEYS, "the stream is read as it is by every layer after")
+    _refuse(STREAM, cast, Taker.STREAM, "the stream is read as it is by every layer after")
     return cast
 
 
-def _refuse(place: str, cast: Cast, known: Collection[str], why: str) -> None:
-    for key in cast.beyond(known):
+def _refuse(place: str, cast: Cast, taker: Taker, why: str) -> None:
+    for key in cast.unsupported(taker):
         value = cast.values()[key]
         raise UserError(f"recipe place {place!r}: {key} = {value!r}, but {why}; leave the key out")
 
@@ -101,8 +98,8 @@ def require_attention(attention: Mapping[str, Cast | None], where: str) -> None:
         is_backward = "do" in product or "ds" in product
         if is_backward and (gradient is None or not gradient.is_scaled):
             continue
-        sizes = [0 if cast is None else cast.hadamard.size for cast in (attention.get(a), attention.get(b))]
-        signs = [() if cast is None else cast.hadamard.signs for cast in (attention.get(a), attention.get(b))]
+        sizes = [0 if cast is None else cast.hadamard for cast in (attention.get(a), attention.get(b))]
+        signs = [() if cast is None else cast.signs for cast in (attention.get(a), attention.get(b))]
         if sizes[0] != sizes[1] or signs[0] != signs[1]:
             raise UserError(
                 f"{where}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but their product stays the "

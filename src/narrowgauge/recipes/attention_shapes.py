@@ -38,7 +38,7 @@ def require_attention_shapes(
             rows, columns = cast.block or (0, 0)
             _require(rows, *sizes[across], cast, f"{where}: {place}")
             _require(columns, *sizes[along], cast, f"{where}: {place}")
-            _require(cast.hadamard.size, *sizes[along], cast, f"{where}: {place}")
+            _require(cast.hadamard, *sizes[along], cast, f"{where}: {place}")
     _require((recipe.stream.block or (0, 0))[1], "model.dim", dim, recipe.stream, f"{where}: {STREAM}")
 
 

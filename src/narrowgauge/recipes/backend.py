@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast
-from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
+from narrowgauge.quantization.keys import Taker
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, Implementation, implementation_on
 from narrowgauge.recipes.attention_places import is_wide, operands_of_attention
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
@@ -29,11 +29,6 @@ BACKENDS = ("auto", "native", "emulated")
 BF16_SINCE = (8, 0)
 WITHOUT_BF16 = ("gfx906",)
 
-#: The keys of an operand that torch's scaled GEMMs support: they read only codes and scales.
-NATIVE_KEYS = (
-    *(*CODES_AND_SCALES, "hadamard", "signs", "outliers"),
-    *(key for key in BY_LAYER if key not in ("of", "keep_cast")),
-)
 Block = tuple[int, int] | None
 OCP, FNUZ = frozenset({"e4m3", "e5m2"}), frozenset({"e4m3fnuz", "e5m2fnuz"})
 E4M3 = frozenset({"e4m3"})
@@ -47,7 +42,7 @@ class Scheme:
 
     Attributes:
         words: Its name in messages.
-        scale: The scales of its operands, as in `Cast.scales.format`.
+        scale: The scales of its operands, as in `Cast.scale`.
         blocks: The blocks of its two operands, in either order.
         elements: The formats that its elements can have; E5M2 is never on both sides, and on neither in
             blocks (`check_deepseek_recipe` and `check_mxfp8_recipe` of ScaledBlas.cpp).
@@ -70,12 +65,12 @@ class Scheme:
         """Whether two operands use this GEMM."""
         elements = {a.element.name, b.element.name}
         return (
-            a.scales.format == b.scales.format == self.scale
-            and not (a.scales.by_row or b.scales.by_row)
+            a.scale == b.scale == self.scale
+            and not (a.has_row_scales or b.has_row_scales)
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}
-            and not (a.beyond(NATIVE_KEYS) or b.beyond(NATIVE_KEYS))
+            and not (a.unsupported(Taker.NATIVE) or b.unsupported(Taker.NATIVE))
         )
 
     def needs(self, device: Device) -> str:

@@ -25,31 +25,29 @@ def require_channels(casts: Mapping[str, Cast], inputs: Sequence[Cast], where: s
     Raises:
         UserError: A place cannot keep them, or the places do not agree.
     """
-    shares = {(c.channels.share, c.channels.steps, c.channels.every) for c in inputs if c.channels.share}
+    shares = {(c.keep_channels, c.keep_steps, c.keep_every) for c in inputs if c.keep_channels}
     if len(shares) > 1:
         raise UserError(
             f"{where}: fprop.x keeps other channels from some time on, but a layer chooses them in one way; "
             "give all its casts the same keep_channels, keep_steps and keep_every"
         )
     for place, cast in casts.items():
-        if cast.channels.cast:
+        if cast.keep_cast:
             _require_place(place, cast, where)
-        if not cast.channels.share or place == CHOOSES:
+        if not cast.keep_channels or place == CHOOSES:
             continue
-        if cast.channels.share not in {share for share, *_ in shares}:
+        if cast.keep_channels not in {share for share, *_ in shares}:
             raise UserError(
-                f"{where}: {place} has keep_channels = {cast.channels.share:g}, but a layer's channels are "
+                f"{where}: {place} has keep_channels = {cast.keep_channels:g}, but a layer's channels are "
                 f"the channels of its input; give {CHOOSES} the same keep_channels"
             )
-        if cast.channels.steps != 1 or cast.channels.every:
+        if cast.keep_steps != 1 or cast.keep_every:
             raise UserError(
                 f"{where}: keep_steps or keep_every in {place}, but a layer's channels are chosen from its "
                 f"input; say it in {CHOOSES}"
             )
     x, dy = casts["wgrad.x"], casts[MEETS]
-    if (dy.channels.cast and not x.channels.share) or (
-        x.channels.share and x.hadamard.size and not dy.channels.cast
-    ):
+    if (dy.keep_cast and not x.keep_channels) or (x.keep_channels and x.hadamard and not dy.keep_cast):
         raise UserError(
             f"{where}: only one operand of wgrad has a cast for kept channels, which are not transformed; "
             f"write keep_channels and keep_cast in wgrad.x, and keep_cast in {MEETS}"
@@ -60,21 +58,21 @@ def _require_place(place: str, cast: Cast, where: str) -> None:
     """Refuse a cast for kept channels in a place that keeps none."""
     if place not in (*KEEPING, MEETS):
         raise UserError(
-            f"{where}: keep_cast = {cast.channels.cast!r} in {place}, but kept channels are columns of a "
+            f"{where}: keep_cast = {cast.keep_cast!r} in {place}, but kept channels are columns of a "
             f"layer's input, which {', '.join(KEEPING)} have and {MEETS} meets; remove the key"
         )
-    if place == MEETS and cast.channels.share:
+    if place == MEETS and cast.keep_channels:
         raise UserError(
-            f"{where}: keep_channels = {cast.channels.share:g} in {place}, but it only meets the channels of "
+            f"{where}: keep_channels = {cast.keep_channels:g} in {place}, but it only meets the channels of "
             "wgrad.x; write keep_cast alone"
         )
-    if place != MEETS and not cast.channels.share:
+    if place != MEETS and not cast.keep_channels:
         raise UserError(
-            f"{where}: keep_cast = {cast.channels.cast!r} in {place}, but it keeps no channels; add "
+            f"{where}: keep_cast = {cast.keep_cast!r} in {place}, but it keeps no channels; add "
             "keep_channels, such as 0.1"
         )
-    if place.startswith("fprop") and cast.hadamard.size:
+    if place.startswith("fprop") and cast.hadamard:
         raise UserError(
-            f"{where}: keep_channels and hadamard = {cast.hadamard.size} in {place}, but a transform along "
+            f"{where}: keep_channels and hadamard = {cast.hadamard} in {place}, but a transform along "
             "the channels mixes them; leave out one of the two"
         )

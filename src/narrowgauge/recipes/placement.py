@@ -104,5 +104,5 @@ def _spans(place: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
     for dimension, size in zip(DIMENSIONS[place], cast.block or (0, 0), strict=True):
         if size > 1:
             yield "block", dimension, size
-    if cast.hadamard.size:
-        yield "transform", DIMENSIONS[place][1], cast.hadamard.size
+    if cast.hadamard:
+        yield "transform", DIMENSIONS[place][1], cast.hadamard

@@ -7,7 +7,7 @@ from typing import Any
 from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.formats import Format, is_in_torch
 from narrowgauge.quantization import Cast, cast_names, make_cast
-from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, STATE_KEYS
+from narrowgauge.quantization.keys import Taker
 from narrowgauge.recipes.attention_places import (
     ATTENTION,
     ATTENTION_PLACES,
@@ -49,16 +49,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 CAST_TABLE = '{cast = "mxfp4", rounding = "stochastic"}'  # an example, for errors
 # What may be kept of a layer's input for its backward pass, besides casts.
 SAVED = ("input", "operand")
-#: The keys of a cast that each kind of place implements.
-GEMM_KEYS = (
-    *(*CODES_AND_SCALES, *BY_LAYER, "hadamard", "signs", "center", "center_cast"),
-    *("outliers", "compensate", "keep_channels", "function"),
-)
-SAVED_KEYS = (*CODES_AND_SCALES, "outliers")
-#: The keys of fprop.x under which its codes and scales represent the tensor, and can be kept.
-OPERAND_KEYS = (*CODES_AND_SCALES, *BY_LAYER, "compensate")
-#: The keys of a source under which another place can reuse its values.
-SOURCE_KEYS = tuple(key for key in GEMM_KEYS if key not in ("hadamard", "signs"))
 #: Why state lacks a key; any other key gets the generic sentence.
 _NOT_IN_STATE = {
     "center": "state has no tokens",
@@ -116,22 +106,20 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
 
 def require_operand(place: str, cast: Cast) -> None:
     """Refuse a cast that a GEMM operand cannot have."""
-    if cast.mean.over and place.endswith(".w"):
+    if cast.center and place.endswith(".w"):
         raise UserError(
-            f"recipe place {place!r}: center = {cast.mean.over!r}, but a weight has no tokens; leave the key "
-            "out"
+            f"recipe place {place!r}: center = {cast.center!r}, but a weight has no tokens; leave the key out"
         )
-    if cast.state.feedback:
+    if cast.feedback:
         raise UserError(
-            f"recipe place {place!r}: feedback = {cast.state.feedback!r}, but it belongs to weight; "
-            "remove the key"
+            f"recipe place {place!r}: feedback = {cast.feedback!r}, but it belongs to weight; remove the key"
         )
     if cast.is_for_state:
         raise UserError(
             f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
             "a GEMM operand; use one of those that `narrowgauge recipes` shows, such as e4m3"
         )
-    if unknown_keys := cast.beyond(GEMM_KEYS):
+    if unknown_keys := cast.unsupported(Taker.OPERAND):
         raise UserError(
             f"recipe place {place!r}: GEMM operands have no {', '.join(unknown_keys)}; remove the key"
         )
@@ -139,7 +127,7 @@ def require_operand(place: str, cast: Cast) -> None:
 
 def require_kept(cast: Cast) -> None:
     """Refuse a cast in which a layer cannot keep its input."""
-    if unknown_keys := cast.beyond(SAVED_KEYS):
+    if unknown_keys := cast.unsupported(Taker.SAVED):
         raise UserError(
             f"recipe place 'saved': {', '.join(unknown_keys)} belongs to GEMM operands, and a "
             "layer keeps a tensor here; remove the key"
@@ -228,26 +216,26 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
                 f"{where}: {place} = {cast.of!r}, but only {', '.join(SEEN_BEFORE)} take the numbers of "
                 "another place; name a cast"
             )
-        for key in cast.beyond(STATE_KEYS):
+        for key in cast.unsupported(Taker.STATE):
             why = _NOT_IN_STATE.get(key, "it belongs to GEMM operands")
             raise UserError(f"{where}: {key} in place {place!r}, but {why}; remove the key")
-        if cast.scales.by_row:
+        if cast.has_row_scales:
             raise UserError(
-                f"{where}: tensor_scale = {cast.scales.outer!r} in place {place!r}, but it belongs to "
+                f"{where}: tensor_scale = {cast.tensor_scale!r} in place {place!r}, but it belongs to "
                 'GEMM operands; write "tensor" or "none"'
             )
-        if cast.state.feedback and (place != "weight" or cast.name == "fp32" or state["master"] is not None):
+        if cast.feedback and (place != "weight" or cast.name == "fp32" or state["master"] is not None):
             raise UserError(
-                f"{where}: feedback = {cast.state.feedback!r} in place {place!r}, but it is for narrow "
+                f"{where}: feedback = {cast.feedback!r} in place {place!r}, but it is for narrow "
                 "weights without a master, whose rounding error goes into the first moment; write "
                 'master = "none", or remove the key'
             )
-        if cast.state.prescale and place != "grad":
+        if cast.prescale and place != "grad":
             raise UserError(f"{where}: prescale in place {place!r}, but it belongs to grad; remove the key")
     weight, master = state["weight"], state["master"]
     assert weight is not None
-    is_table = weight.state.expand or weight.state.codebook
-    if not is_in_torch(weight.element) or is_table or weight.scales.format not in ("none", "fp32"):
+    is_table = weight.expand or weight.codebook
+    if not is_in_torch(weight.element) or is_table or weight.scale not in ("none", "fp32"):
         raise UserError(
             f"{where}: weight = {weight.name!r}, but a weight needs a format that torch can hold and fp32 "
             "scales, such as bf16, fp16-scaled or e4m3"
@@ -278,7 +266,7 @@ def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> N
                 f"{where}: {place} = {cast.of!r}, but that is another tensor, of another shape; the place "
                 f"that sees this one before is {source!r}"
             )
-        if unknown_keys := casts[source].beyond(SOURCE_KEYS):
+        if unknown_keys := casts[source].unsupported(Taker.SOURCE):
             raise UserError(
                 f"{where}: {place} = {source!r}, but {source} is transformed ({', '.join(unknown_keys)}), so "
                 f"its numbers are not the tensor's; name a cast in {place}, or transform neither"
@@ -292,7 +280,7 @@ def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> N
 
 def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
     """Refuse to keep the operand `x` of fprop if its values differ from the input's."""
-    if saved == "operand" and (unknown_keys := x.beyond(OPERAND_KEYS)):
+    if saved == "operand" and (unknown_keys := x.unsupported(Taker.KEPT)):
         raise UserError(
             f"{where}: saved = 'operand', but fprop.x has {', '.join(unknown_keys)}, so its codes are "
             "not all of the tensor; save 'input', or a cast"
@@ -302,10 +290,10 @@ def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
 def require_products(casts: Mapping[str, Cast], where: str) -> None:
     """Refuse operands that cannot be multiplied: both need the same transform, or none."""
     for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-        first, second = casts[a].hadamard, casts[b].hadamard
-        if first != second:
+        first, second = casts[a], casts[b]
+        if (first.hadamard, first.signs) != (second.hadamard, second.signs):
             raise UserError(
-                f"{where}: hadamard = {first.size} in {a} and {second.size} in {b}, but the product stays "
-                "the same only if both operands are transformed alike; give both places the same size and "
-                "signs"
+                f"{where}: hadamard = {first.hadamard} in {a} and {second.hadamard} in {b}, but the product "
+                "stays the same only if both operands are transformed alike; give both places the same size "
+                "and signs"
             )

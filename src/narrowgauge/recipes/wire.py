@@ -14,11 +14,9 @@ from collections.abc import Sequence
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.quantization.keys import Taker
 
 WIDE = ("fp32", "bf16", "fp16")
-#: The keys of a cast in which weights are sent, and of one in which gradients are added.
-GATHER_KEYS = ("element", "scale", "power_of_two", "random_bits")
-REDUCE_KEYS = (*GATHER_KEYS, "prescale")
 
 
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
@@ -60,8 +58,8 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
 
 def require_reduce(cast: Cast, where: str) -> None:
     """Refuse to add gradients in a format that would need rescaling after an addition."""
-    scaled = cast.scales.format == "fp32" and cast.element.bits == 8
-    if cast.beyond(REDUCE_KEYS) or not (scaled or cast.name in WIDE):
+    scaled = cast.scale == "fp32" and cast.element.bits == 8
+    if cast.unsupported(Taker.REDUCE) or not (scaled or cast.name in WIDE):
         raise UserError(
             f"{where}: reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
             "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
@@ -70,7 +68,7 @@ def require_reduce(cast: Cast, where: str) -> None:
 
 def _keeps_stored(cast: Cast, weight: Cast) -> bool:
     """Whether a quantized weight keeps its values in this cast."""
-    is_same = cast == weight.having(rounding=cast.rounding.mode, feedback=cast.state.feedback)
+    is_same = cast == weight.having(rounding=cast.rounding, feedback=cast.feedback)
     return cast.name == "fp32" or (is_same and weight.block is None)
 
 
@@ -78,5 +76,5 @@ def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
     """Whether GEMMs see the same values of a weight sent in this cast as of one in fp32."""
     if cast.name == "fp32":
         return True
-    is_one = cast.scales.format == "fp32" or not cast.is_scaled
-    return is_one and not cast.beyond(GATHER_KEYS) and all(c == cast for c in operands)
+    is_one = cast.scale == "fp32" or not cast.is_scaled
+    return is_one and not cast.unsupported(Taker.GATHER) and all(c == cast for c in operands)

@@ -120,7 +120,7 @@ def recorded_scale(layer: Linear) -> InputScale | None:
     x, history = layer.spec.casts["fprop.x"], layer.histories.get("fprop.x")
     if isinstance(history, HeldAmax):
         return scale_of_amax(x, float(history.held)) if float(history.held) > 0 else None
-    if isinstance(history, AmaxHistory) and x.amax.history and bool(history.entries.any()):
+    if isinstance(history, AmaxHistory) and x.history and bool(history.entries.any()):
         return InputScale(float(1 / history.scale), float(history.scale))
     return None
 

@@ -19,7 +19,7 @@ vllm-project/compressed-tensors 0.20, `compressors/` and `quantization/quant_sch
 
 The values equal the operands of the forward matmul in the checkpoint's step: the fused weight is quantized as
 the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 or MX becomes equal
-scales of its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) do not affect the
+scales of its rows. Keys of a cast that only choose codes and scales (`Taker.SAME_LAYOUT`) do not affect the
 layout. All other keys must match a cast in the table, so a key that is new in casts is refused.
 
 Activations are described as the layout can (`activations.py`), and each difference from training is returned
@@ -181,7 +181,7 @@ def unfit_rows(config: ModelConfig, layers: Mapping[str, tuple[Cast, int]]) -> s
     for name, (cast, columns) in layers.items():
         height, width = cast.block or (0, 0)
         parts = rows[re.sub(r"^blocks\.\d+", "blocks.0", name) + ".weight"]
-        is_code = cast.scales.format != "fp32"  # square blocks of these are stored as blocks of each row
+        is_code = cast.scale != "fp32"  # square blocks of these are stored as blocks of each row
         if is_code and width > 1 and columns % width:
             found.append(f"layer {name!r} has rows of {columns}, which end inside a block of {width}")
         elif not is_code and height > 1 and any(part % height for part in parts[:-1]):
@@ -254,7 +254,7 @@ def _parts(q: QTensor, start: int, end: int) -> Parts:
     if q.scale_codes is None:
         return stored | {"weight_scale": q.scales[start // height : -(-end // height)]}
     scales = q.scale_codes.repeat_interleave(height, dim=0)[start:end]
-    if q.cast.scales.format == "e8m0":
+    if q.cast.scale == "e8m0":
         return stored | {"weight_scale": scales}
     global_scale = (1 / q.tensor_scale).reshape(1)
     return stored | {"weight_scale": scales.view(torch.float8_e4m3fn), "weight_global_scale": global_scale}

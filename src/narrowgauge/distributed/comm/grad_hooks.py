@@ -155,7 +155,7 @@ def _values(gradient: GradientState) -> torch.Tensor:
 def _store(gradient: GradientState, total: QuantizedSum) -> None:
     """Store a sum in a gradient at rest."""
     cast = gradient.cast
-    same = cast.element == total.element and cast.block is None and not cast.state.codebook
+    same = cast.element == total.element and cast.block is None and not cast.codebook
     if not (same and cast.is_scaled == (total.scale is not None)):
         gradient.write(total.values())
     elif total.scale is None:

@@ -67,7 +67,7 @@ def shared_scales(
     for i, amax in zip(scaled, amaxes, strict=True):
         cast, prescale = wires[i].cast, wires[i].prescale
         finite = amax.isfinite()
-        encode, _ = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.scales.power_of_two)
+        encode, _ = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
         if prescale is not None:
             prescale.begin(group.size())
             encode = (encode * applied(prescale.tensors["mu"])).clamp(max=FLOAT_MAX)

@@ -153,7 +153,7 @@ def _check(cast: Cast | None, dimensions: list[ShardedDimension], where: str) ->
         return
     for dimension, size in zip(dimensions, cast.block or (0, 0), strict=True):
         # A block of the full extent is shared: ranks agree on its scale. One that is expanded is not.
-        size = size or (dimension.shards[0].size if cast.state.expand or cast.state.codebook else 1)
+        size = size or (dimension.shards[0].size if cast.expand or cast.codebook else 1)
         dimension.require_aligned(size, "blocks", cast, where)
-    if cast.hadamard.size:
-        dimensions[1].require_aligned(cast.hadamard.size, "transforms", cast, where)
+    if cast.hadamard:
+        dimensions[1].require_aligned(cast.hadamard, "transforms", cast, where)

@@ -82,7 +82,7 @@ def without_gradient(function: Callable[P, R]) -> Callable[P, R]:
 @lru_cache(_KINDS)
 def _view(shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int) -> _View:
     R, K = shape if axis == -1 else (shape[1], shape[0])
-    K_OUT = K + -K % cast.hadamard.size if cast.hadamard.size else K
+    K_OUT = K + -K % cast.hadamard if cast.hadamard else K
     s0, s1 = strides
     if axis == -1:
         out = torch.Size((R, K_OUT))
@@ -130,7 +130,7 @@ def quantized(
         codes, other, scales, blocks = _cast_given(
             x, cast, axis, torch.uint8, stream, signs, delayed, known, both
         )
-        scale_codes = codes_of(scales, format(cast.scales.format)) if cast.scales.are_codes else None
+        scale_codes = codes_of(scales, format(cast.scale)) if cast.has_coded_scales else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
@@ -230,14 +230,14 @@ def _cast_given(
 
     Scales in fp32 are computed by the casting kernel from amaxes; others by plain operations.
     """
-    if cast.hadamard.size:
-        x, known = hadamard(x, cast.hadamard.size, axis, signs), None
+    if cast.hadamard:
+        x, known = hadamard(x, cast.hadamard, axis, signs), None
     blocks = _view(x.shape, x.stride(), cast, axis).blocks
     amax = known
     if amax is None or cast.block is not None:
         amax = _largest(x, cast, axis)
     (scale, seen), told, divides = delayed, None, False
-    from_amax = scale is None and cast.scales.format == "fp32"
+    from_amax = scale is None and cast.scale == "fp32"
     if from_amax:
         factor, block = amax, torch.empty(amax.shape, dtype=torch.float32, device=x.device)
     elif scale is not None and cast.block is None:
@@ -269,7 +269,7 @@ def _launch_given(
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(codes or values, the same along the other axis) under given factors, or factors from amaxes."""
-    converts = is_converted(cast.element, cast.rounding.mode, x.device)
+    converts = is_converted(cast.element, cast.rounding, x.device)
     writes_block = told is not None or from_amax
     options = dtype, converts, divides, from_amax, both, writes_block
     kind = _given(x.shape, x.stride(), cast, axis, *options)
@@ -303,9 +303,9 @@ def _given(
         cast_given, _grid(view, tile),
         "out other block" if writes_block else "out other", "seen", lanes=_lanes(shape, cast, axis, dtype),
         TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=max(blocks.grid) == 1,
-        **facts(cast.element), ROUNDING=cast.rounding.mode, RANDOM_BITS=cast.rounding.random_bits,
+        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
-        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.scales.power_of_two, CONVERTS=converts, **LAUNCH,
+        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two, CONVERTS=converts, **LAUNCH,
     )  # fmt: skip
     numbers = *view.x, *out, *other, *_grid_strides(blocks, axis), *_extents(blocks, axis), *view.element
     return _Kind(launch, (view.R, view.K, *numbers), view)
@@ -326,11 +326,11 @@ def _cast_blocks(
     `in_tiles`: codes packed and padded, codes of scales in tiles, no scales.
     """
     over = tensor_scale = scale_codes = None
-    matrix = transform(cast.hadamard.size, signs, x) if cast.hadamard.size else None
-    if cast.scales.outer != "none":
+    matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
+    if cast.tensor_scale != "none":
         over = _largest(x, cast, axis, matrix, known)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    converts = is_converted(cast.element, cast.rounding.mode, x.device)
+    converts = is_converted(cast.element, cast.rounding, x.device)
     kind, packed, tiles = _blocked(x.shape, x.stride(), cast, axis, dtype, converts, in_tiles)
     grid, codes = kind.view.blocks.grid, dtype == torch.uint8
     if in_tiles:
@@ -338,7 +338,7 @@ def _cast_blocks(
         scale_codes = torch.empty((tiles,), dtype=torch.uint8, device=x.device)
     else:
         out = _empty(kind.view, axis, dtype, x)
-        if codes and cast.scales.are_codes:
+        if codes and cast.has_coded_scales:
             scale_codes = torch.empty(grid, dtype=torch.uint8, device=x.device)
     scales = torch.empty(grid if codes and not in_tiles else (), dtype=torch.float32, device=x.device)
     kind.launch(
@@ -361,7 +361,7 @@ def _blocked(
 ) -> tuple[_Kind, tuple[int, int], int]:
     """The launch of `cast_blocks`; in tiles, the shape of packed codes and the number of scales."""
     assert cast.block is not None
-    view, how, codes = _view(shape, strides, cast, axis), cast.scales, dtype == torch.uint8
+    view, codes = _view(shape, strides, cast, axis), dtype == torch.uint8
     grid = view.blocks.grid if axis == -1 else view.blocks.grid[::-1]
     tile, programs = tile_of(view.x[1], cast.block[1]), view
     extent, packed, tiles = (view.R, view.K_OUT), (0, 0), 0
@@ -374,10 +374,10 @@ def _blocked(
     of_grid = _grid_strides(view.blocks, axis) if codes and not in_tiles else (0, 0)
     launch = Launch(
         cast_blocks, _grid(programs, tile), "out scales scale_codes tensor_scale",
-        TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard.size,
-        **facts(cast.element), ROUNDING=cast.rounding.mode, RANDOM_BITS=cast.rounding.random_bits,
-        SCALE="rounded" if how.are_rounded else how.format, **facts_of_scale(how.format),
-        RULE=how.rule, POWER_OF_TWO=how.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
+        TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
+        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
+        SCALE="rounded" if cast.has_rounded_scales else cast.scale, **facts_of_scale(cast.scale),
+        RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
         LARGEST=cast.target * cast.aim, CONVERTS=converts, IN_TILES=in_tiles,
         lanes=_lanes(shape, cast, axis, dtype), **LAUNCH,
@@ -397,7 +397,7 @@ def _largest(
 
     For NVFP4 the `known` one is used, without a read, if it is finite.
     """
-    known = known if cast.scales.outer != "none" and matrix is None else None
+    known = known if cast.tensor_scale != "none" and matrix is None else None
     H = 0 if matrix is None else len(matrix)
     kind, is_one = _largest_of(x.shape, x.stride(), cast, axis, H, known is not None)
     if is_one:
@@ -415,7 +415,7 @@ def _largest_of(
     shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int, H: int, is_told: bool
 ) -> tuple[_Kind, bool]:
     """The launch of `largest`, and whether it has one result."""
-    view, finite = _view(shape, strides, cast, axis), cast.scales.outer != "none"
+    view, finite = _view(shape, strides, cast, axis), cast.tensor_scale != "none"
     BR, BK = cast.block if finite and cast.block else (1, 1)
     is_one = finite or max(view.blocks.grid) == 1
     tile = tile_of(view.x[1])
@@ -432,19 +432,19 @@ def _largest_of(
 def _lanes(shape: torch.Size, cast: Cast, axis: int, dtype: torch.dtype) -> float:
     """The instructions of a cast, for `GpuWork.lanes`."""
     of_an_element = _LANES[_kind(cast)][dtype == torch.uint8][axis == 0]
-    return shape.numel() * float(of_an_element + _LANES_STOCHASTIC * (cast.rounding.mode == "stochastic"))
+    return shape.numel() * float(of_an_element + _LANES_STOCHASTIC * (cast.rounding == "stochastic"))
 
 
 def _kind(cast: Cast) -> str:
     """The row of `_LANES` that a cast belongs to."""
-    if cast.scales.outer != "none":
+    if cast.tensor_scale != "none":
         is_square = cast.block is not None and cast.block[0] > 1
-        return "nvfp4, square" if is_square else "nvfp4, hadamard" if cast.hadamard.size else "nvfp4"
+        return "nvfp4, square" if is_square else "nvfp4, hadamard" if cast.hadamard else "nvfp4"
     if cast.block is None:
         return "tensor"
     if _scale_is_known_first(cast):
         return "row" if _is_by_row(cast) else "square"
-    return "block, hadamard" if cast.hadamard.size else "block"
+    return "block, hadamard" if cast.hadamard else "block"
 
 
 def _is_by_row(cast: Cast) -> bool:

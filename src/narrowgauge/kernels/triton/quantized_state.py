@@ -23,7 +23,7 @@ def cast_constants(cast: Cast) -> tuple[Any, ...]:
     "plain" is a torch dtype; "scaled" fp16 under one scale; "codes" one-byte codes under one scale.
     """
     how = "plain" if not cast.is_scaled else "codes" if cast.element.bits == 8 else "scaled"
-    e, rounding = cast.element, (cast.rounding.mode, cast.rounding.random_bits, cast.scales.power_of_two)
+    e, rounding = cast.element, (cast.rounding, cast.random_bits, cast.power_of_two)
     return how, e.max, e.emin, e.mantissa_bits, *rounding
 
 

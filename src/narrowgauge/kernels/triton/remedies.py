@@ -186,7 +186,7 @@ def _row_options(x: Tensor, cast: Cast) -> dict[str, Any]:
     return {
         "TK": min(COLUMNS, next_power_of_2(x.shape[1])),
         "AIM": cast.aim,
-        "POWER_OF_TWO": cast.scales.power_of_two,
+        "POWER_OF_TWO": cast.power_of_two,
         **{key: element[key] for key in ("MAX", "EMIN", "M")},
         "num_warps": 4,
         "enable_fp_fusion": False,
@@ -211,7 +211,7 @@ def launch_rows(
     low, high = (x, x) if limits is None else limits
     launch(
         cast_rows, (R,), x, low, high, out, out if rest is None else rest, scales, K, x.stride(0),
-        writes="out rest scales", CLAMPS=limits is not None, CUTS=cuts, ROUNDING=cast.rounding.mode,
+        writes="out rest scales", CLAMPS=limits is not None, CUTS=cuts, ROUNDING=cast.rounding,
         MINUS_ZERO=cast.element.has_negative_zero, **_row_options(x, cast),
     )  # fmt: skip
     return out, scales, rest
@@ -222,6 +222,6 @@ def launch_slope(w: Tensor, dw: Tensor, cast: Cast) -> Tensor:
     out = torch.empty(w.shape, dtype=torch.float32, device=w.device)
     launch(
         slope_of_rows, (len(w),), w, dw, out, w.shape[1], w.stride(0),
-        writes="out", ESTIMATOR_K=cast.estimator.k, CAP=cast.estimator.cap, **_row_options(w, cast),
+        writes="out", ESTIMATOR_K=cast.estimator_k, CAP=cast.estimator_cap, **_row_options(w, cast),
     )  # fmt: skip
     return out

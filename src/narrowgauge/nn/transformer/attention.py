@@ -70,7 +70,7 @@ class NarrowAttention(Stepped, Attention):
             if cast is None or not cast.is_scaled:
                 continue
             tokens = 0 if cast.block is None else cast.block[place == "attention.v"]
-            if tokens != 1 or cast.scales.outer == "tensor" or cast.is_random:
+            if tokens != 1 or cast.tensor_scale == "tensor" or cast.is_random:
                 return False
         return True
 

@@ -201,7 +201,7 @@ def _is_by_row(cast: Cast) -> bool:
 
 def needs_largest(cast: Cast | None) -> bool:
     """Whether a cast has a scale of the full tensor."""
-    return cast is not None and cast.is_scaled and (cast.block is None or cast.scales.outer == "tensor")
+    return cast is not None and cast.is_scaled and (cast.block is None or cast.tensor_scale == "tensor")
 
 
 def largest_of(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:

@@ -170,7 +170,7 @@ def _gradients(scores: _Scores, dy_ZTH: Tensor, largest_p: Tensor | None) -> tup
         return p * (dp - (p * dp).sum(-1, keepdim=True))
 
     cast_p = context.cast("attention.p", "pᵀ do")
-    if cast_p is None or cast_p.hadamard.size:  # else no axis changes it
+    if cast_p is None or cast_p.hadamard:  # else no axis changes it
         largest_p = scores.largest("attention.p", {"pᵀ do": -2}, scores.probabilities)["pᵀ do"]
     of_ds = scores.largest("attention.ds", {"ds k": -1, "dsᵀ q": -2}, score_gradient)
     dq_ZTH = torch.empty_like(scores.q_ZTH)
@@ -192,9 +192,9 @@ def _parts(Z: int, T: int, S: int, context: AttentionContext, device: torch.devi
     """The pieces in which p is computed: some whole heads each, or some rows of one."""
     limit = SCORES.get(device.type, SCORES["cuda"])
     casts = (context.casts.get("attention.p"), context.casts.get("attention.ds"))
-    along_T = [n for c in casts if c is not None for n in (*(c.block or ()), c.scales.outer_columns) if n]
+    along_T = [n for c in casts if c is not None for n in (*(c.block or ()), c.outer_columns) if n]
     spans_T = any(c is not None and c.block is not None and 0 in c.block for c in casts)
-    align = math.lcm(*along_T, *(c.hadamard.size for c in casts if c is not None and c.hadamard.size))
+    align = math.lcm(*along_T, *(c.hadamard for c in casts if c is not None and c.hadamard))
     # If only the amount of memory matters, two pieces are enough.
     is_meta = device.type == "meta" and imagined(device) is None
     if spans_T or limit >= T * S or align >= T:

@@ -72,7 +72,7 @@ class NarrowResidual(Stepped, Residual):
     def is_tokenwise(self) -> bool:
         """Whether the stream of a token depends on that token alone."""
         cast = self.cast
-        by_row = cast.block is not None and cast.block[0] == 1 and cast.scales.outer != "tensor"
+        by_row = cast.block is not None and cast.block[0] == 1 and cast.tensor_scale != "tensor"
         return (by_row or not cast.is_scaled) and not cast.is_random
 
     def is_plain(self, dtype: torch.dtype) -> bool:

@@ -81,7 +81,7 @@ def gauge_operand(
     if not cast.is_scaled:
         return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
     context = context.local()
-    if cast.channels.share:
+    if cast.keep_channels:
         return _gauge_parts(x, seen, cast, axis, context)
     prepared = prepared_by(x, cast, axis, context)
     seen = seen if prepared.mean is None else seen.float() - prepared.mean
@@ -115,8 +115,8 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     """
     cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
-    scale, largest = None, math.inf if cast.state.expand else cast.element.max
-    if cast.state.codebook:
+    scale, largest = None, math.inf if cast.expand else cast.element.max
+    if cast.codebook:
         scale, largest = blocks.align(t["scales"]), 1.0
     elif "scale" in t:
         scale = t["scale"]
@@ -124,7 +124,7 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
         scale = stored_scales(t["scales"], cast)
         scale = blocks.align(scale) if scale.ndim else scale
         scale = scale * t.get("tensor_scale", 1.0)
-    grid = None if cast.state.codebook or largest == math.inf else cast.element
+    grid = None if cast.codebook or largest == math.inf else cast.element
     return gauge(x, stored.read(), blocks, scale, largest, grid)
 
 

@@ -27,12 +27,12 @@ def block_errors(
     In TransformerEngine's order: in float32, along each row from left to right, then pairwise halves of rows.
     """
     contracted = axis % len(blocks.size)
-    is_nvfp4 = cast.scales.are_nvfp4 and over is not None
+    is_nvfp4 = cast.has_nvfp4_scales and over is not None
     above = over if is_nvfp4 else scales.tensor
-    divisor = cast.target * cast.element.max * cast.scales.headroom if is_nvfp4 else 1.0
+    divisor = cast.target * cast.element.max * cast.headroom if is_nvfp4 else 1.0
     if in_c.takes(split, blocks, cast, is_whole=True):
         rounding = in_c.Rounding(scales.encode, scales.divides, cast, context.random_over(blocks))
-        judged = in_c.Judged(scales.block, above, divisor, cast.choice.by, contracted)
+        judged = in_c.Judged(scales.block, above, divisor, cast.choose, contracted)
         return blocks.align(in_c.errors(split, blocks, rounding, judged))
     seen = round_blocks(split, blocks, scales, cast, context, "stored", torch.float32)
     if above is not None:
@@ -40,9 +40,9 @@ def block_errors(
     if is_nvfp4 and over is not None:
         seen.div_(torch.full_like(over, divisor))
     error = seen.sub_(split)
-    if cast.choice.by == "max":
+    if cast.choose == "max":
         return error.abs_().amax(blocks.inner, keepdim=True)
-    error = error.abs_() if cast.choice.by == "mae" else error.square_()
+    error = error.abs_() if cast.choose == "mae" else error.square_()
     for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
         if blocks.size[dim] > 1:
             error = _sum(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)

@@ -14,23 +14,9 @@ from functools import cache
 from typing import NamedTuple
 
 from narrowgauge.devices import Device
-from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, Cast
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.keys import Taker
 
-#: The keys that each implementation supports, including those that its callers implement around it.
-KERNEL_KEYS = (
-    *("element", "block", "scale", "scale_rule", "power_of_two", "headroom", "tensor_scale", "scale_target"),
-    *("rounding", "random_bits", "hadamard", "signs", "prescale"),
-    *(key for key in BY_LAYER if key != "refresh"),  # kernels measure the amax themselves
-)
-ROW_KEYS = (
-    *("element", "block", "scale", "headroom", "rounding", "random_bits", "outliers", "compensate"),
-    *("estimator_k", "estimator_cap"),
-)
-OPERATOR_KEYS = (
-    *(*CODES_AND_SCALES, *BY_LAYER, "hadamard", "signs", "center", "center_cast"),
-    *("outliers", "compensate"),
-)
-PASS_KEYS = (*OPERATOR_KEYS, "keep_channels", "feedback", "expand", "prescale")
 #: The places whose operands may stay in the parts that the row kernel writes, if a layer computes in bf16.
 ROW_PLACES = ("fprop.x", "fprop.w")
 
@@ -70,12 +56,12 @@ def implementation_on(cast: Cast, device: Device, by_rows: bool = False) -> Impl
 @cache
 def kernel_gap(cast: Cast) -> str:
     """Why no Triton kernel computes a cast with scales, as a clause; "" if one does."""
-    if gap := _key_gap("Triton kernel", cast, KERNEL_KEYS):
+    if gap := _key_gap("Triton kernel", cast, Taker.KERNEL):
         return gap
     if cast.element.bits > 8:
         return "a code of a Triton kernel is one byte"
-    if cast.hadamard.size not in (0, 16, 32, 64, 128):
-        return f"no Triton kernel transforms {cast.hadamard.size} elements"
+    if cast.hadamard not in (0, 16, 32, 64, 128):
+        return f"no Triton kernel transforms {cast.hadamard} elements"
     return _tile_gap(cast)
 
 
@@ -87,9 +73,9 @@ def _tile_gap(cast: Cast) -> str:
     """
     rows, columns = cast.block or (0, 0)
     is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
-    scales, has_outer = cast.scales, cast.scales.outer != "none"
-    if has_outer and (not scales.are_nvfp4 or scales.by_row):
-        return f"no Triton kernel has {scales.format} scales under one in fp32 for each {scales.outer}"
+    has_outer = cast.tensor_scale != "none"
+    if has_outer and (not cast.has_nvfp4_scales or cast.has_row_scales):
+        return f"no Triton kernel has {cast.scale} scales under one in fp32 for each {cast.tensor_scale}"
     is_large = not has_outer and (columns == 0 or rows % 128 == columns % 128 == 0)
     return "" if is_small or is_large else f"blocks of {rows} x {columns} do not divide a kernel's tile"
 
@@ -97,11 +83,11 @@ def _tile_gap(cast: Cast) -> str:
 @cache
 def rows_gap(cast: Cast) -> str:
     """Why the row kernel does not compute a cast, as a clause; "" if it does."""
-    if cast.scales.format != "fp32" or cast.block != (1, 0):
+    if cast.scale != "fp32" or cast.block != (1, 0):
         return "the cast does not have a scale in fp32 for each row"
     if cast.is_random or cast.element.bits > 8:
         return "the row kernel rounds to nearest, to codes of a byte"
-    return _key_gap("row kernel", cast, ROW_KEYS)
+    return _key_gap("row kernel", cast, Taker.ROWS)
 
 
 @cache
@@ -109,9 +95,9 @@ def passes_gap(cast: Cast) -> str:
     """Why the C passes do not compute a cast, as a clause; "" if they do."""
     if cast.element.exponent_bits == 8:
         return "the C passes do not round to elements with 8 exponent bits"
-    return _key_gap("C pass", cast, PASS_KEYS)
+    return _key_gap("C pass", cast, Taker.C)
 
 
-def _key_gap(name: str, cast: Cast, known: tuple[str, ...]) -> str:
-    unknown = cast.beyond(known)
+def _key_gap(name: str, cast: Cast, engine: Taker) -> str:
+    unknown = cast.unsupported(engine)
     return f"no {name} implements {', '.join(unknown)}" if unknown else ""

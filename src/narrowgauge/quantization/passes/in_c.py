@@ -183,34 +183,42 @@ def block_scales(
             scales under an outer scale.
         candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
     """
-    by, fmt = cast.scales, cast.scales.format
-    rule = fmt if fmt in ("fp32", "none") else by.rule or ("nvfp4" if by.are_nvfp4 else "rounded")
-    if rule not in _RULES or by.rounding != "nearest-even" or not has_library(amax):
+    fmt, is_outer = cast.scale, cast.has_nvfp4_scales or cast.has_rounded_scales
+    rule = (
+        fmt
+        if fmt in ("fp32", "none")
+        else cast.scale_rule or ("nvfp4" if cast.has_nvfp4_scales else "rounded")
+    )
+    if rule not in _RULES or cast.scale_rounding != "nearest-even" or not has_library(amax):
         return None
     amax, above = amax.contiguous(), None
     encode_scale, block = torch.empty_like(amax), torch.empty_like(amax)
     finite = torch.empty_like(amax, dtype=torch.bool)
     one = _Scales(amax.data_ptr(), encode_scale.data_ptr(), block.data_ptr(), finite.data_ptr())
-    one.rule, one.emax, one.keeps_power = _RULES.index(rule), cast.element.emax, by.power_of_two
+    one.rule, one.emax, one.keeps_power = _RULES.index(rule), cast.element.emax, cast.power_of_two
     one.half, one.factor = 1 << (22 - cast.element.fraction_bits), cast.aim
     if rule == "rceil":
         one.factor = 1 / cast.aim
-    elif by.are_nvfp4 or by.are_rounded:
+    elif is_outer:
         one.format, one.to_bf16 = Pass(**fields_of(format(fmt))), fmt == "bf16"
         one.factor, one.aim, one.target = 1 / cast.aim, cast.aim, cast.target
         one.stretch = cast.element.max / candidate if candidate else 0.0
-        one.instead = {"zero": 0.0, "one": 1.0}.get(by.zero_rule, format(fmt).smallest_subnormal)
-        one.zeros = by.zero_rule == "one"
-    if over is not None and (by.are_nvfp4 or by.are_rounded):
+        one.instead = {"zero": 0.0, "one": 1.0}.get(cast.zero_rule, format(fmt).smallest_subnormal)
+        one.zeros = cast.zero_rule == "one"
+    if over is not None and is_outer:
         one.over_each = over.ndim > 0
         each = over.expand_as(amax).contiguous() if over.ndim else over
         above = torch.empty_like(each)
         one.over, one.above = each.data_ptr(), above.data_ptr()
-        one.largest = cast.target * cast.element.max * by.headroom if by.are_nvfp4 else cast.target * cast.aim
+        one.largest = (
+            cast.target * cast.element.max * cast.headroom
+            if cast.has_nvfp4_scales
+            else cast.target * cast.aim
+        )
     _share(amax, "scale_pass", one)
     if over is not None and above is not None and above.shape != over.shape:  # repeated along the row
         above = above[tuple(slice(size) for size in over.shape)]
-    return Scales(encode_scale, block, above, finite, by.are_rounded)
+    return Scales(encode_scale, block, above, finite, cast.has_rounded_scales)
 
 
 def largest_finite(amax: torch.Tensor) -> torch.Tensor | None:
@@ -317,9 +325,9 @@ def _fields(
     encode, cast, random = _entries(rounding.encode, blocks, sizes), rounding.cast, rounding.random
     fields = fields_of(cast.element) | {"divisor": 1.0}
     fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
-    fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding.mode)}
-    fields["random_bits"] = cast.rounding.random_bits
-    if cast.rounding.mode != "stochastic":
+    fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding)}
+    fields["random_bits"] = cast.random_bits
+    if cast.rounding != "stochastic":
         return [encode], fields
     if split.is_meta and isinstance(random, RandomStream):
         return [encode], fields  # a meta key has no values

@@ -43,7 +43,7 @@ def round_blocks(
         rounding = in_c.Rounding(scales.encode, scales.divides, cast, random)
         return in_c.rounded(split, blocks, rounding, result, block, dtype)
     # A torch.Generator draws in order, so all elements must be rounded at once.
-    in_order = cast.rounding.mode == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
+    in_order = cast.rounding == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
     for chunk in chunks(split, in_one=in_order):
         x, encode, bits = chunk.of(split), chunk.of(scales.encode), random
         if isinstance(random, RandomStream):
@@ -54,7 +54,7 @@ def round_blocks(
             scaled = x / encode
         else:
             scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
-        values = round_finite_(scaled, cast.element, cast.rounding.mode, bits, cast.rounding.random_bits)
+        values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
         if result == "stored":
             values.mul_(chunk.of(scales.block))
         elif result == "codes":

@@ -13,50 +13,10 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-from narrowgauge.quantization.stages import Rules, Stage
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Channels(Stage):
-    """Channels in another cast.
-
-    Attributes:
-        share: The share of channels (columns, as stored) that are kept, the largest by norm; 0 for
-            none. The rest of the tensor has zeros there, and the kept part has zeros everywhere else.
-        cast: The name of their cast. Alone, in wgrad.dy: the cast in which the output gradient meets the
-            channels that wgrad.x keeps.
-        steps: The number of steps whose values determine a layer's channels.
-        every: 0 chooses them once, n again every n steps.
-    """
-
-    share: float = 0.0
-    cast: str = ""
-    steps: int = 1
-    every: int = 0
-    KEYS: ClassVar[Mapping[str, str]] = {
-        **{"keep_channels": "share", "keep_cast": "cast"},
-        **{"keep_steps": "steps", "keep_every": "every"},
-    }
-
-    def rules(self) -> Rules:
-        """The rules of its keys."""
-        longer = "it is a number of steps, at least keep_steps"
-        clock = "without keep_channels there is nothing to choose; leave it out"
-        return [
-            ("keep_channels", 0 <= self.share < 1, "it is a share of channels, above 0 and below 1"),
-            ("keep_channels", not self.share or bool(self.cast), "their cast is missing; add keep_cast"),
-            ("keep_steps", self.steps >= 1, "it is a number of steps, one or more"),
-            ("keep_steps", self.steps == 1 or bool(self.share), clock),
-            ("keep_every", not self.every or bool(self.share), clock),
-            ("keep_every", not self.every or self.every >= self.steps, longer),
-        ]
 
 
 def kept_count(share: float, channels: int) -> int:

@@ -8,33 +8,10 @@ quantized, and the remainder, a sparse tensor, is multiplied in high precision (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-from narrowgauge.quantization.stages import Rules, Transform
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clamp(Transform):
-    """A clamp of outliers.
-
-    Attributes:
-        quantile: The quantile beyond which a tensor is clamped, on both sides; 0 for no clamp.
-        adds_back: Whether the remainder is added back in high precision.
-    """
-
-    quantile: float = 0.0
-    adds_back: bool = False
-    KEYS: ClassVar[Mapping[str, str]] = {"outliers": "quantile", "compensate": "adds_back"}
-
-    def rules(self) -> Rules:
-        """The rules of its keys."""
-        is_quantile = self.quantile == 0 or 0.5 < self.quantile < 1
-        return [("outliers", is_quantile, "it must be 0 or a quantile such as 0.99")]
 
 
 def quantile_ranks(n: int, quantile: float) -> tuple[int, int]:

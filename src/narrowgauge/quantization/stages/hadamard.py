@@ -12,44 +12,18 @@ The arithmetic also follows TransformerEngine: x times the matrix in x's dtype, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.devices import imagined, is_shape_only
 from narrowgauge.errors import UserError
-from narrowgauge.quantization.stages import Rules, Transform
 
 if TYPE_CHECKING:
     import torch
 
 # TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
 SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hadamard(Transform):
-    """A Hadamard transform along the contraction.
-
-    Attributes:
-        size: The number of elements in a group; 0 for no transform.
-        signs: () for the size's default (TransformerEngine's for 16, else all +1), "random" for new ones in
-            each step, or one +1 or -1 for each element of a group.
-    """
-
-    size: int = 0
-    signs: tuple[int, ...] | str = ()
-    KEYS: ClassVar[Mapping[str, str]] = {"hadamard": "size", "signs": "signs"}
-
-    def rules(self) -> Rules:
-        """The rules of its keys."""
-        size, signs = self.size, self.signs
-        is_signs = signs in ((), "random") or (len(signs) == size and set(signs) <= {1, -1})
-        return [
-            ("hadamard", not size or (size > 1 and not size & (size - 1)), "it must be 0 or a power of two"),
-            ("signs", is_signs, '"random" or one +1 or -1 for each element of a group are possible'),
-        ]
 
 
 @cache

@@ -24,42 +24,16 @@ half way between two it gets the lower one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from narrowgauge.formats import Format
-from narrowgauge.quantization.stages import Names, Stage
 
 if TYPE_CHECKING:
     import torch
 
-CODEBOOKS = ("dynamic", "dynamic-unsigned")
 DECADES = 7
 LARGEST_K = 64.0  # for a block whose magnitudes are nearly equal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateFormat(Stage):
-    """How state (weight, master, gradient, moments) is stored; GEMM operands use none of it.
-
-    Attributes:
-        expand: Whether each block is first stretched to the format's full range.
-        codebook: The table that codes index, one of `CODEBOOKS`, or "" for none; with a table, the element
-            only specifies the width of a code.
-        prescale: Whether the scale of a stored gradient is multiplied by a factor that adapts to the room it
-            needs (`state.prescale`).
-        feedback: "momentum" puts the rounding error of a weight that has no master into the first moment
-            (ECO; `optim.feedback`); "" does not.
-    """
-
-    expand: bool = False
-    codebook: str = ""
-    prescale: bool = False
-    feedback: str = ""
-    KEYS: ClassVar[Mapping[str, str]] = {key: key for key in ("expand", "codebook", "prescale", "feedback")}
-    NAMES: ClassVar[Names] = {"feedback": ("feedback", ("", "momentum"))}
 
 
 class RangeExpansion(NamedTuple):

@@ -50,7 +50,7 @@ class GradientState(QuantizedState):
     @cached_property
     def prescale(self) -> PreScale | None:
         """The automatic pre-scaling factor, where the cast has one."""
-        return PreScale(self.device) if self.cast.state.prescale else None
+        return PreScale(self.device) if self.cast.prescale else None
 
     def add(self, x: torch.Tensor, stream: RandomStream | None) -> None:
         """Add float32 values and round the sum once; with random bits, small values survive on average."""

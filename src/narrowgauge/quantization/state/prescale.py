@@ -63,7 +63,7 @@ class PreScale:
     def scale_for(self, amax: torch.Tensor, cast: Cast) -> torch.Tensor:
         """The encoding scale of a gradient with this amax; both 0-dim float32."""
         amax = torch.where(amax.isfinite(), amax, 0.0)
-        encode, _ = scales.fp32_scale(amax, cast.element, cast.scales.power_of_two)
+        encode, _ = scales.fp32_scale(amax, cast.element, cast.power_of_two)
         return (encode * applied(self.tensors["mu"])).clamp(max=scales.FLOAT_MAX)
 
     def see(self, share: torch.Tensor) -> None:

@@ -28,8 +28,9 @@ from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.cast import STATE_KEYS, Cast
+from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import QuantContext
+from narrowgauge.quantization.keys import Taker
 from narrowgauge.quantization.quantize import QTensor, emulate_in_context, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.stages.state import (
@@ -80,7 +81,7 @@ class QuantizedState:
         Raises:
             UserError: The cast is not for state.
         """
-        if unknown := cast.beyond(STATE_KEYS):
+        if unknown := cast.unsupported(Taker.STATE):
             raise UserError(
                 f"cast {cast.name!r} of state: {', '.join(unknown)} is for operands of a matmul; remove the "
                 "key"
@@ -124,12 +125,12 @@ class QuantizedState:
             return t["values"].float() * t["scale"]
         codes = unpack(t["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
         blocks = self._blocks()
-        if cast.state.codebook:
-            values = blocks.split(from_codes(codes, cast.state.codebook))
+        if cast.codebook:
+            values = blocks.split(from_codes(codes, cast.codebook))
             return blocks.merge(values * blocks.align(t["scales"])).contiguous()
         tensor_scale = t.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
         x = QTensor(codes, stored_scales(t["scales"], cast), None, tensor_scale, cast, blocks).dequantize()
-        if cast.state.expand:
+        if cast.expand:
             x = blocks.merge(contract(blocks.split(x), RangeExpansion(t["k"], t["c"])))
         return x.contiguous()
 
@@ -235,9 +236,9 @@ class QuantizedState:
         """The new contents of `tensors` for the values `x`."""
         cast = self.cast
         if not cast.is_scaled:
-            if cast.rounding.mode == "stochastic" and stream is not None:
+            if cast.rounding == "stochastic" and stream is not None:
                 bits = stream if shard is None else shard.bits_of(stream)
-                x = round_to(x, cast.element.name, cast.rounding.mode, bits)
+                x = round_to(x, cast.element.name, cast.rounding, bits)
             return {"values": x.to(torch_dtype(cast.element))}
         if stream is None and cast.is_random:
             cast = cast.to_nearest
@@ -246,18 +247,18 @@ class QuantizedState:
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
-        if shard is not None and (cast.state.codebook or cast.state.expand):
+        if shard is not None and (cast.codebook or cast.expand):
             shard.require_full_blocks(cast)
-        if cast.state.codebook:
-            return _in_codebook(x, cast.state.codebook, blocks)
-        if cast.state.expand:
+        if cast.codebook:
+            return _in_codebook(x, cast.codebook, blocks)
+        if cast.expand:
             split = blocks.split(x)
             e = range_expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(expand(split, e)), e._asdict()
         q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=encode_scale, shard=shard))
         scales = q.scales if q.scale_codes is None else q.scale_codes
-        scales = scales.bfloat16() if cast.scales.format == "bf16" else scales
-        tensor_scale = {} if cast.scales.outer == "none" else {"tensor_scale": q.tensor_scale}
+        scales = scales.bfloat16() if cast.scale == "bf16" else scales
+        tensor_scale = {} if cast.tensor_scale == "none" else {"tensor_scale": q.tensor_scale}
         return {"codes": q.packed(), "scales": scales} | tensor_scale | extra
 
     def _blocks(self) -> Blocks:
@@ -272,7 +273,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 def stored_scales(scales: torch.Tensor, cast: Cast) -> torch.Tensor:
     """The float32 block scales of a cast from their stored form: codes, bf16 or fp32."""
-    return decode(scales, format(cast.scales.format)) if cast.scales.are_codes else scales.float()
+    return decode(scales, format(cast.scale)) if cast.has_coded_scales else scales.float()
 
 
 def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.Tensor]:

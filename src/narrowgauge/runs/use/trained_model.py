@@ -19,7 +19,7 @@ from narrowgauge.models.sizes import name_of
 from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.quantization.cast import CODES_AND_SCALES
+from narrowgauge.quantization.keys import Taker
 from narrowgauge.runs.monitor.arithmetic import Arithmetic, AttentionShape
 from narrowgauge.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.runs.run_directory import RunDirectory
@@ -27,11 +27,6 @@ from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.step.build_model import go_to, model_of, newest_checkpoint
 
-#: The keys of fprop.x under which a token's operand depends on that token alone if its scales do.
-TOKENWISE_KEYS = (
-    *(*CODES_AND_SCALES, "hadamard", "signs", "keep_channels", "keep_cast", "keep_steps"),
-    *("keep_every", "history", "history_algorithm", "margin", "estimator_k", "estimator_cap", "compensate"),
-)
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
 _WINDOW = 1024
 
@@ -95,11 +90,11 @@ class TrainedRun:
 
 def is_tokenwise(cast: Cast) -> bool:
     """Whether a token's operand in a cast of fprop.x depends on that token alone."""
-    parts = [cast, *([named_cast(cast.channels.cast)] if cast.channels.cast else [])]
+    parts = [cast, *([named_cast(cast.keep_cast)] if cast.keep_cast else [])]
     scales_per_token = all(
-        not c.is_scaled or (c.scales.outer != "tensor" and (c.block or (0,))[0] == 1) for c in parts
+        not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1) for c in parts
     )
-    return scales_per_token and not cast.beyond(TOKENWISE_KEYS) and not cast.is_random
+    return scales_per_token and not cast.unsupported(Taker.TOKENWISE) and not cast.is_random
 
 
 def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) -> TrainedRun:

@@ -98,7 +98,7 @@ def bounded(v: QuantizedState) -> torch.Tensor:
     Only casts with a scale, and elements of 8 or 16 bits, round second moments to zero.
     """
     x, cast = v.read(), v.cast
-    if not cast.is_scaled or cast.state.codebook or cast.element.bits < 8:
+    if not cast.is_scaled or cast.codebook or cast.element.bits < 8:
         return x
     smallest = copy(v)  # the smallest value under each scale, in place of every element
     smallest.prefetched = None

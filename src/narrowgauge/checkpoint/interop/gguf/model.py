@@ -238,7 +238,7 @@ def _stored(
     if not isinstance(layer, Linear) or parameter != "weight":
         return plain_rows(weight, dtype), ""
     cast = layer.spec.casts["fprop.w"]
-    if cast.hadamard.size:
+    if cast.hadamard:
         raise UserError(
             f"the weights of {module!r} are multiplied after a Hadamard transform of inputs and weights "
             f"({cast.name}), which llama.cpp does not compute; use --to hf"
