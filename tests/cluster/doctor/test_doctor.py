@@ -9,18 +9,14 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from narrowgauge.cli.main import main
-from narrowgauge.cluster.doctor.gpus import (
-    joined,
-    parse_capabilities,
-    parse_links,
-    parse_processes,
-    parse_use,
-)
+from narrowgauge.cluster.doctor import gpus
+from narrowgauge.cluster.doctor.gpus import joined
 from narrowgauge.cluster.doctor.host import collect_disk
 from narrowgauge.cluster.doctor.torch_setup.ask_torch import ask_torch, parse_report
 from narrowgauge.processes import Output, output_of
@@ -168,7 +164,7 @@ def test_what_torch_says_is_joined_with_what_the_driver_says():
     told = {"software": software, "gpus": cards, "gpu_error": "", "asked": True}
     report = parse_report(Output(0, "a warning\nnarrowgauge-doctor:" + json.dumps(told)))
     assert (report.error, report.gpu_error, report.software) == ("", "", software)
-    first, second = joined(report.gpus, {"GPU-a": (7, 50)}, {"GPU-a": (4711,)})
+    first, second = joined(report.gpus, {"GPU-a": {"used": 7, "busy": 50, "processes": (4711,)}})
     assert (first.used, first.busy, first.processes, first.peers) == (7, 50, (4711,), (1,))
     assert (second.used, second.busy, second.processes, second.capability) == (6, None, (), (9, 0))
     before = "narrowgauge-doctor:" + json.dumps(told | {"gpus": [], "asked": False})
@@ -178,21 +174,34 @@ def test_what_torch_says_is_joined_with_what_the_driver_says():
     assert parse_report(Output(None, error="no answer in 120 s")).error == "no answer in 120 s"
 
 
-def test_what_nvidia_smi_says():
-    assert parse_use("GPU-1, 4, 0\nGPU-2, 80000, 99\nGPU-3, [N/A], [N/A]\nNo devices\n") == {
-        "GPU-1": (4 << 20, 0),
-        "GPU-2": (80000 << 20, 99),
-        "GPU-3": (None, None),
-    }
-    assert parse_processes("GPU-2, 4711\nGPU-1, 9\nGPU-2, 4712\n") == {"GPU-1": (9,), "GPU-2": (4711, 4712)}
-    matrix = (
-        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
-        "GPU0\t X \tNV18\tSYS\tPXB\t0-15\n"
-        "GPU1\tNV18\t X \tPHB\tPXB\t0-15\n"
-        "GPU2\tSYS\tPHB\t X \tNODE\t16-31\n"
-        "NIC0\tPXB\tPXB\tNODE\t X \t\n\nLegend:\n  X = Self\n"
-    )
-    assert parse_links(matrix) == ("NV18", "PHB", "SYS")
-    assert parse_links("") == ()
-    assert parse_capabilities("7.0\n12.0\n") == ((7, 0), (12, 0))
-    assert parse_capabilities('Field "compute_cap" is not a valid field to query.') == ()
+class Nvml(SimpleNamespace):
+    """The driver's library with three GPUs: two share NVLink, the third reports next to nothing."""
+
+    NVMLError, nvmlMemory_v2, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = RuntimeError, 2, 2, 0
+    nvmlSystemGetDriverVersion = staticmethod(lambda: "570.86.10")
+    nvmlDeviceGetCount = staticmethod(lambda: 3)
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: f"GPU-{index}")
+    nvmlDeviceGetUUID = staticmethod(lambda gpu: gpu)
+    nvmlDeviceGetP2PStatus = staticmethod(lambda a, b, index: 0 if b == "GPU-1" else 1)
+    nvmlDeviceGetTopologyCommonAncestor = staticmethod(lambda a, b: 50 if a == "GPU-0" else 30)
+    nvmlDeviceGetCudaComputeCapability = staticmethod(lambda gpu: (9, 0))
+
+    def __getattr__(self, name):
+        def told(gpu=None, *_):
+            if gpu == "GPU-2" or name == "nvmlInit":
+                raise RuntimeError("Not Supported")
+            figures = SimpleNamespace(used=4 << 20, gpu=99, pid=9)
+            return [figures] if "Processes" in name else figures
+
+        return told
+
+
+def test_what_the_driver_says(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    facts, uses = gpus._nvidia()
+    links = ("NVLink", "PHB", "SYS")
+    assert facts == {"driver": "570.86.10", "capabilities": ((9, 0),) * 3, "links": links}
+    assert uses["GPU-1"] == {"used": 4 << 20, "busy": 99, "processes": (9,)}
+    assert uses["GPU-2"] == {"used": None, "busy": None, "processes": ()}
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # it is not installed
+    assert gpus._nvidia() == ({}, {})

@@ -8,7 +8,9 @@ import ctypes
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,63 +21,86 @@ from narrowgauge.cluster.doctor.facts import (
     Gpu,
     Hardware,
     Verdict,
-    Version,
     count,
     dotted,
     miss,
     ok,
-    release,
     warn,
 )
 from narrowgauge.cluster.doctor.torch_setup.ask_torch import TorchReport
 from narrowgauge.cluster.doctor.torch_setup.builds import right_build
 from narrowgauge.devices import Device
-from narrowgauge.processes import output_of
+from narrowgauge.processes import in_time
 from narrowgauge.recipes import choose_backend, recipe, recipe_names
 from narrowgauge.units import human_bytes
 
-Use = Mapping[str, tuple[int | None, int | None]]  # (bytes in use, percent busy) by GPU id
-_TOOL_SECONDS = 15.0
+Uses = Mapping[str, Mapping[str, Any]]  # `used`, `busy` and `processes` by GPU id
+_DRIVER_SECONDS = 15.0
+_LINKS = {0: "PSB", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # by nvmlGpuTopologyLevel_t
 _VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-_USE = "--query-gpu=uuid,memory.used,utilization.gpu"
 
 
 def collect_hardware(torch: TorchReport) -> Hardware:
-    """The GPUs of this machine, joined with torch's report."""
-    makers = ("nvidia",) * _nvidia_gpus() + ("amd",) * _amd_gpus()
-    newest, is_nvidia = _driver_cuda(), "nvidia" in makers
-    driver = _nvidia_driver() if is_nvidia else _text("/sys/module/amdgpu/version") if makers else ""
-    use = parse_use(_smi(_USE)) if is_nvidia else {}
-    processes = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid")) if is_nvidia else {}
-    links = parse_links(output_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out) if is_nvidia else ()
-    gpus = joined(torch.gpus, use, processes)
-    makers = makers or tuple(gpu.maker for gpu in gpus)
+    """The GPUs of this machine: those with a device file, those of NVIDIA's driver, and torch's."""
+    nvidia, uses = in_time(_nvidia, _DRIVER_SECONDS, ({}, {}))
+    files = len(list(Path("/dev").glob("nvidia[0-9]*")))  # WSL has none, but the driver answers
+    makers = ("nvidia",) * (files or len(uses)) + ("amd",) * _amd_gpus()
+    gpus = joined(torch.gpus, uses)
+    facts: dict[str, Any] = nvidia or {"driver": _text("/sys/module/amdgpu/version")}
+    if len(gpus) != len(uses):  # links may belong to GPUs that torch does not see
+        facts.pop("links", None)
     return Hardware(
-        makers=makers,
+        makers=makers or tuple(gpu.maker for gpu in gpus),
         on_bus=_on_bus(),
-        driver=driver,
-        driver_cuda=newest,
-        capabilities=parse_capabilities(_smi("--query-gpu=compute_cap")) if is_nvidia else (),
+        driver_cuda=_driver_cuda(),
         gpus=gpus,
         error=torch.gpu_error,
-        links=links if len(gpus) == len(makers) else (),  # others may belong to GPUs that torch does not see
         fabric=any(Path("/sys/class/infiniband").glob("*")),
+        **facts,
     )
 
 
-def _nvidia_gpus() -> int:
-    """The number of NVIDIA GPUs with a device file; WSL has one file for all of them."""
-    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if files or not Path("/dev/dxg").exists():
-        return files
-    return len(parse_use(_smi(_USE)))
+def _nvidia() -> tuple[dict[str, Any], Uses]:
+    """Fields of `Hardware`, and of `Gpu` by the GPU's id, from NVIDIA's driver; empty if there is none."""
+    try:
+        nvml = import_module("pynvml")  # here: the doctor also works where packages are missing
+    except ImportError:
+        return {}, {}
 
+    def told(what: str, *arguments: Any) -> Any:
+        with suppress(nvml.NVMLError):  # this driver or GPU does not report it
+            return getattr(nvml, what)(*arguments)
+        return None
 
-def _nvidia_driver() -> str:
-    """The version of NVIDIA's driver, from the kernel or else from nvidia-smi."""
-    kernel = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text("/proc/driver/nvidia/version"))
-    return kernel[1] if kernel else _smi("--query-gpu=driver_version").partition("\n")[0].strip()
+    told("nvmlInit")
+    indices = range(told("nvmlDeviceGetCount") or 0)
+    gpus = list(filter(None, (told("nvmlDeviceGetHandleByIndex", index) for index in indices)))
+    uses: dict[str, dict[str, Any]] = {}
+    for gpu in gpus:
+        memory = told("nvmlDeviceGetMemoryInfo", gpu, nvml.nvmlMemory_v2)
+        rates = told("nvmlDeviceGetUtilizationRates", gpu)
+        processes = told("nvmlDeviceGetComputeRunningProcesses", gpu) or ()
+        uses[told("nvmlDeviceGetUUID", gpu)] = {
+            "used": memory and memory.used,
+            "busy": rates and rates.gpu,
+            "processes": tuple(process.pid for process in processes),
+        }
+
+    def link(a: Any, b: Any) -> str:
+        """The kind of connection, as `nvidia-smi topo -m` names it."""
+        if told("nvmlDeviceGetP2PStatus", a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+        return _LINKS.get(told("nvmlDeviceGetTopologyCommonAncestor", a, b), "")
+
+    if not gpus:
+        return {}, {}
+    capabilities = [told("nvmlDeviceGetCudaComputeCapability", gpu) for gpu in gpus]
+    return {
+        "driver": told("nvmlSystemGetDriverVersion") or "",
+        "capabilities": tuple(filter(None, capabilities)),
+        "links": tuple(sorted({link(a, b) for a, b in combinations(gpus, 2)} - {""})),
+    }, uses
 
 
 def _on_bus() -> tuple[str, ...]:
@@ -102,7 +127,7 @@ def _amd_gpus() -> int:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the NVIDIA driver supports, from the driver's library."""
+    """The newest CUDA that the NVIDIA driver supports, from the library that torch loads."""
     try:
         library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         if library.cuDriverGetVersion(ctypes.byref(version)):
@@ -112,56 +137,14 @@ def _driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def _smi(query: str) -> str:
-    """The output of nvidia-smi as comma-separated values."""
-    return output_of(["nvidia-smi", query, "--format=csv,noheader,nounits"], _TOOL_SECONDS).out
-
-
-def _rows(text: str, columns: int) -> list[list[str]]:
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [row for row in rows if len(row) == columns and row[0].startswith("GPU-")]
-
-
-def parse_use(text: str) -> Use:
-    """(bytes in use, percent busy) by GPU id, from nvidia-smi's lines `uuid, MiB, percent`."""
-    return {
-        uuid: (int(mib) << 20 if mib.isdecimal() else None, int(busy) if busy.isdecimal() else None)
-        for uuid, mib, busy in _rows(text, 3)
-    }
-
-
-def parse_processes(text: str) -> dict[str, tuple[int, ...]]:
-    """The processes by GPU id, from nvidia-smi's lines `uuid, pid`."""
-    rows = _rows(text, 2)
-    return {uuid: tuple(int(pid) for other, pid in rows if other == uuid) for uuid, _ in rows}
-
-
-def parse_capabilities(text: str) -> tuple[Version, ...]:
-    """The compute capabilities in nvidia-smi's lines `8.9`; drivers before 510 do not support the query."""
-    return tuple(release(line) for line in text.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip()))
-
-
-def parse_links(text: str) -> tuple[str, ...]:
-    """The kinds of connection between GPUs, from the matrix that `nvidia-smi topo -m` prints."""
-    kinds: set[str] = set()
-    for line in text.splitlines():
-        words = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
-        if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and not words[1].startswith("GPU"):
-            kinds.update(words[1 : 1 + int(words[0][3:])])  # left of the diagonal: each pair once
-    return tuple(sorted(kinds))
-
-
-def joined(
-    gpus: Sequence[Mapping[str, Any]], use: Use, processes: Mapping[str, tuple[int, ...]]
-) -> tuple[Gpu, ...]:
+def joined(gpus: Sequence[Mapping[str, Any]], uses: Uses) -> tuple[Gpu, ...]:
     """The GPUs that torch described (`ask_torch`), completed with the driver's figures."""
     found = []
     for described in gpus:
         facts = dict(described)
-        uuid = f"GPU-{facts.pop('uuid')}"
+        facts |= uses.get(f"GPU-{facts.pop('uuid')}", {})
         facts["capability"], facts["peers"] = tuple(facts["capability"]), tuple(facts["peers"])
-        facts["used"], facts["busy"] = use.get(uuid, (facts["used"], None))
-        found.append(Gpu(**facts, processes=processes.get(uuid, ())))
+        found.append(Gpu(**facts))
     return tuple(found)
 
 

@@ -11,7 +11,6 @@ Only `hf:` sources need the hub; without one, an unreachable hub is only a warni
 password are used but never stored: `Hub.proxy` is built from scheme, host and port alone.
 """
 
-import base64
 import email.utils
 import http.client
 import os
@@ -21,8 +20,8 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, replace
-from urllib.parse import unquote, urlsplit
+from dataclasses import replace
+from urllib.parse import SplitResult, urlsplit
 
 from narrowgauge.cluster.doctor.facts import Facts, Hub, Verdict, miss, ok, warn
 from narrowgauge.errors import words_of
@@ -33,33 +32,18 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 _STAY_OFFLINE = "where none is wanted, set HF_HUB_OFFLINE=1"
 
 
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """The hub or a proxy from the environment; `headers` are those that a proxy requires."""
-
-    scheme: str
-    host: str
-    port: int
-    headers: dict[str, str]
-
-    @property
-    def place(self) -> str:
-        """The host and the port, as in an address."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
 def ask_hub(seconds: float = 4.0) -> Hub:
     """The outcome of a request to the hub, with a time limit for each stage."""
-    server = _server(os.environ.get("HF_ENDPOINT") or _HUB, "https")
-    hub = Hub(host=server.host if server else "", outcome="no address")
+    server = _address(os.environ.get("HF_ENDPOINT") or _HUB, "https")
+    hub = Hub(host=server.hostname or "" if server else "", outcome="no address")
     if any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _OFFLINE):
         return replace(hub, outcome="offline")
     if not server or server.scheme not in ("http", "https"):
         return hub
-    address = proxy_for(server.scheme, server.host)
-    proxy = _server(address, "http") if address else None
+    address = proxy_for(server.scheme, server.hostname or "")
+    proxy = _address(address, "http") if address else None
     if proxy:
-        hub = replace(hub, proxy=f"{proxy.scheme}://{proxy.place}")
+        hub = replace(hub, proxy=proxy.geturl())
         if proxy.scheme != "http":
             return replace(hub, outcome="not asked", detail="only http:// proxies are tried here")
     elif address:
@@ -67,7 +51,7 @@ def ask_hub(seconds: float = 4.0) -> Hub:
         return replace(hub, outcome="proxy unreachable", proxy="in HTTPS_PROXY", detail=detail)
     whole = _STAGES * seconds
     late = replace(hub, outcome="no answer", detail=f"no answer in {whole:.0f} s")
-    return in_time(lambda: _ask(server, proxy, hub, seconds), whole, late)
+    return in_time(lambda: _ask(server, proxy, address, hub, seconds), whole, late)
 
 
 def proxy_for(scheme: str, host: str) -> str:
@@ -76,38 +60,43 @@ def proxy_for(scheme: str, host: str) -> str:
     return "" if urllib.request.proxy_bypass(host) else proxies.get(scheme) or proxies.get("all", "")
 
 
-def _server(address: str, scheme: str) -> _Server | None:
-    """Parse an address, whose password may contain any character, even "/" and "@"; None if it is invalid."""
-    scheme, rest = address.strip().split("://", 1) if "://" in address else (scheme, address)
-    credentials, _, place = rest.rpartition("@")
+def _address(text: str, scheme: str) -> SplitResult | None:
+    """The scheme, host and port of an address; None if it is invalid.
+
+    Its user and password, which may contain any character, even "/" and "@", are left out.
+    """
+    scheme, rest = text.strip().split("://", 1) if "://" in text else (scheme, text)
     try:
-        parts = urlsplit(f"//{place}")
-        host, port = parts.hostname or "", parts.port or (443 if scheme == "https" else 80)
-        host.encode("idna")
+        parts = urlsplit(f"{scheme.lower()}://{rest.rpartition('@')[2]}")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        (parts.hostname or "").encode("idna")
     except ValueError:
         return None
-    user = base64.b64encode(unquote(credentials).encode()).decode()
-    headers = {"Proxy-Authorization": f"Basic {user}"} if credentials else {}
-    return _Server(scheme.lower(), host, port, headers) if re.fullmatch(r"[\w.:%-]+", host) else None
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
+    return parts._replace(netloc=f"{host}:{port}", path="") if re.fullmatch(r"[\w.:%\[\]-]+", host) else None
 
 
-def _ask(server: _Server, proxy: _Server | None, hub: Hub, seconds: float) -> Hub:
+def _ask(server: SplitResult, proxy: SplitResult | None, address: str, hub: Hub, seconds: float) -> Hub:
     """Reach the proxy, if any, then the hub; report the stage at which it ended."""
     try:
         if proxy:
-            socket.create_connection((proxy.host, proxy.port), timeout=seconds).close()
+            socket.create_connection((proxy.hostname, proxy.port), timeout=seconds).close()
     except OSError as error:
         return replace(hub, outcome="proxy unreachable", detail=words_of(error).lower())
+    opener = urllib.request.OpenerDirector()  # does not follow redirects, and does not raise for a status
+    for handler in (
+        urllib.request.ProxyHandler({server.scheme: address} if proxy else {}),
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+    ):
+        opener.add_handler(handler)
+    request = urllib.request.Request(f"{server.geturl()}/", method="HEAD")
+    request.add_header("User-Agent", "narrowgauge-doctor")
     try:
-        status, headers = _head(server, proxy, seconds)
-    except ssl.SSLCertVerificationError as error:
-        return replace(hub, outcome="certificate", detail=error.verify_message)
-    except socket.gaierror as error:
-        return replace(hub, outcome="no name", detail=words_of(error).lower())
+        with opener.open(request, timeout=seconds) as answer:
+            status, headers = answer.status, answer.headers
     except (OSError, http.client.HTTPException) as error:
-        if tunnel := re.match(r"Tunnel connection failed: (\d+)", str(error)):
-            return replace(hub, outcome="proxy refused", status=int(tunnel[1]))
-        return replace(hub, outcome="no network", detail=words_of(error).lower())
+        return _failed(hub, error.reason if isinstance(error, urllib.error.URLError) else error)
     if status >= 500 or status == 407:  # without a tunnel, the error may be the proxy's or the hub's
         refused = "proxy refused" if proxy and server.scheme == "http" else "refused"
         return replace(hub, outcome=refused, status=status)
@@ -118,21 +107,14 @@ def _ask(server: _Server, proxy: _Server | None, hub: Hub, seconds: float) -> Hu
     return replace(hub, outcome="reached", status=status, ahead=ahead)
 
 
-def _head(server: _Server, proxy: _Server | None, seconds: float) -> tuple[int, http.client.HTTPMessage]:
-    """(status, headers) of the hub's front page; redirects are not followed."""
-    request = urllib.request.Request(f"{server.scheme}://{server.place}/", method="HEAD")
-    request.add_header("User-Agent", "narrowgauge-doctor")
-    if proxy:
-        request.set_proxy(proxy.place, "http")  # for https:// it asks for a tunnel
-        request.headers.update(proxy.headers)
-    opener = urllib.request.OpenerDirector()  # does not follow redirects, and does not raise for a status
-    opener.add_handler(urllib.request.HTTPHandler())
-    opener.add_handler(urllib.request.HTTPSHandler())
-    try:
-        with opener.open(request, timeout=seconds) as answer:
-            return answer.status, answer.headers
-    except urllib.error.URLError as error:
-        raise error.reason if isinstance(error.reason, OSError) else error from None
+def _failed(hub: Hub, error: object) -> Hub:
+    """The outcome of a request that got no answer of the hub."""
+    if tunnel := re.match(r"Tunnel connection failed: (\d+)", str(error)):
+        return replace(hub, outcome="proxy refused", status=int(tunnel[1]))
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return replace(hub, outcome="certificate", detail=error.verify_message)
+    outcome = "no name" if isinstance(error, socket.gaierror) else "no network"
+    return replace(hub, outcome=outcome, detail=words_of(error).lower())
 
 
 def check_network(facts: Facts) -> dict[str, Verdict]:

@@ -59,13 +59,13 @@ def collect_software(torch: TorchReport) -> Software:
 
 
 def folder_of(name: str) -> Path | None:
-    """The folder from which a package would be imported; None if absent."""
+    """The folder, or the file, from which a package would be imported; None if absent."""
     try:
-        spec = find_spec(name)
+        spec = find_spec({"nvidia-ml-py": "pynvml"}.get(name, name))
     except (ImportError, ValueError):  # an import hook may refuse the name
         return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
+    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else [None]
+    return Path(places[0]) if places[0] else None
 
 
 def _written(folder: Path) -> dict[str, str]:
