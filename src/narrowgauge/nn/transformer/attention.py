@@ -16,8 +16,7 @@ from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
-from narrowgauge.nn.transformer.attention_context import AttentionContext
-from narrowgauge.nn.transformer.attention_function import narrow_attention
+from narrowgauge.nn.transformer.attention_function import AttentionContext, narrow_attention
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Recipe, is_wide
 

@@ -1,235 +1,237 @@
-"""Attention with quantized operands: the exact reference, which holds the scores of some rows at a time.
+"""Attention with its operands in the casts of a recipe: two products, and a softmax between them.
 
-    z_ts = (q_t . k_s) / sqrt(H)                       forward, with q, k, p, v in the casts of their places
+    z_ts = (q_t . k_s) / sqrt(H)
     p_ts = softmax over s of z_ts                      rows sum to 1 before p is quantized
     y_t  = sum over s of p_ts v_s
 
-    dv_s = sum over t of p_ts do_t                     backward, with do and ds in the casts of their places
-    dp_ts = do_t . v_s
-    ds_ts = p_ts (dp_ts - sum over s of p_ts dp_ts)    p as the softmax returned it
-    dq_t = (sum over s of ds_ts k_s) / sqrt(H)         dk_s = (sum over t of ds_ts q_t) / sqrt(H)
+A product and its two gradients are three matmuls, as in a linear layer, so attention has six:
 
+    matmul     operands     contracts
+    q kᵀ       q, k         H
+    ds k       ds, k        S
+    dsᵀ q      ds, q        T
+    p v        p, v         S
+    do vᵀ      do, v        H
+    pᵀ do      p, do        T
+
+In the backward pass an operand is quantized only if the gradient that it is multiplied with is: with `do` in
+a format without scales, its two matmuls use p and v unquantized, and the same holds for `ds` with k and q.
 Rounding passes gradients through unchanged, so these are the gradients of the matmuls that were computed.
 Sums and the softmax are float32 (float64 for float64 tensors); the scale of a full tensor is applied to a
-sum, not to its terms. The result has the dtype of q. p is quantized after it is normalized; under a scale per
-row this is the same as quantizing exp(z - max z), as kernels with a running maximum do.
+sum, not to its terms. p is quantized after it is normalized; under a scale per row this is the same as
+quantizing exp(z - max z), as kernels with a running maximum do.
 
-A kernel never holds p, and this function holds only some rows of it: `SCORES` elements at a time, in whole
-heads if one fits. A scale over all of p (or ds) is computed in a first round over the pieces, which are then
-recomputed; a block that spans all queries needs all rows of a head. The backward pass keeps q, k, v and
-recomputes the rest, except the amax of p. Splitting into pieces changes only the order of the sums
-over T.
+Blocks lie within a matrix. Random bits follow from an element's index in the global tensor [B, all heads,
+rows, columns] of the step, and a scale of the full tensor is that of the heads of all processes.
+
+Only q, k and v are kept for the backward pass, which computes the rest again. Some heads are computed at a
+time (`SCORES` elements of p, or one head of keys with its queries), except under scales of the full tensor,
+which need all of p first.
 
 Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, Y = B K matrices, T queries, S keys,
 H head_dim.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from narrowgauge.devices import imagined
+from narrowgauge.formats import RandomStream, torch_dtype
+from narrowgauge.kernels import emulate
+from narrowgauge.kernels.recompute import contexts, is_unread, last_product
 from narrowgauge.nn.gemm import Operand
-from narrowgauge.nn.transformer.attention_context import AttentionContext, Part, needs_largest
+from narrowgauge.nn.observer import Observation, Observer
+from narrowgauge.nn.shards import EqualShare
+from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
+from narrowgauge.quantization.quantize import emulate_in_context
+from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES
 from narrowgauge.second_derivative import FirstOrderFunction
 
-SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time, in float32
+SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time
+_PRODUCTS = list(ATTENTION_PRODUCTS)
+#: The matmuls of the gradients of both operands, in their order.
+_GRADIENTS = {"q kᵀ": ("ds k", "dsᵀ q"), "p v": ("do vᵀ", "pᵀ do")}
 
 
-class _Scores:
-    """The probabilities of attention, piece by piece."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionContext:
+    """Everything that a forward and a backward pass of attention need besides the tensors.
 
-    def __init__(
-        self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, context: AttentionContext
-    ) -> None:
-        (B, N, T, H), (_, K, S, _) = q_BNTH.shape, k_BKSH.shape
-        self.context, self.groups, self.factor = context, N // K, H**-0.5
-        self.of_q, self.of_k, self.of_p = (B, N, T, H), (B, K, S, H), (B, N, T, S)
-        self.dtype = q_BNTH.dtype
-        self.wide = torch.promote_types(q_BNTH.dtype, torch.float32)
-        self.q_ZTH, self.k_YSH, self.v_YSH = (x.flatten(0, 1) for x in (q_BNTH, k_BKSH, v_BKSH))
-        self.mask = mask
-        self.q = self.query("q kᵀ", -1)
-        self.k = self.key("q kᵀ", -1)
-        self.parts = _parts(B * N, T, S, context, q_BNTH.device)
-        self._held: dict[str, Tensor] = {}
+    Attributes:
+        casts: The cast of each place; None, or a place that is missing, for `dtype`.
+        share: The heads of this process.
+        keys: int32 [12, 2], keys of the step's random streams, two per matmul; None if no cast is random.
+        first_sample: The index in the global batch of the first sequence.
+        observer: Sees every operand.
+        dtype: The dtype of q.
+        samples: B.
+        piece: (index, count): the matrices at hand are the index-th of `count` equal pieces.
+    """
 
-    def query(self, product: str, axis: int) -> Operand:
-        """The operand q of a matmul."""
-        return self.context.operand(self.q_ZTH, "attention.q", product, axis, self.dtype, shape=self.of_q)
+    casts: Mapping[str, Cast | None]
+    share: EqualShare = field(default_factory=EqualShare)
+    keys: Tensor | None = None
+    first_sample: int | Tensor = 0
+    observer: Observer | None = None
+    dtype: torch.dtype = torch.float32
+    samples: int = 1
+    piece: tuple[int, int] = (0, 1)
 
-    def key(self, product: str, axis: int) -> Operand:
-        """The operand k of a matmul, for each query head."""
-        found = self.context.operand(self.k_YSH, "attention.k", product, axis, self.dtype, shape=self.of_k)
-        return self._for_queries(found)
+    def cast(self, place: str, product: str) -> Cast | None:
+        """The cast of an operand of a matmul."""
+        gradient = next((p for p in ATTENTION_PRODUCTS[product] if p in GRADIENT_PLACES), None)
+        if gradient is not None:
+            of_gradient = self.casts.get(gradient)
+            if gradient != place and (of_gradient is None or not of_gradient.is_scaled):
+                return None
+        return self.casts.get(place)
 
-    def value(self, product: str, axis: int) -> Operand:
-        """The operand v of a matmul, for each query head."""
-        found = self.context.operand(self.v_YSH, "attention.v", product, axis, self.dtype, shape=self.of_k)
-        return self._for_queries(found)
+    def operand(self, x: Tensor, place: str, product: str, axis: int) -> Operand:
+        """What a matmul sees of a tensor [matrices, rows, columns] whose `axis` (-1 or -2) it contracts."""
+        cast, context = self.cast(place, product), QuantContext()
+        if cast is None or not cast.is_scaled:
+            seen = Operand(x.to(self.dtype if cast is None else torch_dtype(cast.element)))
+        else:
+            context = self._quant_context(x, cast, place, product)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            has_rows = cast.block is None or cast.block[0] == 1
+            if axis == -1 and has_rows and context.shard is None and context.random is None:
+                values, scale = emulate(x.flatten(0, 1), cast, -1, wide)  # one matrix of all rows
+                seen = Operand(values.view(*x.shape[:2], -1), scale)
+            else:
+                seen = Operand(*emulate_in_context(x, cast, axis, wide, context))
+        if self.observer is not None and cast is not None:
+            self.observer.operand(Observation(place, x, *seen, cast, axis, context))
+        return seen
 
-    def _for_queries(self, found: Operand) -> Operand:
-        if self.groups == 1:
-            return found
-        return Operand(found.values.repeat_interleave(self.groups, dim=0), found.scale)
-
-    def probabilities(self, part: Part) -> Tensor:
-        """p of a part, as the softmax returns it: [Z, T, S] of the part, float32 or float64."""
-        if (held := self._held.get("p")) is not None:
-            return held
-        z = _product(_part(self.q, part), _turned(_part(self.k, part, rows=False)), self.wide)
-        z = (z * self.factor).masked_fill_(~self._visible(part), -math.inf)
-        p = z.softmax(dim=-1)
-        if len(self.parts) == 1:
-            self._held["p"] = p
-        return p
-
-    def _visible(self, part: Part) -> Tensor:
-        """Which keys the queries of a part see: bool, [Z or 1, T, S] of the part."""
-        (_, N, T, S), device = self.of_p, self.q_ZTH.device
-        if self.mask is not None:
-            sequence_Z = torch.arange(part.matrices.start, part.matrices.stop, device=device) // N
-            return self.mask[:, 0, part.rows][sequence_Z]
-        t_T = torch.arange(part.rows.start, part.rows.stop, device=device)[:, None]
-        return (torch.arange(S, device=device) <= t_T + (S - T))[None]
-
-    def narrowed(
-        self, x: Tensor, place: str, product: str, axis: int, part: Part, largest: Tensor | None
-    ) -> Operand:
-        """The operand made from a part of p or ds for a matmul."""
-        shape = self.of_p
-        return self.context.operand(x, place, product, axis, self.dtype, largest, part, shape)
-
-    def largest(
-        self, place: str, uses: dict[str, int], tensor: Callable[[Part], Tensor]
-    ) -> dict[str, Tensor | None]:
-        """The amax of p or ds for each matmul (with the axis that it contracts), if needed."""
-        is_whole = len(self.parts) == 1 and not self.context.shard.groups
-        needed = {p: axis for p, axis in uses.items() if needs_largest(self.context.cast(place, p))}
-        if is_whole or not needed:
-            return dict.fromkeys(uses)
-        found: dict[str, list[Tensor]] = {product: [] for product in needed}
-        local = AttentionContext(self.context.casts)
-        for part in self.parts:
-            x = tensor(part)
-            for product, axis in needed.items():
-                largest = local.largest(x, place, product, axis)
-                assert largest is not None
-                found[product].append(largest)
-        return dict.fromkeys(uses) | {
-            product: self.context.over_processes(torch.stack(each).amax()) for product, each in found.items()
-        }
+    def _quant_context(self, x: Tensor, cast: Cast, place: str, product: str) -> QuantContext:
+        """The random bits of the matrices of a tensor, and where they lie in the global one."""
+        is_random = cast.is_random and self.keys is not None
+        if not (is_random or self.share.groups):
+            return QuantContext()
+        index, count = self.piece
+        matrices = self.share.axis(self.samples, len(x) * count // self.samples)
+        shard = TensorShard((matrices.chunk(index, count), full_axis(x.shape[1]), full_axis(x.shape[2])))
+        if not is_random or self.keys is None:
+            return QuantContext(shard=shard)
+        key = self.keys[2 * _PRODUCTS.index(product) + ATTENTION_PRODUCTS[product].index(place)]
+        before = self.first_sample * (shard.shape.numel() // self.samples)
+        return QuantContext(RandomStream(key, before), shard=shard)
 
 
-class _NarrowAttention(FirstOrderFunction):
+class _Product(FirstOrderFunction):
+    """factor * a @ b of matrices in float32 or float64: [Z, M, C] of a product "q kᵀ" or "p v"."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        q_BNTH: Tensor,
-        k_BKSH: Tensor,
-        v_BKSH: Tensor,
-        mask: Tensor | None,
-        context: AttentionContext,
+        ctx: Any, a_ZMC: Tensor, b: Tensor, name: str, factor: float, context: AttentionContext
     ) -> Tensor:
-        scores = _Scores(q_BNTH, k_BKSH, v_BKSH, mask, context)
-        v, out = scores.value("p v", -2), torch.empty_like(scores.q_ZTH)
-        largest = scores.largest("attention.p", {"p v": -1}, scores.probabilities)
-        for part in scores.parts:
-            p = scores.narrowed(scores.probabilities(part), "attention.p", "p v", -1, part, largest["p v"])
-            part.of(out).copy_(_product(p, _part(v, part, rows=False), scores.wide))
-        ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, mask, largest["p v"])
-        ctx.context = context
-        return out.unflatten(0, q_BNTH.shape[:2])
+        ctx.save_for_backward(a_ZMC, b)
+        ctx.given = name, factor, context
+        if is_unread():
+            width = b.shape[1] if "ᵀ" in name else b.shape[2]
+            return a_ZMC.new_empty(*a_ZMC.shape[:2], width, dtype=_wide(context.dtype))
+        (a_place, b_place), axis = ATTENTION_PRODUCTS[name], -1 if "ᵀ" in name else -2
+        a, b_of = context.operand(a_ZMC, a_place, name, -1), context.operand(b, b_place, name, axis)
+        return _multiply(a, b_of, factor, context, b_turned="ᵀ" in name)
 
     @staticmethod
-    def backward(ctx: Any, dy_BNTH: Tensor) -> tuple[Tensor | None, ...]:
-        q_BNTH, k_BKSH, v_BKSH, mask, largest_p = ctx.saved_tensors
-        scores = _Scores(q_BNTH, k_BKSH, v_BKSH, mask, ctx.context)
-        dq_ZTH, dk_ZSH, dv_ZSH = _gradients(scores, dy_BNTH.flatten(0, 1), largest_p)
-        dk_BKSH, dv_BKSH = (
-            d.unflatten(0, (*k_BKSH.shape[:2], scores.groups)).sum(2).to(k_BKSH.dtype)
-            for d in (dk_ZSH, dv_ZSH)
-        )
-        return dq_ZTH.unflatten(0, q_BNTH.shape[:2]), dk_BKSH, dv_BKSH, None, None
+    def backward(ctx: Any, dc_ZMN: Tensor) -> tuple[Tensor | None, ...]:
+        (a_ZMC, b), (name, factor, context) = ctx.saved_tensors, ctx.given
+        (a_place, b_place), (to_a, to_b) = ATTENTION_PRODUCTS[name], _GRADIENTS[name]
+        c_place, b_turned = ATTENTION_PRODUCTS[to_a][0], "ᵀ" in name
+        dc = context.operand(dc_ZMN, c_place, to_a, -1)
+        b_of = context.operand(b, b_place, to_a, -2 if b_turned else -1)
+        da_ZMC = _multiply(dc, b_of, factor, context, b_turned=not b_turned).to(a_ZMC.dtype)
+        if context.observer is not None or not _ignores_axis(context.casts.get(c_place)):
+            dc = context.operand(dc_ZMN, c_place, to_b, -2)
+        a = context.operand(a_ZMC, a_place, to_b, -2)
+        first, second = (dc, a) if b_turned else (a, dc)
+        db = _multiply(Operand(first.values.mT, first.scale), second, factor, context)
+        return da_ZMC, db.unflatten(0, (len(b), -1)).sum(1).to(b.dtype), None, None, None
 
 
-def _gradients(scores: _Scores, dy_ZTH: Tensor, largest_p: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq in the dtype of q, dk and dv of every query head, wide."""
-    context, dtype, wide, shape = scores.context, scores.dtype, scores.wide, scores.of_q
-    do_T = context.operand(dy_ZTH, "attention.do", "pᵀ do", -2, dtype, shape=shape)
-    do_H = context.operand(dy_ZTH, "attention.do", "do vᵀ", -1, dtype, shape=shape)
-    v_H = _turned(scores.value("do vᵀ", -1))
-    k_S, q_T = scores.key("ds k", -2), scores.query("dsᵀ q", -2)
+class _Softmax(FirstOrderFunction):
+    """The softmax over keys; its gradient is p (dp - sum of p dp)."""
 
-    def score_gradient(part: Part) -> Tensor:
-        p = scores.probabilities(part)
-        dp = _product(_part(do_H, part), _part(v_H, part, rows=False), wide)
-        return p * (dp - (p * dp).sum(-1, keepdim=True))
+    @staticmethod
+    def forward(ctx: Any, z_ZTS: Tensor) -> Tensor:
+        p_ZTS = z_ZTS.softmax(dim=-1)
+        ctx.save_for_backward(p_ZTS)
+        return p_ZTS
 
-    cast_p = context.cast("attention.p", "pᵀ do")
-    if cast_p is None or cast_p.hadamard:  # else no axis changes it
-        largest_p = scores.largest("attention.p", {"pᵀ do": -2}, scores.probabilities)["pᵀ do"]
-    of_ds = scores.largest("attention.ds", {"ds k": -1, "dsᵀ q": -2}, score_gradient)
-    dq_ZTH = torch.empty_like(scores.q_ZTH)
-    (Z, _, H), S = dq_ZTH.shape, k_S.values.shape[1]
-    dk_ZSH, dv_ZSH = (torch.zeros(Z, S, H, dtype=wide, device=dq_ZTH.device) for _ in range(2))
-    for part in scores.parts:
-        p, heads = scores.probabilities(part), Part(part.matrices, slice(None))
-        ds = score_gradient(part)
-        p_T = scores.narrowed(p, "attention.p", "pᵀ do", -2, part, largest_p)
-        heads.of(dv_ZSH).add_(_product(_turned(p_T), _part(do_T, part), wide))
-        ds_S = scores.narrowed(ds, "attention.ds", "ds k", -1, part, of_ds["ds k"])
-        part.of(dq_ZTH).copy_(_product(ds_S, _part(k_S, part, rows=False), wide) * scores.factor)
-        ds_T = scores.narrowed(ds, "attention.ds", "dsᵀ q", -2, part, of_ds["dsᵀ q"])
-        heads.of(dk_ZSH).add_(_product(_turned(ds_T), _part(q_T, part), wide) * scores.factor)
-    return dq_ZTH, dk_ZSH, dv_ZSH
+    @staticmethod
+    def backward(ctx: Any, dp_ZTS: Tensor) -> Tensor:
+        (p_ZTS,) = ctx.saved_tensors
+        ds_ZTS = p_ZTS * dp_ZTS
+        torch.sub(dp_ZTS, ds_ZTS.sum(-1, keepdim=True), out=ds_ZTS)
+        return ds_ZTS.mul_(p_ZTS)
 
 
-def _parts(Z: int, T: int, S: int, context: AttentionContext, device: torch.device) -> list[Part]:
-    """The pieces in which p is computed: some whole heads each, or some rows of one."""
-    limit = SCORES.get(device.type, SCORES["cuda"])
-    casts = (context.casts.get("attention.p"), context.casts.get("attention.ds"))
-    along_T = [n for c in casts if c is not None for n in (*(c.block or ()), c.outer_columns) if n]
-    spans_T = any(c is not None and c.block is not None and 0 in c.block for c in casts)
-    align = math.lcm(*along_T, *(c.hadamard for c in casts if c is not None and c.hadamard))
-    # If only the amount of memory matters, two pieces are enough.
-    is_meta = device.type == "meta" and imagined(device) is None
-    if spans_T or limit >= T * S or align >= T:
-        heads = max(1, limit // max(T * S, 1))
-        parts = [Part(slice(z, min(z + heads, Z)), slice(0, T)) for z in range(0, Z, heads)]
-    else:
-        rows = max(1, limit // S // align) * align
-        starts = [(z, t) for z in range(min(Z, 2) if is_meta else Z) for t in range(0, T, rows)]
-        parts = [Part(slice(z, z + 1), slice(t, min(t + rows, T))) for z, t in starts]
-    return parts[:2] if is_meta else parts
-
-
-def _product(a: Operand, b: Operand, wide: torch.dtype) -> Tensor:
-    """a @ b of matrices, scales applied to the sums."""
-    c = a.values.to(wide) @ b.values.to(wide)
-    for scale in _scale(a, b):
-        c *= scale
-    return c
-
-
-def _scale(a: Operand, b: Operand) -> list[Tensor]:
+def _multiply(
+    a: Operand, b: Operand, factor: float, context: AttentionContext, b_turned: bool = False
+) -> Tensor:
+    """factor * a @ b, or a @ bᵀ if `b_turned`; several matrices of a may share one of b."""
+    wide = _wide(context.dtype)
+    b_values = b.values.repeat_interleave(len(a.values) // len(b.values), dim=0)
+    c = a.values.to(wide) @ (b_values.mT if b_turned else b_values).to(wide)
     scales = [s for s in (a.scale, b.scale) if s is not None]
-    return [scales[0] * scales[1]] if len(scales) == 2 else scales
+    if scales:
+        c *= math.prod(scales[1:], start=scales[0])
+    return c if factor == 1 else c.mul_(factor)
 
 
-def _turned(a: Operand) -> Operand:
-    """The same values, with rows and columns of every matrix swapped."""
-    return Operand(a.values.mT, a.scale)
+def _ignores_axis(cast: Cast | None) -> bool:
+    """Whether an operand has the same values whichever axis is contracted."""
+    return cast is None or not cast.is_scaled or (cast.ignores_axis and not cast.is_random)
 
 
-def _part(a: Operand, part: Part, rows: bool = True) -> Operand:
-    """The matrices of a part of an operand: the part's rows, or all rows."""
-    part = part if rows else Part(part.matrices, slice(None))
-    return Operand(part.of(a.values), a.scale)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-#: (q, k, v, mask or None, context) to y [B, N, T, H].
-narrow_attention: Callable[..., Tensor] = _NarrowAttention.apply
+def narrow_attention(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, context: AttentionContext
+) -> Tensor:
+    """Attention -> [B, N, T, H] in the dtype of q, causal or under `mask` [B, 1, T, S]."""
+    (B, N, T, _), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
+    casts = [cast for cast in context.casts.values() if cast is not None and cast.is_scaled]
+    if any(cast.block is None or cast.tensor_scale == "tensor" for cast in casts):
+        count = 1
+    else:
+        limit = max(1, SCORES.get(q_BNTH.device.type, SCORES["cuda"]) // max(1, T * S * N // K))
+        count = next(n for n in range(1, B * K + 1) if B * K % n == 0 and B * K // n <= limit)
+    context = replace(context, dtype=q_BNTH.dtype, samples=B)
+    pieces = zip(*(x.flatten(0, 1).chunk(count) for x in (q_BNTH, k_BKSH, v_BKSH)), strict=True)
+    found = []
+    for i, piece in enumerate(pieces):
+        visible = _visible(len(piece[0]), i, q_BNTH, S, mask)
+        given = (*piece, visible, replace(context, piece=(i, count)))
+        options: dict[str, Any] = {"context_fn": contexts, "use_reentrant": False}
+        found.append(checkpoint(_attend, *given, preserve_rng_state=False, **options))
+    return torch.cat(found).unflatten(0, (B, N))
+
+
+def _attend(
+    q_ZTH: Tensor, k_YSH: Tensor, v_YSH: Tensor, visible: Tensor, context: AttentionContext
+) -> Tensor:
+    z_ZTS: Tensor = _Product.apply(q_ZTH, k_YSH, "q kᵀ", q_ZTH.shape[2] ** -0.5, context)
+    z_ZTS.detach().masked_fill_(~visible, -math.inf)  # p is 0 there, and so is the gradient
+    p_ZTS: Tensor = _Softmax.apply(z_ZTS)
+    with last_product():  # in the backward pass only p is read again
+        y_ZTH: Tensor = _Product.apply(p_ZTS, v_YSH, "p v", 1.0, context)
+    return y_ZTH.to(q_ZTH.dtype)
+
+
+def _visible(matrices: int, index: int, q_BNTH: Tensor, S: int, mask: Tensor | None) -> Tensor:
+    """The keys that the queries of a piece see: bool, [Z or 1, T, S] of the piece."""
+    (_, N, T, _), device = q_BNTH.shape, q_BNTH.device
+    if mask is not None:
+        return mask[:, 0][torch.arange(index * matrices, (index + 1) * matrices, device=device) // N]
+    return torch.ones(1, T, S, dtype=torch.bool, device=device).tril(S - T)

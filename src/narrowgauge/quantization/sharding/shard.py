@@ -138,7 +138,7 @@ class TensorShard:
             return self.global_amax.expand_as(amax)
         groups: list[dist.ProcessGroup] = []
         for dim, shard_axis in enumerate(self.axes):
-            extent = _extent(cast, dim == axis % len(self.axes))
+            extent = self._extent(cast, dim, axis)
             if shard_axis.groups and extent == 0:
                 groups += shard_axis.groups
             elif shard_axis.groups and not shard_axis.is_aligned_to(extent):
@@ -166,7 +166,7 @@ class TensorShard:
 
     def bits_of(self, stream: RandomStream) -> RandomStream | torch.Tensor:
         """The stream from the first local element on; its values if the elements are not consecutive."""
-        if self.is_full:
+        if self.local_shape == self.shape:
             return stream
         first, *others = self.axes
         if len(first.segments) == 1 and all(not axis.groups for axis in others):
@@ -179,8 +179,7 @@ class TensorShard:
 
     def grid(self, cast: Cast, axis: int) -> "TensorShard":
         """The position of the local blocks in the grid of all blocks of a cast."""
-        extents = [_extent(cast, dim == axis % len(self.axes)) for dim in range(len(self.axes))]
-        return TensorShard(tuple(a.in_blocks(e) for a, e in zip(self.axes, extents, strict=True)))
+        return TensorShard(tuple(a.in_blocks(self._extent(cast, d, axis)) for d, a in enumerate(self.axes)))
 
     def all_gather_flat(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor on every rank, in no particular order, as one row."""
@@ -211,17 +210,18 @@ class TensorShard:
         """The local part of a global tensor; a tensor of the local shape is that already."""
         return full if full.shape == self.local_shape else full[self._index(full.device)]
 
+    def _extent(self, cast: Cast, dim: int, axis: int) -> int:
+        """Entries of a block along a dimension, 0 for all; a block lies in one matrix of several."""
+        if cast.block is None:
+            return 0
+        return cast.block[dim == axis % len(self.axes)] if dim >= len(self.axes) - 2 else 1
+
     def _index(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         dims = range(len(self.axes))
         return tuple(
             axis.global_indices.to(device).view([-1 if d == dim else 1 for d in dims])
             for dim, axis in enumerate(self.axes)
         )
-
-
-def _extent(cast: Cast, is_contracted: bool) -> int:
-    """Entries of a block along a dimension, 0 for all."""
-    return 0 if cast.block is None else cast.block[1 if is_contracted else 0]
 
 
 def _divided(axis: ShardAxis, what: str, cast: Cast) -> UserError:
