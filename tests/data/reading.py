@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrowgauge.data import documents
+from narrowgauge.data.sources import no_text, open_source
+from narrowgauge.data.sources.records import Rejected
 from narrowgauge.errors import UserError
 
 
@@ -15,6 +16,19 @@ def write(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def documents(source, key="text"):
+    """The documents of a source in order; an error for the first rejected record, as `prepare` raises it."""
+    opened, empty = open_source(source, key), True
+    for chunk in opened.chunks(opened.inputs):
+        for record in chunk.records():
+            if isinstance(record, Rejected):
+                raise UserError(str(record))
+            empty = False
+            yield record
+    if empty:
+        raise no_text(source)
 
 
 def pairs(source, key="text") -> list[tuple[str, str]]:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from narrowgauge.data.preparation.document_filter import Options as Options
     from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER as DEFAULT_TOKENIZER
     from narrowgauge.data.preparation.prepare import prepare as prepare
-    from narrowgauge.data.sources import documents as documents
-    from narrowgauge.data.sources.records import Document as Document
     from narrowgauge.data.token_files.megatron import open_megatron as open_megatron
     from narrowgauge.data.token_files.megatron import write_megatron as write_megatron
     from narrowgauge.data.token_files.token_file import TokenFile as TokenFile

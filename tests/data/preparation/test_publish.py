@@ -83,7 +83,7 @@ def test_a_full_disk_is_refused_and_leaves_nothing(source, cache):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        with pytest.raises(UserError, match=r"cannot write the corpus to .*: File too large; name another"):
+        with pytest.raises(UserError, match=r"cannot write the corpus to .*: File too large; name a dir"):
             prepare(source, "bytes")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

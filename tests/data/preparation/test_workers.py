@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 from data.reading import contents, documents_in, texts
 from narrowgauge.data import prepare
 from narrowgauge.data.preparation.document_filter import Options, is_held_out
-from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.errors import UserError
 from support.fault_table import case
 
@@ -83,30 +81,6 @@ def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
     assert len(corpus.train) == len(whole.train) == corpus.manifest.train_tokens
     for start, stop in [(0, 10), (99_990, 100_010), (0, len(whole.train)), (5, 5)]:
         assert np.array_equal(corpus.train[start:stop], whole.train[start:stop])
-
-
-def square(fails_at, number):
-    if number == fails_at:
-        raise UserError(f"{number} will not do")
-    time.sleep(0.0002 * (number % 5))
-    return number * number
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_results_keep_the_order_and_errors_come_in_their_turn(workers):
-    read = []
-
-    def items():
-        for number in range(300):
-            read.append(number)
-            yield number
-
-    results = ordered_map(partial(square, 290), items(), workers)
-    got = [next(results)]
-    assert len(read) < 30 * workers, "items are read as they are needed"
-    with pytest.raises(UserError, match="290 will not do"):
-        got.extend(results)
-    assert got == [n * n for n in range(290)]
 
 
 CHILD = """

@@ -22,8 +22,8 @@ def test_what_fails_for_good_is_told_with_what_was_tried_and_the_way_out(monkeyp
     said = refusal("hf:a/b")
     for words in (
         "data set 'a/b' cannot be read (DatasetNotFoundError: no such place from ConnectionError: 503 Serv",
-        "the proxy HTTPS_PROXY=http://proxy.example:3128",
-        "the mirror HF_ENDPOINT=https://mirror.example",
+        "the proxy http://proxy.example:3128",
+        "the mirror https://mirror.example",
         "not offline mode (HF_HUB_OFFLINE=1)",
         "fetch its .parquet or .jsonl files on a machine that reaches them, copy the folder here",
     ):

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from data.reading import pairs, refusal
+from data.reading import documents, pairs, refusal
 from data.reading import write as written
-from narrowgauge.data import documents, prepare
+from narrowgauge.data import prepare
 
 # A small dump, made up: what an article can hold, and the pages that are none.
 HEAD = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="xx">

@@ -132,15 +132,3 @@ def test_a_bin_of_another_length_or_none_is_refused(tmp_path):
     write_megatron(tmp_path / "y", [], 257)
     with pytest.raises(UserError, match=r"y\.bin .* it holds no tokens"):
         open_megatron(tmp_path / "y.bin")
-
-
-def test_nothing_appears_when_writing_fails(tmp_path):
-    def documents():
-        yield np.arange(5)
-        raise RuntimeError("the source broke")
-
-    with pytest.raises(RuntimeError, match="the source broke"):
-        write_megatron(tmp_path / "x", documents(), 257)
-    with pytest.raises(AssertionError):
-        write_megatron(tmp_path / "x", arrays([[257]]), 257)
-    assert os.listdir(tmp_path) == []

@@ -13,7 +13,7 @@ IGNORED, unless it is the end-of-document id, which marks how a document ends.
 Shapes: B sequences in a batch, T = sequence_length tokens in a sequence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,23 +48,16 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`; the copy is asynchronous from pinned memory."""
-        position = self.position_BT
-        return replace(
-            self,
-            x_BT=self.x_BT.to(device, non_blocking=True),
-            y_BT=self.y_BT.to(device, non_blocking=True),
-            position_BT=None if position is None else position.to(device, non_blocking=True),
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
         """The batch in pinned memory."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, do: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         position = self.position_BT
-        return replace(
-            self,
-            x_BT=self.x_BT.pin_memory(),
-            y_BT=self.y_BT.pin_memory(),
-            position_BT=None if position is None else position.pin_memory(),
-        )
+        moved = None if position is None else do(position)
+        return replace(self, x_BT=do(self.x_BT), y_BT=do(self.y_BT), position_BT=moved)
 
 
 def count_windows(tokens: Source, sequence_length: int, part: str = "training") -> int:

@@ -14,7 +14,6 @@ the first source. For text, `auto` trains bpe-4096 on the first source alone.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from narrowgauge.data.cache import Progress, no_progress
 from narrowgauge.data.corpus import Corpus, is_corpus, read_manifest
@@ -22,7 +21,12 @@ from narrowgauge.data.loading.sample_order import BLOCK, shares_of
 from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.data.sources import open_source
 from narrowgauge.data.sources.hub import PREFIX as HUB
-from narrowgauge.data.token_files.source import open_token_source, token_files, vocabulary_of_files
+from narrowgauge.data.token_files.source import (
+    TokenSource,
+    open_token_source,
+    token_files,
+    vocabulary_of_files,
+)
 from narrowgauge.data.token_files.token_stream import Mixture, TokenStream
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.data.tokenization.names import make_tokenizer
@@ -43,16 +47,6 @@ class Dataset:
     digest: str
 
 
-@dataclass(frozen=True, eq=False)
-class _Source:
-    name: str
-    tokenizer: Tokenizer
-    train: TokenStream
-    val: TokenStream
-    digest: str
-    tokenizer_file: Path | None = None
-
-
 def open_data(
     source: str,
     tokenizer: str = AUTO,
@@ -71,7 +65,7 @@ def open_data(
         UserError: a source, the tokenizer or the weights cannot be used.
     """
     report = progress or no_progress
-    opened = list[_Source]()
+    opened = list[TokenSource]()
     for name in split_sources(source, weights):
         opened.append(_open(name, tokenizer, opened[0] if opened else None, report))
         first, last = opened[0], opened[-1]
@@ -152,22 +146,21 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
     return names
 
 
-def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) -> _Source:
+def _open(name: str, tokenizer: str, first: TokenSource | None, report: Progress) -> TokenSource:
     named = None if tokenizer == AUTO else tokenizer
     if is_corpus(user_path(name)):
         return _of_corpus(name, prepare(name, named))
     if files := token_files(name):
-        tokens = open_token_source(name, files, named, report)
-        return _Source(name, tokens.tokenizer, tokens.train, tokens.val, tokens.digest)
+        return open_token_source(name, files, named, report)
     if first and first.tokenizer_file and (named is None or named.startswith("bpe-")):
         named = str(first.tokenizer_file)
     return _of_corpus(name, prepare(name, named or DEFAULT_TOKENIZER, progress=report))
 
 
-def _of_corpus(name: str, corpus: Corpus) -> _Source:
+def _of_corpus(name: str, corpus: Corpus) -> TokenSource:
     ends = (corpus.tokenizer.end_of_document,)
     train, val = (
         TokenStream(tokens.arrays if isinstance(tokens, TokenStream) else (tokens,), ends)
         for tokens in (corpus.train, corpus.val)
     )
-    return _Source(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)
+    return TokenSource(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)

@@ -171,8 +171,8 @@ class CorpusBuilder:
             val_documents=document_filter.documents[VAL],
             duplicates=document_filter.duplicates,
             rejected=document_filter.rejected,
-            train_tokens=_count(written[TRAIN]),
-            val_tokens=_count(written[VAL]),
+            train_tokens=sum(file.count for file in written[TRAIN].values()),
+            val_tokens=sum(file.count for file in written[VAL].values()),
             train=_facts(written[TRAIN]),
             val=_facts(written[VAL]),
             tokenizer_sha256=tokenizer_sha256,
@@ -186,10 +186,6 @@ def _corpus_digest(identity: str, documents: str, options: Options) -> str:
     if options.val_fraction != Options.val_fraction:
         parts.append(f"held out {options.val_fraction}")
     return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
-
-
-def _count(files: dict[str, TokenFile]) -> int:
-    return sum(file.count for file in files.values())
 
 
 def _facts(files: dict[str, TokenFile]) -> list[dict[str, Any]]:

@@ -74,14 +74,9 @@ class Options:
     text_key: str = "text"  # column or key of the text in a row or line
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise UserError(
-                f"the held-out share {self.val_fraction} must be between 0 and 1; 0.1 holds out a tenth"
-            )
-        if self.tolerance is not None and not 0 < self.tolerance < 1:
-            raise UserError(
-                f"the tolerated share {self.tolerance} must be between 0 and 1; 0.01 lets 1 % be set aside"
-            )
+        for name, share in (("held-out", self.val_fraction), ("tolerated", self.tolerance)):
+            if share is not None and not 0 < share < 1:
+                raise UserError(f"the {name} share {share} must be between 0 and 1, such as 0.1 or 0.01")
 
 
 class DocumentFilter:

@@ -16,7 +16,6 @@ same files, tokenizer and options give the same bytes: times, paths and the orde
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -77,10 +76,14 @@ def prepare(
     if not (target / MANIFEST_FILE).exists():
         few = 0 < files.total < _FEW_BYTES
         workers = workers or (1 if few else usable_cores())
-        _build(
-            target,
-            lambda staging: CorpusBuilder(staging, opened, name, identity, request, options, files, workers),
-        )
+        try:
+            with staged_directory(target, keep_existing=True) as staging, parallel_tokenizing():
+                CorpusBuilder(staging, opened, name, identity, request, options, files, workers).run()
+        except OSError as error:
+            raise UserError(
+                f"cannot write the corpus to {target}: {error.strerror or error}; name a directory with room "
+                "in --out or NARROWGAUGE_CACHE"
+            ) from error
     corpus = open_corpus(target)
     if corpus.manifest.request != request:
         raise UserError(
@@ -89,18 +92,6 @@ def prepare(
             "directory"
         )
     return corpus
-
-
-def _build(target: Path, build: Callable[[Path], CorpusBuilder]) -> None:
-    """Build the corpus in a staging directory and publish it."""
-    try:
-        with staged_directory(target, keep_existing=True) as staging, parallel_tokenizing():
-            build(staging).run()
-    except OSError as error:
-        raise UserError(
-            f"cannot write the corpus to {target}: {error.strerror or error}; name another directory, with "
-            "--out or in NARROWGAUGE_CACHE, one with room in it"
-        ) from error
 
 
 def _open_prepared(directory: Path, tokenizer: str | None, options: Options) -> Corpus:

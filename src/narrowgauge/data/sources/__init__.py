@@ -23,11 +23,13 @@ dropped, everything else is kept unchanged, including line endings. Documents of
 A directory or a glob that leads to a single text file is read as that file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, groupby
+from operator import attrgetter
 
 from narrowgauge.data.sources import extract, hub, jsonl, parquet, paths, text
-from narrowgauge.data.sources.records import Chunk, Document, Input, Rejected, Source
+from narrowgauge.data.sources.records import Chunk, Input, Source
 from narrowgauge.data.sources.wikipedia import dump
 from narrowgauge.errors import UserError
 
@@ -53,50 +55,23 @@ def open_source(name: str, text_key: str = "text") -> Source:
     return Source(name, files, partial(_chunks, text_key=text_key))
 
 
-def documents(name: str, text_key: str = "text") -> Iterator[Document]:
-    """The documents of a source in their fixed order.
-
-    Raises:
-        UserError: when called, as `open_source`; during the iteration for a malformed record, and at its end
-            if there was no text.
-    """
-    return _documents(open_source(name, text_key))
-
-
 def no_text(source: str) -> UserError:
     """The error for a source without a document."""
     return UserError(f"data source {source!r} holds only white space; give one with text in it")
 
 
-def _documents(source: Source) -> Iterator[Document]:
-    empty = True
-    for chunk in source.chunks(source.inputs):
-        for record in chunk.records():
-            if isinstance(record, Rejected):
-                raise UserError(str(record))
-            empty = False
-            yield record
-    if empty:
-        raise no_text(source.name)
-
-
 def _chunks(files: Sequence[Input], text_key: str) -> Iterator[Chunk]:
-    """The chunks of files in order; consecutive text files share chunks."""
-    consecutive = list[Input]()
-    for file in files:
-        if file.type == paths.TEXT and len(files) > 1:
-            consecutive.append(file)
-            continue
-        yield from text.text_files(consecutive)
-        consecutive = []
-        if file.type == paths.TEXT:
-            yield from text.text_pieces(file)
-        elif file.type == paths.LINES:
-            yield from jsonl.chunks(file, text_key)
-        elif file.type == paths.TABLE:
-            yield from parquet.chunks(file, text_key)
-        elif file.type == paths.EXTRACT:
-            yield from extract.chunks(file)
-        elif file.type == paths.DUMP:
-            yield from dump.chunks(file)
-    yield from text.text_files(consecutive)
+    """The chunks of files in order; a text alone is cut into pieces, and consecutive ones share chunks."""
+    readers: dict[str, Callable[[Input], Iterator[Chunk]]] = {
+        paths.LINES: partial(jsonl.chunks, key=text_key),
+        paths.TABLE: partial(parquet.chunks, key=text_key),
+        paths.EXTRACT: extract.chunks,
+        paths.DUMP: dump.chunks,
+    }
+    if len(files) == 1:
+        readers[paths.TEXT] = text.text_pieces
+    for type_, group in groupby(files, attrgetter("type")):
+        if type_ in readers:
+            yield from chain.from_iterable(map(readers[type_], group))
+        else:
+            yield from text.text_files(list(group))

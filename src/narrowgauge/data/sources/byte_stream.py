@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from narrowgauge.data.sources.records import CHUNK_BYTES, MOST_BYTES, Chunk, Refusal, Rejected, package
+from narrowgauge.data.sources.records import CHUNK_BYTES, MOST_BYTES, Chunk, Records, package, refusal
 from narrowgauge.errors import UserError
 
 _READ = 1 << 18
@@ -68,10 +68,14 @@ class ByteStream:
             raise TruncatedError(f"is damaged ({error})") from None
 
     def head(self, size: int) -> bytes:
-        """The first bytes; none of a file that is damaged there."""
+        """The first bytes; fewer of a file that is damaged there."""
+        head = b""
         with suppress(TruncatedError):
-            return next(iter(self), b"")[:size]
-        return b""
+            for block in self:
+                head += block
+                if len(head) >= size:
+                    break
+        return head[:size]
 
 
 def _zstd(file: BinaryIO) -> Iterator[bytes]:
@@ -92,12 +96,12 @@ def _zstd(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError
 
 
-# (complete records, line number of their first byte, bytes of the file that were read for them)
-MakeChunk = Callable[[bytes, int, int], Chunk]
+# (complete records, line number of their first byte) -> their documents
+Parse = Callable[[bytes, int], Records]
 
 
 def chunks_of(
-    stream: ByteStream, mark: bytes, unit: str, make: MakeChunk, blocks: Iterable[bytes] | None = None
+    stream: ByteStream, mark: bytes, unit: str, parse: Parse, blocks: Iterable[bytes] | None = None
 ) -> Iterator[Chunk]:
     """Cut a stream into chunks of complete records, which end after a mark; the last may lack it.
 
@@ -107,55 +111,44 @@ def chunks_of(
         stream: The stream.
         mark: The bytes at the end of a record.
         unit: Begins the sentence about a record that is too long.
-        make: Makes a chunk.
+        parse: Reads the records of a chunk; can be pickled.
         blocks: What the bytes of the stream were converted to; None: these bytes.
     """
-    line, reported = 1, 0
-    try:
-        for data, is_record in _cut(stream if blocks is None else blocks, mark):
-            size, reported = stream.consumed - reported, stream.consumed
-            if is_record:
-                yield make(data, line, size)
-            elif not data:
-                reason = f"{unit} of more than {MOST_BYTES >> 20} MiB, the limit for one document"
-                yield Refusal(Rejected(f"{stream.path}:{line}", reason), size)
-            line += data.count(b"\n")
-    except TruncatedError as damage:
-        yield Refusal(Rejected(f"{stream.path}:{line}", str(damage)))
-
-
-def _cut(blocks: Iterable[bytes], mark: bytes) -> Iterator[tuple[bytes, bool]]:
-    """The bytes in portions: of complete records (True), or after b"", of one that is too long (False)."""
-    buffer, enough, is_long = bytearray(), CHUNK_BYTES, False
+    buffer, line, reported, is_long, enough = bytearray(), 1, 0, False, CHUNK_BYTES
     damage: TruncatedError | None = None
 
     def take(size: int) -> bytes:
+        nonlocal line
         data = bytes(memoryview(buffer)[:size])
         del buffer[:size]
+        line += data.count(b"\n")
         return data
 
-    def portions() -> Iterator[tuple[bytes, bool]]:
-        nonlocal is_long
+    remaining = iter(stream if blocks is None else blocks)
+    is_end = False
+    while not is_end:
+        try:
+            block = next(remaining, None)
+        except TruncatedError as error:
+            block, damage = None, error
+        is_end = block is None
+        buffer += block or b""
+        if not is_end and len(buffer) < enough:
+            continue
         if is_long:
-            is_long = (end := buffer.find(mark)) < 0
-            if dropped := take(max(len(buffer) - len(mark) + 1, 0) if is_long else end + len(mark)):
-                yield dropped, False
-        if not is_long and (end := buffer.rfind(mark)) >= 0:
-            yield take(end + len(mark)), True
+            end = buffer.find(mark)
+            is_long = end < 0
+            take(max(len(buffer) - len(mark) + 1, 0) if is_long else end + len(mark))
+        size, end = stream.consumed - reported, buffer.rfind(mark)
+        if not is_long and end >= 0:
+            first, reported = line, stream.consumed
+            yield Chunk(size, partial(parse, take(end + len(mark)), first))
         elif not is_long and len(buffer) > MOST_BYTES:
-            is_long = True
-            yield b"", False
-
-    try:
-        for block in blocks:
-            buffer += block
-            if len(buffer) >= enough:
-                yield from portions()
-                enough = len(buffer) + CHUNK_BYTES
-    except TruncatedError as error:
-        damage = error
-    yield from portions()
+            is_long, reported = True, stream.consumed
+            reason = f"{unit} of more than {MOST_BYTES >> 20} MiB, the limit for one document"
+            yield refusal(f"{stream.path}:{line}", reason, size=size)
+        enough = len(buffer) + CHUNK_BYTES
     if damage:
-        raise damage
-    if buffer and not is_long:
-        yield take(len(buffer)), True
+        yield refusal(f"{stream.path}:{line}", str(damage))
+    elif buffer and not is_long:
+        yield Chunk(stream.consumed - reported, partial(parse, bytes(buffer), line))

@@ -7,15 +7,15 @@ what was tried and how to manage without the hub.
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from urllib.request import getproxies
 
-from narrowgauge.data.sources.parquet import Rows
+from narrowgauge.data.sources.parquet import ROWS, rows
 from narrowgauge.data.sources.records import NAME_KEY, Chunk, Source, package
 from narrowgauge.errors import UserError, unknown
 
 PREFIX = "hf:"
-_ROWS = 256
-_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
@@ -29,12 +29,12 @@ def open_hub(source: str, key: str) -> Source:
         )
 
     def chunks(_: object) -> Iterator[Chunk]:
-        rows = _load(name, config or None, split or "train")
-        if key not in rows.column_names:
-            raise UserError(f"{source}: {unknown('column', key, rows.column_names)}; {NAME_KEY}")
-        rows = rows.select_columns([key])
-        for first in range(0, len(rows), _ROWS):
-            yield Rows(source, rows[first : first + _ROWS][key], first, 0)
+        table = _load(name, config or None, split or "train")
+        if key not in table.column_names:
+            raise UserError(f"{source}: {unknown('column', key, table.column_names)}; {NAME_KEY}")
+        table = table.select_columns([key])
+        for first in range(0, len(table), ROWS):
+            yield Chunk(0, partial(rows, source, table[first : first + ROWS][key], first))
 
     return Source(source, (), chunks, identity=source)
 
@@ -58,14 +58,13 @@ def _load(name: str, config: str | None, split: str) -> Any:
 
 def _network_settings() -> str:
     """The proxy, mirror and offline mode of the environment, without passwords."""
-    proxy, offline, mirror = (
-        next((f"{name}={_without_password(os.environ[name])}" for name in names if os.environ.get(name)), "")
-        for names in (_PROXIES, _OFFLINE, ("HF_ENDPOINT",))
-    )
+    proxies, mirror = getproxies(), os.environ.get("HF_ENDPOINT")
+    proxy = next((proxies[kind] for kind in ("https", "http", "all") if proxies.get(kind)), None)
+    offline = next((f"{name}={os.environ[name]}" for name in _OFFLINE if os.environ.get(name)), "")
     return ", ".join(
         [
-            f"the proxy {proxy}" if proxy else "no proxy (HTTPS_PROXY is not set)",
-            f"the mirror {mirror}" if mirror else "no mirror (HF_ENDPOINT is not set)",
+            f"the proxy {_without_password(proxy)}" if proxy else "no proxy (HTTPS_PROXY is not set)",
+            f"the mirror {_without_password(mirror)}" if mirror else "no mirror (HF_ENDPOINT is not set)",
             f"offline mode ({offline})" if offline else "not offline mode (HF_HUB_OFFLINE=1)",
         ]
     )

@@ -6,7 +6,6 @@ wherever it occurs, in whichever file.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from narrowgauge.data.sources.byte_stream import ByteStream, chunks_of
@@ -14,34 +13,32 @@ from narrowgauge.data.sources.records import (
     NAME_KEY,
     SET_ASIDE,
     Chunk,
-    Document,
     Input,
-    Refusal,
+    Records,
     Rejected,
     document,
+    refusal,
 )
 
 
-@dataclass(frozen=True)
-class Lines:
-    """Complete lines of a file, numbered from `first_line`."""
-
-    path: str
-    key: str
-    data: bytes
-    first_line: int
-    size: int
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """A document for each line; lines of white space are skipped."""
-        for number, line in enumerate(self.data.split(b"\n"), self.first_line):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line and not line.isspace():
-                yield from _record(f"{self.path}:{number}", line, self.key)
+def chunks(file: Input, key: str) -> Iterator[Chunk]:
+    """The file, compressed or not, in portions of complete lines."""
+    if not file.path.stat().st_size:
+        yield refusal(str(file.path), "is empty", "download it again, or leave it out")
+        return
+    yield from chunks_of(ByteStream(file.path), b"\n", "is a line", partial(_lines, str(file.path), key))
 
 
-def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
+def _lines(path: str, key: str, data: bytes, first_line: int) -> Records:
+    """A document for each line; lines of white space are skipped."""
+    for number, line in enumerate(data.split(b"\n"), first_line):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line and not line.isspace():
+            yield from _record(f"{path}:{number}", line, key)
+
+
+def _record(where: str, line: bytes, key: str) -> Records:
     if (nul := line.find(b"\x00")) >= 0:
         yield Rejected(where, f"holds a NUL byte (byte {nul} of the line)")
         return
@@ -62,11 +59,3 @@ def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
             yield Rejected(where, f"has no {key!r}; it has {keys}"[:300], f"{NAME_KEY}, {SET_ASIDE}")
         else:
             yield from document(where, "", value[key])
-
-
-def chunks(file: Input, key: str) -> Iterator[Chunk]:
-    """The file, compressed or not, in portions of complete lines."""
-    if not file.path.stat().st_size:
-        yield Refusal(Rejected(str(file.path), "is empty", "download it again, or leave it out"))
-        return
-    yield from chunks_of(ByteStream(file.path), b"\n", "is a line", partial(Lines, str(file.path), key))

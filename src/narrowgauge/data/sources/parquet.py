@@ -2,46 +2,37 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from narrowgauge.data.sources.records import (
     NAME_KEY,
     Chunk,
-    Document,
     Input,
-    Refusal,
+    Records,
     Rejected,
     document,
     package,
+    refusal,
 )
 from narrowgauge.errors import UserError, unknown
 
-_ROWS = 256  # rows read at once: a row of a crawl has some thousand characters
+ROWS = 256  # rows read at once: a row of a crawl has some thousand characters
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Values of a column, numbered from `first_row`; bytes are UTF-8."""
-
-    path: str
-    values: Sequence[Any]
-    first_row: int
-    size: int
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """A document for each row; texts of white space are skipped."""
-        for number, value in enumerate(self.values, self.first_row):
-            where = f"{self.path}, row {number},"
-            try:
-                text = value.decode("utf-8") if isinstance(value, bytes) else value
-            except UnicodeDecodeError as error:
-                yield Rejected(where, f"is not UTF-8: byte {error.start} is 0x{value[error.start]:02x}")
-                continue
-            if value is None:
-                yield Rejected(where, "has no text")
-            else:
-                yield from document(where, "", text)
+def rows(path: str, values: Sequence[Any], first_row: int) -> Records:
+    """A document for each value of a column; bytes are UTF-8, texts of white space are skipped."""
+    for number, value in enumerate(values, first_row):
+        where = f"{path}, row {number},"
+        try:
+            text = value.decode("utf-8") if isinstance(value, bytes) else value
+        except UnicodeDecodeError as error:
+            yield Rejected(where, f"is not UTF-8: byte {error.start} is 0x{value[error.start]:02x}")
+            continue
+        if value is None:
+            yield Rejected(where, "has no text")
+        else:
+            yield from document(where, "", text)
 
 
 def chunks(file: Input, key: str) -> Iterator[Chunk]:
@@ -56,18 +47,17 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
         with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20) as table:
             _require_text(arrow, file, key, table.schema_arrow)
             row_bytes = size / max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(_ROWS, columns=[key], use_threads=False):
+            for batch in table.iter_batches(ROWS, columns=[key], use_threads=False):
                 values = batch.column(0)
                 if arrow.types.is_dictionary(values.type):
                     values = values.dictionary_decode()
                 # Read as bytes, so that a text that is not UTF-8 is rejected on its own.
                 values = values.cast(arrow.large_binary())
-                yield Rows(str(file.path), values.to_pylist(), row, round(row_bytes * len(values)))
+                part = partial(rows, str(file.path), values.to_pylist(), row)
+                yield Chunk(round(row_bytes * len(values)), part)
                 row += len(values)
-    except OSError as error:
-        yield Refusal(Rejected(f"{file.path}, row {row},", f"cannot be read as parquet ({error})"))
-    except arrow.ArrowException as error:
-        yield Refusal(Rejected(f"{file.path}, row {row},", f"cannot be read as parquet ({error})"))
+    except (OSError, arrow.ArrowException) as error:
+        yield refusal(f"{file.path}, row {row},", f"cannot be read as parquet ({error})")
 
 
 def _require_text(arrow: Any, file: Input, key: str, schema: Any) -> None:

@@ -206,14 +206,13 @@ def _missing(source: str, path: Path) -> UserError:
     absent = path
     while not absent.parent.is_dir():
         absent = absent.parent
-    siblings = [entry.name for entry in absent.parent.iterdir()]
-    nearest = get_close_matches(absent.name, siblings, n=1)
-    allowed = f"hf:NAME, a directory, a glob, or a file ending in {READABLE}"
+    nearest = get_close_matches(absent.name, [entry.name for entry in absent.parent.iterdir()], n=1)
     if nearest:
         near = absent.parent / nearest[0]
         return UserError(f"data source {source!r} does not exist; the nearest path is {str(near)!r}")
-    if absent == path and len(path.parts) == 1 and not path.suffix:
-        return UserError(f"{unknown('data source', source, [STDLIB])}; a source is {STDLIB!r}, {allowed}")
+    is_word = absent == path and len(path.parts) == 1 and not path.suffix
+    there_is_none = f"data source {source!r} does not exist: there is no {str(absent)!r}"
     return UserError(
-        f"data source {source!r} does not exist: there is no {str(absent)!r}; a source is {allowed}"
+        f"{unknown('data source', source, [STDLIB]) if is_word else there_is_none}; a source is {STDLIB!r}, "
+        f"hf:NAME, a directory, a glob, or a file ending in {READABLE}"
     )

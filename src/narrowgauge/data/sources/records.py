@@ -1,15 +1,16 @@
 """Documents, and the chunks of a source that contain them.
 
 One process reads a source, and many parse it. The reader cuts the files into *chunks* of about a megabyte
-without parsing them. Each chunk is sent to a worker, where `records()` turns it into documents and rejected
-records. These depend on the chunk alone, so it does not matter which worker parses it, or when.
+without parsing them. Each chunk is sent to a worker, where `records` makes documents and rejected records of
+it. These depend on the chunk alone, so it does not matter which worker parses it, or when.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from narrowgauge.errors import UserError
 
@@ -49,27 +50,20 @@ class Input:
     type: str = "text"
 
 
-class Chunk(Protocol):
-    """A portion of a source."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the source's files that the chunk covers."""
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """The documents and the rejected records of the chunk, in their order."""
+Records = Iterator[Document | Rejected]
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Chunk:
+    """A portion of a source, sent to a worker."""
+
+    size: int  # bytes of the source's files that it covers
+    records: Callable[[], Records]  # its documents and rejected records in their order; can be pickled
+
+
+def refusal(where: str, reason: str, remedy: str = SET_ASIDE, size: int = 0) -> Chunk:
     """A chunk of one rejected record, for input that the reader itself cannot read."""
-
-    rejected: Rejected
-    size: int = 0
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """The one record."""
-        yield self.rejected
+    return Chunk(size, partial(iter, (Rejected(where, reason, remedy),)))
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def package(name: str, what: str, extra: str = "data") -> Any:
         ) from None
 
 
-def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:
+def document(where: str, name: str, text: object) -> Records:
     """The document of a text, nothing for white space, or the rejected record with the reason."""
     if not isinstance(text, str):
         yield Rejected(where, f"has a {type(text).__name__} where a text belongs")

@@ -7,17 +7,17 @@ otherwise be one document. Concatenated, the pieces are the file again.
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from narrowgauge.data.sources.byte_stream import ByteStream, TruncatedError
 from narrowgauge.data.sources.records import (
     CHUNK_BYTES,
     Chunk,
-    Document,
     Input,
-    Refusal,
+    Records,
     Rejected,
     document,
+    refusal,
 )
 
 MOST_UNCUT = 64 << 20  # bytes: a longer file is cut, even if it is one of many
@@ -29,66 +29,21 @@ _ESCAPED = re.compile("[\udc80-\udcff]")
 _CONVERT = "convert it to UTF-8 or leave it out"
 
 
-@dataclass(frozen=True)
-class TextFiles:
-    """Small files, each of them a document; with `skip`, files that are not text are left out."""
-
-    inputs: tuple[Input, ...]
-    size: int
-    skip: bool = False
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """A document for each file; files of white space are skipped."""
-        for file in self.inputs:
-            try:
-                text = b"".join(ByteStream(file.path)).decode("utf-8").removeprefix("\ufeff")
-            except UnicodeDecodeError as error:
-                if not self.skip:
-                    yield _not_utf8(file, error.start, error.object[error.start])
-            except TruncatedError as damage:
-                yield Rejected(str(file.path), str(damage))
-            else:
-                yield from document(_location(file, text), file.name, text)
-
-
-@dataclass(frozen=True)
-class TextPieces:
-    """Pieces of a file, each of them a document, numbered from `first`, which begins at byte `position`."""
-
-    file: Input
-    texts: tuple[str, ...]
-    first: int
-    position: int
-    size: int
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """A document for each piece; pieces of white space are skipped."""
-        for i, text in enumerate(self.texts):
-            number = self.first + i
-            if not text.isascii() and (bad := _ESCAPED.search(text)):
-                before = self.position + _size([*self.texts[:i], text[: bad.start()]])
-                yield _not_utf8(self.file, before, ord(bad[0]) - 0xDC00)
-            else:
-                where = f"{self.file.path}, piece {number},"
-                yield from document(where, f"{self.file.name}#{number}", text)
-
-
 def text_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
     """Chunks of several files, each file a document; files too long for that are cut into pieces."""
     inputs, size = list[Input](), 0
     for file in files:
         file_size = file.path.stat().st_size
-        is_uncut = file_size <= MOST_UNCUT
-        if is_uncut:
+        if file_size <= MOST_UNCUT:
             inputs.append(file)
             size += file_size
-        if inputs and (size >= CHUNK_BYTES or not is_uncut):
-            yield TextFiles(tuple(inputs), size, skip)
+        if inputs and (size >= CHUNK_BYTES or file_size > MOST_UNCUT):
+            yield Chunk(size, partial(_whole, inputs, skip))
             inputs, size = [], 0
-        if not is_uncut:
+        if file_size > MOST_UNCUT:
             yield from text_pieces(file)
     if inputs:
-        yield TextFiles(tuple(inputs), size, skip)
+        yield Chunk(size, partial(_whole, inputs, skip))
 
 
 def text_pieces(file: Input) -> Iterator[Chunk]:
@@ -105,14 +60,39 @@ def text_pieces(file: Input) -> Iterator[Chunk]:
             texts.append(text)
             size += len(text)
             if size >= CHUNK_BYTES:
-                yield TextPieces(file, tuple(texts), number, at, stream.consumed - reported)
+                yield Chunk(stream.consumed - reported, partial(_pieces, file, texts, number, at))
                 number, reported, at = number + len(texts), stream.consumed, at + _size(texts)
                 texts, size = [], 0
     except TruncatedError as error:
-        damage = Refusal(Rejected(str(file.path), str(error)))
-    yield TextPieces(file, tuple(texts), number, at, stream.consumed - reported)
+        damage = refusal(str(file.path), str(error))
+    yield Chunk(stream.consumed - reported, partial(_pieces, file, texts, number, at))
     if damage:
         yield damage
+
+
+def _whole(files: Sequence[Input], skip: bool) -> Records:
+    """A document for each file; with `skip`, files that are not text are left out."""
+    for file in files:
+        try:
+            text = b"".join(ByteStream(file.path)).decode("utf-8").removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            if not skip:
+                yield _not_utf8(file, error.start, error.object[error.start])
+        except TruncatedError as damage:
+            yield Rejected(str(file.path), str(damage))
+        else:
+            yield from document(_location(file, text), file.name, text)
+
+
+def _pieces(file: Input, texts: Sequence[str], first: int, position: int) -> Records:
+    """A document for each piece, numbered from `first`, which begins at byte `position`."""
+    for i, text in enumerate(texts):
+        if not text.isascii() and (bad := _ESCAPED.search(text)):
+            before = position + _size([*texts[:i], text[: bad.start()]])
+            yield _not_utf8(file, before, ord(bad[0]) - 0xDC00)
+        else:
+            number = first + i
+            yield from document(f"{file.path}, piece {number},", f"{file.name}#{number}", text)
 
 
 def _decoded(stream: ByteStream) -> Iterator[str]:

@@ -4,6 +4,7 @@
 |----------------|----------------------------|---------------------------|-------------------------|
 | llm.c          | int32 20240520 or 20240801 | precedes a document       | GPT-2's, or Llama 3's   |
 | Megatron       | its .idx with `MMIDIDX`    | follows it, if present    | not stated              |
+| datatrove      | its .ds.index and metadata | follows it, if present    | names its tokenizer     |
 | numpy (.npy)   | `\\x93NUMPY`, 1-D integers  | begins the file, or       | not stated              |
 |                |                            | follows a document        |                         |
 | bare (nanoGPT) | a token: uint16, no header | follows it                | not stated              |
@@ -26,10 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.data.signatures import PICKLE, ZIP, LlmcMagic
+from narrowgauge.data.token_files.datatrove import is_datatrove, open_datatrove
 from narrowgauge.data.token_files.megatron import is_megatron_index, open_megatron
 from narrowgauge.data.token_files.token_file import HEADER_BYTES, Tokens, open_token_file, unfit
 
-BARE, NUMPY = "bare uint16", "numpy"
+BARE, NUMPY, DATATROVE = "bare uint16", "numpy", "datatrove"
 _LLM_C = {LlmcMagic.TOKENS: "llm.c uint16", LlmcMagic.LLAMA3_TOKENS: "llm.c uint32"}
 # gzip, zstd, bzip2, xz, zip, parquet, PNG, JPEG, PDF, ELF, HDF5, SQLite, UTF-16 of either order
 _NOT_TOKENS: tuple[bytes, ...] = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", ZIP, b"PAR1")
@@ -52,11 +54,10 @@ class OpenFile:
     layout: str
     tokens: Tokens
     files: tuple[Path, ...]  # all files that belong to it
-    boundary_first: bool | None = (
-        False  # whether the id between documents precedes a document; None: see file
-    )
+    boundary_first: bool | None = False  # whether the id between documents is before one; None: see file
     starts: NDArray[np.int64] | None = None  # of the documents, if the layout has an index
     vocabulary: tuple[int, int] | None = None  # (size, id between documents), if the layout states them
+    tokenizer: str | None = None  # its name, if the layout states it
 
 
 def layout_of(path: Path) -> str | None:
@@ -66,6 +67,8 @@ def layout_of(path: Path) -> str | None:
         OSError: the file cannot be read.
         UserError: it resembles a token file, but not one that can be read.
     """
+    if is_datatrove(path):
+        return DATATROVE
     with path.open("rb") as file:
         head = file.read(_SAMPLE_BYTES)
     magic = struct.unpack("<i", head[:4])[0] if len(head) >= 4 else 0
@@ -104,8 +107,12 @@ def open_file(path: Path, layout: str) -> OpenFile:
         return OpenFile(path, layout, tokens, (path,), boundary_first=True, vocabulary=vocabulary)
     if layout == "Megatron":
         megatron = open_megatron(path)
-        files = (path.with_suffix(".bin"), path.with_suffix(".idx"))
-        return OpenFile(files[0], layout, megatron.tokens, files, starts=megatron.starts)
+        pair = (path.with_suffix(".bin"), path.with_suffix(".idx"))
+        return OpenFile(pair[0], layout, megatron.tokens, pair, starts=megatron.starts)
+    if layout == DATATROVE:
+        tokens, starts, files, name = open_datatrove(path)
+        stated = layout if name is None else f"{layout} with tokenizer {name}"
+        return OpenFile(path, stated, tokens, files, starts=starts, tokenizer=name)
     if layout == NUMPY and (array := _numpy_array(path)) is not None:
         return OpenFile(path, layout, array, (path,), boundary_first=None)
     assert layout == BARE

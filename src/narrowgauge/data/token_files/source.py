@@ -1,9 +1,9 @@
 """Token files of other programs as training data.
 
 A source is a token file, a directory or a glob; Megatron's two files may also be named by their common name
-without a suffix. In a directory, files that end in .bin or .npy are examined, but not those in sub-folders;
-their content decides (`detect.py`); a warning names these, and documents beside them. All files of a source
-have one layout. They are read in the order of their names, one after the other.
+without a suffix. In a directory, files that end in .bin, .npy or .ds are examined, but not those in
+sub-folders; their content decides (`detect.py`); a warning names these, and documents beside them. All files
+of a source have one layout. They are read in the order of their names, one after the other.
 
 **Held out** is, by the first rule that matches:
 
@@ -13,9 +13,10 @@ have one layout. They are read in the order of their names, one after the other.
    file with the word `val` names the same pair, if the other file exists;
 3. the last tenth of the tokens, at most 10 million, starting at the next document if one begins nearby.
 
-**The tokenizer** is the named one, or that of the files' folder. Otherwise ids are their own text (`ids-N`),
-with the vocabulary that the layout states; or GPT-2's, if the largest id is its end of text, 50256. Anything
-else is refused, because a wrong guess would go unnoticed.
+**The tokenizer** is the named one, or that of the files' folder; datatrove's files name theirs, and another
+is refused. Otherwise ids are their own text (`ids-N`), with the vocabulary that the layout states; or
+GPT-2's, if the largest id is its end of text, 50256. Anything else is refused, because a wrong guess would go
+unnoticed.
 
 All files are read once, for their digest and their largest id (`token_statistics`).
 """
@@ -30,6 +31,7 @@ import numpy as np
 
 from narrowgauge.data.cache import Progress
 from narrowgauge.data.sources.paths import LINES, TABLE, file_type, visible_files, warn_of_the_rest
+from narrowgauge.data.token_files import datatrove
 from narrowgauge.data.token_files.detect import BARE, OpenFile, layout_of, open_file
 from narrowgauge.data.token_files.statistics import token_statistics
 from narrowgauge.data.token_files.token_file import check_ids, unfit
@@ -40,7 +42,7 @@ from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, lo
 from narrowgauge.errors import UserError
 from narrowgauge.files import user_path
 
-_ENDINGS = (".bin", ".npy")
+_ENDINGS = (".bin", ".npy", datatrove.SUFFIX)
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}
 _HELD_OUT_ONE_IN = 10
 _HELD_OUT_MOST = 10_000_000
@@ -52,10 +54,12 @@ _GPT2_SIZE = 50257
 class TokenSource:
     """The training and held-out tokens of a source, their tokenizer, and the digest that names them."""
 
+    name: str
     tokenizer: Tokenizer
     train: TokenStream
     val: TokenStream
     digest: str
+    tokenizer_file: Path | None = None
 
 
 def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
@@ -125,15 +129,17 @@ def open_token_source(
     streams = [_stream(part, boundaries) for part in (train, val) if part]
     if len(streams) == 1:
         streams = [*_split_tail(streams[0])]
-    return TokenSource(chosen, streams[0], streams[1], digest)
+    return TokenSource(source, chosen, streams[0], streams[1], digest)
 
 
 def vocabulary_of_files(first: Path) -> int | None:
     """The vocabulary size that comes with the first token file of a source; None if its ids decide it."""
     if tokenizer_files(first.parent):
         return load_tokenizer(first.parent).vocab_size
-    stated = open_file(first, str(layout_of(first))).vocabulary
-    return stated[0] if stated else None
+    file = open_file(first, str(layout_of(first)))
+    if file.tokenizer is not None:
+        return datatrove.checked_tokenizer(file.path, file.tokens, file.tokenizer, None).vocab_size
+    return file.vocabulary[0] if file.vocabulary else None
 
 
 def _is_tokens(path: Path) -> bool:
@@ -143,7 +149,9 @@ def _is_tokens(path: Path) -> bool:
 
 
 def _data_of(path: Path) -> Path:
-    """The .bin of a Megatron pair that is named by its .idx or without a suffix; else the path itself."""
+    """The file with the ids where one beside it is named, or Megatron's common name; else the path itself."""
+    if path.suffix in datatrove.BESIDE and path.with_suffix("").is_file():
+        return path.with_suffix("")
     for index in (path, path.with_name(path.name + ".idx")):
         if index.suffix == ".idx" and index.is_file():
             data = index.with_suffix(".bin")
@@ -199,6 +207,8 @@ def _tokenizer(
         tokenizer = make_tokenizer(name, [])
     elif tokenizer_files(file.path.parent):
         tokenizer = load_tokenizer(file.path.parent)
+    elif file.tokenizer is not None:
+        tokenizer = datatrove.checked_tokenizer(file.path, file.tokens, file.tokenizer, None)
     elif stated:
         tokenizer = ids_tokenizer(*stated)
     elif largest == _GPT2_SIZE - 1:
@@ -209,6 +219,8 @@ def _tokenizer(
             f"{largest}; name one with --data.tokenizer FILE, or use the ids as they are with "
             f"--data.tokenizer ids-{largest + 2}"
         )
+    if file.tokenizer is not None and not (name or "").startswith("ids-"):
+        datatrove.checked_tokenizer(file.path, file.tokens, file.tokenizer, tokenizer)
     # Llama 3 ends a document with one id, and llm.c separates documents with another.
     of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
     return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))

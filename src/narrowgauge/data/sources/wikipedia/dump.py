@@ -10,47 +10,44 @@ differ in anything that is read here).
 import codecs
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from xml.etree import ElementTree
 
 from narrowgauge.data.sources.byte_stream import ByteStream, TruncatedError, chunks_of
-from narrowgauge.data.sources.records import Chunk, Document, Input, Rejected, document
+from narrowgauge.data.sources.records import Chunk, Input, Records, Rejected, document
 from narrowgauge.data.sources.wikipedia.wikitext import DROPPED_NAMESPACES, prose
 
 _END = b"</page>"
+_HEAD = 1 << 16  # bytes, decompressed, that hold the names of namespaces
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PAGE = re.compile(rb"<page[\s>]")
 _NAMESPACE = re.compile(r'<namespace key="(?:-2|6|14)"[^>]*>([^<]+)</namespace>')
 _REDIRECT = re.compile(r"\s*#\s*\w+\s*:?\s*\[\[")
 
 
-@dataclass(frozen=True)
-class Pages:
-    """Complete pages of a dump; the first begins at or after the line `first_line`."""
-
-    path: str
-    data: bytes
-    first_line: int
-    size: int
-    dropped: frozenset[str]
-
-    def records(self) -> Iterator[Document | Rejected]:
-        """A document for each article; other pages are skipped."""
-        at, line = 0, self.first_line
-        for page in self.data.split(_END)[:-1]:
-            begin = _PAGE.search(page)
-            before = begin.start() if begin else 0
-            line += page.count(b"\n", 0, before)
-            where = f"{self.path}:{line}"
-            if begin is None:
-                yield Rejected(where, "is not the beginning of a page")
-            else:
-                yield from _article(where, page[before:] + _END, self.dropped)
-            line += page.count(b"\n", before)
-            at += len(page) + len(_END)
+def chunks(file: Input) -> Iterator[Chunk]:
+    """The dump in portions of complete pages."""
+    stream = ByteStream(file.path)
+    parse = partial(_pages, str(file.path), _namespaces(stream.head(_HEAD)))
+    return chunks_of(stream, _END, "begins a page", parse, _whole(_utf8(stream)))
 
 
-def _article(where: str, page: bytes, dropped: frozenset[str]) -> Iterator[Document | Rejected]:
+def _pages(path: str, dropped: frozenset[str], data: bytes, line: int) -> Records:
+    """A document for each article; other pages are skipped. The first begins at or after the line `line`."""
+    for page in data.split(_END)[:-1]:
+        begin = _PAGE.search(page)
+        before = begin.start() if begin else 0
+        line += page.count(b"\n", 0, before)
+        where = f"{path}:{line}"
+        if begin is None:
+            yield Rejected(where, "is not the beginning of a page")
+        else:
+            yield from _article(where, page[before:] + _END, dropped)
+        line += page.count(b"\n", before)
+
+
+def _article(where: str, page: bytes, dropped: frozenset[str]) -> Records:
     try:
         tree = ElementTree.fromstring(page)
     except ElementTree.ParseError as error:
@@ -69,19 +66,6 @@ def _article(where: str, page: bytes, dropped: frozenset[str]) -> Iterator[Docum
             yield from document(where, title, f"{title}\n\n{body}\n" if body else "")
 
 
-def chunks(file: Input) -> Iterator[Chunk]:
-    """The dump in portions of complete pages."""
-    stream, dropped = ByteStream(file.path), DROPPED_NAMESPACES
-
-    def pages(data: bytes, first_line: int, size: int) -> Pages:
-        nonlocal dropped
-        if first_line == 1:
-            dropped = _namespaces(data)
-        return Pages(str(file.path), data, first_line, size, dropped)
-
-    return chunks_of(stream, _END, "begins a page", pages, _whole(_utf8(stream)))
-
-
 def _whole(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """The blocks of a dump; an error after the last one if the dump does not end there."""
     head = tail = b""
@@ -94,12 +78,9 @@ def _whole(blocks: Iterable[bytes]) -> Iterator[bytes]:
         raise TruncatedError("ends before </mediawiki>, so it is truncated")
 
 
-def _namespaces(data: bytes) -> frozenset[str]:
-    """The names of the file and category namespaces in the dump that begins so; an error if it is none."""
-    head = data[: begin.start() if (begin := _PAGE.search(data)) else 4096]
-    if b"<mediawiki" not in head:
-        raise TruncatedError("does not begin with <mediawiki>, so it is not a dump")
-    names = _NAMESPACE.findall(head.decode("utf-8", "replace"))
+def _namespaces(head: bytes) -> frozenset[str]:
+    """The names of the file and category namespaces in the dump that begins so."""
+    names = _NAMESPACE.findall(head.decode("utf-16" if head.startswith(_UTF16) else "utf-8", "replace"))
     return DROPPED_NAMESPACES | {name.casefold() for name in names}
 
 
@@ -107,7 +88,7 @@ def _utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """The dump as UTF-8: some Windows tools convert dumps to UTF-16 with a byte order mark."""
     remaining = iter(blocks)
     first = next(remaining, b"")
-    if not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if not first.startswith(_UTF16):
         yield from chain([first], remaining)
         return
     decoder = codecs.getincrementaldecoder("utf-16")()
