@@ -3,15 +3,23 @@
 import dataclasses
 import json
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.quants import dequantize
 from tokenizers import Regex, pre_tokenizers
 
 from checkpoint.interop.models import export, model_under, weights_of
 from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
-from narrowgauge.checkpoint.interop.gguf.blocks import READABLE, code_rows, plain_rows, type_of, values_of
-from narrowgauge.checkpoint.interop.gguf.container import TYPES, GgufTensor, read_gguf, write_gguf
+from narrowgauge.checkpoint.interop.gguf.blocks import code_rows, plain_rows, type_of, values_of
+from narrowgauge.checkpoint.interop.gguf.container import (
+    GgufTensor,
+    block_of,
+    is_readable,
+    read_gguf,
+    write_gguf,
+)
 from narrowgauge.checkpoint.interop.gguf.model import expected_values, gguf_map, read_gguf_model
 from narrowgauge.checkpoint.interop.gguf.tokenizer import settings_of, tokenizer_keys, tokenizer_of
 from narrowgauge.checkpoint.interop.read_back import require_read_back
@@ -57,11 +65,7 @@ def written(path, recipe, dtype=None, **sizes):
 
 def by_the_package(path):
     """Every tensor of a file as float32, times its tensor scale, as the package of llama.cpp decodes it."""
-    reason = "gguf, the package of llama.cpp, decodes the file, and is not installed"
-    reader = pytest.importorskip("gguf", reason=reason).GGUFReader(path)
-    from gguf.quants import dequantize
-
-    found = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    found = {t.name: dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
     for name in [name for name in found if name.endswith(".scale")]:
         scale, weight = found[name], name.removesuffix("scale") + "weight"
         found[weight] = found[weight] * scale.reshape(-1, *[1] * (found[weight].ndim - 1))
@@ -164,33 +168,34 @@ def test_a_head_of_other_values_is_not_tied(tmp_path):
 
 
 @pytest.mark.tier("thorough", keep=("Q4_K", "Q4_0", "MXFP4"))
-@pytest.mark.parametrize("kind", READABLE)
+@pytest.mark.parametrize("kind", [kind.name for kind in gguf.GGMLQuantizationType if is_readable(kind.name)])
 def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
-    reason = "gguf, the package of llama.cpp, writes the file, and is not installed"
-    gguf = pytest.importorskip("gguf", reason=reason)
     draw = np.random.default_rng(0)
     layer = {"attn_k": (128, 256), "attn_v": (128, 256), "attn_norm": (256,), "ffn_norm": (256,)}
     layer |= dict.fromkeys(("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), (256, 256))
     shapes = {"token_embd": (40, 256), "output": (40, 256), "output_norm": (256,)}
     shapes |= {f"blk.0.{name}": shape for name, shape in layer.items()}
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    settings = {"embedding_length": 256, "block_count": 1, "context_length": 32, "feed_forward_length": 256}
-    settings |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama"}
-    for name, value in settings.items():
-        getattr(writer, f"add_{name}")(value)
+    keys = {"embedding_length": 256, "block_count": 1, "context_length": 32, "feed_forward_length": 256}
+    keys |= {
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    keys["attention.layer_norm_rms_epsilon"] = 1e-5
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama"}
+    tensors = []
     expected = {}
     for name, shape in shapes.items():
         number = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
         try:
             data = gguf.quants.quantize(draw.normal(size=shape).astype(np.float32), number)
         except NotImplementedError:  # any bytes without an infinite fp16
-            _, block, size = TYPES[kind]
+            block, size = block_of(kind)
             data = draw.integers(256, size=(shape[0], shape[1] // block * size)).astype(np.uint8) & 0x3B
-        writer.add_tensor(f"{name}.weight", data, raw_dtype=number)
+        tensors.append(GgufTensor(f"{name}.weight", number.name, shape, data.reshape(-1).view(np.uint8)))
         expected[name] = torch.from_numpy(gguf.quants.dequantize(data, number).astype(np.float32))
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
+    metadata |= {f"llama.{key}": value for key, value in keys.items()}
+    write_gguf(tmp_path / "model.gguf", metadata, tensors)
     model = read_external_model(tmp_path / "model.gguf")
     assert (model.config.heads, model.config.kv_heads, model.config.head_dim) == (4, 2, 64)
     assert model.config.norm_eps == 1e-5
@@ -283,7 +288,7 @@ LOST = {
     "layers": (key("llama.block_count", 10**6), "1000000 layers"),
     "list": (key("llama.attention.head_count", [4, 4]), "one integer"),
     "type": (
-        put("blk.0.attn_q.weight", "Q8_K", (128, 256), np.zeros(128 * TYPES["Q8_K"][2], np.uint8)),
+        put("blk.0.attn_q.weight", "Q8_K", (128, 256), np.zeros(128 * block_of("Q8_K")[1], np.uint8)),
         "stored as Q8_K",
     ),
     "extra": (renamed("blk.0.more.weight"), "has no tensor 'output_norm"),
@@ -307,7 +312,19 @@ def test_what_would_be_lost_is_refused(tmp_path):
     for how, words in LOST.values():
         with pytest.raises(UserError, match=words):
             read_external_model(changed(path, how))
+
+
+@pytest.mark.tier("thorough")
+def test_a_header_with_sizes_that_no_file_has_is_refused(tmp_path):
+    """Of tensors, keys, a text, lists and a tensor, before memory is allocated for them; and half a file."""
+    path, huge = tmp_path / "model.gguf", (2**62).to_bytes(8, "little")
+    written(path, "bf16", layers=1)
     data = path.read_bytes()
-    (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match="was cut off"):
-        read_external_model(tmp_path / "cut.gguf")
+    key, norm = data.index(b"llama.context_length") + 20, data.index(b"output_norm.weight") + 18
+    patches = [(8, huge), (16, huge), (24, huge), (key, b"\x08\0\0\0" + huge)]
+    patches += [(key, b"\x09\0\0\0" + kind + b"\0\0\0" + huge) for kind in (b"\x00", b"\x08", b"\x09")]
+    patches += [(norm + 4, huge), (norm, b"\xff\xff\xff\xff"), (norm + 16, huge), (norm + 12, b"\x63")]
+    for at, patch in [(len(data) // 2, b""), *patches]:
+        path.write_bytes(data[:at] + patch + data[at + len(patch) :] * bool(patch))
+        with pytest.raises(UserError, match=r"model\.gguf cannot be read: .*; fetch it again"):
+            read_external_model(path)

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.checkpoint.interop.activations import amax_of_scale
+from narrowgauge.checkpoint.interop.gguf.container import read_gguf
 from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE
-from narrowgauge.checkpoint.interop.gguf.reader import open_gguf
 from narrowgauge.checkpoint.interop.name_map import name_map
 from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.errors import UserError
@@ -146,7 +146,7 @@ def wrong_input_scales(
 def _stored(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Functions that read each tensor of an export, by name."""
     if (folder / GGUF_FILE).is_file():
-        tensors = open_gguf(folder / GGUF_FILE).tensors
+        tensors = read_gguf(folder / GGUF_FILE).tensors
         yield {t.name: partial(_Stored, f"{t.type} {t.shape}", t.data) for t in tensors}
         return
 

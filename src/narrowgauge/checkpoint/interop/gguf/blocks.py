@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.gguf.container import TYPES
-from narrowgauge.data.sources.records import package
-from narrowgauge.formats import decode, format
+from narrowgauge.checkpoint.interop.gguf.container import block_of, library
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.cast_layout import layout_of
@@ -31,6 +29,7 @@ _TYPE_OF = {"mxfp4": ("MXFP4", 32), "nvfp4": ("NVFP4", 16), "mxint8": ("Q8_0", 3
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in PLAIN.items()}
 _FP16_EXPONENTS = (-24, 15)  # powers of two that fp16 holds exactly
+_NO_NUMBER = {"MXFP4": (1, 255), "NVFP4": (4, 127)}  # bytes of scales at the start of a block, and their NaN
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class StoredRows:
     """The rows of a matrix, or the elements of a vector, as the bytes of a type.
 
     Attributes:
-        type: The name of the type in `TYPES`.
+        type: ggml's name of the type.
         data: (N, bytes of a row).
         shape: (N, K), or (N,) of a vector.
         scale: The scale of the tensor, which multiplies all values.
@@ -76,7 +75,7 @@ def type_of(cast: Cast, columns: int) -> str | None:
         known = layout_of(named_cast(name))
         known.pop("block", None)
         if layout == known and cast.block is not None and cast.block[1] == width:
-            return kind if columns % TYPES[kind][1] == 0 else None
+            return kind if columns % block_of(kind)[0] == 0 else None
     return None
 
 
@@ -106,17 +105,17 @@ def code_rows(q: QTensor, kind: str) -> StoredRows | None:
 
 
 def values_of(rows: StoredRows) -> torch.Tensor:
-    """The values of rows: float32, of their shape; the type is one of `READABLE`."""
+    """The values of rows, float32 of their shape; NaN in a block of 4 bits with a scale that is no number."""
     N, data = rows.shape[0], np.ascontiguousarray(rows.data)
     if dtype := PLAIN.get(rows.type):
         bits = np.int32 if rows.type == "F32" else np.int16
         return torch.from_numpy(data.view(bits).copy()).view(dtype).float().reshape(rows.shape)
-    if unpack := _UNPACK.get(rows.type):
-        found = unpack(data.reshape(N, -1, TYPES[rows.type][2]))
-    else:
-        library = package("gguf", f"a weight of GGUF's type {rows.type}", "gguf")
-        with np.errstate(all="ignore"):  # the reader refuses what is not finite
-            found = library.quants.dequantize(data.reshape(N, -1), library.GGMLQuantizationType[rows.type])
+    gguf, (elements, size) = library(), block_of(rows.type)
+    with np.errstate(all="ignore"):  # the reader refuses what is not finite
+        found = gguf.quants.dequantize(data.reshape(N, -1), gguf.GGMLQuantizationType[rows.type])
+    if rows.type in _NO_NUMBER:  # which the package reads as one
+        scales, code = _NO_NUMBER[rows.type]
+        found.reshape(-1, elements)[(data.reshape(-1, size)[:, :scales] == code).any(1)] = np.nan
     values = torch.from_numpy(found).reshape(rows.shape)
     return values if rows.scale is None else values * rows.scale
 
@@ -125,33 +124,3 @@ def _nibbles(codes: Bytes, width: int) -> Bytes:
     """(N, K) codes of 4 bits -> (N, K / width, width / 2): the first half of a block low, the second high."""
     blocks = codes.reshape(len(codes), -1, width)
     return np.bitwise_or(blocks[..., : width // 2], blocks[..., width // 2 :] << 4, dtype=np.uint8)
-
-
-def _halves(packed: Bytes) -> Bytes:
-    return np.concatenate((packed & 15, packed >> 4), -1)
-
-
-def _table(name: str) -> NDArray[np.float32]:
-    fmt = format(name)
-    return decode(torch.arange(2**fmt.bits, dtype=torch.uint8), fmt).numpy()
-
-
-def _mxfp4(blocks: Bytes) -> NDArray[np.float32]:
-    return _table("e2m1")[_halves(blocks[..., 1:])] * _table("e8m0")[blocks[..., :1]]
-
-
-def _nvfp4(blocks: Bytes) -> NDArray[np.float32]:
-    packed = blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 8)
-    return _table("e2m1")[_halves(packed)] * _table("e4m3")[blocks[..., :4]][..., None]
-
-
-def _q8_0(blocks: Bytes) -> NDArray[np.float32]:
-    d = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
-    return np.ascontiguousarray(blocks[..., 2:]).view(np.int8).astype(np.float32) * d
-
-
-#: The types that are written: decoded here, where a scale that is not a number makes values that are none.
-_UNPACK = {"MXFP4": _mxfp4, "NVFP4": _nvfp4, "Q8_0": _q8_0}
-_NOT_DECODED = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K", "Q1_0")
-#: The types that `values_of` reads, others than those above by the package of llama.cpp.
-READABLE = tuple(kind for kind in TYPES if kind not in _NOT_DECODED)

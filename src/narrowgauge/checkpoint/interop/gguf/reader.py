@@ -1,8 +1,7 @@
 """Reads a model from a GGUF file of any program: configuration, weights and tokenizer, from the file alone.
 
     keys `ARCH.*` and the names of tensors      the configuration
-    BF16, F16, F32, Q8_0, MXFP4, NVFP4          the weights, as float32
-    Q4_K, Q6_K, IQ4_XS and 17 more              the same, decoded by the package gguf
+    BF16, F16, F32, and what gguf decodes       the weights, as float32
     keys `tokenizer.ggml.*`                     the tokenizer, of the rules that GGUF names (`tokenizer.py`)
 
 GGUF has no key for three choices. Biases follow from the tensors that are there. A head is tied if it is
@@ -22,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowgauge.checkpoint.interop.gguf.blocks import PLAIN, READABLE, StoredRows, plain_rows, values_of
-from narrowgauge.checkpoint.interop.gguf.container import GgufError, GgufFile, GgufTensor, read_gguf
+from narrowgauge.checkpoint.interop.gguf.blocks import PLAIN, StoredRows, plain_rows, values_of
+from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, is_readable, read_gguf
 from narrowgauge.checkpoint.interop.gguf.model import (
     ROPE_FREQUENCIES,
     gguf_map,
@@ -45,24 +44,13 @@ _ORIGINAL_POSITIONS = 8192  # of Llama 3.1 and 3.2
 _INPUT_SCALE = ".input_scale"
 
 
-def open_gguf(path: Path) -> GgufFile:
-    """The keys and tensors of a file; a `UserError` if it is damaged."""
-    try:
-        file = read_gguf(path)
-    except GgufError as error:
-        raise UserError(f"{path} cannot be read: {error}; fetch it again") from None
-    for name, fault in file.faults:
-        raise UserError(f"{path} cannot be read: tensor {name!r}: {fault}; fetch it again")
-    return file
-
-
 def read_gguf_external(path: Path) -> ExternalModel:
     """The model in a GGUF file; nothing in it is executed.
 
     Raises:
         UserError: The file is damaged, or holds something that would be lost.
     """
-    file = open_gguf(path)
+    file = read_gguf(path)
     tensors = {tensor.name: tensor for tensor in file.tensors}
     config = _config(path, file.metadata, tensors)
     require_layers(config, len(tensors), path)
@@ -199,10 +187,10 @@ def _require_all(path: Path, config: ModelConfig, tensors: Mapping[str, GgufTens
             raise UserError(
                 f"{path} has a tensor {name!r}, for which its keys have no place; give a plain model"
             )
-        if tensor.type not in READABLE:
+        if tensor.type not in PLAIN and not is_readable(tensor.type):
             raise UserError(
-                f"{path}: {name!r} is stored as {tensor.type}, and {', '.join(READABLE)} are read; give a "
-                "file in one of these, such as the model's BF16"
+                f"{path}: {name!r} is stored as {tensor.type}, which gguf does not decode; give a file in "
+                "another type, such as the model's BF16"
             )
         axes = 3 if name.endswith("_exps.weight") else None
         if not tensor.shape or 0 in tensor.shape or (axes and len(tensor.shape) != axes):
