@@ -144,7 +144,7 @@ def test_tables_name_what_exists_and_links_of_the_readme_lead_somewhere():
     assert sorted(named) == sorted(ng.recipe_names())
     assert set(first_column("models.md", "Named models")) <= set(model_names())
     folders = {f"{p.name}/" for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
-    assert set(first_column("reading-order.md", "The rooms")) == folders
+    assert set(first_column("../CONTRIBUTING.md", "The map")) == folders
     for target in re.findall(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)", README):
         assert (ROOT / target).exists(), target
     card = (DOCS / "how-to" / "fp8-on-a-4090.md").read_text(encoding="utf-8")
