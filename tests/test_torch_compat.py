@@ -33,10 +33,8 @@ SETTERS += ["set_is_last_backward"]
 @pytest.fixture
 def four_fake_ranks():
     """Rank 0 of four, whose collectives do nothing."""
-    compat.register_fake_backend()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with compat.fake_world(0, 4):
+        yield dist.group.WORLD
 
 
 class Named(compat.Wrapper):

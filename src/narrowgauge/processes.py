@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from traceback import format_exc
 from types import FrameType
@@ -59,8 +59,8 @@ class Programs:
         while True:
             codes = [program.poll() for program in self._started]
             failed = [code for code in codes if code]
-            if failed and deadline == float("inf"):
-                deadline = time.monotonic() + grace_s
+            if failed:
+                deadline = min(deadline, time.monotonic() + grace_s)
             if None not in codes or min(failed, default=0) < 0 or time.monotonic() > deadline:
                 return min(failed, default=0)
             time.sleep(0.02)
@@ -101,11 +101,8 @@ def output_of(command: Sequence[str], seconds: float) -> Output:
         out, words = process.communicate(timeout=seconds)
         return Output(process.returncode, out, words)
     except TimeoutExpired:
-        process.kill()
-    try:
-        process.communicate(timeout=1)
-    except TimeoutExpired:  # stuck in the kernel, or the machine is busy: waited for elsewhere
-        threading.Thread(target=process.communicate, daemon=True).start()
+        process.kill()  # it may be stuck in the kernel: waited for elsewhere
+    threading.Thread(target=process.communicate, daemon=True).start()
     return Output(None, error=f"no answer in {seconds:.0f} s")
 
 
@@ -120,15 +117,10 @@ def in_time(ask: Callable[[], T], seconds: float, late: T) -> T:
 
 def depend_on_parent() -> None:
     """Leave Ctrl-C to the parent, and exit with the parent; for `multiprocessing` children."""
-
-    def exit_with_parent() -> None:
-        parent = parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    parent = parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
 class Ended(Exception):
@@ -142,13 +134,6 @@ class Ended(Exception):
     def __init__(self, code: int | None, traceback: str = "") -> None:
         super().__init__(f"the process ended with code {code}")
         self.code, self.traceback = code, traceback
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """The last message of a process that an exception ends."""
-
-    traceback: str
 
 
 class Answering:
@@ -165,22 +150,22 @@ class Answering:
         self._process = context.Process(target=_serve, args=(prepare, arguments, theirs))
         self._process.start()
         theirs.close()
-        self._is_ready = False
 
     def ask(self, request: object) -> Any:
-        """The answer to a request; first waits until the preparation is done.
+        """The answer to a request.
 
         Raises:
             Ended: The process exited.
         """
-        if not self._is_ready:
-            self._receive()
-            self._is_ready = True
-        try:
+        is_answer, answer = False, ""
+        with suppress(OSError):  # the process has exited; its last words may be there
             self._connection.send(request)
-        except OSError:
-            raise self._ended() from None
-        return self._receive()
+        with suppress(EOFError, OSError):
+            is_answer, answer = self._connection.recv()
+        if is_answer:
+            return answer
+        self._process.join(_END_S)
+        raise Ended(self._process.exitcode, answer)
 
     def end(self, grace_s: float = 0.0) -> None:
         """End the process if it still runs; it may exit by itself within `grace_s` seconds."""
@@ -189,32 +174,15 @@ class Answering:
         self._process.terminate()
         self._process.join(_END_S)
 
-    def _receive(self) -> Any:
-        try:
-            answer = self._connection.recv()
-        except (EOFError, OSError):
-            raise self._ended() from None
-        if isinstance(answer, _Raised):
-            raise self._ended(answer.traceback)
-        return answer
-
-    def _ended(self, traceback: str = "") -> Ended:
-        self._process.join(_END_S)
-        return Ended(self._process.exitcode, traceback)
-
 
 def _serve(prepare: Prepare, arguments: tuple[object, ...], connection: Connection) -> None:
     """Prepare, then answer requests until the parent closes its end."""
     depend_on_parent()
     try:
-        with prepare(*arguments) as answer:
-            try:
-                connection.send(None)
-                while True:
-                    connection.send(answer(connection.recv()))
-            except (EOFError, OSError):  # the parent has exited
-                return
+        with prepare(*arguments) as answer, suppress(EOFError, OSError):  # the parent has exited
+            while True:
+                connection.send((True, answer(connection.recv())))
     except Exception:
         with suppress(OSError):
-            connection.send(_Raised(format_exc()))
+            connection.send((False, format_exc()))
         raise

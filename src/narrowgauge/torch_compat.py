@@ -351,12 +351,41 @@ class SeesFSDP:
         self.__dict__["under_fsdp"] = True
 
 
-def register_fake_backend() -> None:
-    """Register the backend `fake`: process groups whose collectives do nothing.
+class _MetaDevice(torch.cpu.Stream):
+    """What FSDP2 looks for as `torch.meta`: the meta device's streams and events, which order nothing."""
 
-    torch keeps it in its test internals; its own simulators of distributed runs also import it.
+    Event, stream = torch.cpu.Event, torch.cpu.stream
+    current_device, is_initialized = int, torch.cpu.is_available  # 0, True
+
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        return torch.cpu.Event()
+
+
+_MetaDevice.Stream = _MetaDevice.current_stream = _MetaDevice  # type: ignore[attr-defined]
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """Make this process one rank of many, on the meta device: collectives return at once and do nothing.
+
+    FSDP2, DDP and pipelines work in it. Torch's tests and simulators use the same groups. FSDP2 refuses meta
+    tensors only as a reminder to materialize a model. DTensor takes an old world's mesh for an equal one.
     """
     import_module("torch.testing._internal.distributed.fake_pg")
+    group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
+    forget = import_module("torch.distributed.tensor.debug")
+    check, group._validate_no_meta_params = group._validate_no_meta_params, lambda _: None
+    torch.meta = _MetaDevice  # type: ignore[attr-defined]
+    dist.Backend.backend_capability["fake"] = ["cpu", "meta"]
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        del torch.meta  # type: ignore[attr-defined]
+        group._validate_no_meta_params = check
+        forget._clear_python_sharding_prop_cache()
+        forget._clear_fast_path_sharding_prop_cache()
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -1,4 +1,4 @@
-"""The account of several processes: what is expected of imagined ones is what real ones take."""
+"""The account of several processes: what is expected of imagined ones is what real ones take, to the byte."""
 
 import pytest
 
@@ -36,6 +36,7 @@ def test_two_ranks_take_what_is_expected(ranks, text, recipe, parallel):
     step = estimate_step(config, resolve_dims(ParallelDims(**config.parallel.model_dump()), 2))
     plan = step.memory
     assert {c: found["bytes"][c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
-    assert plan.peak == pytest.approx(found["peak"], rel=0.1)
+    is_same = recipe in ("bf16", "fp8")  # the CPU's kernels take pieces of the others
+    assert plan.peak == pytest.approx(found["peak"], rel=0 if is_same else 0.1)
     for purpose in ("gather", "reduce", "activations"):
         assert sum(n for (why, _), n in step.sent.items() if why == purpose) == sent.get(purpose, 0), purpose

@@ -1,65 +1,28 @@
 """A step of one of several processes, counted on an imagined H200, under torch's own FSDP2.
 
-Groups of torch's fake backend stand for the others. FSDP2 refuses meta tensors for the numbers that they
-lack; here none is needed. Streams and events of the meta device are the CPU's, which do nothing.
 What the network does is not counted.
 """
 
-from contextlib import contextmanager
 from functools import cache, partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from narrowgauge.data import Batch
 from narrowgauge.devices import imagine
-from narrowgauge.distributed import Mesh, ParallelDims
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.distributed.parallel import parallelize
 from narrowgauge.recipes import named_device
 from narrowgauge.simulate import H200
 from narrowgauge.simulate.count import Total
 from narrowgauge.simulate.recorder import Recorder
-from narrowgauge.torch_compat import register_fake_backend
+from narrowgauge.simulate.step import simulated_mesh
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 
 META = torch.device("meta")
 FIRST, NEXT, SCALES = "the first micro-batch", "each that follows", "new scales after the update"
-CLASSES = ("Stream", "stream", "current_stream", "is_available", "device_count")
-
-
-class Event(torch.cpu.Event):
-    def record(self, stream=None):
-        return self
-
-
-@contextmanager
-def mesh_of(world):
-    """The mesh of the first of n processes; None for one alone."""
-    if world == 1:
-        yield None
-        return
-    device = SimpleNamespace(
-        **{name: getattr(torch.cpu, name) for name in CLASSES},
-        Event=Event,
-        current_device=lambda: 0,
-        is_initialized=lambda: True,
-        set_device=lambda _: None,
-    )
-    register_fake_backend()
-    with (
-        patch.object(torch, "meta", device, create=True),
-        patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
-    ):
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world)
-        try:
-            yield Mesh(ParallelDims(shard=world), META)
-        finally:
-            dist.destroy_process_group()
 
 
 def plain_fsdp(module, mesh):
@@ -105,7 +68,12 @@ def events_of(model, recipe, layers, world=1, is_plain=False, micro_batch=16, le
     )
     recorder = Recorder()
     shard = patch.object(parallelize, "_apply_fsdp", plain_fsdp if is_plain else parallelize._apply_fsdp)
-    with mesh_of(world) as mesh, shard, imagine(named_device("h200"), recorder.told), recorder.watching():
+    with (
+        simulated_mesh(ParallelDims(shard=world)) as mesh,
+        shard,
+        imagine(named_device("h200"), recorder.told),
+        recorder.watching(),
+    ):
         trainer = Trainer.begin(config.plan, META, mesh)
         renew = trainer.engine.after_update
         renew()

@@ -23,7 +23,6 @@ ZeRO's stages (arXiv 1910.02054) of the axis `shard`:
 """
 
 from math import prod
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,29 +43,15 @@ COMBINED_AXES = {
 HSDP_AXES = ("pipeline", "replicate", "fsdp", "tensor")  # of the mesh with replicas of FSDP's shards
 
 
-class StandIns(Protocol):
-    """The parts of torch that do not work on meta tensors, as a simulated mesh replaces them."""
-
-    def fully_shard(self, module: torch.nn.Module, reshard_after_forward: bool, axis: str) -> None:
-        """Shard a module's parameters over the ranks of an axis, as FSDP2 would."""
-
-    def pipeline(self, model: Any, modules: list[Any]) -> Any:
-        """The pipeline of this process's stages; it has the method `run` of `pipeline_schedule.Pipeline`."""
-
-
 class Mesh:
     """The device mesh of a run, and the coordinates of this process in it.
 
     Attributes:
         parallel_dims: the degrees of parallelism.
         first_last_group: the first and the last rank of this process's pipeline, if it is one of them.
-        micro_batches: number of micro-batches of a step; only a simulated run sets it.
-        stand_ins: replacements of FSDP2 and of torch's pipelines; None in a real run.
     """
 
     first_last_group: dist.ProcessGroup | None = None
-    micro_batches = 1
-    stand_ins: StandIns | None = None
 
     def __init__(self, parallel_dims: ParallelDims, device: torch.device) -> None:
         """Create the process groups of all axes; every process calls this at the same time."""

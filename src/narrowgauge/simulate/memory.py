@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.formats import torch_dtype
 from narrowgauge.models import count_parameters
-from narrowgauge.nn import recipe_tensors
+from narrowgauge.nn import Linear, recipe_tensors
+from narrowgauge.nn.weight import WeightGather
 from narrowgauge.quantization import local_tensor, plain_gradient, state_of
-from narrowgauge.simulate.fake_fsdp import full_weights
 from narrowgauge.simulate.recorder import Recorder
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
@@ -121,7 +122,7 @@ def measured(trainer: Trainer, forward: int, peak: int) -> Memory:
     in_buckets = any(isinstance(module, DistributedDataParallel) for module in trainer.engine.modules)
     new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets exist before the step
     saved = forward - _early_gradient(trainer)
-    device["whole weights"] = min(saved, full_weights(trainer.model, trainer.engine.mesh))
+    device["whole weights"] = min(saved, _full_weights(trainer))
     device["logits"] = min(saved - device["whole weights"], _logits(trainer))
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that the step allocates are a separate class.
@@ -159,6 +160,29 @@ def _logits(trainer: Trainer) -> int:
     plan, count = trainer.plan, trainer.model.share[1]
     tokens = plan.micro_batch_size * plan.sequence_length // count
     return tokens * plan.spec.model.vocab_size * trainer.model.compute_dtype.itemsize
+
+
+def _full_weights(trainer: Trainer) -> int:
+    """Bytes of the weights that stay gathered after a forward pass: with ZeRO 3, all except the blocks'."""
+    parallel_dims = trainer.engine.mesh.parallel_dims
+    if not parallel_dims.is_sharded:
+        return 0
+    gathers = {m.weight: m.gathering for m in trainer.model.modules() if isinstance(m, Linear)}
+    return sum(
+        p.numel() * _sent_dtype(gathers.get(p)).itemsize
+        for name, p in trainer.model.named_parameters()
+        if parallel_dims.zero < 3 or not name.startswith("blocks.")
+    )
+
+
+def _sent_dtype(gather: WeightGather | None) -> torch.dtype:
+    """The dtype in which FSDP gathers a weight."""
+    if gather is None:
+        return torch.float32
+    if gather.at_rest is None:
+        return torch.uint8 if gather.cast.is_scaled else torch_dtype(gather.cast.element) or torch.float32
+    decoded = gather.at_rest.cast.is_scaled and not gather.cast.is_scaled
+    return torch.float32 if decoded else next(iter(gather.at_rest.tensors.values())).dtype
 
 
 def _early_gradient(trainer: Trainer) -> int:

@@ -111,7 +111,7 @@ def _simulated(parallel_dims: ParallelDims) -> tuple[int, int]:
     runs multiples of its stages.
     """
     stages = parallel_dims.pipeline
-    return (stages, 2 * stages) if parallel_dims.chunks > 1 else (1, stages + 1)
+    return (stages, 2 * stages) if parallel_dims.chunks > 1 else (stages, stages + 1)
 
 
 def _sent(step: SimulatedStep) -> Sent:

@@ -1,24 +1,28 @@
 """Runs an optimizer step on meta tensors, with the trainer's own code, under one recorder.
 
-Meta tensors have shapes and no data, and the other processes of a mesh are simulated, so no formula can fall
-behind the code. Tensors are not chunked, as on a GPU. Inside `devices.imagine(gpu)` the step runs that GPU's
-kernels and native GEMMs.
+Meta tensors have shapes and no data, and collectives with the other processes of a mesh do nothing
+(`torch_compat.fake_world`); FSDP2, DDP and pipelines are torch's own. So the step of one of thousands of
+processes runs here, and no formula can fall behind its code. Tensors are not chunked, as on a GPU. Inside
+`devices.imagine(gpu)` the step runs that GPU's kernels and native GEMMs.
 """
 
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from narrowgauge.data import Batch
 from narrowgauge.devices import Device, imagine
-from narrowgauge.distributed import ParallelDims
+from narrowgauge.distributed import Mesh, ParallelDims
+from narrowgauge.errors import UserError
 from narrowgauge.nn import Gauges
-from narrowgauge.simulate.fake_mesh import fake_mesh
 from narrowgauge.simulate.memory import Memory, measured
 from narrowgauge.simulate.recorder import Recorder
+from narrowgauge.torch_compat import fake_world
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.trainer import Trainer
 
@@ -81,8 +85,7 @@ def simulate_step(
     is_counted = count_on is not None
     recorder = Recorder(allocation=_GPU_ALLOCATION if is_counted else 1)
     with ExitStack() as stack:
-        mesh = stack.enter_context(fake_mesh(parallel_dims, rank))
-        mesh.micro_batches = micro_batches
+        mesh = stack.enter_context(simulated_mesh(parallel_dims, rank))
         if is_counted:
             stack.enter_context(imagine(count_on, recorder.told))
             stack.enter_context(recorder.watching())
@@ -100,6 +103,22 @@ def simulate_step(
         observer = _Observer(step, trainer, is_counted)
         trainer.train_step(iter([batch] * micro_batches), observer.after_forward, cast(Gauges, observer))
     return step
+
+
+@contextmanager
+def simulated_mesh(parallel_dims: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
+    """The mesh of one rank of a simulated run, on the meta device.
+
+    Raises:
+        UserError: this process is already in a process group.
+    """
+    if parallel_dims.size > 1 and dist.is_initialized():
+        raise UserError(
+            "several processes can be simulated only outside a process group, and this process is in one; "
+            "use `narrowgauge plan` instead"
+        )
+    with fake_world(rank, parallel_dims.size) if parallel_dims.size > 1 else nullcontext():
+        yield Mesh(parallel_dims, torch.device("meta"))
 
 
 class _Observer:

@@ -13,7 +13,8 @@ reads its tensors. A collective on n bytes counts as what one rank of N sends in
     broadcast, send                               n
 
 They are counted under the tag set by the caller (`collectives.comm_tag`); without one, under "gather" for an
-all-gather, "reduce" for a reduce-scatter, "activations" for a send, and "other".
+all-gather, "reduce" for a reduce-scatter or, in a backward pass, an all-reduce (FSDP2's over replicas),
+"activations" for a send, and "other".
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from narrowgauge.collectives import current_comm_tag
 from narrowgauge.quantization.state.gradient_state import NarrowGradient
-from narrowgauge.torch_compat import TorchDispatchMode, group_of_collective
+from narrowgauge.torch_compat import TorchDispatchMode, group_of_collective, is_in_backward
 
 
 class CommCounter(TorchDispatchMode):
@@ -66,7 +67,7 @@ class CommCounter(TorchDispatchMode):
         elif name.startswith(("_reduce_scatter_base_", "alltoall_base_")):
             default, size = ("reduce" if "reduce" in name else default), (ranks - 1) * size // ranks
         elif name.startswith("allreduce_"):
-            size = 2 * (ranks - 1) * size // ranks
+            default, size = ("reduce" if is_in_backward() else default), 2 * (ranks - 1) * size // ranks
         elif name == "send":
             default = "activations"
         elif not name.startswith("broadcast_"):

@@ -7,7 +7,6 @@ histories of operands      reduced here, all layers in one collective of each ki
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,9 +47,7 @@ class Engine:
         self.graphs: MicroBatchGraphs | None = None
         self.pipeline: Pipeline | None = None
         if mesh.parallel_dims.stages > 1:
-            stages = cast(list[nn.Module], self.modules)
-            make = mesh.stand_ins.pipeline if mesh.stand_ins else partial(Pipeline, mesh=mesh, device=device)
-            self.pipeline = make(model, stages)
+            self.pipeline = Pipeline(model, cast(list[nn.Module], self.modules), mesh, device)
 
     @classmethod
     def alone(cls, model: Transformer) -> "Engine":

@@ -193,9 +193,6 @@ def _apply_fsdp(module: nn.Module, mesh: Mesh) -> None:
     is_root = isinstance(module, Objective | Stage)  # the backward pass begins with a root's own parameters
     reshard = mesh.parallel_dims.zero == 3 and not is_root
     is_expert = isinstance(module, Expert)
-    if mesh.stand_ins is not None:
-        mesh.stand_ins.fully_shard(module, reshard, "expert_shard" if is_expert else "fsdp")
-        return
     ranks = mesh.expert_mesh if is_expert else mesh.fsdp_mesh
     with quantized_fsdp(module):
         fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
@@ -228,21 +225,8 @@ def _sum(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """The sum of a bucket's gradients, in place of DDP's mean."""
-    if bucket.buffer().is_meta:
-        return _sum_simulated(group, bucket)
+    total = bucket.buffer()
     with comm_tag("reduce"):
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        work = dist.all_reduce(total, group=group, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def _sum_simulated(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """The same sum with torch's fake process group, whose work has no future."""
-    with comm_tag("reduce"):
-        dist.all_reduce(bucket.buffer(), group=group)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+    return work.get_future().then(lambda _: total)

@@ -8,6 +8,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleLoopedBFS
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.pipeline_stage import Stage, StageInput
 from narrowgauge.models import Transformer
@@ -65,7 +66,7 @@ class Pipeline:
         size = (B, T // model.share[1], model.config.dim)
         stream = torch.empty(size, dtype=model.stream_dtype, device="meta", requires_grad=True)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
-        return PipelineStage(
+        return _TorchStage(
             module,
             stage.number,
             self.mesh.parallel_dims.stages,
@@ -74,6 +75,15 @@ class Pipeline:
             output_args=(torch.empty(1, device="meta", requires_grad=True) if stage.is_last else stream,),
             group=self.mesh.group("pipeline"),
         )
+
+
+class _TorchStage(PipelineStage):
+    """A stage whose sums of gradients, which FSDP leaves to the schedule, are tagged as such."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Sum the gradients of FSDP after the last micro-batch."""
+        with comm_tag("reduce"):
+            super().perform_reduce_grad(grad_scale_factor)
 
 
 def _unwrapped(module: nn.Module) -> Stage:

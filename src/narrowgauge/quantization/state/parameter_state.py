@@ -59,7 +59,6 @@ class ParamState:
         holders: The number of copies over the processes of a pipeline stage: 2 for an embedding that is tied
             to the head, in another stage; 1 / n for an expert, where n processes have different ones.
         gathering: How FSDP2 sends the shard of a narrow weight (`nn.weight`); None if it does not.
-        gathered_shape: The shape that FSDP2 gathers it to, in a simulated step (a DTensor has this shape).
         gradient: The sum over micro-batches in a cast; None: it is `parameter.grad`.
         weight: The weight in a cast; None: the parameter itself holds the weight.
         master: A wider copy that the optimizer updates; None: it updates the weight.
@@ -71,7 +70,6 @@ class ParamState:
     shard: TensorShard | None = None
     holders: Fraction = Fraction(1)
     gathering: Gathering | None = None
-    gathered_shape: torch.Size | None = None
     gradient: GradientState | None = None
     weight: QuantizedState | None = None
     master: QuantizedState | None = None
