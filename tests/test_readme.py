@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.cluster import load_site
+from narrowgauge.cluster.launch.site import load_site
 from narrowgauge.models import model_names
 from narrowgauge.recipes import Device, choose_backend, parse_recipe
 from narrowgauge.training import make_config

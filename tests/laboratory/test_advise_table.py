@@ -21,7 +21,8 @@ import pytest
 import narrowgauge as ng
 from narrowgauge.cli.line import config_values, read_line
 from narrowgauge.cli.main import main
-from narrowgauge.cluster import Cluster, load_cluster, tokens_of
+from narrowgauge.cluster.plan.budget import tokens_of
+from narrowgauge.cluster.plan.cluster_spec import Cluster, load_cluster
 from narrowgauge.cluster.plan.plan import expected_time
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims

@@ -2,7 +2,8 @@
 
 import pytest
 
-from narrowgauge.cluster import load_cluster, make_plan
+from narrowgauge.cluster.plan.cluster_spec import load_cluster
+from narrowgauge.cluster.plan.plan import make_plan
 from narrowgauge.devices import imagine
 from narrowgauge.recipes import named_device
 from narrowgauge.simulate import ALONE, Memory, Room, count_step, estimate_memory

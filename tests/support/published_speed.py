@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.cluster import load_cluster
+from narrowgauge.cluster.plan.cluster_spec import load_cluster
 from narrowgauge.cluster.plan.estimate import Estimate, estimate
 from narrowgauge.devices import imagine
 from narrowgauge.models import count_parameters

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from narrowgauge.cluster import load_cluster
+from narrowgauge.cluster.plan.cluster_spec import load_cluster
 from narrowgauge.cluster.plan.plan import make_plan
 from narrowgauge.cluster.plan.plan_text import print_plan
 from narrowgauge.errors import UserError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from narrowgauge import cluster, models  # each name is imported when it is used
+from narrowgauge import models  # each name is imported when it is used
 from narrowgauge.errors import UserError
 
 Line = argparse.Namespace  # a command line with keys of the configuration
@@ -84,5 +84,4 @@ File = Annotated[Path, Form("FILE")]
 Source = Annotated[str, Form("SOURCE")]
 Seeds = Annotated[int | tuple[int, ...], Form("N|A,B,C", parse_seeds)]
 NamedModel = Annotated[str, Form("NAME", _model)]
-NamedCluster = Annotated[str, Form("SPEC", lambda name: cluster.cluster_name(name))]
 Run = Annotated[Path, RUN, "a run, a Hugging Face folder or an llm.c model"]

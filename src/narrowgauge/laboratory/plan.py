@@ -6,9 +6,11 @@ from typing import Any
 
 from rich.console import Console
 
-from narrowgauge.cluster import Cluster, Price, load_cluster, make_plan, parse_price, print_plan, tokens_of
+from narrowgauge.cluster.plan.budget import Price, parse_price, tokens_of
+from narrowgauge.cluster.plan.cluster_spec import Cluster, load_cluster
 from narrowgauge.cluster.plan.pays import Pays, pays
-from narrowgauge.cluster.plan.plan import Plan, as_json
+from narrowgauge.cluster.plan.plan import Plan, as_json, make_plan
+from narrowgauge.cluster.plan.plan_text import print_plan
 from narrowgauge.errors import UserError, checked
 from narrowgauge.laboratory.chart import bars
 from narrowgauge.laboratory.settings import Section, config_of, values_of

@@ -2,8 +2,7 @@
 
 import pytest
 
-from narrowgauge.cluster import load_site, site_names
-from narrowgauge.cluster.launch.site import Limit, parse_site
+from narrowgauge.cluster.launch.site import Limit, load_site, parse_site, site_names
 from narrowgauge.errors import UserError
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.cluster import cluster_names, load_cluster, make_plan
+from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
 from narrowgauge.cluster.plan.counted import ceilings_of, speeds_of
 from narrowgauge.cluster.plan.estimate import estimate
+from narrowgauge.cluster.plan.plan import make_plan
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.kernels.cast import emulate

@@ -7,15 +7,14 @@ from importlib import resources
 
 import pytest
 
-from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
 from narrowgauge.cluster.plan import cluster_spec
-from narrowgauge.cluster.plan.cluster_spec import parse_cluster
+from narrowgauge.cluster.plan.budget import parse_price, tokens_of
+from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster, parse_cluster
 from narrowgauge.cluster.plan.counted import counted_step, speeds_of
 from narrowgauge.cluster.plan.estimate import estimate
 from narrowgauge.cluster.plan.expect import counted_expectation, expectation
 from narrowgauge.cluster.plan.fewest import fewest_devices
-from narrowgauge.cluster.plan.plan import as_json, cost_of
-from narrowgauge.cluster.plan.price import parse_price
+from narrowgauge.cluster.plan.plan import as_json, cost_of, make_plan
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.cluster.scaling.local_launch import refuse_several
-from narrowgauge.cluster.scaling.scaling import _dims, _plans
+from narrowgauge.cluster.scaling.scaling import _dims, _plans, refuse_several
 from narrowgauge.cluster.scaling.statistics import (
     Row,
     against,

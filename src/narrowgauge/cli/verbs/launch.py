@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from narrowgauge import cluster  # each name is imported when it is used
 from narrowgauge.cli.line import config_values, parser_of, read_line
+from narrowgauge.cluster.launch.job_script import MARK, Job, emulation_note, job_script, queued
+from narrowgauge.cluster.launch.site import Site, load_site, site_names
 from narrowgauge.data import why_absent
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.arguments import Form
 
 if TYPE_CHECKING:
-    from narrowgauge.cluster import Job, Site
     from narrowgauge.runs import Layout
 
 _REST = Form("-- train ...", str, is_positional=True, nargs=argparse.REMAINDER)
@@ -25,7 +25,7 @@ def launch(
     torchrun: Annotated[bool, "to run on each node, without a scheduler"] = False,
     nodes: Annotated[int, Form("N"), "number of nodes"] = 1,
     gpus_per_node: Annotated[int | None, Form("G"), "processes per node (the site's, or 1)"] = None,
-    site: Annotated[str | None, Form("NAME"), f"{', '.join(cluster.site_names())} or a .toml file"] = None,
+    site: Annotated[str | None, Form("NAME"), f"{', '.join(site_names())} or a .toml file"] = None,
     time: Annotated[str, Form("HH:MM:SS"), "Slurm: time limit, or D-HH:MM:SS (the site's)"] = "",
     account: Annotated[str, Form("A"), "Slurm: account (the site's)"] = "",
     partition: Annotated[str, Form("P"), "Slurm: partition (the site's)"] = "",
@@ -53,11 +53,11 @@ def launch(
             raise UserError(f"--{name} is Slurm's; leave it out with --torchrun, or write --slurm")
     if time and not re.fullmatch(r"(\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d", time):
         raise UserError(f"--time is {time!r}; write HH:MM:SS, or D-HH:MM:SS")
-    place = cluster.load_site(site) if site else cluster.Site(devices_per_node=1)
+    place = load_site(site) if site else Site(devices_per_node=1)
     job, layout = _job(words, place, nodes, gpus_per_node, site)
     if slurm:
-        job = cluster.queued(replace(job, time=time, account=account, partition=partition), place)
-    _write(out, cluster.job_script(job, place, slurm))
+        job = queued(replace(job, time=time, account=account, partition=partition), place)
+    _write(out, job_script(job, place, slurm))
     if slurm:
         how = f"start it by: sbatch {out}"
     elif job.nodes == 1:
@@ -71,14 +71,14 @@ def launch(
     data = layout.config.data
     absent = why_absent(data.source, data.weights)
     here = absent and f"WARNING on this machine, {absent}"
-    for text in (layout.choice, cluster.emulation_note(layout.config.spec.recipe, place), here):
+    for text in (layout.choice, emulation_note(layout.config.spec.recipe, place), here):
         if text:
             print(text)
 
 
 def _job(
-    words: list[str], site: "Site", nodes: int, per_node: int | None, named: str | None
-) -> tuple["Job", "Layout"]:
+    words: list[str], site: Site, nodes: int, per_node: int | None, named: str | None
+) -> tuple[Job, "Layout"]:
     """The job that the script starts, and its layout over the processes; checks every option."""
     from narrowgauge.runs import default_out, lay_out
     from narrowgauge.training import make_config
@@ -97,11 +97,11 @@ def _job(
         )
     run = line.out or default_out(config)
     layout = lay_out(config, nodes * count, run)
-    job = cluster.Job(tuple(words), run, Path.cwd(), nodes=nodes, per_node=count, gpus=gpus)
+    job = Job(tuple(words), run, Path.cwd(), nodes=nodes, per_node=count, gpus=gpus)
     return job, layout
 
 
-def _grid(job: "Job", layout: "Layout") -> str:
+def _grid(job: Job, layout: "Layout") -> str:
     """A line about the processes that the script starts, and the share of work of each."""
     dims, t = layout.parallel_dims, layout.config.training
     axes = f" ({dims.text})" if dims.text else ""
@@ -112,7 +112,7 @@ def _grid(job: "Job", layout: "Layout") -> str:
     )
 
 
-def _queue(job: "Job", site: "Site") -> str:
+def _queue(job: Job, site: Site) -> str:
     """A line about how long Slurm lets a job run, where, and who pays."""
     limit = f"jobs of at most {job.time}" if job.time else "jobs of the default time limit (--time)"
     where = f" in partition {partition}" if (partition := job.partition or site.slurm.partition) else ""
@@ -122,7 +122,7 @@ def _queue(job: "Job", site: "Site") -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write an executable file; only an older script of this verb is overwritten."""
-    if path.exists() and (path.is_dir() or cluster.MARK.encode() not in path.read_bytes()[:4096]):
+    if path.exists() and (path.is_dir() or MARK.encode() not in path.read_bytes()[:4096]):
         raise UserError(f"{path} exists and is not from launch; name another file by --out, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

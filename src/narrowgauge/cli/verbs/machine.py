@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Annotated
 
 from narrowgauge.cli.line import config_values
-from narrowgauge.cluster import cluster_names
+from narrowgauge.cluster.plan.cluster_spec import cluster_name, cluster_names
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.arguments import Count, Form, Line, NamedCluster
+from narrowgauge.laboratory.arguments import Count, Form, Line
 from narrowgauge.result import Result
+
+_CLUSTERS = f"{', '.join(cluster_names())}, or a .toml file"
 
 
 def plan(
     line: Line,
     *,
-    cluster: Annotated[NamedCluster | None, f"{', '.join(cluster_names())}, or a .toml file"] = None,
+    cluster: Annotated[str | None, Form("SPEC", cluster_name), _CLUSTERS] = None,
     devices: Annotated[Count, "number of devices"] = 1,
     tokens: Annotated[str | None, Form("N"), "training tokens, as in 300B (default: from the steps)"] = None,
     price: Annotated[str | None, Form("P"), "price of a device-hour, such as 2.50USD (the cluster's)"] = None,
@@ -27,7 +29,8 @@ def plan(
     """
     from rich.console import Console
 
-    from narrowgauge.cluster import load_cluster, tokens_of
+    from narrowgauge.cluster.plan.budget import tokens_of
+    from narrowgauge.cluster.plan.cluster_spec import load_cluster
     from narrowgauge.laboratory.plan import plan_config
     from narrowgauge.training import make_config
     from narrowgauge.training.config.named import with_published
@@ -55,7 +58,6 @@ def scaling(
     seconds: Annotated[float, Form("N"), "seconds per number and mode"] = 5.0,
     rounds: Annotated[int, Form("N"), "rounds that share the seconds"] = 3,
     json: Annotated[bool, "print JSON (scaling.json) instead of a table"] = False,
-    rank_of: Annotated[Path | None, Form("DIR", is_hidden=True), "for its own processes"] = None,
 ) -> None:
     """Train on 1 to N processes: speed-up, efficiency, communication.
 
@@ -63,17 +65,15 @@ def scaling(
     """
     from rich.console import Console
 
-    from narrowgauge.cluster import measure, print_scaling, read_sizes
+    from narrowgauge.cluster.scaling.scaling import read_sizes
     from narrowgauge.cluster.scaling.scaling import scaling as measure_scaling
+    from narrowgauge.cluster.scaling.table import print_scaling
     from narrowgauge.training import make_config
 
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds {seconds:g}: it must be a number above 0, as in --seconds 5")
     if rounds < 1:
         raise UserError(f"--rounds {rounds}: it must be at least 1; an interval takes 2, better 3")
-    if rank_of is not None:
-        measure(rank_of, seconds)
-        return
     sizes, config = read_sizes(procs), make_config(config_values(line))
     out = line.out or Path("runs") / f"scaling-{config.model.name}"
     console = Console()

@@ -43,7 +43,8 @@ _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 
 def collect_hardware(torch: TorchReport) -> Hardware:
     """The GPUs of this machine: those with a device file, those of NVIDIA's driver, and torch's."""
-    nvidia, uses = in_time(_nvidia, _DRIVER_SECONDS, ({}, {}))
+    nothing: tuple[dict[str, Any], Uses] = {}, {}
+    nvidia, uses = in_time(_nvidia, _DRIVER_SECONDS, nothing)
     files = len(list(Path("/dev").glob("nvidia[0-9]*")))  # WSL has none, but the driver answers
     makers = ("nvidia",) * (files or len(uses)) + ("amd",) * _amd_gpus()
     gpus = joined(torch.gpus, uses)

@@ -28,6 +28,7 @@ from narrowgauge.cluster.doctor.facts import (
     miss,
     of_error,
     ok,
+    release,
     warn,
 )
 from narrowgauge.errors import words_of
@@ -76,11 +77,8 @@ def _cores() -> int:
 
 def _glibc() -> Version:
     """The version of glibc; () for another C library."""
-    try:
-        text = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
-    except (AttributeError, OSError, ValueError):
-        return ()
-    return tuple(int(part) for part in text.removeprefix("glibc ").split(".")[:2] if part.isdecimal())
+    name, version = platform.libc_ver()
+    return release(version) if name == "glibc" else ()
 
 
 def _instruction_sets() -> frozenset[str]:

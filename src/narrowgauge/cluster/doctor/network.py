@@ -18,7 +18,6 @@ import re
 import socket
 import ssl
 import time
-import urllib.error
 import urllib.request
 from dataclasses import replace
 from urllib.parse import SplitResult, urlsplit
@@ -96,7 +95,8 @@ def _ask(server: SplitResult, proxy: SplitResult | None, address: str, hub: Hub,
         with opener.open(request, timeout=seconds) as answer:
             status, headers = answer.status, answer.headers
     except (OSError, http.client.HTTPException) as error:
-        return _failed(hub, error.reason if isinstance(error, urllib.error.URLError) else error)
+        reason = getattr(error, "reason", error)  # of a `URLError`
+        return _failed(hub, reason if isinstance(reason, Exception) else error)
     if status >= 500 or status == 407:  # without a tunnel, the error may be the proxy's or the hub's
         refused = "proxy refused" if proxy and server.scheme == "http" else "refused"
         return replace(hub, outcome=refused, status=status)
@@ -107,7 +107,7 @@ def _ask(server: SplitResult, proxy: SplitResult | None, address: str, hub: Hub,
     return replace(hub, outcome="reached", status=status, ahead=ahead)
 
 
-def _failed(hub: Hub, error: object) -> Hub:
+def _failed(hub: Hub, error: Exception) -> Hub:
     """The outcome of a request that got no answer of the hub."""
     if tunnel := re.match(r"Tunnel connection failed: (\d+)", str(error)):
         return replace(hub, outcome="proxy refused", status=int(tunnel[1]))

@@ -8,8 +8,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jinja2
-
 from narrowgauge.cluster.launch.site import Limit, Site, slurm_word
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import Recipe, choose_backend, named_device, recipe
@@ -36,6 +34,8 @@ class Job:
 
 def job_script(job: Job, site: Site, slurm: bool) -> str:
     """The script that starts a job: by sbatch if `slurm`, else by bash on each node."""
+    import jinja2  # here, for the time of --help
+
     files = jinja2.PackageLoader("narrowgauge", "cluster/launch")
     jinja = jinja2.Environment(
         loader=files,

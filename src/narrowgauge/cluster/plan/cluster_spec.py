@@ -37,7 +37,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from narrowgauge.cluster.data_file import Table, read_tables
-from narrowgauge.cluster.plan.price import Price, parse_price
+from narrowgauge.cluster.plan.budget import Price, parse_price
 from narrowgauge.errors import UserError, ending_with, unknown
 from narrowgauge.files import named_text, shipped_names, shipped_text, unknown_name
 from narrowgauge.recipes import Device, named_device

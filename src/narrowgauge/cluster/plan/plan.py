@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.cluster.plan.budget import Price
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.estimate import Estimate, estimate
 from narrowgauge.cluster.plan.expect import Expectation, counted_expectation, expectation
 from narrowgauge.cluster.plan.fewest import Fewest, fewest_devices
-from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import Device, imagine
 from narrowgauge.distributed import ParallelDims, resolve_dims
-from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import Backend, choose_backend, device_facts
 from narrowgauge.runs import choose_device, lay_out
@@ -24,7 +23,7 @@ from narrowgauge.runs.monitor.memory_check import room_here
 from narrowgauge.simulate import Memory, Room, StepEstimate, WholeCount, estimate_step, fitting
 from narrowgauge.training import Config
 from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
-from narrowgauge.units import human_bytes, parse_count
+from narrowgauge.units import human_bytes
 
 
 @dataclass(frozen=True)
@@ -161,13 +160,6 @@ def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
         f"--training.batch_size {batch_size}, which was chosen: the default of {t.batch_size} does not fit "
         f"{devices} devices, and train would refuse it"
     )
-
-
-def tokens_of(text: str) -> int:
-    """Parse a token budget such as 300B, 1T or 1.5e12; at least 1."""
-    if not (number := parse_count(text)):
-        raise UserError(f"--tokens {text!r}: it must be a number such as 300B, 1T or 1.5e12")
-    return int(number)
 
 
 def price_of(plan: Plan, asked: Price | None) -> Price | None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from narrowgauge.cluster.plan.budget import Price
 from narrowgauge.cluster.plan.estimate import Estimate
 from narrowgauge.cluster.plan.expect import Expectation
 from narrowgauge.cluster.plan.plan import Plan, cost_of, price_of
-from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import imagine
 from narrowgauge.models import count_parameters
 from narrowgauge.simulate import cheaper

@@ -1,9 +1,9 @@
 """Measures scaling: the same training on 1..N processes of this machine, for some seconds each.
 
-In each round, `local_launch` starts real processes for each number in turn, so that all numbers share what
-the machine does meanwhile. Each process takes timed steps of ordinary
-training (`worker`), once with the configuration's batch as the total (strong scaling) and once with that
-batch per process (weak scaling). `statistics` computes the figures.
+In each round, real processes start for each number in turn, so that all numbers share what the machine does
+meanwhile. Each process takes timed steps of ordinary training (`worker`), once with the configuration's batch
+as the total (strong scaling) and once with that batch per process (weak scaling). `statistics` computes the
+figures.
 
 The mesh is that of [parallel], except for its size: `replicate` grows if it exceeds 1, else `shard`.
 """
@@ -13,16 +13,14 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from narrowgauge.cluster.scaling.local_launch import refuse_several, run_world
 from narrowgauge.cluster.scaling.statistics import (
     Row,
     against,
@@ -34,10 +32,11 @@ from narrowgauge.cluster.scaling.statistics import (
     verdict,
     warnings,
 )
-from narrowgauge.cluster.scaling.worker import WARMUP_STEPS
+from narrowgauge.cluster.scaling.worker import WARMUP_STEPS, on_processes
 from narrowgauge.data import open_data
 from narrowgauge.data.preparation.worker_pool import usable_cores
 from narrowgauge.distributed import ParallelDims
+from narrowgauge.distributed.launch.launcher_env import launch_info
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_parameters
@@ -46,7 +45,7 @@ from narrowgauge.runs import choose_device
 from narrowgauge.runs.loop.check_data import check_data
 from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
 from narrowgauge.runs.monitor.hardware import device_name
-from narrowgauge.training import Config, to_toml
+from narrowgauge.training import Config
 from narrowgauge.training.config.micro_batch import largest_size
 from narrowgauge.units import human_duration
 
@@ -95,7 +94,7 @@ def scaling(
         raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
     console.print("preparing the data", highlight=False)
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
-    rows, reduced = _rows(plans, seconds, rounds, out, console)
+    rows, reduced = _rows(plans, seconds, rounds, console)
     cores, on_cpu = usable_cores(), device.type == "cpu"
     result = Scaling(
         _facts(config, sizes, device)
@@ -111,7 +110,7 @@ def scaling(
 
 
 def _rows(
-    plans: dict[int, dict[str, Config]], seconds: float, rounds: int, out: Path, console: Console
+    plans: dict[int, dict[str, Config]], seconds: float, rounds: int, console: Console
 ) -> tuple[list[Row], list[dict[str, float]]]:
     """Measure every number of processes in both modes, and the bandwidths of its all-reduce."""
     found: dict[int, list[dict[str, Any]]] = {size: [] for size in plans}
@@ -124,7 +123,7 @@ def _rows(
             + (f", left {human_duration(left)}" if done else ""),
             highlight=False,
         )
-        found[size].append(_measured(plans[size], size, _threads(size), seconds / rounds, out))
+        found[size].append(on_processes(size, plans[size], _threads(size), seconds / rounds))
     rows: list[Row] = []
     for size, modes in plans.items():
         for mode in ("strong", "weak"):
@@ -162,6 +161,16 @@ def read_sizes(text: str) -> list[int]:
             f"--procs {text!r}: numbers of processes are whole and ascending with commas between, as in 1,2,4"
         )
     return sizes
+
+
+def refuse_several(environ: Mapping[str, str]) -> None:
+    """Check that no launcher started several processes; the shell of a Slurm batch script counts as one."""
+    place = launch_info(environ)
+    if place.size > 1 and (place.launcher != "srun" or environ.get("SLURM_STEP_ID")):
+        raise UserError(
+            f"{place.launcher} started {place.size} processes, but scaling starts its own; "
+            f"start it once, without {place.launcher}"
+        )
 
 
 def _check_gpus(sizes: Sequence[int], device: torch.device) -> None:
@@ -218,15 +227,6 @@ def _threads(size: int) -> int:
     """Threads per process: OMP_NUM_THREADS if set, else an equal share of the cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() and int(setting) else max(1, usable_cores() // size)
-
-
-def _measured(modes: dict[str, Config], size: int, threads: int, seconds: float, out: Path) -> dict[str, Any]:
-    """Run the workers and read their results by mode."""
-    with TemporaryDirectory(dir=out, prefix=".measuring-") as directory:
-        for name, config in modes.items():
-            write_whole(Path(directory) / f"{name}.toml", to_toml(config))
-        run_world(size, ["scaling", "--rank-of", directory, "--seconds", str(seconds)], threads)
-        return json.loads((Path(directory) / "result.json").read_text())
 
 
 def _row(

@@ -1,4 +1,4 @@
-"""A worker of the scaling measurement: takes steps of the ordinary `Trainer` and times them.
+"""The processes of the scaling measurement: they take steps of the ordinary `Trainer` and time them.
 
 A step is timed like `step_ms` in the metrics of `train`. Communication is the time in which a process waits
 for others, including slower ones; communication that overlaps with computation does not count.
@@ -12,55 +12,86 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import gc
-import json
-import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from narrowgauge.data import Batch, Dataset, open_data
-from narrowgauge.distributed import START, Coordinator, Mesh, init_process_group, world_from
+from narrowgauge.distributed import START, Coordinator, Mesh, World, init_process_group
 from narrowgauge.distributed.comm.byte_counter import CommCounter
-from narrowgauge.files import write_whole
+from narrowgauge.errors import Failed
 from narrowgauge.models import count_parameters
+from narrowgauge.processes import depend_on_parent
 from narrowgauge.runs import OutOfMemory, choose_device
 from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
 from narrowgauge.runs.monitor.hardware import is_out_of_memory, memory_kept, synchronize, use_device
 from narrowgauge.runs.monitor.profiler import covered
-from narrowgauge.training import Config, load_values, make_config
+from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 
 WARMUP_STEPS = 3  # not measured: allocation, DDP's buckets
 LEAST_STEPS = 2  # measured in a round even if they exceed the requested seconds
 PROFILED_STEPS = 3
+_STORE_IS_THERE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # as under torchrun
 LARGEST = 2**28  # bytes of the all-reduce whose bandwidth is measured
 
 Span = tuple[float, float]  # start, end
 
 
-def measure(directory: Path, seconds: float) -> None:
-    """Join the process group of the environment, and measure each DIRECTORY/*.toml.
+def on_processes(size: int, configs: Mapping[str, Config], threads: int, seconds: float) -> dict[str, Any]:
+    """Measure each configuration for the given seconds, in `size` processes of this machine.
 
-    Rank 0 writes DIRECTORY/result.json: for each file, measured for the given seconds, the result of `_timed`
-    on each rank; and the result of `_all_reduce`.
+    This process hosts the store at which they meet, so their port is known to be free.
+
+    Returns:
+        For each configuration the result of `_timed` on each rank; and that of `_all_reduce`.
+
+    Raises:
+        UserError: A process cannot train it; the others are killed.
+        OutOfMemory: The memory does not suffice.
+        Failed: A process was killed, or crashed.
     """
-    configs = {file.stem: make_config(load_values(file)) for file in sorted(directory.glob("*.toml"))}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        with ProcessPoolExecutor(size, get_context("spawn"), depend_on_parent) as pool:
+            shared = (size, store.port, configs, threads, seconds)
+            ranks = [pool.submit(_measured, rank, *shared) for rank in range(size)]
+            try:
+                return next(filter(None, (rank.result() for rank in as_completed(ranks))))
+            except BaseException:
+                for child in active_children():  # they may wait for each other
+                    child.kill()
+                raise
+    except BrokenProcessPool:
+        raise Failed(f"a process of {size} was killed, or crashed") from None
+
+
+def _measured(
+    rank: int, size: int, port: int, configs: Mapping[str, Config], threads: int, seconds: float
+) -> dict[str, Any]:
+    """What rank 0 found; nothing on others."""
+    torch.set_num_threads(threads)
     config = next(iter(configs.values()))
     device = choose_device(config.training.device)
-    world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
-    if device.type == "cuda" and world.size > 1:
-        device = torch.device("cuda", world.device)
+    if device.type == "cuda" and size > 1:
+        device = torch.device("cuda", rank)
     use_device(device)
-    with memory_kept(device), init_process_group(world, device, config.training.hang_timeout) as coordinator:
+    world = World("scaling", rank, size, rank, size, 0, 1, "127.0.0.1", port, device.index or 0)
+    joined = init_process_group(world, device, config.training.hang_timeout, environ=_STORE_IS_THERE)
+    with memory_kept(device), joined as coordinator:
         dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
-        mesh = Mesh(parallel_dims_of(config, world.size), device)
+        mesh = Mesh(parallel_dims_of(config, size), device)
         result: dict[str, Any] = {}
         try:
             for name, one in configs.items():
@@ -69,13 +100,12 @@ def measure(directory: Path, seconds: float) -> None:
         except Exception as error:
             if is_out_of_memory(error):
                 raise OutOfMemory(
-                    f"out of memory with {world.size} processes; lower training.micro_batch_size or --procs"
+                    f"out of memory with {size} processes; lower training.micro_batch_size or --procs"
                 ) from error
             raise
-        if world.size > 1:
+        if size > 1:
             result["all_reduce"] = _all_reduce(config, device, coordinator)
-        if coordinator.rank == 0:
-            write_whole(directory / "result.json", json.dumps(result))
+        return result if rank == 0 else {}
 
 
 def _timed(

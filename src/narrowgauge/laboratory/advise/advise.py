@@ -5,20 +5,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from narrowgauge import cluster as clusters  # each name is imported when it is used, and with it torch
+from narrowgauge.cluster.plan.budget import parse_price, tokens_of
+from narrowgauge.cluster.plan.cluster_spec import cluster_name, cluster_names
 from narrowgauge.errors import UserError, require
 from narrowgauge.laboratory import arguments as given
 from narrowgauge.laboratory.advise.result import Advice
 from narrowgauge.laboratory.arguments import Form
 from narrowgauge.models.published import published
-from narrowgauge.units import parse_count
 
-_CLUSTERS = f"{', '.join(clusters.cluster_names())}, or a .toml file (this machine)"
+_CLUSTERS = f"{', '.join(cluster_names())}, or a .toml file (this machine)"
 
 
 def advise(
     model: given.NamedModel,
-    cluster: Annotated[given.NamedCluster | None, _CLUSTERS] = None,
+    cluster: Annotated[str | None, Form("SPEC", cluster_name), _CLUSTERS] = None,
     tokens: Annotated[str | float | None, Form("D")] = None,
     *,
     hours: Annotated[float | None, Form("H")] = None,
@@ -71,10 +71,8 @@ def advise(
             f"devices = {devices}: a node of this cluster has {whole}, and a run takes whole nodes; take "
             f"{devices // whole * whole}"
         )
-    budget = None if tokens is None else parse_count(str(tokens))
-    if tokens is not None and not budget:
-        raise UserError(f"--tokens {str(tokens)!r}: it must be a number such as 300B, 1T or 1.5e12")
-    hour = clusters.parse_price("--price", str(price)) if price else machine.device_hour
+    budget: float | None = None if tokens is None else tokens_of(str(tokens))
+    hour = parse_price("--price", str(price)) if price else machine.device_hour
     limit = hours or math.inf
     if money is not None and hour is not None:
         limit = min(limit, money / hour.amount / devices)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from narrowgauge.cluster import Cluster, Price, cluster_name, cluster_names, load_cluster, site_names
+from narrowgauge.cluster.launch.site import site_names
+from narrowgauge.cluster.plan.budget import Price
+from narrowgauge.cluster.plan.cluster_spec import Cluster, cluster_name, cluster_names, load_cluster
 from narrowgauge.cluster.plan.plan import make_plan, room_of
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims

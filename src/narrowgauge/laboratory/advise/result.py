@@ -11,7 +11,7 @@ from narrowgauge.result import Result, Row, text_table
 from narrowgauge.units import human_count, human_duration
 
 if TYPE_CHECKING:
-    from narrowgauge.cluster import Price
+    from narrowgauge.cluster.plan.budget import Price
     from narrowgauge.distributed import ParallelDims
     from narrowgauge.forecast import Forecast
     from narrowgauge.laboratory.advise.space import Point

@@ -10,7 +10,7 @@ need no plan. A chunked loss may be faster or slower, and so may more micro-batc
 less: neither rules out another.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -175,10 +175,6 @@ class Space:
             if not any(map(setting.is_beyond, faster)) and self.at(setting).fits:
                 found.append(self.timed(setting))
         return min(found, key=lambda point: point.seconds)
-
-    def every_point(self) -> Iterator[Point]:
-        """All points that fit, with their times: the slow way to `best`."""
-        yield from (self.timed(setting) for setting in self.settings if self.at(setting).fits)
 
 
 def layouts(devices: int, per_node: int, heads: int, layers: int) -> list[ParallelDims]:

@@ -1,9 +1,10 @@
-"""Prices of a device-hour: an amount and a currency, as written by the user."""
+"""Budgets as the user writes them: tokens, and the price of a device-hour with its currency."""
 
 import re
 from dataclasses import dataclass
 
 from narrowgauge.errors import UserError
+from narrowgauge.units import parse_count
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,10 @@ def parse_price(where: str, text: str) -> Price:
             "such as 2.50USD or 2.50EUR"
         )
     return Price(float(match[2]), match[1] or match[3])
+
+
+def tokens_of(text: str) -> int:
+    """Parse a token budget such as 300B, 1T or 1.5e12; at least 1."""
+    if not (number := parse_count(text)):
+        raise UserError(f"--tokens {text!r}: it must be a number such as 300B, 1T or 1.5e12")
+    return int(number)
