@@ -21,7 +21,7 @@ from narrowgauge.exchange.layers import kept, narrowed
 from narrowgauge.exchange.reading import Keep, Reading, yaml_documents
 from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.places import SEEN_BEFORE, cast_in
+from narrowgauge.recipes.places import SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "ModelOpt 0.47.0dev (a2fbac7, 2026-08-21)"
@@ -74,7 +74,7 @@ def refusals(recipe: Recipe) -> list[Refusal]:
         found += cast_refusals(place, casts[place], [wide], "modelopt")
     for place in PASSED:
         of = SEEN_BEFORE[place]
-        same = wide if casts[of] == wide else cast_in(place, of)
+        same = wide if casts[of] == wide else values_of(of)
         found += cast_refusals(place, casts[place], [same], "modelopt")
     for key, count in zip(("first_blocks", "last_blocks"), kept(recipe)[1:], strict=True):
         if count:
@@ -294,7 +294,7 @@ def _reading(path: Path, entries: Sequence[_Entry], lost: list[str]) -> Reading:
             "write the others as [[rule]] by hand"
         )
     casts = {place: first[place] for place in PLACES.values() if place in first}
-    casts |= {p: cast_in(p, SEEN_BEFORE[p]) for p in PASSED if SEEN_BEFORE[p] in first}
+    casts |= {p: values_of(SEEN_BEFORE[p]) for p in PASSED if SEEN_BEFORE[p] in first}
     only = [name for layers in of_layers for name in (layers.removesuffix("."), *_ALSO.get(layers, ()))]
     return Reading(
         casts=casts,

@@ -20,7 +20,7 @@ from narrowgauge.exchange.te_tables import (
 )
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.describe import wide_and_other_rules
-from narrowgauge.recipes.places import GEMMS, SEEN_BEFORE, cast_in
+from narrowgauge.recipes.places import GEMMS, SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "TransformerEngine 2.20.0.dev0 (d0067d0, 2026-08-22)"
@@ -226,7 +226,7 @@ def _directions(file: PythonFile, node: ast.expr, tensor: str, row: str, column:
         raise UserError(f"{file.path}, line {node.lineno}: a quantizer without that direction; name another")
     if call.arguments["columnwise_source"] != "original":
         of = SEEN_BEFORE[column]
-        made = replace(made, of=of) if made.is_scaled else cast_in(column, of)
+        made = replace(made, of=of) if made.is_scaled else values_of(of)
     return {row: first.row, column: made}
 
 

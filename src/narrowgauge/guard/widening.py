@@ -15,7 +15,8 @@ from narrowgauge.errors import UserError
 from narrowgauge.guard.rules import GuardRules
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
-from narrowgauge.recipes.places import SEEN_BEFORE, casts_from
+from narrowgauge.recipes.parse import casts_from
+from narrowgauge.recipes.places import SEEN_BEFORE
 
 
 def require_raising(recipe: Recipe, rules: GuardRules, gauges_every: int) -> None:
@@ -45,8 +46,7 @@ def require_raising(recipe: Recipe, rules: GuardRules, gauges_every: int) -> Non
 
 def rule_for(recipe: Recipe, place: str, to: str, layers: tuple[str, ...] = (), first: int = 0) -> Rule:
     """The rule that widens a place of some layers from step `first` on."""
-    casts: dict[str, Cast] = {}
-    state: dict[str, Cast | None] = {}
+    casts, state = dict[str, Cast](), dict[str, Cast | None]()
     if place in STATE_PLACES:
         state = {place: make_cast("fp32"), **({"master": None} if place == "weight" else {})}
         if place == "master" and recipe.state["master"] is None:

@@ -30,7 +30,7 @@ from narrowgauge.collectives import Group, all_reduce_flat, all_reduce_max_
 from narrowgauge.formats import Format
 from narrowgauge.kernels.amax import raise_amax
 from narrowgauge.quantization import Cast, TensorShard, largest_channels, squared_norms
-from narrowgauge.recipes.kept_channels import CHOOSES
+from narrowgauge.recipes.places import CHOOSES
 from narrowgauge.torch_compat import copy_each
 
 FLOAT_MAX = torch.finfo(torch.float32).max

@@ -30,7 +30,7 @@ from narrowgauge.nn.operands import Operands, keep_input, keep_operand
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, kept_count
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.recipes.kept_channels import MEETS
+from narrowgauge.recipes.places import MEETS
 from narrowgauge.second_derivative import FirstOrderFunction
 
 

@@ -43,8 +43,7 @@ from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContex
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.quantization.passes.in_c import decoded, encoded
-from narrowgauge.recipes.kept_channels import CHOOSES
-from narrowgauge.recipes.places import have_same_numbers, reuses
+from narrowgauge.recipes.places import CHOOSES, have_same_numbers, reuses
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Elements; copying the codes of such a weight to the other axis takes little longer than the launch itself.

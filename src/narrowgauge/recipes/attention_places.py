@@ -18,9 +18,7 @@ matmul contracts. A place that a recipe does not name is in `compute`.
 
 from collections.abc import Iterable, Mapping
 
-from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.quantization.keys import Taker
 
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
@@ -39,72 +37,9 @@ ALL_WIDE: Mapping[str, Cast | None] = dict.fromkeys(ATTENTION_PLACES, None)
 STREAM = "stream"
 
 
-def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
-    """The casts that a recipe puts in a place of attention; `attention` alone is all six.
-
-    Raises:
-        UserError: There is no such place, or it cannot have the cast.
-    """
-    places = ATTENTION_PLACES if place == ATTENTION else (place,)
-    if place not in (ATTENTION, *ATTENTION_PLACES):
-        raise unknown("recipe place", place, (ATTENTION, *ATTENTION_PLACES))
-    _refuse_state(place, cast)
-    _refuse(place, cast, Taker.ATTENTION, "attention takes every scale from the tensor at hand, as it comes")
-    if cast.signs == "random":
-        raise UserError(
-            f'recipe place {place!r}: signs = "random", but transforms of attention have fixed signs; leave '
-            "the key out"
-        )
-    return dict.fromkeys(places, cast)
-
-
-def stream_cast(cast: Cast) -> Cast:
-    """The cast of the residual stream.
-
-    Raises:
-        UserError: The stream cannot have it.
-    """
-    _refuse_state(STREAM, cast)
-    _refuse(STREAM, cast, Taker.STREAM, "the stream is read as it is by every layer after")
-    return cast
-
-
-def _refuse(place: str, cast: Cast, taker: Taker, why: str) -> None:
-    for key in cast.unsupported(taker):
-        value = cast.values()[key]
-        raise UserError(f"recipe place {place!r}: {key} = {value!r}, but {why}; leave the key out")
-
-
-def _refuse_state(place: str, cast: Cast) -> None:
-    if cast.is_for_state:
-        raise UserError(
-            f"recipe place {place!r}: cast {cast.name!r} is for state, not for a GEMM operand; "
-            "use one such as e4m3 or mxfp8"
-        )
-
-
 def is_wide(cast: Cast | None, compute: str) -> bool:
     """Whether a place is in the compute format."""
     return cast is None or (not cast.is_scaled and cast.name == compute)
-
-
-def require_attention(attention: Mapping[str, Cast | None], where: str) -> None:
-    """Refuse a matmul of attention with only one operand transformed.
-
-    In the backward pass, a matmul whose gradient is not narrow takes the other operand unquantized.
-    """
-    for product, (a, b) in ATTENTION_PRODUCTS.items():
-        gradient = attention.get(a if a.endswith((".do", ".ds")) else b)
-        is_backward = "do" in product or "ds" in product
-        if is_backward and (gradient is None or not gradient.is_scaled):
-            continue
-        sizes = [0 if cast is None else cast.hadamard for cast in (attention.get(a), attention.get(b))]
-        signs = [() if cast is None else cast.signs for cast in (attention.get(a), attention.get(b))]
-        if sizes[0] != sizes[1] or signs[0] != signs[1]:
-            raise UserError(
-                f"{where}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but their product stays the "
-                "same only if both are transformed alike; give both places the same size and signs"
-            )
 
 
 def operands_of_attention(

@@ -42,32 +42,37 @@ exponent_bits = 3       with mantissa_bits and bias; specials = "ieee", "nan-onl
 from collections.abc import Mapping
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import format_from_facts, register_format
-from narrowgauge.quantization import Cast, cast_keys, is_cast_table, make_cast
-from narrowgauge.recipes.attention_places import ALL_WIDE, ATTENTION, STREAM, attention_casts
+from narrowgauge.errors import UserError, nearest, unknown
+from narrowgauge.formats import Format, format_from_facts, register_format
+from narrowgauge.quantization import Cast, cast_keys, cast_names, is_cast_table, make_cast
+from narrowgauge.recipes.attention_places import ALL_WIDE, ATTENTION, ATTENTION_PLACES, STREAM
 from narrowgauge.recipes.places import (
     CAST_TABLE,
     COMPUTE,
     GEMM_PLACES,
     GEMMS,
+    GROUPS,
+    OFFLOADABLE,
+    PLACES,
+    SAVED,
+    SEEN_BEFORE,
     STATE_PLACES,
+    WIDE_STATE,
     WIRE_PLACES,
-    cast_in,
-    casts_from,
-    recipe_fields,
+    values_of,
 )
+from narrowgauge.recipes.recipe_rules import require_place
 from narrowgauge.recipes.rule import Rule
 
-_SET_OVER = ("saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)  # besides the casts of the GEMMs
-RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", "format", *GEMMS, ATTENTION, *_SET_OVER)
+_PLACES = (*GROUPS, "saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)
+RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", "format", *_PLACES)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
-_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, ATTENTION, *STATE_PLACES)
+_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GROUPS, *STATE_PLACES)
 
 
-def fields_of(table: Mapping[str, Any], where: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the recipe that a table describes, and the places that its text sets over them.
+def fields_of(table: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:
+    """The fields of the recipe that a table describes.
 
     Args:
         table: The table of a recipe's file.
@@ -86,40 +91,122 @@ def fields_of(table: Mapping[str, Any], where: str, name: str) -> tuple[dict[str
     if compute not in COMPUTE:
         raise UserError(f"compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
     wide = dict.fromkeys(GEMM_PLACES, make_cast(compute))
-    fields = {
+    return {
         "name": _text(table, "name", name),
         "title": _text(table, "title", ""),
         "source": _text(table, "source", ""),
         "compute": compute,
-        "casts": wide | _casts(table),
-        "attention": _attention(table),
+        **recipe_fields(_places(table), wide, WIDE_STATE, {}),
         "rules": (*_rules(table), *_kept(table, wide)),
     }
-    return fields, {p: table[p] for p in _SET_OVER if p in table}
 
 
-def _casts(table: Mapping[str, Any]) -> dict[str, Cast]:
-    """The casts under fprop, dgrad and wgrad of a table."""
-    casts: dict[str, Cast] = {}
-    for gemm in GEMMS:
-        value = table.get(gemm, {})
-        if isinstance(value, str) or is_cast_table(value):
-            casts |= casts_from(gemm, value)
+def _places(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The places that a table sets, by their full names."""
+    found: dict[str, Any] = {}
+    for key in _PLACES:
+        if (value := table.get(key)) is None:
+            continue
+        if key not in GROUPS or isinstance(value, str) or is_cast_table(value):
+            found[key] = value
         else:
-            for operand, cast in _table(value, gemm).items():
-                casts |= casts_from(f"{gemm}.{operand}", cast)
-    return casts
+            found |= {f"{key}.{operand}": cast for operand, cast in _table(value, key).items()}
+    return found
 
 
-def _attention(table: Mapping[str, Any]) -> dict[str, Cast]:
-    """The casts under attention of a table."""
-    value, casts = table.get(ATTENTION, {}), dict[str, Cast]()
-    if isinstance(value, str) or is_cast_table(value):
-        return attention_casts(ATTENTION, cast_in(ATTENTION, value))
-    for operand, cast in _table(value, ATTENTION).items():
-        place = f"{ATTENTION}.{operand}"
-        casts |= attention_casts(place, cast_in(place, cast))
-    return casts
+def recipe_fields(
+    places: Mapping[str, Any],
+    casts: Mapping[str, Cast],
+    state: Mapping[str, Cast | None],
+    attention: Mapping[str, Cast | None],
+) -> dict[str, Any]:
+    """The fields of a recipe after a text sets some `KEYS` over its casts and state."""
+    casts, state, attention = dict(casts), dict(state), dict(attention)
+    fields: dict[str, Any] = {}
+    for place, value in places.items():
+        if place == "saved":
+            is_word = isinstance(value, str) and value in SAVED
+            fields[place] = value if is_word else require_place(place, cast_in(place, value))
+        elif place == "offload":
+            fields[place] = offload_from(value)
+        elif place == "compute":
+            if value not in COMPUTE:
+                raise unknown("compute format", str(value), COMPUTE)
+            fields[place] = value
+        elif place in STATE_PLACES:
+            state[place] = None if place == "master" and value == "none" else cast_in(place, value)
+        elif place in WIRE_PLACES:
+            fields[place] = cast_in(place, value)
+        elif place == STREAM:
+            fields[place] = require_place(place, cast_in(place, value))
+        elif place.partition(".")[0] == ATTENTION:
+            attention |= casts_from(place, value)
+        else:
+            casts |= casts_from(place, value)
+    return fields | {"casts": casts, "state": state, "attention": attention}
+
+
+def casts_from(place: str, value: Any) -> dict[str, Cast]:
+    """The casts that a recipe's text puts in a place; the name of a group means all of its places."""
+    if place in GEMMS:
+        return {p: c for operand in GROUPS[place] for p, c in casts_from(operand, value).items()}
+    of_attention = (ATTENTION, *ATTENTION_PLACES)
+    is_of_attention = place.partition(".")[0] == ATTENTION
+    if place not in (of_attention if is_of_attention else GEMM_PLACES):
+        raise unknown("recipe place", place, of_attention if is_of_attention else (*PLACES, *GROUPS))
+    cast = require_place(place, cast_in(place, value))
+    return dict.fromkeys(GROUPS.get(place, (place,)), cast)
+
+
+def offload_from(value: Any) -> tuple[str, ...]:
+    """The places that a recipe's text keeps on the host: a list, or names separated by commas."""
+    names = _names(
+        value, f'offload = {value!r}, but it must be a list of places such as ["master", "m", "v"]'
+    )
+    for name in names:
+        if name not in OFFLOADABLE:
+            raise unknown("place to offload", name, OFFLOADABLE)
+    return tuple(p for p in OFFLOADABLE if p in names)
+
+
+def modules_from(value: Any) -> tuple[str, ...]:
+    """The names of the modules that a recipe keeps wide: a list, or names separated by commas; or "none"."""
+    return _names(value, f'keep = {value!r}, but it must be a list of names such as ["head"], or "none"')
+
+
+def _names(value: Any, refusal: str) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise UserError(refusal)
+    return tuple(n.strip() for n in names if n.strip() not in ("", "none"))
+
+
+def cast_in(place: str, value: Any) -> Cast:
+    """The cast that a recipe's text puts in a place."""
+    if not isinstance(value, str | Mapping | Format | Cast):
+        raise UserError(
+            f'recipe place {place!r} = {value!r}, but it must be a cast such as "mxfp4", or a table such as '
+            f"{CAST_TABLE}"
+        )
+    try:
+        if isinstance(value, str) and value in GEMM_PLACES:
+            return values_of(value)
+        if isinstance(value, Mapping) and set(value) == {"of"} and value["of"] in GEMM_PLACES:
+            return cast_in(place, value["of"])
+        return make_cast(value)
+    except UserError as error:
+        why, near = str(error), None
+        if isinstance(value, str):
+            near = nearest(value, (*_words_of(place), *cast_names()))
+        if near in _words_of(place):
+            why = f"unknown value {value!r}; the nearest is {near!r}"
+        raise UserError(f"recipe place {place!r}: {why}") from None
+
+
+def _words_of(place: str) -> tuple[str, ...]:
+    """The words that a place takes besides casts."""
+    own = {"saved": SAVED, "master": ("none",)}
+    return own.get(place, (SEEN_BEFORE[place],) if place in SEEN_BEFORE else ())
 
 
 def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast]) -> list[Rule]:
@@ -137,10 +224,7 @@ def _rules(table: Mapping[str, Any]) -> list[Rule]:
     rules = []
     for rule in tables:
         _check_keys(_table(rule, "rule"), _RULE_KEYS, "[[rule]] key")
-        state = recipe_fields({p: rule[p] for p in STATE_PLACES if p in rule}, {}, {}, {})["state"]
-        selection = {**_clock(rule), **_layers(rule)}
-        casts, attention = _casts(rule), _attention(rule)
-        rules.append(Rule(casts=casts, attention=attention, state=state, **selection))
+        rules.append(Rule(**recipe_fields(_places(rule), {}, {}, {}), **_clock(rule), **_layers(rule)))
     return rules
 
 

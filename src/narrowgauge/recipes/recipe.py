@@ -20,24 +20,12 @@ from typing import Any
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.attention_places import ALL_WIDE, GRADIENT_PLACES, is_wide, require_attention
-from narrowgauge.recipes.kept_channels import require_channels
-from narrowgauge.recipes.parse import fields_of
-from narrowgauge.recipes.places import (
-    FP32,
-    GEMM_PLACES,
-    GEMMS,
-    WIDE_STATE,
-    modules_from,
-    recipe_fields,
-    require_products,
-    require_reuse,
-    require_saved,
-    require_state,
-    wide_backward,
-)
+from narrowgauge.recipes.attention_places import ALL_WIDE, GRADIENT_PLACES, is_wide
+from narrowgauge.recipes.parse import fields_of, modules_from, recipe_fields
+from narrowgauge.recipes.places import FP32, GEMM_PLACES, GEMMS, WIDE_STATE, wide_backward
+from narrowgauge.recipes.recipe_rules import require_recipe
 from narrowgauge.recipes.rule import Rule, without_moot
-from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
+from narrowgauge.recipes.wire import fitting_gather, weight_operands
 from narrowgauge.toml_text import parse_toml, toml_key, toml_value
 
 ROUTER = "router"  # the last component of the name of a layer that chooses experts
@@ -81,24 +69,7 @@ class Recipe:
     text: str = ""
 
     def __post_init__(self) -> None:
-        where = f"recipe {self.name!r}"
-        require_products(self.casts, where)
-        require_reuse(self.casts, self.saved, where)
-        require_attention(self.attention, where)
-        inputs = [c["fprop.x"] for c in (self.casts, *(r.casts for r in self.rules)) if "fprop.x" in c]
-        require_channels(self.casts, inputs, where)
-        for number, rule in enumerate(self.rules, start=1):
-            casts = {**self.casts, **rule.casts}
-            require_products(casts, f"{where}: rule {number}")
-            require_reuse(casts, self.saved, f"{where}: rule {number}")
-            require_channels(casts, inputs, f"{where}: rule {number}")
-            require_saved(self.saved, casts["fprop.x"], f"{where}: rule {number}")
-            require_attention({**self.attention, **rule.attention}, f"{where}: rule {number}")
-            require_state({**self.state, **rule.state}, f"{where}: rule {number}")
-        require_saved(self.saved, self.casts["fprop.x"], where)
-        require_state(self.state, where)
-        require_gather(self.gather, self.weight_operands, self.state["weight"], where)
-        require_reduce(self.reduce, where)
+        require_recipe(self)
 
     @classmethod
     def from_toml(cls, text: str, where: str) -> "Recipe":
@@ -109,8 +80,7 @@ class Recipe:
         """
         table = parse_toml(text, f"recipe {where}")
         try:
-            fields, over = fields_of(table, where, Path(where).stem)
-            return cls(**fields, text=text).with_places(over)
+            return cls(**fields_of(table, where, Path(where).stem), text=text)
         except UserError as error:
             said = str(error).removeprefix(f"recipe {table.get('name', Path(where).stem)!r}: ")
             raise UserError(f"recipe {where}: {said}") from None
@@ -143,16 +113,6 @@ class Recipe:
         operands = ", ".join(f"{gemm}({', '.join(of_gemm)})" for gemm, of_gemm in gemms.items())
         rules = f", {len(self.rules)} rule{'s'[: len(self.rules) > 1]}" if self.rules else ""
         return f"<Recipe {self.name!r}: {self.title}\n {operands}, compute={self.compute}{rules}>"
-
-    @property
-    def weight_operands(self) -> tuple[Cast, ...]:
-        """The casts of a weight in GEMMs at any time, in layers that no rule selects by name or block.
-
-        A GEMM that reuses another's values as they are has no separate cast.
-        """
-        rules = [r.casts for r in self.rules if r.is_for_all]
-        places = (c[place] for c in (self.casts, *rules) for place in ("fprop.w", "dgrad.w") if place in c)
-        return tuple(cast for cast in places if not cast.of or cast.is_scaled)
 
     @property
     def is_narrow(self) -> bool:
@@ -194,8 +154,9 @@ class Recipe:
     def _with(self, **changes: Any) -> "Recipe":
         """This recipe with other fields; unless given, `gather` changes to what still fits."""
         if "gather" not in changes:
-            free = replace(self, **changes, gather=FP32)
-            changes["gather"] = fitting_gather(self.gather, free.weight_operands, free.state["weight"])
+            operands = weight_operands(changes.get("casts", self.casts), changes.get("rules", self.rules))
+            weight = changes.get("state", self.state)["weight"]
+            changes["gather"] = fitting_gather(self.gather, operands, weight)
         return replace(self, **changes)
 
     def in_high_precision(self, modules: Sequence[str] = ()) -> "Recipe":

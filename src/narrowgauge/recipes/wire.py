@@ -10,69 +10,40 @@ as its stored bytes. Anything else is sent in fp32.
 changes the trajectory of a run on several devices (MS-AMP uses FP8 with scales that all devices share).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.quantization.keys import Taker
+from narrowgauge.recipes.rule import Rule
 
 WIDE = ("fp32", "bf16", "fp16")
+
+
+def weight_operands(casts: Mapping[str, Cast], rules: Sequence[Rule]) -> tuple[Cast, ...]:
+    """The casts of a weight in GEMMs at any time, in layers that no rule selects by name or block.
+
+    A GEMM that reuses another's values as they are has no separate cast.
+    """
+    of_rules = [r.casts for r in rules if r.is_for_all]
+    places = (c[place] for c in (casts, *of_rules) for place in ("fprop.w", "dgrad.w") if place in c)
+    return tuple(cast for cast in places if not cast.of or cast.is_scaled)
 
 
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
     """The requested cast if it changes no GEMM, else one that changes none: the weight's, or fp32."""
     if weight is not None and weight.name != "fp32":
         stored = weight.having(rounding="nearest-even", feedback="")
-        return next((c for c in (requested, stored) if _keeps_stored(c, weight)), make_cast("fp32"))
-    return requested if _keeps_products(requested, operands) else make_cast("fp32")
+        return next((c for c in (requested, stored) if keeps_stored(c, weight)), make_cast("fp32"))
+    return requested if keeps_products(requested, operands) else make_cast("fp32")
 
 
-def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, where: str) -> None:
-    """Refuse to gather weights in values that the GEMMs would not use.
-
-    Args:
-        cast: The cast of the place `gather`.
-        operands: The casts of fprop.w and dgrad.w at any time.
-        weight: The cast that the weight is stored in.
-        where: The recipe, for the error.
-
-    Raises:
-        UserError: GEMMs would not see the values of the full wide weight.
-    """
-    if cast.name == "fp32":
-        return
-    if weight is not None and weight.name != "fp32":
-        if not _keeps_stored(cast, weight):
-            raise UserError(
-                f"{where}: gather = {cast.name!r}, but weights at rest in {weight.name!r} travel as they "
-                'are; remove the key, or write gather = "fp32"'
-            )
-    elif not _keeps_products(cast, operands):
-        seen = ", ".join(dict.fromkeys(repr(c.name) for c in operands))
-        raise UserError(
-            f"{where}: gather = {cast.name!r}, but weights can travel only in the cast that fprop.w and "
-            f"dgrad.w both have at all times (here {seen}), with one scale a tensor or none, rounded to the "
-            'nearest; write gather = "fp32"'
-        )
-
-
-def require_reduce(cast: Cast, where: str) -> None:
-    """Refuse to add gradients in a format that would need rescaling after an addition."""
-    scaled = cast.scale == "fp32" and cast.element.bits == 8
-    if cast.unsupported(Taker.REDUCE) or not (scaled or cast.name in WIDE):
-        raise UserError(
-            f"{where}: reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
-            "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
-        )
-
-
-def _keeps_stored(cast: Cast, weight: Cast) -> bool:
+def keeps_stored(cast: Cast, weight: Cast) -> bool:
     """Whether a quantized weight keeps its values in this cast."""
     is_same = cast == weight.having(rounding=cast.rounding, feedback=cast.feedback)
     return cast.name == "fp32" or (is_same and weight.block is None)
 
 
-def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
+def keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
     """Whether GEMMs see the same values of a weight sent in this cast as of one in fp32."""
     if cast.name == "fp32":
         return True
