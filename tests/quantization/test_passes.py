@@ -13,11 +13,11 @@ import torch
 from narrowgauge import operating_system
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
-from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.blocks import blocks_of
-from narrowgauge.quantization.passes import build, c_call, in_c
-from narrowgauge.quantization.passes.errors import block_errors, projection_sums
-from narrowgauge.quantization.passes.rounding import block_amax
+from narrowgauge.quantization.narrow import block_amax
+from narrowgauge.quantization.passes import build, c_call, in_c, in_torch
+from narrowgauge.quantization.passes.split import Split
+from narrowgauge.quantization.scales import scales_from
 from quantization.casts import CASTS
 
 needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
@@ -64,7 +64,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", CASTS)
 def test_c_gives_the_bits_of_torch(name, monkeypatch):
     cast, calls = CASTS[name], []
-    monkeypatch.setattr(in_c, "run", lambda name, one: (calls.append(name), c_call.run(name, one)))
+    monkeypatch.setattr(in_c, "share", lambda *call: calls.append(call) or c_call.share(*call))
     first = list(CASTS).index(name)
     for n, given in enumerate(GIVEN):
         axis = -1 if (first + n) % 2 or (cast.block and cast.block[0] > 1 and n == 3) else 0
@@ -81,23 +81,24 @@ def test_c_gives_the_bits_of_torch(name, monkeypatch):
 @needs_c
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", [name for name, c in CASTS.items() if c.candidates or c.correct])
-def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis, monkeypatch):
+def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis):
     """Which decide between candidates, and so show in codes only where two are nearly equal."""
-    cast, found = CASTS[name].of_the_rest.uncorrected, []
+    cast = CASTS[name].of_the_rest.uncorrected
     x, context = numbers((36, 50), torch.float32), QuantContext(random_stream(1, 2, 3))
     blocks = blocks_of(x.shape, cast, axis)
     split = blocks.split(x)
-    for kernels in ("0", "1"):
-        monkeypatch.setenv("NARROWGAUGE_KERNELS", kernels)
-        amax = block_amax(split, blocks)
-        over = context.row_amax(amax, blocks, axis, cast) if cast.has_row_scales else amax.amax()
-        over = None if cast.tensor_scale == "none" else over
-        scales = scales_from(amax, cast, over=over)
-        if cast.candidates:
-            found.append([block_errors(split, blocks, axis, scales, over, cast, context)])
-        else:
-            found.append(projection_sums(split, blocks, axis, scales, cast, context))
-    assert_same(*found)
+    amax = block_amax(split, blocks)
+    over = context.row_amax(amax, blocks, axis, cast) if cast.has_row_scales else amax.amax()
+    s = Split(split, blocks, cast, axis, context, amax, None if cast.tensor_scale == "none" else over)
+    if not cast.candidates:
+        assert_same(*(engine.scales(s, with_sums=True)[1] for engine in (in_c, in_torch)))
+        return
+    errors, least = torch.empty(blocks.aligned), None
+    in_c._narrow(s, "scales", {"sums": errors})
+    for candidate in cast.candidates:
+        error = in_torch.block_errors(s, scales_from(amax, cast, over=s.over, candidate=candidate))
+        least = error if least is None else torch.where(error < least, error, least)
+    assert_same([errors], [least])
 
 
 @needs_c
@@ -105,7 +106,7 @@ def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis, monkeypatc
 def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
     x, cast = numbers((96, 512), torch.bfloat16), make_cast({"cast": name, "rounding": "stochastic"})
     alone = outcome(x, cast, -1)
-    monkeypatch.setattr(c_call, "A_THREAD", 1000)
+    monkeypatch.setattr(in_c, "A_THREAD", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

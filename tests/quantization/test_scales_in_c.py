@@ -1,22 +1,22 @@
 """Scales and codes in C have the bits of torch's operations, at every edge of an amax and for every code."""
 
-import itertools
-
 import pytest
 import torch
 
 from narrowgauge.formats import codes_of, decode, format
-from narrowgauge.quantization import make_cast
-from narrowgauge.quantization.block_scales import scales_from
-from narrowgauge.quantization.passes import build, c_call
-from narrowgauge.quantization.passes.in_c import block_scales, decoded, encoded, largest_finite
+from narrowgauge.quantization import DEFAULT_CONTEXT, make_cast
+from narrowgauge.quantization.blocks import Blocks
+from narrowgauge.quantization.passes import build, in_c, in_torch
+from narrowgauge.quantization.passes.in_c import decoded, encoded
+from narrowgauge.quantization.passes.split import Split
 from quantization.casts import CASTS
 
 pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 OF_SCALES = ("element", "scale", "scale_rule", "power_of_two", "headroom", "scale_rounding", "zero_scale")
 OF_SCALES += ("tensor_scale", "scale_target", "candidates", "choose")
+NEAREST = {n: c for n, c in CASTS.items() if c.to_nearest.scale_rounding == "nearest-even" and not c.correct}
 #: One cast for all that scales are computed from.
-BY_SCALES = {tuple(c.values()[key] for key in OF_SCALES): name for name, c in CASTS.items() if not c.correct}
+BY_SCALES = {tuple(c.values()[key] for key in OF_SCALES): name for name, c in NEAREST.items()}
 
 
 def amaxes():
@@ -40,39 +40,39 @@ def assert_same(found, expected):
         assert mine is None or (mine.shape == other.shape and torch.equal(bits(mine), bits(other)))
 
 
+def scales_by(engine, amax, cast, over):
+    """The scales of blocks of one element, each its amax."""
+    blocks = Blocks.of(amax.shape, (1,) * amax.ndim)
+    return engine.scales(Split(amax, blocks, cast, -1, DEFAULT_CONTEXT, amax, over))[0]
+
+
 @pytest.mark.parametrize("name", BY_SCALES.values())
-def test_scales_have_the_bits_of_torch(name, monkeypatch):
-    """Under the amax of a tensor, or of each row; of each candidate."""
+def test_scales_have_the_bits_of_torch(name):
+    """Under the amax of a tensor, or of each row; of the best candidate."""
     c, amax = CASTS[name].to_nearest, amaxes().view(3, -1, 1)
     of_row = torch.tensor([0.0, 0.3, 3e38]).view(3, 1, 1)
-    rows, tensors = (
-        [of_row, of_row.expand_as(amax)],
-        [torch.tensor(x) for x in (0.0, 1e-44, 0.3, 448.0, 3e38)],
-    )
-    for over, candidate in itertools.product(rows if c.has_row_scales else tensors, c.candidates or (0.0,)):
-        monkeypatch.delenv("NARROWGAUGE_KERNELS", raising=False)
-        found = block_scales(amax, c, over if c.tensor_scale != "none" else None, candidate)
-        if c.scale_rounding != "nearest-even":
-            assert found is None
-            continue
-        monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
-        over = over if c.tensor_scale != "none" else None
-        assert_same(found, scales_from(amax, c, over=over, candidate=candidate))
+    overs = [torch.tensor(x) for x in (0.0, 1e-44, 0.3, 448.0, 3e38)] if c.tensor_scale != "none" else [None]
+    for over in [of_row, of_row.expand_as(amax)] if c.has_row_scales else overs:
+        assert_same(*(scales_by(engine, amax, c, over) for engine in (in_c, in_torch)))
 
 
 def test_threads_share_scales_and_change_nothing(monkeypatch):
     cast, amax, over = make_cast("nvfp4"), amaxes(), torch.tensor(3.0)
-    alone = block_scales(amax, cast, over)
-    monkeypatch.setattr("narrowgauge.quantization.passes.in_c.A_THREAD", 100)
+    alone = scales_by(in_c, amax, cast, over)
+    monkeypatch.setattr(in_c, "A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    together = block_scales(amax, cast, over)
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(alone[:4], together[:4], strict=True))
+    assert_same(scales_by(in_c, amax, cast, over), alone)
 
 
 def test_the_largest_finite_amax():
-    assert largest_finite(amaxes()).item() == torch.finfo(torch.float32).max
-    assert largest_finite(torch.tensor([torch.nan, 0.25, torch.inf])).item() == 0.25
-    assert largest_finite(torch.tensor([torch.nan])).item() == 0
+    def largest(x):
+        amax, top = in_c.largest(x, Blocks.of(x.shape, (1,)))
+        assert torch.equal(bits(amax), bits(x))
+        return top.item()
+
+    assert largest(amaxes()) == torch.finfo(torch.float32).max
+    assert largest(torch.tensor([torch.nan, 0.25, torch.inf])) == 0.25
+    assert largest(torch.tensor([torch.nan])) == 0
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m1", "int8"])
@@ -87,7 +87,7 @@ def test_codes_are_those_of_formats(name):
 
 
 def test_a_tensor_without_storage_has_codes_without_a_call(monkeypatch):
-    monkeypatch.setattr(c_call, "share", None)
+    monkeypatch.setattr(in_c, "share", None)
     x = torch.empty(4, 8, dtype=torch.bfloat16, device="meta")
     codes = encoded(x, format("e4m3"))
     assert (codes.shape, codes.dtype, codes.device.type) == (x.shape, torch.uint8, "meta")

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.quantization.block_scales import estimator_slope as estimator_slope
     from narrowgauge.quantization.cast import Cast as Cast
     from narrowgauge.quantization.context import DEFAULT_CONTEXT as DEFAULT_CONTEXT
     from narrowgauge.quantization.context import QuantContext as QuantContext
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.sharding.shard import full_axis as full_axis
     from narrowgauge.quantization.stages.channels import kept_count as kept_count
     from narrowgauge.quantization.stages.channels import largest_channels as largest_channels
+    from narrowgauge.quantization.stages.estimator import estimator_slope as estimator_slope
     from narrowgauge.quantization.state.gradient_state import GradientState as GradientState
     from narrowgauge.quantization.state.narrow_tensor import NarrowTensor as NarrowTensor
     from narrowgauge.quantization.state.parameter_state import ParamState as ParamState

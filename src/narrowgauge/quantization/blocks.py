@@ -4,10 +4,8 @@ Splitting a dimension n into (ceil(n / b), b) is a view, so a block is a set of 
 one reduction over them. A ragged edge is padded with zeros, which do not change any maximum. The grid starts
 at element (0, 0) of the *global* tensor.
 
-Passes over a split tensor process it in `chunks`. On a CPU a chunk stays in the cache, because an elementwise
-operation on newly allocated memory costs several times its arithmetic. On a GPU chunks are large and only
-bound the memory of temporaries. Chunking never changes a value; compiled code processes the tensor as one
-chunk.
+Passes over a large split tensor process it in `chunks`, which bound the memory of temporaries. Chunking never
+changes a value; compiled code processes the tensor as one chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +16,9 @@ from typing import NamedTuple
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats.rounding import CHUNK
 from narrowgauge.quantization.cast import Cast
 
-LARGE_CHUNK = 2**25  # elements; a GPU has room for their temporaries
+CHUNK = 2**25  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +31,8 @@ class Blocks:
         grid: The number of blocks along each dimension.
         inner: The dimensions of a split tensor that lie inside a block.
         aligned: The shape of a tensor with one entry per block that broadcasts over a split tensor.
+        is_ragged: Whether the last block of some dimension is padded.
+        is_one: Whether there is one block.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +40,8 @@ class Blocks:
     grid: tuple[int, ...]
     inner: tuple[int, ...]
     aligned: tuple[int, ...]
+    is_ragged: bool
+    is_one: bool
 
     @classmethod
     def of(cls, shape: Sequence[int], size: Sequence[int]) -> "Blocks":
@@ -53,16 +54,12 @@ class Blocks:
             if b > 1:
                 inner.append(len(aligned))
                 aligned.append(1)
-        return cls(tuple(shape), tuple(size), grid, tuple(inner), tuple(aligned))
+        is_ragged = prod(grid) * prod(size) != prod(shape)
+        return cls(tuple(shape), tuple(size), grid, tuple(inner), tuple(aligned), is_ragged, prod(grid) == 1)
 
     def grid_dim(self, dim: int) -> int:
         """The dimension of a split tensor that enumerates the blocks along dimension `dim`."""
         return dim + sum(b > 1 for b in self.size[:dim])
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether the last block of some dimension is padded."""
-        return prod(self.grid) * prod(self.size) != prod(self.shape)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with every blocked dimension split in two: (blocks, inside the block)."""
@@ -124,7 +121,8 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
         )
     if cast.block is None:  # one block; an empty tensor has one block of padding
         size = [max(n, 1) for n in shape]
-        return replace(Blocks.of(size, size), shape=tuple(shape)) if 0 in shape else Blocks.of(size, size)
+        one = Blocks.of(size, size)
+        return replace(one, shape=tuple(shape), is_ragged=True) if 0 in shape else one
     axis %= ndim
     rows, columns = cast.block
     size = [1] * ndim
@@ -136,15 +134,6 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
             )
         size[ndim - 2 if axis == ndim - 1 else ndim - 1] = rows
     return Blocks.of(shape, size)
-
-
-def amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x.amax(dim, keepdim=True)`; on a CPU a reduction over few neighbours is slow, so it pools instead."""
-    is_short = dim == x.ndim - 1 and 1 < x.shape[dim] <= 128 and x.numel() > 0
-    if not is_short or x.device.type != "cpu" or torch.compiler.is_compiling() or not x.is_contiguous():
-        return x.amax(dim, keepdim=True)
-    rows = x.view(1, x.shape[0], -1)
-    return torch.nn.functional.max_pool1d(rows, x.shape[dim]).view(*x.shape[:-1], 1)
 
 
 class Chunk(NamedTuple):
@@ -166,9 +155,7 @@ class Chunk(NamedTuple):
 def chunks(split: torch.Tensor, in_one: bool = False) -> Iterator[Chunk]:
     """Iterate over the chunks of a split tensor, in element order."""
     dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
-    elements = CHUNK if split.device.type == "cpu" else LARGE_CHUNK
-    if split.is_meta:  # only the amount of memory matters
-        elements = max(elements, split.numel() // 64)
+    elements = max(CHUNK, split.numel() // 64) if split.is_meta else CHUNK  # there only memory matters
     if in_one or torch.compiler.is_compiling() or split.numel() <= elements:
         yield Chunk(dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1)
         return

@@ -14,7 +14,7 @@ the grid by
 
 and multiplies the weight's gradient by its slope |u|^(1/k - 1) / k. The slope is 1/k on the grid, rises to
 infinity half way between two points, where rounding jumps, and is limited by a cap
-(`block_scales.estimator_slope`).
+(`stages.estimator`).
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def key(
 class Keys:
     """The keys, in the order in which casts are written.
 
-    Scales are computed in `scales.py`, candidates are compared in `block_scales.py`, and what happens to a
+    Scales are computed in `scales.py`, candidates are compared in `narrow.py`, and what happens to a
     tensor before its blocks get scales is in `transforms.py`.
     """
 

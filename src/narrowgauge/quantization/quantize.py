@@ -2,7 +2,7 @@
 
 `quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on them would see: the
 same values in a high-precision dtype, so that any device can compute with them. Both run the same passes
-(`block_scales.py`, `passes/rounding.py`), so an emulated GEMM uses exactly the values that are stored.
+(`narrow.py`), so an emulated GEMM uses exactly the values that are stored.
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from narrowgauge.formats import (
     require_values,
     torch_dtype,
 )
-from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
+from narrowgauge.quantization.narrow import narrow
 from narrowgauge.quantization.own_casts import values_of
-from narrowgauge.quantization.passes.rounding import round_blocks
+from narrowgauge.quantization.passes.split import Narrowed, Split
 from narrowgauge.quantization.stages.channels import joined, may_pick, parted
 from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
 
@@ -161,20 +161,13 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         channels, rest, kept = _apart(x.detach(), cast, axis, torch.float32, context)
         q = quantize_in_context(rest, cast.of_the_rest, axis, context)
         return replace(q, cast=cast, channels=channels, kept=_as_long(kept, q.codes.shape))
-    prepared = prepared_by(x.detach(), cast, axis, context)
-    x = prepared.x
-    blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
-    split = blocks.split(x)
-    scales = scales_of(split, blocks, cast, axis, context)
-
-    codes = round_blocks(split, blocks, scales, cast, context, "codes", torch.uint8)
-    block_scales = scales.block.reshape(() if cast.block is None else blocks.grid)
-    scale_codes = codes_of(block_scales, format(cast.scale)) if cast.has_coded_scales else None
+    prepared, blocks, (codes, block, outer) = _narrowed(x.detach(), cast, axis, context, "codes", torch.uint8)
+    scales = block.reshape(() if cast.block is None else blocks.grid)
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
-        scales=block_scales,
-        scale_codes=scale_codes,
-        tensor_scale=_above(x, scales.tensor, blocks, cast, axis),
+        scales=scales,
+        scale_codes=codes_of(scales, format(cast.scale)) if cast.has_coded_scales else None,
+        tensor_scale=_above(prepared.x, outer, blocks, cast, axis),
         cast=cast,
         blocks=blocks,
         mean=prepared.mean,
@@ -216,23 +209,27 @@ def emulate_in_context(
                 "and its values would depend on their number; train in one process, or with whole tensors"
             )
         return values_of(cast.function, x, axis), None
-    prepared = prepared_by(x, cast, axis, context)
-    x = prepared.x
     if not cast.is_scaled:
-        return x.to(torch_dtype(cast.element)), None
-    blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
-    split, dtype = blocks.split(x), operand_dtype(cast, dtype)
-    scales = scales_of(split, blocks, cast, axis, context)
-    if cast.block is None and not cast.adds_to_operand:
-        values = round_blocks(split, blocks, scales, cast, context, "values", dtype)
-        return blocks.merge(values), scales.block.reshape(())
-
-    operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, "stored", dtype))
+        return prepared_by(x, cast, axis, context).x.to(torch_dtype(cast.element)), None
+    is_plain, dtype = cast.block is None and not cast.adds_to_operand, operand_dtype(cast, dtype)
+    result = "values" if is_plain else "stored"
+    prepared, blocks, (values, block, outer) = _narrowed(x, cast, axis, context, result, dtype)
+    operand = blocks.merge(values)
     if not cast.adds_to_operand:
-        return operand, scales.tensor
-    if scales.tensor is not None:
-        _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.outer_columns, axis)
+        return operand, block.reshape(()) if is_plain else outer
+    if outer is not None:
+        _times_above(operand, _above(prepared.x, outer, blocks, cast, axis), cast.outer_columns, axis)
     return prepared.restored(operand, cast), None
+
+
+def _narrowed(
+    x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, result: str, dtype: torch.dtype
+) -> tuple[Prepared, Blocks, Narrowed]:
+    """A tensor after its transforms, its blocks, and what `narrow` makes of it."""
+    prepared = prepared_by(x, cast, axis, context)
+    blocks, context = blocks_of(prepared.x.shape, cast, axis), context.drawn_for(prepared.x, cast)
+    split = Split(blocks.split(prepared.x), blocks, cast, axis, context)
+    return prepared, blocks, narrow(split, result, dtype)
 
 
 def operand_dtype(cast: Cast, dtype: torch.dtype) -> torch.dtype:

@@ -42,7 +42,7 @@ element is ever clipped, because rounding a scale to E4M3 lowers it by at most 1
 
 With `candidates`, each magnitude c that a block's amax may be mapped to gives a scale that is larger by max /
 c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is fl(fl(amax / 6) *
-S). The one with the least error is chosen (`block_scales.py`; arXiv 2512.02010).
+S). The one with the least error is chosen (`narrow.py`; arXiv 2512.02010).
 
 `correct = "projection"` (MS-EDEN; arXiv 2601.22813) rounds a scale twice. Elements q are those under the
 nearest scale s. Then, over a Hadamard group, with t the values in units of their block's scale,
@@ -71,6 +71,45 @@ class Scales(NamedTuple):
     tensor: torch.Tensor | None
     finite: torch.Tensor  # bool: whether the block holds only finite values
     divides: bool = False
+
+
+def scales_from(
+    amax: torch.Tensor,
+    cast: Cast,
+    given: torch.Tensor | None = None,
+    over: torch.Tensor | None = None,
+    random: Randomness = None,
+    candidate: float = 0.0,
+) -> Scales:
+    """The scales of blocks with known amaxes.
+
+    Args:
+        amax: float32, NaN or infinite where a block is not finite.
+        cast: The cast.
+        given: An encoding scale known in advance.
+        over: The largest finite magnitude of the tensor or of each row, for casts with an outer scale.
+        random: Random bits for scales that are rounded stochastically, one per block.
+        candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
+    """
+    finite = amax.isfinite()
+    amax = torch.where(finite, amax, 0.0)
+    tensor_scale = None
+    if given is not None:
+        encode, block = given.expand_as(amax), (1.0 / given).expand_as(amax)
+    elif cast.scale == "fp32":
+        encode, block = fp32_scale(amax, cast.element, cast.power_of_two, cast.headroom)
+    elif cast.scale == "e8m0":
+        assert cast.scale_rule is not None
+        code = e8m0_code(amax, cast.element, cast.scale_rule, cast.headroom)
+        encode, block = e8m0_scale(code)
+    elif cast.has_nvfp4_scales:
+        assert over is not None
+        S, tensor_scale = nvfp4_tensor_scale(over, cast)
+        encode, block = nvfp4_block_scale(amax, S, cast, random, candidate)
+    else:
+        encode, block, tensor_scale = rounded_scale(amax, over, cast, random, candidate)
+    divides = cast.has_rounded_scales and given is None
+    return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 
 from narrowgauge.collectives import all_reduce_sum
 from narrowgauge.errors import UserError
-from narrowgauge.quantization.blocks import chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.passes import in_c
@@ -45,9 +44,7 @@ class Prepared(NamedTuple):
             operand.add_(self.mean)
         # The clamped remainder is added back in float32, because a difference of bf16 values is not exact.
         if cast.compensate and self.unclamped is not None:
-            for chunk in chunks(operand):
-                cut = chunk.of(self.unclamped).to(torch.float32, copy=True).sub_(chunk.of(self.x))
-                chunk.of(operand).add_(cut)
+            operand.add_(self.unclamped.to(torch.float32, copy=True).sub_(self.x))
         return operand
 
 

@@ -18,8 +18,8 @@ from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, lar
 from narrowgauge.kernels.triton.launch import Launch, cdiv, launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
 from narrowgauge.quantization import Cast, QTensor, operand_dtype
-from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.scales import scales_from
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
 from narrowgauge.torch_compat import unobserved
 

@@ -38,12 +38,12 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import Format, require_values
-from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of, chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
-from narrowgauge.quantization.passes.rounding import block_amax
+from narrowgauge.quantization.narrow import block_amax, scales_of
+from narrowgauge.quantization.passes.split import Split
 from narrowgauge.quantization.quantize import prepared_by
 from narrowgauge.quantization.stages.channels import parted
 from narrowgauge.quantization.state.quantized_state import QuantizedState, stored_scales
@@ -87,7 +87,7 @@ def gauge_operand(
     seen = seen if prepared.mean is None else seen.float() - prepared.mean
     x = prepared.x if prepared.unclamped is None else prepared.unclamped
     blocks = blocks_of(x.shape, cast, axis)  # a transform may have lengthened the axis
-    scales = scales_of(blocks.split(prepared.x), blocks, cast, axis, context)
+    scales = scales_of(Split(blocks.split(prepared.x), blocks, cast, axis, context))
     scale = scales.block if scales.tensor is None else scales.block * scales.tensor
     return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
 

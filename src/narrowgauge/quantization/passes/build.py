@@ -32,7 +32,7 @@ from narrowgauge.files import cache_directory, make_directory, open_regular
 from narrowgauge.operating_system import is_private, user_id
 from narrowgauge.processes import output_of
 
-SOURCES = ("passes.h", "passes.c", "scales.c", "attention.c", "layers.c", "team.c")
+SOURCES = ("narrow.h", "scales.h", "narrow.c", "attention.c", "layers.c", "team.c")
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 #: Uses the first that the compiler knows; by default GCC leaves half of AVX-512's width unused.
 _FOR_THIS_CPU = ("-march=native -mprefer-vector-width=512", "-march=native", "-mcpu=native", "")

@@ -1,10 +1,11 @@
-"""Calls a pass of `passes.c`: its record, the threads that share it, and the library that contains it.
+"""Calls a pass of `narrow.c`: its records, the threads that share it, and the library that contains it.
 
 The threads of torch's OpenMP share the units of a pass (`team.c`). After an operation of torch they spin for
 some milliseconds, so threads of another pool would wait for their cores.
 """
 
 import ctypes
+import itertools
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -18,54 +19,71 @@ import torch
 from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format, round_finite
 from narrowgauge.quantization.passes import build
+from narrowgauge.quantization.passes.implementations import MOST_CANDIDATES
 from narrowgauge.torch_compat import extension_file
 
-MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")  # in the order of `passes.c`
 A_THREAD = 2**15  # elements per thread, as in torch's operations
-
-_POINTERS = ("x", "encode", "block", "above", "uniform", "out", "sums")
+# In the order of `narrow.h`.
+ROUNDING_MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")
+SCALE_RULES = ("floor", "ceil", "even", "rceil", "fp32", "nvfp4", "rounded")
+CHOICES = ("mae", "mse", "max")
 SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
-_WORDS = (
-    *("x_type", "out_type", "divides", "rounding", "random_bits", "result", "choose", "contracts_columns"),
-    *("exponent_min", "exponent_quantum", "negative_zero"),
-    *("bits", "mantissa_bits", "twos_complement"),
-)
-_FACTORS = ("largest", "divisor")
 
 
-class Pass(ctypes.Structure):
-    """The struct `Pass` of `passes.c`, field by field."""
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Grid(ctypes.Structure):
+    """The struct `Grid` of `narrow.h`: what `formats.rounding` and `formats.codes` use for float32."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in SIZES),
-        ("offset", ctypes.c_uint64),
-        ("key", ctypes.c_uint32 * 2),
         ("exponent_inverse", ctypes.c_uint32),
-        *((name, ctypes.c_int32) for name in _WORDS),
-        *((name, ctypes.c_float) for name in _FACTORS),
+        *_fields(ctypes.c_int32, "exponent_min exponent_quantum negative_zero"),
+        *_fields(ctypes.c_int32, "bits mantissa_bits twos_complement"),
+        ("largest", ctypes.c_float),
+    ]
+
+    @classmethod
+    def of(cls, element: Format) -> "Grid":
+        """The constants of a format."""
+        return cls(
+            exponent_min=element.emin + 127 << 23,
+            exponent_inverse=254 + element.mantissa_bits << 23,
+            exponent_quantum=element.mantissa_bits << 23,
+            negative_zero=int(element.has_negative_zero),
+            bits=element.bits,
+            mantissa_bits=element.mantissa_bits,
+            twos_complement=int(element.twos_complement),
+            largest=element.max,
+        )
+
+
+class CastInC(ctypes.Structure):
+    """The struct `Cast` of `narrow.h`."""
+
+    _fields_ = [
+        *_fields(Grid, "element scale"),
+        *_fields(ctypes.c_int32, "rounding random_bits rule emax half keeps_power zeros to_bf16"),
+        *_fields(ctypes.c_int32, "choose candidates"),
+        *_fields(ctypes.c_float, "factor aim largest instead"),
+        ("stretch", ctypes.c_float * MOST_CANDIDATES),
+        ("target", ctypes.c_double),
     ]
 
 
-@cache
-def _element_fields(element: Format) -> tuple[tuple[str, Any], ...]:
-    """The constants that `formats.rounding` and `formats.codes` use for float32."""
-    fields = {
-        "exponent_min": element.emin + 127 << 23,
-        "exponent_inverse": 254 + element.mantissa_bits << 23,
-        "exponent_quantum": element.mantissa_bits << 23,
-        "negative_zero": int(element.has_negative_zero),
-        "bits": element.bits,
-        "mantissa_bits": element.mantissa_bits,
-        "twos_complement": int(element.twos_complement),
-        "largest": element.max,
-    }
-    return tuple(fields.items())
+class Narrow(ctypes.Structure):
+    """The struct `Narrow` of `narrow.h`: one tensor, and what is known of it."""
 
-
-def fields_of(element: Format) -> dict[str, Any]:
-    """The fields of a `Pass` that depend on the element format."""
-    return dict(_element_fields(element))
+    _fields_ = [
+        ("cast", ctypes.POINTER(CastInC)),
+        *_fields(ctypes.c_void_p, "x uniform over finite amax encode block above out sums top"),
+        *_fields(ctypes.c_int64, " ".join(SIZES)),
+        ("offset", ctypes.c_uint64),
+        ("key", ctypes.c_uint32 * 2),
+        *_fields(ctypes.c_int32, "x_type out_type result divides contracts_columns"),
+        *_fields(ctypes.c_int32, "is_one is_given over_each only_finite"),
+    ]
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -81,15 +99,6 @@ def takes(*tensors: torch.Tensor) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter)
     is_plain = all(type(x) in kinds and (x.device.type == "cpu" or is_shape_only(x)) for x in tensors)
     return is_plain and tensors[0].numel() > 0 and c_library() is not None
-
-
-def run(name: str, one: Pass) -> None:
-    """Call a pass; several threads share a large one."""
-    found = c_library()
-    assert found is not None
-    count, numbers = int(found.units(ctypes.byref(one))), one.batch * one.rows * one.columns
-    if not share(getattr(found, name), one, count, numbers // A_THREAD):
-        raise MemoryError(f"{name} of quantization could not allocate memory for its strip of blocks")
 
 
 def share(function: Any, argument: ctypes.Structure, units: int, most: int) -> bool:
@@ -153,10 +162,10 @@ def c_library() -> ctypes.CDLL | None:
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.units.argtypes, found.units.restype = (ctypes.POINTER(Pass),), ctypes.c_int64
-    for name in ("amax_pass", "round_pass", "error_pass", "projection_pass", "sum_pass"):
+    found.units.argtypes, found.units.restype = (ctypes.POINTER(Narrow),), ctypes.c_int64
+    for name in ("amax_pass", "narrow_pass", "sum_pass"):
         function = getattr(found, name)
-        function.argtypes = (ctypes.POINTER(Pass), ctypes.c_int64, ctypes.c_int64)
+        function.argtypes = (ctypes.POINTER(Narrow), ctypes.c_int64, ctypes.c_int64)
         function.restype = ctypes.c_int
     return found
 
@@ -165,20 +174,18 @@ def _is_right(found: ctypes.CDLL) -> bool:
     """Whether a library rounds as torch does; in another thread, where torch.export makes no fake tensors."""
     ramp = torch.arange(4099, dtype=torch.float32, device="cpu") / 4099
     x, random = (ramp * 15 - 7.5) * (2 * ramp) ** 8, ramp
-    ones, encode = torch.ones_like(ramp[:1]), torch.full_like(ramp[0], 0.875)
-    for rounding in ROUNDINGS:
-        for name in ("e2m1", "e4m3", "int8"):
-            out = torch.empty_like(x)
-            fields = fields_of(format(name))
-            one = Pass(
-                **fields,
-                **dict(zip(SIZES, (1, 1, 4099, 1, 4099), strict=True)),
-                **{"x": x.data_ptr(), "out": out.data_ptr(), "encode": encode.data_ptr()},
-                **{"block": ones.data_ptr(), "uniform": random.data_ptr()},
-                **{"rounding": MODES.index(rounding), "random_bits": RANDOM_BITS},
-            )
-            found.round_pass(ctypes.byref(one), 0, int(found.units(ctypes.byref(one))))
-            expected = round_finite(x * encode, format(name), rounding, random)
-            if not torch.equal(out.view(torch.int32), expected.view(torch.int32)):
-                return False
+    one, encode = torch.ones_like(ramp[:1]), torch.full_like(ramp[:1], 0.875)
+    for mode, name in itertools.product(ROUNDINGS, ("e2m1", "e4m3", "int8")):
+        out = torch.empty_like(x)
+        rounding = {"rounding": ROUNDING_MODES.index(mode), "random_bits": RANDOM_BITS}
+        call = Narrow(
+            ctypes.pointer(CastInC(Grid.of(format(name)), **rounding)),
+            **dict(zip(SIZES, (1, 1, 4099, 1, 4099), strict=True)),
+            **{"x": x.data_ptr(), "out": out.data_ptr(), "uniform": random.data_ptr(), "is_given": 1},
+            **{"encode": encode.data_ptr(), "block": one.data_ptr(), "finite": one.data_ptr()},
+        )
+        found.narrow_pass(ctypes.byref(call), 0, int(found.units(ctypes.byref(call))))
+        expected = round_finite(x * encode, format(name), mode, random)
+        if not torch.equal(out.view(torch.int32), expected.view(torch.int32)):
+            return False
     return True

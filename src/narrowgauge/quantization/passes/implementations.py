@@ -20,6 +20,7 @@ from narrowgauge.quantization.keys import Taker
 #: The places whose operands may stay in the parts that the row kernel writes, if a layer computes in bf16.
 ROW_PLACES = ("fprop.x", "fprop.w")
 
+MOST_CANDIDATES = 8  # as in `narrow.h`
 CONVERSION, KERNEL, PASSES, TORCH = "torch conversion", "Triton kernel", "C passes", "torch operations"
 
 
@@ -95,6 +96,10 @@ def passes_gap(cast: Cast) -> str:
     """Why the C passes do not compute a cast, as a clause; "" if they do."""
     if cast.element.exponent_bits == 8:
         return "the C passes do not round to elements with 8 exponent bits"
+    if cast.correct and (cast.block is None or cast.block[1] > 1024):
+        return "the C passes correct the scales of blocks of at most 1024 elements"
+    if len(cast.candidates) > MOST_CANDIDATES:
+        return f"the C passes choose among {MOST_CANDIDATES} candidates"
     return _key_gap("C pass", cast, Taker.C)
 
 

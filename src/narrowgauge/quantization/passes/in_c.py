@@ -1,89 +1,65 @@
-"""The passes in C: which tensors they support, and how they are called.
+"""Quantization in C: which tensors it takes, and how it is called. The engine beside `in_torch`.
 
-The passes of `passes.c` take bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or
+The passes of `narrow.c` take bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or
 form a single block. Torch operations compute everything else (`takes`): GPU tensors, compiled graphs, tensors
 that autograd tracks. For meta tensors, used to estimate memory, results are allocated and no pass is called.
 
-The passes of `scales.c` replace many operations on small tensors: scales of blocks from their amaxes, and
-codes of bf16 values. Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so
-codes are read from tables that `formats.codes_of` and `decode` fill.
+Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so codes of bf16 values
+are read from tables that `formats.codes_of` and `decode` fill.
 """
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.formats import Format, Randomness, RandomStream, codes_of, decode, format
+from narrowgauge.formats import Format, RandomStream, codes_of, decode, format
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.passes.c_call import (
     A_THREAD,
-    MODES,
+    CHOICES,
+    ROUNDING_MODES,
+    SCALE_RULES,
     SIZES,
-    Pass,
+    CastInC,
+    Grid,
+    Narrow,
     c_library,
-    fields_of,
-    run,
     share,
 )
 from narrowgauge.quantization.passes.implementations import passes_gap
+from narrowgauge.quantization.passes.split import Narrowed, Split
 from narrowgauge.quantization.scales import Scales
 from narrowgauge.torch_compat import unobserved
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
-RESULTS = ("values", "stored", "codes")  # the element; the element times its block's scale; its code
-_CHOICES = ("mae", "mse", "max")
-_RULES = ("floor", "ceil", "even", "rceil", "fp32", "nvfp4", "rounded")  # of scales, as in `scales.c`
-TILE = 1024  # elements that a thread holds at a time
+_RESULTS = ("values", "stored", "codes", "scales", "sums")
 _ONE_BLOCK = 2**16  # elements per piece of a block that spans the full tensor
 
 
-class Rounding(NamedTuple):
-    """How elements are rounded to the grid."""
-
-    encode: torch.Tensor  #: the factor or divisor of elements, one per block
-    divides: bool
-    cast: Cast
-    random: Randomness
-
-
-class Judged(NamedTuple):
-    """The inputs of a block's error: `passes.errors.block_errors`."""
-
-    block: torch.Tensor  #: its scale
-    above: torch.Tensor | None  #: its outer scale
-    divisor: float  #: a divisor of its values
-    choose: str
-    contracted: int  #: the contracted dimension
-
-
 def takes(
-    split: torch.Tensor,
-    blocks: Blocks,
-    cast: Cast | None = None,
-    dtype: torch.dtype = torch.float32,
-    is_whole: bool = False,
+    split: torch.Tensor, blocks: Blocks, cast: Cast | None = None, dtype: torch.dtype = torch.float32
 ) -> bool:
-    """Whether the C pass supports a split tensor: a plain CPU tensor with no autograd and no dispatch mode.
+    """Whether C quantizes a split tensor: a plain CPU tensor with no autograd and no dispatch mode.
 
     Args:
         split: The split tensor.
         blocks: Its blocks.
-        cast: The cast whose elements it is rounded to, if any.
+        cast: The cast, if more is wanted than the amaxes of blocks.
         dtype: The dtype of the result.
-        is_whole: Whether the values of a block are needed together.
     """
     if not has_library(split) or split.dtype not in (torch.float32, torch.bfloat16) or dtype not in _TYPES:
         return False
     if cast is not None and passes_gap(cast):
         return False
-    is_flat = blocks.size[:-2] == (1,) * (len(blocks.size) - 2) or (_is_one(blocks) and not is_whole)
+    is_whole = cast is not None and bool(cast.candidates or cast.correct)
+    is_flat = blocks.size[:-2] == (1,) * (len(blocks.size) - 2) or (blocks.is_one and not is_whole)
     return is_flat and bool(blocks.size)
 
 
@@ -98,12 +74,35 @@ def has_library(x: torch.Tensor) -> bool:
 
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The amax of each block, in the shape of the grid, float32."""
-    split, sizes = split.contiguous(), _sizes(split, blocks)
-    found = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
-    one = Pass(x=split.data_ptr(), out=found.data_ptr(), x_type=_TYPES[split.dtype], **sizes)
-    _run(split, "amax_pass", one)
-    return found.view(blocks.grid) if found.numel() == prod(blocks.grid) else found.amax().view(blocks.grid)
+    """`in_torch.amax`."""
+    found, top = _amaxes(split, blocks, only_finite=False)
+    return top.view(blocks.aligned) if blocks.is_one else found
+
+
+def largest(split: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """`in_torch.largest`."""
+    if blocks.is_one:
+        found = amax(split, blocks)
+        return found, torch.where(found < torch.inf, found, 0.0).view(())
+    return _amaxes(split, blocks, only_finite=True)
+
+
+def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
+    """`in_torch.narrow`."""
+    out = torch.empty(s.x.shape, dtype=dtype, device=s.x.device)
+    block = torch.empty(0 if result == "stored" else s.blocks.aligned, dtype=torch.float32, device=s.x.device)
+    outer = _narrow(s, result, {"out": out, "block": block if block.numel() else None})
+    return Narrowed(out, block if s.scales is None else s.scales.block, outer)
+
+
+def scales(s: Split, with_sums: bool = False) -> tuple[Scales, tuple[torch.Tensor, ...]]:
+    """`in_torch.scales`."""
+    names = ("encode", "block", *(("out", "sums") if with_sums else ()))
+    found = {n: torch.empty(s.blocks.aligned, dtype=torch.float32, device=s.x.device) for n in names}
+    outer = _narrow(s, "sums" if with_sums else "scales", found)
+    encode, block, *sums = found.values()
+    by = Scales(encode, block, outer, ~block.isnan(), s.cast.has_rounded_scales)
+    return by if s.scales is None else s.scales, tuple(sums)
 
 
 def token_sums(x: torch.Tensor) -> torch.Tensor | None:
@@ -113,121 +112,13 @@ def token_sums(x: torch.Tensor) -> torch.Tensor | None:
     each other (2^12 tokens): then the order of summation, which differs from torch's, does not affect any
     digit.
     """
-    one = Blocks.of(x.shape, (1,) * x.ndim)
-    if x.ndim != 2 or x.dtype != torch.bfloat16 or not takes(x, one):
+    if x.ndim != 2 or x.dtype != torch.bfloat16 or not has_library(x):
         return None
     x, (rows, columns) = x.contiguous(), x.shape
     sums = torch.empty(1, columns, dtype=torch.float64, device=x.device)
     sizes = dict(zip(SIZES, (1, rows, columns, rows, 1), strict=True))
-    _run(x, "sum_pass", Pass(x=x.data_ptr(), out=sums.data_ptr(), x_type=_TYPES[x.dtype], **sizes))
+    _run(x, "sum_pass", Narrow(x=x.data_ptr(), out=sums.data_ptr(), x_type=_TYPES[x.dtype], **sizes))
     return sums
-
-
-def rounded(
-    split: torch.Tensor,
-    blocks: Blocks,
-    rounding: Rounding,
-    result: str,
-    block: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """`passes.rounding.round_blocks`; `block` is a block's scale, or for "codes" whether it is finite."""
-    split, sizes = split.contiguous(), _sizes(split, blocks)
-    out = torch.empty(split.shape, dtype=dtype, device=split.device)
-    of_blocks = _entries(block, blocks, sizes)
-    kept, fields = _fields(split, blocks, sizes, rounding)
-    fields |= {"block": of_blocks.data_ptr(), "out": out.data_ptr(), "out_type": _TYPES[dtype]}
-    _run(split, "round_pass", Pass(**fields | {"result": RESULTS.index(result)}, **sizes))
-    del kept  # the pass has read it
-    return out
-
-
-def errors(split: torch.Tensor, blocks: Blocks, rounding: Rounding, judged: Judged) -> torch.Tensor:
-    """The error of each block, in the shape of the grid, float32."""
-    split, sizes = split.contiguous(), _sizes(split, blocks, is_whole=True)
-    found = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
-    of_blocks = _entries(judged.block, blocks, sizes)
-    above = None if judged.above is None else _entries(judged.above, blocks, sizes)
-    kept, fields = _fields(split, blocks, sizes, rounding)
-    fields |= {"block": of_blocks.data_ptr(), "above": None if above is None else above.data_ptr()}
-    fields |= {"out": found.data_ptr(), "divisor": judged.divisor}
-    fields["contracts_columns"] = int(judged.contracted == len(blocks.size) - 1)
-    _run(split, "error_pass", Pass(**fields | {"choose": _CHOICES.index(judged.choose)}, **sizes))
-    del kept
-    return found.view(blocks.grid)
-
-
-def projections(
-    split: torch.Tensor, blocks: Blocks, rounding: Rounding, seen: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums of t^2, of t q) of each block, in its split shape (`passes.errors.projection_sums`)."""
-    split, sizes = split.contiguous(), _sizes(split, blocks, is_whole=True)
-    above = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
-    below, of_blocks = torch.empty_like(above), _entries(seen, blocks, sizes)
-    kept, fields = _fields(split, blocks, sizes, rounding)
-    fields |= {"block": of_blocks.data_ptr(), "out": above.data_ptr(), "sums": below.data_ptr()}
-    _run(split, "projection_pass", Pass(**fields, **sizes))
-    del kept
-    return blocks.align(above.view(blocks.grid)), blocks.align(below.view(blocks.grid))
-
-
-def block_scales(
-    amax: torch.Tensor, cast: Cast, over: torch.Tensor | None, candidate: float = 0.0
-) -> Scales | None:
-    """The scales of blocks rounded to nearest; None if C does not compute them.
-
-    Args:
-        amax: float32, one entry per block.
-        cast: The cast.
-        over: The amax of the tensor (0-dim), or of each row or group of columns (broadcasts to `amax`), for
-            scales under an outer scale.
-        candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
-    """
-    fmt, is_outer = cast.scale, cast.has_nvfp4_scales or cast.has_rounded_scales
-    rule = (
-        fmt
-        if fmt in ("fp32", "none")
-        else cast.scale_rule or ("nvfp4" if cast.has_nvfp4_scales else "rounded")
-    )
-    if rule not in _RULES or cast.scale_rounding != "nearest-even" or not has_library(amax):
-        return None
-    amax, above = amax.contiguous(), None
-    encode_scale, block = torch.empty_like(amax), torch.empty_like(amax)
-    finite = torch.empty_like(amax, dtype=torch.bool)
-    one = _Scales(amax.data_ptr(), encode_scale.data_ptr(), block.data_ptr(), finite.data_ptr())
-    one.rule, one.emax, one.keeps_power = _RULES.index(rule), cast.element.emax, cast.power_of_two
-    one.half, one.factor = 1 << (22 - cast.element.fraction_bits), cast.aim
-    if rule == "rceil":
-        one.factor = 1 / cast.aim
-    elif is_outer:
-        one.format, one.to_bf16 = Pass(**fields_of(format(fmt))), fmt == "bf16"
-        one.factor, one.aim, one.target = 1 / cast.aim, cast.aim, cast.target
-        one.stretch = cast.element.max / candidate if candidate else 0.0
-        one.instead = {"zero": 0.0, "one": 1.0}.get(cast.zero_rule, format(fmt).smallest_subnormal)
-        one.zeros = cast.zero_rule == "one"
-    if over is not None and is_outer:
-        one.over_each = over.ndim > 0
-        each = over.expand_as(amax).contiguous() if over.ndim else over
-        above = torch.empty_like(each)
-        one.over, one.above = each.data_ptr(), above.data_ptr()
-        one.largest = (
-            cast.target * cast.element.max * cast.headroom
-            if cast.has_nvfp4_scales
-            else cast.target * cast.aim
-        )
-    _share(amax, "scale_pass", one)
-    if over is not None and above is not None and above.shape != over.shape:  # repeated along the row
-        above = above[tuple(slice(size) for size in over.shape)]
-    return Scales(encode_scale, block, above, finite, cast.has_rounded_scales)
-
-
-def largest_finite(amax: torch.Tensor) -> torch.Tensor | None:
-    """The largest finite amax, 0-dim float32; None if C does not compute it."""
-    if not has_library(amax):
-        return None
-    amax, largest = amax.contiguous(), torch.empty((), dtype=torch.float32, device=amax.device)
-    _share(amax, "largest_pass", _Scales(amax.data_ptr(), largest.data_ptr()), threads=1)
-    return largest
 
 
 def encoded(values: torch.Tensor, element: Format) -> torch.Tensor:
@@ -244,21 +135,8 @@ def decoded(codes: torch.Tensor, element: Format, dtype: torch.dtype) -> torch.T
     return _looked_up("decode_pass", codes, _values, element, dtype)
 
 
-class _Scales(ctypes.Structure):
-    """The struct `Scales` of `scales.c`, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("amax", "encode", "block", "finite", "over", "above")),
-        ("format", Pass),
-        *((name, ctypes.c_int32) for name in ("rule", "emax", "half", "keeps_power", "zeros")),
-        *((name, ctypes.c_int32) for name in ("over_each", "to_bf16")),
-        *((name, ctypes.c_float) for name in ("factor", "largest", "instead", "aim", "stretch")),
-        ("target", ctypes.c_double),
-    ]
-
-
 class _Lookup(ctypes.Structure):
-    """The struct `Lookup` of `scales.c`, field by field."""
+    """The struct `Lookup` of `narrow.c`, field by field."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("x", "table", "out")]
 
@@ -288,19 +166,12 @@ def _looked_up(
     element: Format,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    x = x.contiguous()
+    x, library = x.contiguous(), c_library()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.is_meta:
-        _share(x, name, _Lookup(x.data_ptr(), table(element).data_ptr(), out.data_ptr()))
+        one = _Lookup(x.data_ptr(), table(element).data_ptr(), out.data_ptr())
+        share(getattr(library, name), one, x.numel(), x.numel() // A_THREAD)
     return out
-
-
-def _share(x: torch.Tensor, name: str, one: ctypes.Structure, threads: int | None = None) -> None:
-    """Call a pass over all elements of a tensor, unless it is on the meta device."""
-    library = c_library()
-    assert library is not None
-    if not x.is_meta:
-        share(getattr(library, name), one, x.numel(), threads or x.numel() // A_THREAD)
 
 
 def _stands_for_cpu(split: torch.Tensor) -> bool:
@@ -312,58 +183,102 @@ def _stands_for_cpu(split: torch.Tensor) -> bool:
     return is_shape_only(split) and not torch.distributed.is_initialized()
 
 
-def _run(split: torch.Tensor, name: str, one: Pass) -> None:
-    """Call a pass, unless its tensor is on the meta device; part of a meta tensor has a non-zero address."""
-    if not split.is_meta:
-        run(name, one)
+def _amaxes(split: torch.Tensor, blocks: Blocks, only_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calls amax_pass: the amax of each block, empty if there is one, and the largest magnitude, 0-dim."""
+    split, count = split.contiguous(), 0 if blocks.is_one else blocks.aligned
+    found = torch.empty(count, dtype=torch.float32, device=split.device)
+    top = torch.zeros((), dtype=torch.float32, device=split.device)
+    fields: dict[str, Any] = _sizes(split, blocks)
+    fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype]}
+    fields |= {"amax": found.data_ptr() or None, "top": top.data_ptr(), "only_finite": int(only_finite)}
+    _run(split, "amax_pass", Narrow(**fields))
+    return found, top
 
 
-def _fields(
-    split: torch.Tensor, blocks: Blocks, sizes: dict[str, int], rounding: Rounding
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """(tensors to keep alive during the pass, the fields of rounding)."""
-    encode, cast, random = _entries(rounding.encode, blocks, sizes), rounding.cast, rounding.random
-    fields = fields_of(cast.element) | {"divisor": 1.0}
-    fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
-    fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding)}
-    fields["random_bits"] = cast.random_bits
-    if cast.rounding != "stochastic":
-        return [encode], fields
-    if split.is_meta and isinstance(random, RandomStream):
-        return [encode], fields  # a meta key has no values
+def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) -> torch.Tensor | None:
+    """Calls narrow_pass: writes the tensors that are wanted, by their names in C; returns the outer scale."""
+    x, cast, blocks, over, outer = s.x.contiguous(), s.cast, s.blocks, s.over, None
+    fields: dict[str, Any] = _sizes(x, blocks, bool(cast.candidates or result == "sums"))
+    fields |= {"x": x.data_ptr(), "x_type": _TYPES[x.dtype], "result": _RESULTS.index(result)}
+    fields |= {"cast": ctypes.pointer(_cast(cast)), "divides": int(cast.has_rounded_scales)}
+    fields["contracts_columns"] = int(s.axis % len(blocks.size) == len(blocks.size) - 1)
+    known = amax(s.x, blocks) if s.amax is None and fields["is_one"] else s.amax
+    tensors = {**wanted, "amax": None if known is None else known.contiguous()}
+    if (out := wanted.get("out")) is not None:
+        fields["out_type"] = _TYPES[out.dtype]
+    if s.scales is not None:
+        of_blocks = {"encode": s.scales.encode, "block": s.scales.block, "finite": s.scales.finite}
+        tensors |= {name: t.float().expand(blocks.aligned).contiguous() for name, t in of_blocks.items()}
+        fields |= {"is_given": 1, "divides": int(s.scales.divides)}
+        outer = s.scales.tensor
+    elif over is not None:
+        each = over.expand(blocks.aligned).contiguous() if over.ndim else over
+        outer = torch.empty_like(each)
+        tensors |= {"over": each, "above": outer}
+        fields["over_each"] = int(over.ndim > 0)
+        if outer.shape != over.shape:  # repeated along the row
+            outer = outer[tuple(slice(size) for size in over.shape)]
+    if cast.rounding == "stochastic" and result != "scales":
+        fields |= _random(s, tensors)
+    fields |= {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
+    _run(x, "narrow_pass", Narrow(**fields))
+    return outer
+
+
+def _random(s: Split, tensors: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+    """The fields of a stream; explicit values are added to the tensors."""
+    random = s.context.random_over(s.blocks)
     if isinstance(random, RandomStream):
+        if s.x.is_meta:  # a meta key has no values
+            return {}
         words = [word % 2**32 for word in random.key.tolist()]
-        offset = int(random.offset) % 2**64
-        return [encode], fields | {"key": (ctypes.c_uint32 * 2)(*words), "offset": offset}
+        return {"key": (ctypes.c_uint32 * 2)(*words), "offset": int(random.offset) % 2**64}
     if not isinstance(random, torch.Tensor):
-        random = torch.rand(split.shape, dtype=torch.float32, generator=random, device=split.device)
-    uniform = random.expand(split.shape).float().contiguous()
-    return [encode, uniform], fields | {"uniform": uniform.data_ptr()}
+        random = torch.rand(s.x.shape, dtype=torch.float32, generator=random, device=s.x.device)
+    tensors["uniform"] = random.expand(s.x.shape).float().contiguous()
+    return {}
 
 
-def _is_one(blocks: Blocks) -> bool:
-    return prod(blocks.grid) == 1
+@cache
+def _cast(cast: Cast) -> CastInC:
+    """What a cast says, for C."""
+    fmt, candidates = format(cast.scale), cast.candidates
+    rule = "fp32" if cast.scale == "fp32" else cast.scale_rule
+    rule = rule or ("nvfp4" if cast.has_nvfp4_scales else "rounded")
+    found = CastInC(Grid.of(cast.element), Grid.of(fmt))
+    found.rounding, found.random_bits = ROUNDING_MODES.index(cast.rounding), cast.random_bits
+    found.rule, found.emax, found.keeps_power = SCALE_RULES.index(rule), cast.element.emax, cast.power_of_two
+    found.half, found.aim, found.target = 1 << (22 - cast.element.fraction_bits), cast.aim, cast.target
+    found.factor = 1 / cast.aim if rule in ("rceil", "nvfp4") else cast.aim
+    found.zeros, found.to_bf16 = cast.zero_rule == "one", cast.scale == "bf16"
+    found.instead = {"zero": 0.0, "one": 1.0}.get(cast.zero_rule, fmt.smallest_subnormal)
+    found.largest = (
+        cast.target * cast.element.max * cast.headroom if cast.has_nvfp4_scales else cast.target * cast.aim
+    )
+    found.choose, found.candidates = CHOICES.index(cast.choose or "mae"), len(candidates)
+    found.stretch[: len(candidates)] = [cast.element.max / candidate for candidate in candidates]
+    return found
+
+
+def _run(x: torch.Tensor, name: str, one: Narrow) -> None:
+    """Call a pass, unless its tensor is on the meta device; part of a meta tensor has a non-zero address."""
+    if x.is_meta:
+        return
+    library = c_library()
+    assert library is not None
+    units = int(library.units(ctypes.byref(one)))
+    if not share(getattr(library, name), one, units, x.numel() // A_THREAD):
+        raise MemoryError(f"{name} of quantization could not allocate memory for its strip of blocks")
 
 
 def _sizes(split: torch.Tensor, blocks: Blocks, is_whole: bool = False) -> dict[str, int]:
     """The sizes of a split tensor. A block that spans it may be cut: its pieces share a scale."""
     shape = [g * b for g, b in zip(blocks.grid, blocks.size, strict=True)]
-    if _is_one(blocks) and not is_whole:
+    is_one = blocks.is_one and not is_whole
+    if is_one:
         values = (1, 1, split.numel(), 1, min(split.numel(), _ONE_BLOCK))
     elif len(shape) == 1 or blocks.size[-2] == 1:  # one long row, so that tiles are full
         values = (1, 1, prod(shape), 1, blocks.size[-1])
     else:
         values = (prod(shape[:-2]), shape[-2], shape[-1], blocks.size[-2], blocks.size[-1])
-    return dict(zip(SIZES, values, strict=True))
-
-
-def _grid(sizes: dict[str, int]) -> tuple[int, int, int]:
-    rows, columns = sizes["rows"], sizes["columns"]
-    return sizes["batch"], -(-rows // sizes["block_rows"]), -(-columns // sizes["block_columns"])
-
-
-def _entries(of: torch.Tensor, blocks: Blocks, sizes: dict[str, int]) -> torch.Tensor:
-    """A tensor that stands over a split tensor, as float32 in memory with one entry per block or piece."""
-    if prod(_grid(sizes)) != prod(blocks.grid):
-        return of.reshape(()).float().expand(_grid(sizes)).contiguous()
-    return of.float().expand(blocks.aligned).contiguous()
+    return dict(zip(SIZES, values, strict=True)) | {"is_one": int(is_one)}

@@ -1,0 +1,151 @@
+"""Quantization as torch operations: the reference, which the C (`in_c`) must match bit for bit.
+
+An engine has four functions: `amax` and `largest` of blocks, `narrow`, which rounds elements, and `scales`
+alone. `quantization.narrow` calls the one that takes a tensor.
+"""
+
+import torch
+
+from narrowgauge.formats import Randomness, RandomStream, encode_finite_, round_finite_
+from narrowgauge.quantization.blocks import Blocks, chunks
+from narrowgauge.quantization.passes.split import Narrowed, Split
+from narrowgauge.quantization.scales import Scales, scales_from
+
+
+def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The amax of each block of a split tensor: float32, inner dimensions kept with size 1."""
+    if not blocks.inner:
+        return split.float().abs()
+    if split.numel() == 0:
+        return blocks.align(torch.zeros(blocks.grid, dtype=torch.float32, device=split.device))
+    return split.abs().amax(blocks.inner, keepdim=True).float()
+
+
+def largest(split: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """`amax`, and the largest of the blocks that hold only finite values: 0-dim float32, 0 for none."""
+    found = amax(split, blocks)
+    return found, finite(found).amax() if found.numel() else found.new_zeros(())
+
+
+def finite(amax: torch.Tensor) -> torch.Tensor:
+    """Amaxes with 0 for blocks that are not finite."""
+    return torch.where(amax < torch.inf, amax, 0.0)
+
+
+def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
+    """Round every element of a split tensor to the grid.
+
+    Args:
+        s: The tensor.
+        result: "values", the elements; "stored", the elements times their blocks' scales; or "codes", which
+            are 0 in a block that is not finite.
+        dtype: The dtype of the result.
+    """
+    by, _ = scales(s)
+    return Narrowed(_rounded(s, by, result, dtype), by.block, by.tensor)
+
+
+def scales(s: Split, with_sums: bool = False) -> tuple[Scales, tuple[torch.Tensor, ...]]:
+    """The scales of a split tensor's blocks and, on request, the sums that a projection needs.
+
+    These are the sums of t^2 and of t q over each block along the axis, added in element order, in the shape
+    of the scales. t are the values in units of their block's scale, q the same rounded; both are 0 in a block
+    that is not finite or whose scale is 0.
+    """
+    found = amax(s.x, s.blocks) if s.amax is None and s.scales is None else s.amax
+    by = best(s._replace(amax=found)) if s.scales is None else s.scales
+    if not with_sums:
+        return by, ()
+    assert s.cast.block is not None
+    is_seen = by.finite & (by.block != 0)
+    elements = _rounded(s, by, "values", torch.float32)
+    numbers = s.x.float() / by.encode if by.divides else s.x.float() * by.encode
+    elements, numbers = (torch.where(is_seen, t, 0.0) for t in (elements, numbers))
+    above, below = numbers * numbers, numbers * elements
+    if s.cast.block[1] > 1:
+        inner = s.blocks.grid_dim(s.axis % len(s.blocks.size)) + 1
+        above, below = in_order(above, inner), in_order(below, inner)
+    return by, (above, below)
+
+
+def best(s: Split, random: Randomness = None) -> Scales:
+    """The scales of blocks: for each block, the candidate with the least error; `random` is for scales."""
+    assert s.amax is not None
+    if not s.cast.candidates:
+        return scales_from(s.amax, s.cast, s.context.scale, s.over, random)
+    found: Scales | None = None
+    least: torch.Tensor | None = None
+    for candidate in s.cast.candidates:
+        tried = scales_from(s.amax, s.cast, s.context.scale, s.over, random, candidate)
+        error = block_errors(s, tried)
+        if found is None or least is None:
+            found, least = tried, error
+            continue
+        is_less = error < least
+        encode, block = (torch.where(is_less, a, b) for a, b in zip(tried[:2], found[:2], strict=True))
+        found, least = found._replace(encode=encode, block=block), torch.where(is_less, error, least)
+    assert found is not None
+    return found
+
+
+def block_errors(s: Split, by: Scales) -> torch.Tensor:
+    """The error of each block under given scales, by the cast's criterion, inner dimensions kept with size 1.
+
+    In TransformerEngine's order: in float32, along each row from left to right, then pairwise halves of rows.
+    """
+    cast, blocks, over = s.cast, s.blocks, s.over
+    contracted = s.axis % len(blocks.size)
+    seen = _rounded(s, by, "stored", torch.float32)
+    if cast.has_nvfp4_scales and over is not None:
+        seen.mul_(over).div_(torch.full_like(over, cast.target * cast.element.max * cast.headroom))
+    elif by.tensor is not None:
+        seen.mul_(by.tensor)
+    error = seen.sub_(s.x)
+    if cast.choose == "max":
+        return amax(error, blocks)
+    error = error.abs_() if cast.choose == "mae" else error.square_()
+    for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
+        if blocks.size[dim] > 1:
+            error = _sum(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)
+    return error
+
+
+def in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum along a dimension, in element order."""
+    return _sum(x, dim, by_halves=False)
+
+
+def _rounded(s: Split, by: Scales, result: str, dtype: torch.dtype) -> torch.Tensor:
+    """The elements, in the shape of the split tensor."""
+    cast, random, out = s.cast, s.context.random_over(s.blocks), None
+    # A torch.Generator draws in order, so all elements must be rounded at once.
+    in_one = cast.rounding == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
+    for chunk in chunks(s.x, in_one):
+        x, encode, bits = chunk.of(s.x), chunk.of(by.encode), random
+        if isinstance(random, RandomStream):
+            bits = random.from_element(chunk.first_element(s.x)) if chunk.start else random
+        elif isinstance(random, torch.Tensor):
+            bits = chunk.of(random)
+        scaled = x.float() / encode if by.divides else x.float() * encode
+        values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
+        if result == "stored":
+            values.mul_(chunk.of(by.block))
+        elif result == "codes":
+            values = encode_finite_(torch.where(chunk.of(by.finite), values, 0.0), cast.element)
+        if x.shape == s.x.shape:
+            return values.to(dtype)
+        out = torch.empty(s.x.shape, dtype=dtype, device=x.device) if out is None else out
+        chunk.of(out).copy_(values)
+    assert out is not None
+    return out
+
+
+def _sum(x: torch.Tensor, dim: int, by_halves: bool) -> torch.Tensor:
+    """The sum along a dimension, in element order, or by pairwise halves while the length is even."""
+    while by_halves and x.shape[dim] > 1 and x.shape[dim] % 2 == 0:
+        lower, upper = x.chunk(2, dim)
+        x = lower + upper
+    first, *others = x.split(1, dim)
+    for other in others:
+        first = first + other
+    return first
