@@ -9,7 +9,7 @@ import bz2
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ def report(worker: Worker) -> Tree:
     texts = {}
     for section in body.split("<section")[1:]:
         title = re.findall("<h2>(.*?)</h2>", section)[0]
-        texts[title] = sha(" ".join(re.sub(r"<[^>]*>", " ", section).split()).encode())
+        texts[title] = sha(" ".join(unescape(re.sub(r"<[^>]*>", " ", section)).split()).encode())
     return {"digits": {"data": _short(json.loads(data)), "texts": texts}}
 
 

@@ -11,7 +11,7 @@ from narrowgauge.data import open_data
 from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.jobs import state_of
 from narrowgauge.models import flops_per_token
-from narrowgauge.report.read.listing import last_records
+from narrowgauge.report.read.progress import last_lines
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.loop.check_data import check_data
 from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, AttentionShape
@@ -31,7 +31,7 @@ def tokens_left(chain: Chain, out: Path) -> int:
 
 def recorded_speed(chain: Chain, out: Path) -> float | None:
     """Median tokens/s of the chain's trunk, if it has started."""
-    records = last_records(out / chain.trunk.name / "metrics.jsonl")
+    records = last_lines(out / chain.trunk.name / "metrics.jsonl")
     speeds = sorted(r["tokens_per_s"] for r in records if isinstance(r.get("tokens_per_s"), float))
     return speeds[len(speeds) // 2] if speeds else None
 

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from narrowgauge.experiment.jobs import Job
-from narrowgauge.report.read.listing import list_runs
+from narrowgauge.report.read.progress import list_runs
 from narrowgauge.units import human_count
 
 _EVERY_S, _LINE_EVERY_S = 2.0, 30.0  # refresh on a terminal; longest silence elsewhere

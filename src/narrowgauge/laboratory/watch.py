@@ -18,9 +18,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.power import power_text
 from narrowgauge.experiment.probe import read_probe
 from narrowgauge.files import make_directory
+from narrowgauge.report.page.html import page as page_without_script
 from narrowgauge.report.page.of_subject import progress_of, read_begun, rows_of, together
 from narrowgauge.report.page.page import render_report, write_page
-from narrowgauge.report.page.plain_page import plain_page
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.page.standing import standing
 from narrowgauge.report.read.progress import ENDED, Progress
@@ -89,7 +89,7 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
     if found:
         links = [_link(one.folder, page.parent) for one in found]
         rows = [together(one, runs) for one, runs in zip(found, states, strict=True)]
-        write_page(plain_page(paths[0].resolve().name, [standing(rows, links=links)], is_live), page)
+        write_page(page_without_script(paths[0].resolve().name, standing(rows, links=links), is_live), page)
     return True
 
 
@@ -99,7 +99,7 @@ def page_of(one: Subject, states: Sequence[Progress], is_live: bool = False) -> 
     sentences, more = _of_plan(one, runs)
     section = standing(states, sentences, one.is_compared)
     if not runs:
-        return plain_page(one.name, [section], is_live)
+        return page_without_script(one.name, section, is_live)
     return render_report(runs, one.planned.command if one.planned else "", more, section, is_live)
 
 

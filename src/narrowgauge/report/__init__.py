@@ -7,8 +7,8 @@ from narrowgauge.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.report.page.page import render_report as render_report
     from narrowgauge.report.page.page import write_report as write_report
-    from narrowgauge.report.read.listing import RunSummary as RunSummary
-    from narrowgauge.report.read.listing import list_runs as list_runs
+    from narrowgauge.report.read.progress import Progress as Progress
+    from narrowgauge.report.read.progress import list_runs as list_runs
     from narrowgauge.report.read.run import Run as Run
     from narrowgauge.report.read.run import read_run as read_run
     from narrowgauge.report.read.run import read_runs as read_runs

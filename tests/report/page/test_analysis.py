@@ -7,9 +7,6 @@ import pytest
 
 from narrowgauge.laboratory.probe import _cell as cli_cell
 from narrowgauge.report import read_run, render_report
-from narrowgauge.report.page.audit import audit
-from narrowgauge.report.page.memory import memory
-from narrowgauge.report.page.step_time import step_time
 from narrowgauge.t_interval import Interval
 
 PROBE = {
@@ -106,19 +103,19 @@ AUDIT = [
     ("section", "event", "words"),
     [
         (
-            memory,
+            "Memory</h2>",
             {"event": "memory", **MEMORY, "parameters": 2**18, "expected": {"peak": 2**23}},
             (
                 'style="width:37.500%"',
-                'data-text="fp8, weights: 3.0 MiB, 12.00 bytes a parameter"',
+                'data-text="fp8, weights: 3.0 MiB (12.00)"',
                 'class="mark" style="left:100.000%"',
             ),
         ),
         (
-            audit,
+            "The linear layers",
             {"event": "audit", "step": 1, "layers": AUDIT},
             (
-                "The linear layers in the first step: 2, 1 with a note",
+                " in the first step: 2, 1 with a note",
                 "<code>b&lt;</code>",  # the unusual first
                 "<td>-</td><td>-</td><td>-</td><td>not converted: &lt;why&gt;</td>",
                 "<code>a</code>",
@@ -126,7 +123,7 @@ AUDIT = [
             ),
         ),
         (
-            step_time,
+            "Step time</h2>",
             {"event": "step time", "step": 5, "ms": {"gemm": 30.0, "idle": 10}, "floor_ms": {"gemm": 20}},
             ('style="width:75.000%"', "fp8, floor, gemm: 20 ms"),
         ),
@@ -135,9 +132,7 @@ AUDIT = [
 )
 def test_a_section_is_drawn_to_scale_or_left_out(make_run, section, event, words):
     path = make_run()
-    assert section([read_run(path)]) == ""
+    assert section not in render_report([read_run(path)])
     make_run.append(path, json.dumps(event) + "\n")
-    html = section([read_run(path)])
-    places = [html.index(word) for word in words]
-    assert places == sorted(places) or section is memory
-    assert html in render_report([read_run(path)])
+    html = render_report([read_run(path)]).partition(section)[2]
+    assert all(word in html for word in words)

@@ -1,14 +1,14 @@
 """Gauges: the table of a run's last readings and the data of its map, which stay small and harmless."""
 
 import json
-import re
 
 import pytest
 import torch
 
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
-from narrowgauge.report.page.gauges import gauges, heat_data
+from narrowgauge.report import render_report
+from narrowgauge.report.page.gauges import gauges, heat_data, no_gauges
 from narrowgauge.report.read.run import read_run
 
 
@@ -39,10 +39,10 @@ def with_lines(make_run):
     return do
 
 
-def rows(html):
-    cells = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", html))
-    head, *body = list(cells)
-    return [dict(zip(head, row, strict=True)) for row in body]
+def rows(runs):
+    """The title, and the rows by column, of the table of one run."""
+    ((title, table),) = gauges(runs)
+    return title, [dict(zip(table.head, row, strict=True)) for row in table.rows]
 
 
 def test_the_last_step_is_shown_layer_by_layer(with_lines):
@@ -59,30 +59,27 @@ def test_the_last_step_is_shown_layer_by_layer(with_lines):
         ],
         tail='{"step": 150, "la',
     )
-    html = gauges([run])
-    assert "run, step 100</h3>" in html
-    script = {
-        "layer": "&lt;script&gt;",
-        "fprop.x": "not finite",
-        "wgrad.dy": "31.0 dB, &lt;0.1 %",
-        "fprop.y": "",
-    }
-    assert sorted(rows(html), key=str) == [
+    title, found = rows([run])
+    assert title == "run, step 100"
+    script = {"layer": "<script>", "fprop.x": "not finite", "wgrad.dy": "31.0 dB, <0.1 %", "fprop.y": ""}
+    assert sorted(found, key=str) == [
         script,
         {"layer": "a", "fprop.x": "18.5 dB", "wgrad.dy": "12.3 dB, 4.3 %", "fprop.y": "0.98765"},
     ]
-    assert "<script" not in html
+    html = render_report([run])
+    assert html.count("<script") == 2
+    assert '<th scope="row">&lt;script&gt;</th><td class="number">not finite</td>' in html
 
 
 def test_of_many_layers_the_noisiest_are_shown(with_lines):
     run = with_lines([line(1, f"blocks.{i}", "fprop.x", **operand(20 + (i * 37) % 300)) for i in range(300)])
-    html = gauges([run])
-    shown = rows(html)
-    assert "the 100 noisiest of 300 layers" in html
+    title, shown = rows([run])
+    assert "the 100 noisiest of 300 layers" in title
     assert max(float(row["fprop.x"].split()[0]) for row in shown) == 119
     assert len(shown) == 100
     assert [int(row["layer"][7:]) for row in shown] == sorted(int(row["layer"][7:]) for row in shown)
-    assert gauges([run] * 8).count("<tr>") <= 4 * html.count("<tr>") + 8, "several runs share the room"
+    together = sum(len(table.rows) for _, table in gauges([run] * 8))
+    assert together <= 4 * len(shown), "several runs share the room"
 
 
 @pytest.mark.parametrize(
@@ -104,14 +101,14 @@ def test_a_run_without_readings_says_why(make_run, config, words):
         make_run.set(path, "compile = false", "compile = true")
         config = "[gauges]\nevery = 0\n"
     make_run.set(path, "keep = 2\n", f"keep = 2\n{config}")
-    assert f"<p>No gauges: {words}" in gauges([read_run(path)])
+    assert f"<p>No gauges: {words}" in render_report([read_run(path)])
 
 
 def test_runs_with_one_reason_are_one_sentence(with_lines, make_run):
     names = [make_run(f"r{i}") for i in range(6)]
-    html = gauges([with_lines([line(1, "a", "fprop.x", **operand(1.0))], "read"), *map(read_run, names)])
-    assert html.count("No gauges") == 1
-    assert "No gauges of r0, r1, r2, r3 and 2 more: " in html
+    measured = with_lines([line(1, "a", "fprop.x", **operand(1.0))], "read")
+    (sentence,) = no_gauges([measured, *map(read_run, names)])
+    assert sentence.startswith("No gauges of r0, r1, r2, r3 and 2 more: ")
 
 
 def test_what_was_read_lies_at_its_step_layer_and_place_of_the_map(with_lines):

@@ -7,9 +7,11 @@ import re
 import shutil
 
 import pytest
+from markupsafe import Markup
 
 from narrowgauge.errors import UserError
 from narrowgauge.report import read_run, render_report, write_report
+from narrowgauge.report.page.html import part
 
 HOSTILE = "</script><script>alert(1)</script><!--<script> & \"quotes' \u2028 \u00e9"
 
@@ -56,6 +58,10 @@ def test_what_comes_from_a_run_is_shown_and_never_obeyed(make_run):
     assert HOSTILE in kinds, "the data arrive unchanged"
 
 
+def test_every_template_escapes():
+    assert part("notes", ["<b>", Markup("<i>")]) == '<ul class="notes"><li>&lt;b&gt;</li><li><i></li></ul>'
+
+
 def test_a_comparison_reads_in_order_without_its_script(five):
     """The verdict, where it comes from, curves, gauges, and one table of the runs."""
     html = words_of(*five, command="narrowgauge compare --recipes bf16,fp8")
@@ -63,7 +69,7 @@ def test_a_comparison_reads_in_order_without_its_script(five):
     marks += ("<h2>Gauges</h2>", "<h2>All figures</h2>", "<h2>Configuration</h2>")
     places = [html.index(mark) for mark in marks]
     assert places == sorted(places)
-    assert html.count('<table class="runs">') == 1
+    assert html.count('aria-label="All runs"') == 1
     losses = [f"{read_run(path).final_val_loss:.4f}" for path in five]
     for word in ("5 runs compared", "<td>emulated</td>", "Once upon a time", "<noscript>", *losses):
         assert word in html
@@ -109,7 +115,7 @@ def test_the_page_holds_the_recipe(make_run):
     make_run.set(path, "[validation]", '"wgrad.x" = "bf16"\n[validation]')
     (path / "recipe.toml").write_text("name = 'mine'\nfprop = 'mxfp4'  # <b>\n")
     html = page_of(path)
-    assert "<pre>\nname = &#x27;mine&#x27;\nfprop = &#x27;mxfp4&#x27;  # &lt;b&gt;\n</pre>" in html
+    assert "<pre>\nname = &#39;mine&#39;\nfprop = &#39;mxfp4&#39;  # &lt;b&gt;\n</pre>" in html
     assert "set over it: wgrad.x = bf16" in html
     assert "recipe.toml" not in page_of(make_run("older")), "a run without the file"
     (path / "recipe.toml").write_text("# long\n" * 10_000)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.report import read_run, render_report
-from narrowgauge.report.page.reproduce import reproduce, script
+from narrowgauge.report.page.reproduce import script
 
 
 def scripts(page):
@@ -70,7 +70,7 @@ def test_names_are_quoted_for_the_shell(make_run):
     commands = [line for line in text.splitlines() if "touch" in line and not line.startswith("#")]
     assert all("'reproduced/a;touch x,$(touch y) '\"'\"'q'\"'\"" in line for line in commands)
     (run / "config.toml").unlink()
-    assert reproduce([read_run(run)]) == "", "without a configuration there is no script"
+    assert script([read_run(run)]) == "", "without a configuration there is no script"
     assert scripts(render_report([read_run(run)])) == []
 
 

@@ -207,13 +207,13 @@ def served(
 
     narrowgauge served runs/mine --with llama.cpp
     """
-    from html import escape
     from json import dumps
 
+    from markupsafe import Markup
     from rich.console import Console
 
     from narrowgauge.files import write_whole
-    from narrowgauge.report.page.plain_page import plain_page
+    from narrowgauge.report.page.html import page as html_page
     from narrowgauge.runs.monitor.progress import Display
     from narrowgauge.runs.use import served as serving
 
@@ -221,7 +221,7 @@ def served(
         found = serving.served(run, with_, to, files, data, sequences, sequence_length, margin, display.stage)
     if page is not None:
         title = f"Server and trainer: {found.verdict}"
-        parts = [f"<h1>{title}</h1>", f"<pre>{escape(found.table())}</pre>"]
-        write_whole(page, plain_page(title, parts))
+        text = Markup("<h1>{}</h1><pre>{}</pre>").format(title, found.table())
+        write_whole(page, html_page(title, text))
     print(dumps(found.as_json(), indent=1) if json else found.table())
     return 0 if found.verdict == serving.EQUAL else 1

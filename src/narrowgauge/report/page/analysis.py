@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 
+from narrowgauge.report.page.html import Cell, Table
 from narrowgauge.report.read.analysis import Costs, Probe
 from narrowgauge.report.read.run import Run
 
@@ -19,36 +19,30 @@ _FIGURES = {  # title, format, and the word for an infinite value
 _SHADES = 6  # steps from the smallest cost to the largest, on a logarithmic scale
 
 
-def analysis(runs: Sequence[Run]) -> str:
-    """A section with the probe and the costs of each run; empty if no run has any."""
-    parts = [
-        (f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
-        + (_probe(run.probe) if run.probe else "")
-        + (_costs(run.costs) if run.costs else "")
-        for run in runs
-        if run.probe or run.costs
-    ]
-    return (
-        f'<section class="analysis"><h2>Which number hurts?</h2>{"".join(parts)}</section>' if parts else ""
-    )
+def analysis(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, Table]]]]:
+    """For each run that has any, its name, and what was measured: a text and a table each."""
+    found = []
+    for run in runs:
+        tables = [_probe(run.probe)] if run.probe else []
+        tables += [_costs(run.costs)] if run.costs else []
+        found += [(run.name, tables)] if tables else []
+    return found
 
 
-def _probe(probe: Probe) -> str:
-    head = "".join(f'<th scope="col" class="number">{title}</th>' for title, *_ in _FIGURES.values())
-    body = ""
+def _probe(probe: Probe) -> tuple[str, Table]:
+    rows = []
     for recipe, figures in probe.figures.items():
         is_broken = figures.get("gradient_cosine", (0.0,))[0] is None
         cells = (
             _figure(figures.get(key), digits, "" if is_broken else infinite)
             for key, (_, digits, infinite) in _FIGURES.items()
         )
-        row = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        body += f'<tr><th scope="row">{escape(recipe)}</th>{row}</tr>'
-    return (
-        f"<p>What each recipe would do to the weights after step {probe.step:,}, without training: means "
-        "over held-out batches and half of their 95 % intervals.</p>"
-        + _scrolled("Probe", f'<th scope="col">recipe</th>{head}', body)
+        rows.append([recipe, *cells])
+    text = (
+        f"What each recipe would do to the weights after step {probe.step:,}, without training: means over "
+        "held-out batches and half of their 95 % intervals."
     )
+    return text, Table("Probe", ["recipe", *(name for name, *_ in _FIGURES.values())], rows)
 
 
 def _figure(values: _Figure | None, digits: str, infinite: str) -> str:
@@ -58,39 +52,35 @@ def _figure(values: _Figure | None, digits: str, infinite: str) -> str:
     mean, _, high = values
     if mean is None:
         return infinite or "not finite"
-    half = "" if high is None else f" &#177; {high - mean:{digits.removeprefix('+')}}"
+    half = "" if high is None else f" ± {high - mean:{digits.removeprefix('+')}}"
     return f"{mean:{digits}}{half}"
 
 
-def _costs(found: Costs) -> str:
+def _costs(found: Costs) -> tuple[str, Table]:
     layers = list(dict.fromkeys(layer for layer, _ in found.costs))
     places = list(dict.fromkeys(place for _, place in found.costs))
-    head = "".join(f'<th scope="col" class="number">{escape(place)}</th>' for place in places)
     ranges = {unit: _range(found, unit) for unit in set(found.units.values())}
     marked = {*found.worst, *found.worst_backward}
-    body = ""
-    for layer in layers:
-        row = ""
-        for place in places:
-            cost = found.costs.get((layer, place))
-            if cost is None:
-                row += "<td></td>"
-                continue
-            low, high = ranges[found.units[place]]
-            share = (math.log(cost) - low) / (high - low) if cost > 0 and high > low else 0.0
-            mark = "*" if f"{layer}.{place}" in marked else ""
-            row += f'<td class="number cost-{round(share * _SHADES)}">{cost:.1e}{mark}</td>'
-        body += f'<tr><th scope="row">{escape(layer)}</th>{row}</tr>'
-    worst, backward = (", ".join(map(escape, names)) for names in (found.worst, found.worst_backward))
+
+    def cell(layer: str, place: str) -> str:
+        cost = found.costs.get((layer, place))
+        if cost is None:
+            return ""
+        low, high = ranges[found.units[place]]
+        share = (math.log(cost) - low) / (high - low) if cost > 0 and high > low else 0.0
+        mark = "*" if f"{layer}.{place}" in marked else ""
+        return Cell(f"{cost:.1e}{mark}", f"cost-{round(share * _SHADES)}")
+
     unit = found.forks or (
         "fprop in nats that it adds to the loss; dgrad and wgrad as the share that it takes of what a step "
         "removes from the loss"
     )
-    return (
-        f"<p>What one place of one layer in {escape(found.cast)} would cost after step {found.step:,}: "
-        f"{escape(unit)}. Worst forward: {worst}. Worst backward: {backward}.</p>"
-        + _scrolled("Sensitivity", f'<th scope="col">layer</th>{head}', body)
+    text = (
+        f"What one place of one layer in {found.cast} would cost after step {found.step:,}: {unit}. Worst "
+        f"forward: {', '.join(found.worst)}. Worst backward: {', '.join(found.worst_backward)}."
     )
+    rows = [[layer, *(cell(layer, place) for place in places)] for layer in layers]
+    return text, Table("Sensitivity", ["layer", *places], rows)
 
 
 def _range(found: Costs, unit: str) -> tuple[float, float]:
@@ -98,10 +88,3 @@ def _range(found: Costs, unit: str) -> tuple[float, float]:
     costs = (cost for (_, place), cost in found.costs.items() if found.units[place] == unit)
     positive = [math.log(cost) for cost in costs if cost > 0]
     return (min(positive), max(positive)) if positive else (0.0, 0.0)
-
-
-def _scrolled(label: str, head: str, body: str) -> str:
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )

@@ -5,20 +5,28 @@ model; the metrics have that of the first process.
 """
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
+from narrowgauge.report.page.html import Table
 from narrowgauge.report.read.run import Run
 
 ROWS = 400  # at most, of all runs together
 _COLUMNS = ("layer", "cast", "calls", "gradient", "note")
 
 
-def audit(runs: Sequence[Run]) -> str:
-    """A collapsible table of the layers of each run; empty if no run has recorded them."""
+def audit(runs: Sequence[Run]) -> list[tuple[str, Table, int]]:
+    """(title, table, number of layers left out) of each run that has recorded its layers."""
     audited = [(run.name, layers) for run in runs if (layers := _layers(run))]
     most = max(4, ROWS // max(1, len(audited)))
-    return "".join(_table(name, layers, most, len(runs) == 1) for name, layers in audited)
+    found = []
+    for name, layers in audited:
+        noted = sum(bool(layer.get("note")) for layer in layers)
+        of_run = "" if len(runs) == 1 else f" of {name}"
+        title = f"The linear layers{of_run} in the first step: {len(layers):,}, {noted:,} with a note"
+        rows = [[_text(layer.get(column)) for column in _COLUMNS] for layer in layers[:most]]
+        table = Table("Linear layers", _COLUMNS, rows, None, is_code=True)
+        found.append((title, table, max(0, len(layers) - most)))
+    return found
 
 
 def _layers(run: Run) -> list[Mapping[str, Any]]:
@@ -29,25 +37,6 @@ def _layers(run: Run) -> list[Mapping[str, Any]]:
             found = [layer for layer in layers if isinstance(layer, Mapping) and "layer" in layer]
             return sorted(found, key=lambda layer: not layer.get("note"))
     return []
-
-
-def _table(run: str, layers: Sequence[Mapping[str, Any]], most: int, is_alone: bool) -> str:
-    noted = sum(bool(layer.get("note")) for layer in layers)
-    of_run = "" if is_alone else f" of {escape(run)}"
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(_text(layer.get("layer")))}</code></th>'
-        + "".join(f"<td>{escape(_text(layer.get(column)))}</td>" for column in _COLUMNS[1:])
-        + "</tr>"
-        for layer in layers[:most]
-    )
-    more = f"<p>{len(layers) - most:,} more in metrics.jsonl.</p>" if len(layers) > most else ""
-    head = "".join(f'<th scope="col">{column}</th>' for column in _COLUMNS)
-    title = f"The linear layers{of_run} in the first step: {len(layers):,}, {noted:,} with a note"
-    return (
-        f"<details><summary>{title}</summary>"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Linear layers"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{more}</details>"
-    )
 
 
 def _text(value: object) -> str:

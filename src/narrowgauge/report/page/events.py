@@ -5,9 +5,9 @@ affects the recipe is called a precision change; the guard's change is a raise.
 """
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
+from narrowgauge.report.page.html import Cell, Table
 from narrowgauge.report.read.run import Run
 
 SILENT = ("memory", "step time", "audit")  # shown elsewhere
@@ -41,22 +41,10 @@ def reason_of(event: Event) -> str:
     return "; ".join(reasons)
 
 
-def events(runs: Sequence[Run]) -> str:
-    """A collapsible table of the events, with saves counted in one row; empty without events."""
+def events(runs: Sequence[Run]) -> Table:
+    """The events, with saves counted in one row."""
     rows = [row for run in runs for row in _rows(run, max(4, ROWS // len(runs)))]
-    if not rows:
-        return ""
-    body = "".join(
-        f'<tr><th scope="row">{escape(run)}</th><td class="number">{escape(step)}</td><td>{escape(name)}</td>'
-        f'<td class="reason">{escape(reason)}</td></tr>'
-        for run, step, name, reason in rows
-    )
-    return (
-        "<details><summary>The events as a table</summary>"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Events"><table><thead><tr>'
-        '<th scope="col">run</th><th scope="col" class="number">step</th><th scope="col">event</th>'
-        f'<th scope="col">reason</th></tr></thead><tbody>{body}</tbody></table></div></details>'
-    )
+    return Table("Events", ("run", "step", "event", "reason"), rows, ("event", "reason"))
 
 
 def _rows(run: Run, most: int) -> list[tuple[str, str, str, str]]:
@@ -66,7 +54,10 @@ def _rows(run: Run, most: int) -> list[tuple[str, str, str, str]]:
     left_out = len(shown) - 2 * half
     if left_out > 0:
         shown = [*shown[:half], *shown[-half:]]
-    rows = [(run.name, f"{event['step']:,}", event_name(event), reason_of(event)[:300]) for event in shown]
+    rows: list[tuple[str, str, str, str]] = [
+        (run.name, f"{event['step']:,}", event_name(event), Cell(reason_of(event)[:300], "reason"))
+        for event in shown
+    ]
     if left_out > 0:
         rows.insert(half, (run.name, "", f"{left_out:,} more", "in metrics.jsonl"))
     if saves := run.count("save"):

@@ -17,13 +17,13 @@ too many steps, every n-th and the last. Histograms are larger, so fewer steps k
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from narrowgauge.formats import format, format_names
 from narrowgauge.quantization.gauges.bins import bins_of
 from narrowgauge.recipes import ATTENTION_PLACES, GEMM_PLACES
 from narrowgauge.report.page.curves import round_digits, thin
+from narrowgauge.report.page.html import Table
 from narrowgauge.report.read.records import as_float
 from narrowgauge.report.read.run import Run
 
@@ -172,29 +172,13 @@ def _octaves(low: float, high: float) -> float:
     return math.log2(high / low) if low > 0 and high < math.inf else math.nan
 
 
-def gauges(runs: Sequence[Run], host: str = "") -> str:
-    """A section with the map's host element and a table for each run with readings.
-
-    Runs without readings are listed with the reason.
-    """
+def gauges(runs: Sequence[Run]) -> list[tuple[str, Table]]:
+    """The title and the table of the last readings of each run that has any."""
     measured = [run for run in runs if run.gauges]
-    missing = "".join(f"<p>{escape(sentence)}</p>" for sentence in _missing(runs))
-    if not measured:
-        return f'<section class="gauges"><h2>Gauges</h2>{missing}</section>'
-    most = layers_per_run(len(measured))
-    return (
-        f'<section class="gauges"><h2>Gauges</h2>{missing}{host}'
-        "<details><summary>The last readings as a table</summary>"
-        f"{''.join(_run_table(run, most) for run in measured)}"
-        "<p>For each place: the signal to quantization noise in decibels, and the share of values that "
-        "became zero (underflow); at 20 dB the noise is a tenth of the values. For matmuls (y, dx, dw): "
-        "the cosine of the angle to the same matmul in float32. Places without loss are left out; a tensor "
-        "shared by two matmuls is reported under the place that quantized it. All other figures: "
-        "gauges.jsonl.</p></details></section>"
-    )
+    return [_run_table(run, layers_per_run(len(measured))) for run in measured]
 
 
-def _missing(runs: Sequence[Run]) -> list[str]:
+def no_gauges(runs: Sequence[Run]) -> list[str]:
     """A sentence for each reason why runs have no readings."""
     by_reason: dict[str, list[str]] = {}
     for run in runs:
@@ -229,29 +213,18 @@ def _why_none(run: Run) -> str:
     return "gauges.jsonl is missing or empty; it belongs next to metrics.jsonl in the run directory"
 
 
-def _run_table(run: Run, most: int) -> str:
+def _run_table(run: Run, most: int) -> tuple[str, Table]:
     """The table of a run; if it has many layers, only those with the most noise."""
     by_step = readings(run)
     reading: Reading = {key: line for key, line in by_step[max(by_step)].items() if _cell(line)}
-    layers = list(dict.fromkeys(layer for layer, _ in reading))
-    chosen = {
-        name: {place: line for (layer, place), line in reading.items() if layer == name}
-        for name in noisiest(reading, most)
-    }
-    columns = [place for place in ORDER if any(_cell(places.get(place)) for places in chosen.values())]
-    head = "".join(f'<th scope="col" class="number">{escape(place)}</th>' for place in columns)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f'<td class="number">{escape(_cell(places.get(place)))}</td>' for place in columns)
-        + "</tr>"
-        for name, places in chosen.items()
-    )
+    layers = {layer for layer, _ in reading}
+    chosen = noisiest(reading, most)
+    present = {place for layer, place in reading if layer in chosen}
+    columns = [place for place in ORDER if place in present]
+    rows = [[layer, *(_cell(reading.get((layer, place))) for place in columns)] for layer in chosen]
     selection = f", the {most} noisiest of {len(layers)} layers" if len(layers) > most else ""
-    return (
-        f"<h3>{escape(run.name)}, step {max(by_step):,}{selection}</h3>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Gauges of {escape(run.name)}"><table>'
-        f'<thead><tr><th scope="col">layer</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    title = f"{run.name}, step {max(by_step):,}{selection}"
+    return title, Table(f"Gauges of {run.name}", ["layer", *columns], rows)
 
 
 def _cell(line: Mapping[str, Any] | None) -> str:

@@ -5,7 +5,6 @@ Start and resume events record these. Facts that an older run did not record are
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 
 from narrowgauge.report.read.run import Run
 from narrowgauge.units import human_duration
@@ -13,20 +12,17 @@ from narrowgauge.units import human_duration
 MOST = 3  # listed hosts, devices or versions
 
 
-def origin(runs: Sequence[Run], command: str = "") -> str:
-    """A list of facts as HTML; `command` is the command line of a comparison that made the page."""
-    command = command or (str(runs[0].facts.get("command") or "") if len(runs) == 1 else "")
+def origin(runs: Sequence[Run], command: str = "") -> dict[str, str]:
+    """The facts by name; `command` is the command line of a comparison that made the page."""
     facts = {
         "date": _dates(runs),
         "duration": _duration(runs),
         "host": _listed(runs, ("host", "device")),
         "recipe": _placements(runs),
         "version": _listed(runs, ("version", "torch"), ("narrowgauge ", "torch ")),
+        "command": command or (str(runs[0].facts.get("command") or "") if len(runs) == 1 else ""),
     }
-    rows = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text]
-    if command:
-        rows.append(f'<div class="command"><dt>command</dt><dd><code>{escape(command)}</code></dd></div>')
-    return f'<dl class="origin">{"".join(rows)}</dl>' if rows else ""
+    return {name: text for name, text in facts.items() if text}
 
 
 def _dates(runs: Sequence[Run]) -> str:

@@ -6,7 +6,6 @@ its configuration. Data that is a path of the machine is named, since only its o
 
 import shlex
 from collections.abc import Mapping, Sequence
-from html import escape
 
 from narrowgauge.recipes import recipe_names
 from narrowgauge.report.read.records import is_cut
@@ -19,27 +18,17 @@ MOST = 64  # runs whose configurations a page holds
 _NOT_FROM_SCRATCH = ("branch", "convert", "import", "change")
 
 
-def reproduce(runs: Sequence[Run]) -> str:
-    """A collapsible block with the script; empty if no run has a configuration."""
-    known = [run for run in runs if run.config]
-    if not known:
+def script(all_runs: Sequence[Run]) -> str:
+    """The shell script for the runs that have a configuration; empty without any."""
+    known = [run for run in all_runs if run.config]
+    if not (runs := known[:MOST]):
         return ""
-    more = f" It holds the first {MOST} of {len(known)} runs." if len(known) > MOST else ""
-    return (
-        "<details><summary>Reproduce</summary><p>Save it as <code>reproduce.sh</code>, and run "
-        f"<code>sh reproduce.sh</code> in the directory of the data.{more} On the same machine with the same "
-        'versions the digits are the same.</p><pre class="script">\n'
-        f"{escape(script(known[:MOST]))}</pre></details>"
-    )
-
-
-def script(runs: Sequence[Run]) -> str:
-    """The shell script for runs that have configurations."""
     facts = [run.facts for run in runs]
     versions = dict.fromkeys(
         f"narrowgauge {f.get('version', '?')}, torch {f.get('torch', '?')}" for f in facts
     )
     lines = ["#!/bin/sh", "set -e", f"# Trained with {_word('; '.join(versions))}.", f"mkdir -p {FOLDER}"]
+    lines += [f"# The first {MOST} of {len(known)} runs."] if len(known) > MOST else []
     lines += [f"# {line}" for line in dict.fromkeys(map(_data, runs))]
     names = [run.name.replace("/", "-") for run in runs]
     for run, name in zip(runs, names, strict=True):

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
 from narrowgauge.analysis.rank_correlation import rank_correlation
-from narrowgauge.report.page.plain_page import html_table
+from narrowgauge.report.page.html import Table, part
 from narrowgauge.report.table.rungs import COLUMNS, cells
 from narrowgauge.report.table.table import TEXT_COLUMNS
 from narrowgauge.report.verdict.rule import MARGIN
@@ -20,7 +22,7 @@ _COLORS = ("#0b6e99", "#c4511d", "#2e7d32", "#7b3fa0", "#b8860b", "#a02050", "#4
 _LEFT, _TOP, _ROW = 64.0, 56.0, 22.0
 _WIDTH, _CURVES, _GAP, _NAMES = 1080.0, 380.0, 56.0, 190.0
 _LARGEST = 6.0  # percent; larger gaps are drawn as arrows
-Table = tuple[Sequence[str], list[list[str]]]  # head, lines
+Lines = tuple[Sequence[str], list[list[str]]]  # head, lines
 _PROBED = {
     "loss_increase": ("loss increase", ".4f"),
     "gradient_cosine": ("cosine", ".3f"),
@@ -169,13 +171,13 @@ def _text(
     return f"<text {where}>{escape(text)}</text>"
 
 
-def rung_table(results: Sequence[ArmResult]) -> Table:
+def rung_table(results: Sequence[ArmResult]) -> Lines:
     """Every arm at every rung."""
     order = list(dict.fromkeys(result.arm for result in results))
     return COLUMNS, [cells(r) for r in sorted(results, key=lambda r: (order.index(r.arm), r.rung))]
 
 
-def probe_table(probe: Mapping[str, Any], results: Sequence[ArmResult] = ()) -> Table:
+def probe_table(probe: Mapping[str, Any], results: Sequence[ArmResult] = ()) -> Lines:
     """The figures of the probe for each arm's recipe, from its JSON, and their agreement with the gaps.
 
     Below the arms there is, for each rung, Spearman's rank correlation of each column with the mean gaps, if
@@ -220,7 +222,7 @@ def facts(rows: Sequence[Row]) -> list[str]:
 
 def rungs_section(
     rows: Sequence[Row], results: Sequence[ArmResult], parameters: int, probe: Mapping[str, Any] | None
-) -> str:
+) -> Markup:
     """The sections that a measured experiment adds to a page: gaps over its rungs, and the probe.
 
     Args:
@@ -229,17 +231,12 @@ def rungs_section(
         parameters: Parameters in linear layers, to which tokens are related.
         probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.
     """
-    text = escape(" ".join(facts(rows)))
-    parts = [f"<section><h2>Gaps over the lengths of training</h2><p>{text}</p>"]
-    if results:
-        parts += [rungs_svg(results, parameters, rows[0].arm), _table("Every rung", rung_table(results))]
-    parts.append("</section>")
-    if probe is not None:
-        parts.append("<section><h2>The probe of each recipe</h2>")
-        parts.append(_table("The probe", probe_table(probe, results)) + "</section>")
-    return "".join(parts)
-
-
-def _table(name: str, table: Table) -> str:
-    text = html_table(*table, text=TEXT_COLUMNS)
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{text}</div>'
+    svg = [Markup(rungs_svg(results, parameters, rows[0].arm))] if results else []
+    tables = [
+        None if found is None else Table(label, *found, TEXT_COLUMNS)
+        for label, found in (
+            ("Every rung", rung_table(results) if results else None),
+            ("The probe", None if probe is None else probe_table(probe, results)),
+        )
+    ]
+    return part("rungs", " ".join(facts(rows)), svg, *tables)

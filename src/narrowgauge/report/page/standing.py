@@ -8,10 +8,12 @@ does not exist more often than one time in twenty. The section states this.
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from narrowgauge.report.page.events import event_name, reason_of
+from narrowgauge.report.page.html import Table, part
 from narrowgauge.report.read.progress import ENDED, Progress
 from narrowgauge.units import human_bytes, human_count, human_duration
 
@@ -32,8 +34,6 @@ _ENDS = {
     "broken": "cannot be read",
 }
 _COLUMNS = ("run", "state", "step", "loss", "val loss", "tokens/s", "memory", "time left", "last record")
-_TEXT = ("run", "state")
-_NUMBER = ' class="number"'
 
 
 def standing(
@@ -42,34 +42,28 @@ def standing(
     is_compared: bool = False,
     links: Sequence[str] = (),
     noun: str = "runs",
-) -> str:
+) -> Markup:
     """A section with a row for each run; empty without runs.
 
     Args:
         found: The runs, in order.
         sentences: Further sentences, such as the gap that a comparison can detect.
         is_compared: Whether the runs are compared, so that an interim verdict needs its caution.
-        links: The address of each run's own page; () without such pages.
+        links: The address of each run's own page, "" for one without; () without such pages.
         noun: What the rows are.
     """
     if not found:
-        return ""
-    head = "".join(f'<th scope="col"{"" if name in _TEXT else _NUMBER}>{name}</th>' for name in _COLUMNS)
-    body = "".join(_row(one, links[i] if links else "") for i, one in enumerate(found))
+        return Markup()
     told = [_count(found, noun), *sentences]
     told += [_INTERIM] if is_compared and any(one.state not in ENDED for one in found) else []
-    return (
-        '<section class="standing"><h2>Where it stands</h2>'
-        f"{''.join(f'<p>{escape(sentence)}</p>' for sentence in told)}"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Where each run stands"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{_guard(found)}</section>"
-    )
+    rows = [_row(one, links[i] if links else "") for i, one in enumerate(found)]
+    return part("standing", told, Table("Where each run stands", _COLUMNS, rows, ("state",)), _guard(found))
 
 
-def _row(one: Progress, link: str) -> str:
-    name = f'<a href="{quote(link)}">{escape(one.name)}</a>' if link else escape(one.name)
-    cells = [
-        f'<span class="state {escape(one.state)}">{escape(one.state)}</span>{_why(one)}',
+def _row(one: Progress, link: str) -> list[str]:
+    return [
+        Markup('<a href="{}">{}</a>').format(quote(link), one.name) if link else one.name,
+        Markup('<span class="state {0}">{0}</span>{1}').format(one.state, _why(one)),
         _steps(one),
         _loss(one.loss),
         _loss(one.val_loss),
@@ -78,27 +72,22 @@ def _row(one: Progress, link: str) -> str:
         "-" if one.seconds_left is None else human_duration(one.seconds_left),
         _when(one.recorded_at),
     ]
-    tds = "".join(
-        f"<td{'' if column in _TEXT else _NUMBER}>{cell}</td>"
-        for column, cell in zip(_COLUMNS[1:], cells, strict=True)
-    )
-    return f'<tr><th scope="row">{name}</th>{tds}</tr>'
 
 
-def _why(one: Progress) -> str:
+def _why(one: Progress) -> Markup:
     """The recorded reason of an end that was not planned, or what to do."""
     texts = [one.reason if one.state in ("failed", "diverged", "preempted", "broken") else ""]
     texts.append(_WORDS.get(one.state, ""))
     text = "; ".join(filter(None, texts))
-    return f'<div class="why muted">{escape(text)}</div>' if text else ""
+    return Markup('<div class="why muted">{}</div>').format(text) if text else Markup()
 
 
 def _steps(one: Progress) -> str:
     if not one.steps:
         return f"{one.step:,}"
     share = min(1.0, one.step / one.steps)
-    bar = f'<progress max="1" value="{share:.4f}" aria-label="{100 * share:.0f} %"></progress>'
-    return f"{one.step:,} of {one.steps:,}{bar}"
+    bar = Markup('{:,} of {:,}<progress max="1" value="{:.4f}" aria-label="{:.0f} %"></progress>')
+    return bar.format(one.step, one.steps, share, 100 * share)
 
 
 def _loss(loss: float) -> str:
@@ -110,7 +99,7 @@ def _when(seconds: float) -> str:
     if not seconds:
         return "-"
     at = datetime.fromtimestamp(seconds, UTC)
-    return f'<time datetime="{at:%Y-%m-%dT%H:%M:%SZ}">{at:%Y-%m-%d %H:%M:%S} UTC</time>'
+    return Markup('<time datetime="{:%Y-%m-%dT%H:%M:%SZ}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(at, at)
 
 
 def _count(found: Sequence[Progress], noun: str) -> str:
@@ -143,16 +132,13 @@ def time_left(found: Sequence[Progress]) -> float | None:
     return max(max(own), (sum(own) + waiting) / len(at_work))
 
 
-def _guard(found: Sequence[Progress]) -> str:
+def _guard(found: Sequence[Progress]) -> list[str]:
     """The last event of the guard in each run, in a sentence."""
-    items = ""
+    sentences = []
     for one in found:
         if one.guard:
             event = one.guard[-1]
-            reason = reason_of(event)[:300]
-            text = f"{one.name}: {event_name(event)} at step {event['step']:,}" + (
-                f", {reason}" if reason else ""
-            )
+            reason = f", {reason[:300]}" if (reason := reason_of(event)) else ""
             many = f" ({len(one.guard)} events of the guard)" if len(one.guard) > 1 else ""
-            items += f"<li>{escape(text + many)}</li>"
-    return f'<ul class="notes">{items}</ul>' if items else ""
+            sentences.append(f"{one.name}: {event_name(event)} at step {event['step']:,}{reason}{many}")
+    return sentences

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.report.read.comparison import PlannedComparison, read_comparison
-from narrowgauge.report.read.listing import DEEPEST, is_run
+from narrowgauge.report.read.progress import DEEPEST, is_run
 
 
 @dataclass(frozen=True, slots=True)
