@@ -2,8 +2,6 @@
 
 import json
 import sqlite3
-import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -11,12 +9,11 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.runs.loop.run_writer import NullRunWriter, RunWriter
 from narrowgauge.runs.monitor import loggers
-from narrowgauge.runs.monitor.logger_backends import BACKENDS, is_installed
-from narrowgauge.runs.monitor.loggers import Feed, Loggers, numbers, require_sinks
+from narrowgauge.runs.monitor.loggers import BACKENDS, Feed, Loggers, is_installed, numbers, require_sinks
 from support.runs import interrupted
 
 SMALL = {"gauges.every": 3, "training.steps": 6, "checkpoint.every": 2}
-PRESENT = {name: is_installed(spec.package) for name, spec in BACKENDS.items()}
+PRESENT = {name: is_installed(name) for name in BACKENDS}
 
 
 def needs(name):
@@ -66,14 +63,12 @@ def test_only_the_first_process_writes(tmp_path):
     assert not book.is_closed, "it was never opened"
 
 
-def fed(book, steps, said, seconds=10.0):
-    """What a feed to `book` says of steps from 0 on, and how long closing it took."""
+def fed(book, steps, said):
+    """What a feed to `book` says of steps from 0 on."""
     feed = Feed("book", book if callable(book) else lambda step: book, said.append)
     for step in range(steps):
         feed.put(step, {"loss": 1.0})
-    start = time.monotonic()
-    feed.close(start + seconds)
-    return time.monotonic() - start
+    feed.close()
 
 
 def test_a_sink_that_is_down_is_told_once_and_tried_again(monkeypatch):
@@ -98,20 +93,6 @@ def test_a_sink_that_cannot_be_opened_is_not_asked_at_every_step():
     assert tries == [0], "the next try is a minute later"
     assert len(said) == 1
     assert "SystemExit: log in first" in said[0]
-
-
-def test_a_sink_that_hangs_holds_no_step_and_the_end_for_no_longer_than_is_said():
-    leave, said = threading.Event(), []
-
-    class Hung(Book):
-        def log(self, step, values):
-            leave.wait(60)
-
-    assert fed(Hung(), loggers.QUEUE_SIZE + 10, said, seconds=0.2) >= 0.2
-    first, last = said
-    assert first.startswith("NOT SENT to book (it does not keep up)")
-    assert last.startswith("book: not finished in time")
-    leave.set()
 
 
 def test_what_is_no_number_is_left_out():

@@ -1,30 +1,128 @@
 """Sends metrics and gauges to other programs: TensorBoard, W&B, trackio (`[log] sinks`).
 
-The run directory is the record; a sink gets a live copy. A slow, hanging or unavailable sink does not stop
-the training: each has its thread and a queue of at most 1000 records, a step only enqueues, and a record that
-does not fit is dropped. A failing sink causes one warning and is retried every minute; the end of a run waits
-for the sinks for a limited time (`CLOSE_S`).
+The run directory is the record; a sink is a copy. These programs queue and send by themselves. One that
+fails does not stop the training: it is warned of once, until it works again, and tried again after a minute.
+
+A backend is opened for a run directory at its first step and receives the values of one step at a time. It
+keeps its files inside the run directory if the program allows it, and a resumed run continues the same files.
 """
 
-import threading
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from queue import Empty, Full, Queue
-from typing import Any
+from typing import Any, Protocol
 
 from narrowgauge.errors import UserError
-from narrowgauge.runs.monitor.logger_backends import BACKENDS, LoggerBackend, RunInfo, is_installed
 
 Values = dict[str, float]
 Log = Callable[[str], None]
 
-QUEUE_SIZE = 1000  # records
-RETRY_S, CLOSE_S = 60.0, 15.0
-_POLL_S = 0.2
+PROJECT = "narrowgauge"
+RETRY_S = 60.0
+_OPEN_S = 10.0  # that W&B may take to answer
 _PARTS = {"amax": ("smallest", "median", "largest"), "scales": ("smallest", "largest")}
 _LEFT_OUT = ("step", "elements", "val_tokens")
+
+
+class LoggerBackend(Protocol):
+    """Interface to a program; every method may raise any exception."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of a step by name."""
+
+    def close(self) -> None:
+        """Send the remaining records."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The facts of a run that a sink needs when it opens."""
+
+    path: Path  # the run directory
+    config: Mapping[str, Any]  # resolved, nested
+    step: int  # the first step to be logged
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard; `tensorboard --logdir RUN` shows them."""
+
+    def __init__(self, run: RunInfo) -> None:
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
+        # a step repeated after a kill is shown once
+        self.writer = writer(log_dir=str(run.path / "tensorboard"), purge_step=run.step, flush_secs=10)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one scalar for each name."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run, with files in RUN/wandb; W&B's variables (WANDB_MODE, WANDB_PROJECT, ...) apply."""
+
+    def __init__(self, run: RunInfo) -> None:
+        wandb = import_module("wandb")
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=run.path.resolve().name,
+            id=_identity(run.path / "wandb" / "narrowgauge-id"),
+            dir=str(run.path),
+            config=dict(run.config),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True, init_timeout=_OPEN_S),
+        )
+        # W&B's step counter never decreases, but that of a resumed run does
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log all values in one call."""
+        self.run.log({**values, "step": step})
+
+    def close(self) -> None:
+        """Finish; unsent records stay in RUN/wandb for `wandb sync`."""
+        self.run.finish()
+
+
+class Trackio:
+    """A trackio run in trackio's folder (TRACKIO_DIR); `trackio show` shows it."""
+
+    def __init__(self, run: RunInfo) -> None:
+        trackio = import_module("trackio")
+        name = f"{run.path.resolve().name}-{_identity(run.path / 'trackio' / 'narrowgauge-id')}"
+        self.run = trackio.init(
+            project=PROJECT,
+            name=name,
+            config={f"{s}.{k}": v for s, table in run.config.items() for k, v in table.items()},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log all values in one call."""
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.run.finish()
+
+
+#: The constructor of each backend, by the name of its package, which is also that of the extra.
+BACKENDS: Mapping[str, Callable[[RunInfo], LoggerBackend]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}
 
 
 def require_sinks(names: Iterable[str]) -> None:
@@ -34,77 +132,49 @@ def require_sinks(names: Iterable[str]) -> None:
         UserError: a package is missing.
     """
     for name in names:
-        if not is_installed(package := BACKENDS[name].package):
+        if not is_installed(name):
             raise UserError(
-                f"log.sinks names {name}, and the package {package} is not installed; "
-                f"python -m pip install {package}, or leave it out"
+                f"log.sinks names {name}, and the package {name} is not installed; "
+                f"python -m pip install {name}, or leave it out"
             )
 
 
 class Feed:
-    """One sink and its thread, which starts with the first record."""
+    """One sink, which opens at its first record."""
 
     def __init__(self, name: str, open: Callable[[int], LoggerBackend], log: Log) -> None:
         self.name, self.open, self.log = name, open, log
-        self._records: Queue[tuple[int, Values]] = Queue(QUEUE_SIZE)
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
         self._is_down = False
         self._next_try = 0.0
         self._sink: LoggerBackend | None = None
 
     def put(self, step: int, values: Values) -> None:
-        """Enqueue a record; never waits."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"sink {self.name}", daemon=True)
-            self._thread.start()
-        try:
-            self._records.put_nowait((step, values))
-        except Full:
-            self._down("it does not keep up")
-
-    def close(self, deadline: float) -> None:
-        """Let the thread send the queued records until `deadline` (monotonic clock)."""
-        if self._thread is None:
-            return
-        self._closing.set()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self.log(f"{self.name}: not finished in time, and abandoned; metrics.jsonl has every step")
-
-    def _run(self) -> None:
-        while True:
-            try:
-                step, values = self._records.get(timeout=_POLL_S)
-            except Empty:
-                if self._closing.is_set():
-                    break
-                continue
-            self._send(step, values)
-        if self._sink is not None:
-            try:
-                self._sink.close()
-            except BaseException as error:
-                self._down(f"{type(error).__name__}: {error}")
-
-    def _send(self, step: int, values: Values) -> None:
+        """Send a record, unless the sink failed less than a minute ago."""
         if time.monotonic() < self._next_try:
             return
         try:
             if self._sink is None:
                 self._sink = self.open(step)
             self._sink.log(step, values)
-        except BaseException as error:  # a library may even raise SystemExit, which would end this process
+        except (Exception, SystemExit) as error:  # a library may try to end this process
             self._next_try = time.monotonic() + RETRY_S
-            self._down(f"{type(error).__name__}: {error}")
+            self._down(error)
         else:
             self._is_down = False
 
-    def _down(self, why: str) -> None:
+    def close(self) -> None:
+        """Let the program send what is left."""
+        if self._sink is not None:
+            try:
+                self._sink.close()
+            except (Exception, SystemExit) as error:
+                self._down(error)
+
+    def _down(self, error: BaseException) -> None:
         """Log a warning once, until the sink works again."""
         if not self._is_down:
             self._is_down = True
-            reason = " ".join(why.split())[:300]
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self.log(
                 f"NOT SENT to {self.name} ({reason}); training continues, and metrics.jsonl has every step"
             )
@@ -118,10 +188,10 @@ class Loggers:
 
     @classmethod
     def of(cls, names: Iterable[str], path: Path, config: Mapping[str, Any], log: Log) -> "Loggers":
-        """Make the sinks with these names (`BACKENDS`); each opens at its first record."""
+        """Make the sinks with these names (`BACKENDS`)."""
 
         def opener(name: str) -> Callable[[int], LoggerBackend]:
-            return lambda step: BACKENDS[name].open(RunInfo(path, config, step))
+            return lambda step: BACKENDS[name](RunInfo(path, config, step))
 
         return cls(tuple(Feed(name, opener(name), log) for name in dict.fromkeys(names)))
 
@@ -144,10 +214,9 @@ class Loggers:
             self._put(step, values)
 
     def close(self) -> None:
-        """Let all sinks send their queues, within `CLOSE_S` seconds in total."""
-        deadline = time.monotonic() + CLOSE_S
+        """Close all sinks."""
         for feed in self.feeds:
-            feed.close(deadline)
+            feed.close()
 
     def _put(self, step: int, values: Values) -> None:
         for feed in self.feeds:
@@ -167,3 +236,17 @@ def numbers(line: Mapping[str, Any]) -> Values:
         elif key in _PARTS and value:
             values |= {f"{key}_{part}": float(v) for part, v in zip(_PARTS[key], value, strict=True)}
     return values
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; a plain folder of that name, such as RUN/wandb, is not enough."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _identity(file: Path) -> str:
+    """The id of this run in a program, kept in a file so that a resumed run continues it."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(4), encoding="ascii")
+    return file.read_text(encoding="ascii").strip()
