@@ -88,8 +88,8 @@ def test_json_has_the_settled_fields(capsys):
     ("line", "sentence"),
     [
         ("--recipe nvfp5 --params 1e9 --tokens 2e10", "nvfp4"),
-        ("--params many --tokens 2e10", "--params 'many': it must be a number such as 1.9e9 or 38B"),
-        ("--params 1e9 --tokens -1", "--tokens '-1'"),
+        ("--params many --tokens 2e10", "--params: 'many': it must be a number such as 1.9e9 or 38B"),
+        ("--params 1e9 --tokens -1", "--tokens: '-1'"),
         ("--model llama --tokens 2e10", "llama"),
         *(
             (f"--params 1e9 --tokens 2e10 --{x} none", "none cannot be read")

@@ -35,9 +35,7 @@ def read_line(words: list[str]) -> argparse.Namespace:
         UserError: The line has a mistake.
     """
     check_verb(words)
-    options, rest = parser_of(words[0]).parse_known_args(words[1:])
-    if rest:
-        raise options.parser.unknown_argument(rest[0])
+    options = parser_of(words[0]).read(words[1:])
     options.command_line = words
     return options
 

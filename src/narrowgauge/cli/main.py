@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import narrowgauge
 from narrowgauge.cli import signature
@@ -86,7 +87,9 @@ def run_verb(options: Line) -> int | None:
     try:
         with bars if "show" in inspect.signature(function).parameters else nullcontext() as show:
             console = Console(stderr=as_json)
-            found = signature.call(function, options, line=options, show=show, console=console)
+            say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            more = {"line": options, "show": show, "console": console, "say": say}
+            found = signature.call(function, options, **more)
     except (ImportError, AttributeError):  # caused by a name that this torch does not have
         if sentence := too_old():
             raise NotInstalled(sentence) from None

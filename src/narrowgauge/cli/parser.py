@@ -5,7 +5,8 @@ The help of a verb fits on one screen; `--help all` and `--help SECTION` list th
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -18,29 +19,6 @@ from narrowgauge.training.config.synonyms import key_of, other_names, plain, unk
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)[\w.+-]*\Z")  # also -1e-3, which argparse takes for an option
 _LONG_WITH_ONE_DASH = re.compile(r"-[a-z][\w-]+")
-
-
-class HelpAction(argparse.Action):
-    """Print the help of a verb and exit; with a topic, the keys of one section or of all."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def take_topic(self) -> None:
-        """Allow the option to take a topic."""
-        self.nargs, self.metavar = "?", "all|SECTION"
-        self.help = "show this and exit; all: every key; SECTION: its keys"
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Print the requested help."""
-        print(keys_text(values) if isinstance(values, str) else parser.format_help(), end="")
-        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,12 +40,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(f"narrowgauge {verb}", description=text, allow_abbrev=False, add_help=False)
         self.verb, self.examples, self.verbs_with = verb, examples, verbs_with
         self.names: Mapping[str, training.Key] = {}
-        self._words: Sequence[str] = ()
         self._negative_number_matcher = _NEGATIVE
         for kind, read in ((int, _integer), (float, _number), (Path, _path)):
             self.register("type", kind, read)  # the same types, with sentences as errors
-        self.help_option = HelpAction(("-h", "--help"), "help", help="show this and exit")
-        self._add_action(self.help_option)
+        self.help_option = self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.set_defaults(verb=verb, parser=self)
 
     def take_keys(self) -> None:
@@ -75,12 +51,32 @@ class Parser(argparse.ArgumentParser):
         self.names = training.config_keys() | {"out": training.Key("", "", "DIR", "output-dir")}
         self.usage = "%(prog)s [CONFIG.toml] [OPTION VALUE ...]"
         self.formatter_class = partial(argparse.HelpFormatter, max_help_position=COLUMN)
-        self.help_option.take_topic()
+        self.help_option.nargs, self.help_option.metavar = "?", "all|SECTION"
+        self.help_option.help = "show this and exit; all: every key; SECTION: its keys"
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words, each option under its canonical name; one that seems missing may be misspelt."""
-        self._words = [self._named(word) for word in args or ()]
-        return super().parse_known_args(self._words, namespace)
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The options in the words after the verb; ends with the help if that is asked for.
+
+        Raises:
+            UserError: A word is no option, argument or value of the verb.
+        """
+        own = list(takewhile(lambda word: word != "--", words))
+        if asked := {"-h", "--help"} & {*own}:
+            topic = words[words.index(asked.pop()) + 1 :][:1]
+            has_topic = self.names and topic and not topic[0].startswith("-")
+            print(keys_text(topic[0]) if has_topic else self.format_help(), end="", flush=True)
+            sys.exit()
+        if not self.has_rest:
+            words = [*map(self._named, own), *words[len(own) :]]
+        options, rest = self.parse_known_args(words)
+        if rest:
+            raise self.unknown_argument(rest[0])
+        return options
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether the verb takes the words of another line."""
+        return any(action.nargs == argparse.REMAINDER for action in self._actions)
 
     def _named(self, word: str) -> str:
         """The word, with another name of an option replaced by its canonical name."""
@@ -96,7 +92,9 @@ class Parser(argparse.ArgumentParser):
         named = next((way for way in ways if way in options), None)
         if named is None and self.names:
             named = f"--{key_of(name[2:], self.names) or name[2:]}"
-        return f"{named or name}{equals}{value}"
+        if named not in options:
+            raise self.unknown_argument(word)
+        return f"{named}{equals}{value}"
 
     def has(self, option: str) -> bool:
         """Whether the verb has an option of this name."""
@@ -114,11 +112,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the usage error as a `UserError`."""
-        if "required" in message:
-            words = takewhile(lambda word: word != "--", self._words)
-            options = (word for word in words if word.startswith("--"))
-            if misspelt := [word for word in options if not self.has(word.split("=")[0])]:
-                raise self.unknown_argument(misspelt[0])
         raise UserError(f"{message}; see '{self.prog} --help'")
 
     def unknown_argument(self, argument: str) -> UserError:
@@ -142,16 +135,9 @@ class Parser(argparse.ArgumentParser):
             have = f"{', '.join(first)} and {last} have" if first else f"{last} has"
             return UserError(f"unknown option {name!r}; {have} it, {self.verb} does not")
         others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # not --dy
-        return self._unknown_option(name, [*self._option_string_actions, *others])
-
-    def _unknown_option(self, name: str, known: Iterable[str]) -> UserError:
-        error, known = unknown("option", name, known), list(known)
+        known = [*self._option_string_actions, *others]
+        error = unknown("option", name, known)
         return error if nearest(name, known) else UserError(f"{error}; see '{self.prog} --help'")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Flush the output, then exit as argparse does."""
-        print(end="", flush=True)  # a closed pipe under --help can still be caught here
-        super().exit(status, message)
 
 
 def _known_keys() -> "Mapping[str, training.Key]":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 
 from narrowgauge.errors import UserError
 from narrowgauge.laboratory.arguments import Form, Line
@@ -54,7 +54,7 @@ class Option:
     def add_to(self, p: argparse.ArgumentParser) -> None:
         """Add it to a parser."""
         form, kind = self.form, self.kind
-        how: dict[str, Any] = {"help": argparse.SUPPRESS if form.is_hidden else self.text.replace("%", "%%")}
+        how: dict[str, Any] = {"help": self.text.replace("%", "%%")}
         if kind is bool:
             p.add_argument(self.flag, dest=self.name, action="store_true", **how)
             return
@@ -107,15 +107,25 @@ def options_of(function: Function) -> Iterator[Option]:
     """The options of a verb, in the order of its parameters."""
     hints, described = get_type_hints(function, include_extras=True), described_parameters(function)
     for name, parameter in inspect.signature(function).parameters.items():
-        kind, notes = _taken_apart(hints[name])
-        forms = [note for note in notes if isinstance(note, Form)]
-        texts = [note for note in notes if isinstance(note, str)]
-        if forms or kind in _PLAIN or get_origin(kind) is Literal:
-            text = texts[-1] if texts else described.get(name, "")
-            form = Form(**{key: value for form in forms for key, value in vars(form).items() if value})
-            yield Option(name, kind, form, text, parameter.default)
+        if get_origin(hints[name]) is Unpack:  # keywords of several functions
+            keywords = get_type_hints(get_args(hints[name])[0], include_extras=True)
+            found = [_option(key, hint, None) for key, hint in keywords.items()]
+        else:
+            found = [_option(name, hints[name], parameter.default, described.get(name, ""))]
+        yield from filter(None, found)
     if isinstance(answer := hints.get("return"), type) and issubclass(answer, Result):
         yield Option("json", bool, Form(), "print JSON", False)
+
+
+def _option(name: str, hint: Any, default: Any, described: str = "") -> Option | None:
+    """The option of a parameter; None for what is not for the command line."""
+    kind, notes = _taken_apart(hint)
+    forms = [note for note in notes if isinstance(note, Form)]
+    if not (forms or kind in _PLAIN or get_origin(kind) is Literal):
+        return None
+    text = [described, *(note for note in notes if isinstance(note, str))][-1]
+    form = Form(**{key: value for form in forms for key, value in vars(form).items() if value})
+    return Option(name, kind, form, text, default)
 
 
 def _taken_apart(hint: Any) -> tuple[Any, list[Any]]:
@@ -155,6 +165,9 @@ def examples_of(function: Function) -> list[str]:
 def call(function: Function, options: Line, **more: Any) -> Any:
     """Call a verb's function with the values of its options, and with what it takes of `more`."""
     parameters = inspect.signature(function).parameters
-    names = [option.name for option in options_of(function) if option.name in parameters]
-    given = {name: getattr(options, name) for name in names}
-    return function(**given, **{name: value for name, value in more.items() if name in parameters})
+    given = {name: value for name, value in more.items() if name in parameters}
+    for name in (option.name for option in options_of(function)):
+        value = getattr(options, name)
+        if name in parameters or (value is not None and name != "json"):  # or a keyword that is given
+            given[name] = value
+    return function(**given)

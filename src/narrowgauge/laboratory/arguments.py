@@ -8,14 +8,17 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from narrowgauge import models  # each name is imported when it is used
 from narrowgauge.errors import UserError
+from narrowgauge.units import parse_count
 
 Line = argparse.Namespace  # a command line with keys of the configuration
 #: Takes the name of what is measured, how many parts are done, and their number.
 Progress = Callable[[str, int, int], None]
+Console = Any  # of rich, where a verb prints
+Say = Callable[[str], object]  # prints a line as it is
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,6 @@ class Form:
         is_list: Whether the values of a repeated option are joined.
         nargs: How many words a positional one takes; None for what its type says.
         alone: The value of an option that is given without one.
-        is_hidden: Whether help leaves it out: an option for a process that narrowgauge starts.
     """
 
     metavar: str = ""
@@ -38,7 +40,6 @@ class Form:
     is_list: bool = False
     nargs: str | None = None
     alone: Any = None
-    is_hidden: bool = False
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -70,6 +71,13 @@ def parse_seeds(text: str) -> int | tuple[int, ...]:
     return tuple(map(int, words)) if "," in text else int(text)
 
 
+def parse_amount(text: str) -> float:
+    """A number above 0, such as 1.9e9, 1.9B or 38B."""
+    if not (number := parse_count(text)):
+        raise UserError(f"{text!r}: it must be a number such as 1.9e9 or 38B")
+    return number
+
+
 def _model(name: str) -> str:
     models.model_config(name)
     return name
@@ -83,5 +91,17 @@ Folder = Annotated[Path, Form("DIR")]
 File = Annotated[Path, Form("FILE")]
 Source = Annotated[str, Form("SOURCE")]
 Seeds = Annotated[int | tuple[int, ...], Form("N|A,B,C", parse_seeds)]
+Amount = Annotated[float, Form("N", parse_amount)]
 NamedModel = Annotated[str, Form("NAME", _model)]
 Run = Annotated[Path, RUN, "a run, a Hugging Face folder or an llm.c model"]
+
+
+class Text(TypedDict, total=False):
+    """The text and the device of a measurement."""
+
+    data: Annotated[Source | Path | None, "text, if not the run's"]
+    batches: Annotated[Count, "batches of held-out text, spread evenly over it (8; 4 with many passes)"]
+    batch_size: Annotated[Count | None, "sequences of a batch (the run's micro-batch)"]
+    sequence_length: Annotated[Count | None, "tokens of a sequence (the run's)"]
+    tokenizer: Annotated[File | str | None, "a tokenizer.json (the model's)"]
+    device: Annotated[str, "auto, cpu or cuda (auto)"]

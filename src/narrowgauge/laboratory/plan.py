@@ -1,6 +1,7 @@
 """`plan`: what a run will take on a cluster or on this machine, before it starts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from narrowgauge.training import Config
 from narrowgauge.training.config.named import with_published
 
 
+@dataclass(eq=False)
 class Planned(Result):
     """A plan: memory by class, traffic, time and cost.
 
@@ -32,18 +34,12 @@ class Planned(Result):
         note: Where the values come from that were not given; "" if that is the default of each key.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        tokens: int,
-        price: Price | None,
-        gap: Pays | None,
-        words: Sequence[str] = ("plan",),
-        note: str = "",
-    ) -> None:
-        """Keep the plan and its budget."""
-        self.plan, self.tokens, self.price, self.gap = plan, tokens, price, gap
-        self.words, self.note = words, note
+    plan: Plan
+    tokens: int
+    price: Price | None
+    gap: Pays | None
+    words: Sequence[str] = ("plan",)
+    note: str = ""
 
     @property
     def fits(self) -> bool:
@@ -58,14 +54,16 @@ class Planned(Result):
     @property
     def days(self) -> float | None:
         """Days of the budget: as expected, else at best; None without a cluster."""
-        found = self.as_json()
-        return (found.get("expect") or found.get("run") or {}).get("days")
+        return self._of_budget("days")
 
     @property
     def cost(self) -> float | None:
         """The price of the budget, in the price's currency; None without a cluster or a price."""
+        return self._of_budget("price") or None
+
+    def _of_budget(self, name: str) -> float | None:
         found = self.as_json()
-        return (found.get("expect") or found.get("run") or {}).get("price") or None
+        return (found.get("expect") or found.get("run") or {}).get(name)
 
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from narrowgauge import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import checked
@@ -36,17 +37,19 @@ _NOTES = (
 )
 
 
+@dataclass(eq=False)
 class Probes(Result):
     """The probes of some recipes on one model.
 
     Attributes:
         probes: One for each recipe, in their order.
         heading: The model, and the text it was measured on.
+        found: All of it as JSON values.
     """
 
-    def __init__(self, probes: Sequence[analysis.RecipeProbe], heading: str, found: dict[str, Any]) -> None:
-        """Keep the probes, and their values for programs."""
-        self.probes, self.heading, self._found = list(probes), heading, found
+    probes: list[analysis.RecipeProbe]
+    heading: str
+    found: dict[str, Any]
 
     def __repr__(self) -> str:
         shown = (f"{p.recipe} {p.figures['loss_increase'].mean:+.4f} nats" for p in self.probes)
@@ -64,7 +67,7 @@ class Probes(Result):
 
     def as_json(self) -> dict[str, Any]:
         """The figures by recipe, with the gradient of each parameter."""
-        return self._found
+        return self.found
 
     def show(self, console: Console) -> None:
         """Print the table, what its columns mean, and what stands out."""
@@ -94,13 +97,8 @@ def probe(
     recipes: Annotated[RecipeLike | Sequence[RecipeLike], given.NAMES] = (),
     draws: given.Count = 8,
     *,
-    data: given.Source | Path | None = None,
-    batches: given.Count = 8,
-    batch_size: given.Count | None = None,
-    sequence_length: given.Count | None = None,
-    tokenizer: given.File | str | None = None,
-    device: str = "auto",
     show: given.Progress | None = None,
+    **text: Unpack[given.Text],
 ) -> Probes:
     """Measure the effect of recipes on loss, gradient and its bias, without training.
 
@@ -110,13 +108,8 @@ def probe(
         run: A run directory, a Hugging Face folder, or an llm.c model.
         recipes: Recipes by name or file, in Python also as dictionaries or `Recipe`s (the run's own).
         draws: Gradients of each batch under a recipe with random bits.
-        data: A text other than the run's.
-        batches: Batches of held-out text, spread evenly over it.
-        batch_size: Sequences of a batch (the run's micro-batch).
-        sequence_length: Tokens of a sequence (the run's).
-        tokenizer: A tokenizer file in place of the model's.
-        device: auto, cpu or cuda.
         show: Called with a recipe's name, the batches done and their number.
+        text: The text and the device: data, batches, batch_size, sequence_length, tokenizer, device.
 
     Returns:
         The figures, which the run directory keeps for its report as well.
@@ -127,7 +120,7 @@ def probe(
     from narrowgauge.runs.run_directory import PROBE
 
     path, named = Path(run), [recipe(one) for one in recipe_list(recipes)]
-    probed = open_subject(run, data, batches, batch_size, sequence_length, tokenizer, device)
+    probed = open_subject(run, **text)
     probes = analysis.probe(probed.subject, named or [probed.recipe], draws, show)
     found = analysis.probe_json(probes, **facts(probed), draws=draws)
     keep(path, PROBE, found)

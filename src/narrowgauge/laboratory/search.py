@@ -6,14 +6,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from narrowgauge import analysis, report  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import UserError, checked
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.laboratory import arguments as given
 from narrowgauge.laboratory.chart import bars
-from narrowgauge.laboratory.subject import heading, open_subject, operand_cast
+from narrowgauge.laboratory.subject import FEW, heading, open_subject, operand_cast
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, matches
 from narrowgauge.result import Result, Row
@@ -104,14 +104,9 @@ def search(
     check: bool = False,
     seeds: given.Seeds = 3,
     steps: given.Count | None = None,
-    data: given.Source | Path | None = None,
-    batches: given.Count = 4,
-    batch_size: given.Count | None = None,
-    sequence_length: given.Count | None = None,
-    tokenizer: given.File | str | None = None,
-    device: str = "auto",
     show: given.Progress | None = None,
     console: Any = None,
+    **text: Unpack[given.Text],
 ) -> Found:
     """Find the cheapest recipe for a model, with a share of its FLOPs in 4 bits.
 
@@ -129,14 +124,9 @@ def search(
         check: Whether to train the answer along with bf16 and four baselines.
         seeds: With check, how many seeds of each, or which.
         steps: With check, the optimizer steps (the run's).
-        data: A text other than the run's.
-        batches: Batches of held-out text, spread evenly over it.
-        batch_size: Sequences of a batch (the run's micro-batch).
-        sequence_length: Tokens of a sequence (the run's).
-        tokenizer: A tokenizer file in place of the model's.
-        device: auto, cpu or cuda.
         show: Called with a name, what is done and how much there is.
         console: A rich console for the progress of `check`; None for the standard output.
+        text: The text and the device: data, batches, batch_size, sequence_length, tokenizer, device.
 
     Returns:
         The recipe, its predicted cost, and its baselines.
@@ -149,7 +139,7 @@ def search(
     forks = None if fork_steps is None else analysis.Forks(fork_steps, fork_seeds)
     limit = analysis.flops_budget(casts, budget)
     _require_name(file, check)
-    probed = open_subject(run, data, batches, batch_size, sequence_length, tokenizer, device)
+    probed = open_subject(run, **(FEW | text))
     weights, gaps = _weights(probed), {}
     if forks is None:
         per_e_fold = _pace(path, loss_per_doubling)

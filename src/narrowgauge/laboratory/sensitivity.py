@@ -6,14 +6,14 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from narrowgauge import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import UserError, checked
 from narrowgauge.formats import Format
 from narrowgauge.laboratory import arguments as given
 from narrowgauge.laboratory.chart import heat
-from narrowgauge.laboratory.subject import facts, heading, keep, open_subject, operand_cast
+from narrowgauge.laboratory.subject import FEW, facts, heading, keep, open_subject, operand_cast
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES
 from narrowgauge.result import Result, Row
@@ -88,13 +88,8 @@ def sensitivity(
     *,
     fork_steps: given.Count | None = None,
     fork_seeds: given.Count = 3,
-    data: given.Source | Path | None = None,
-    batches: given.Count = 4,
-    batch_size: given.Count | None = None,
-    sequence_length: given.Count | None = None,
-    tokenizer: given.File | str | None = None,
-    device: str = "auto",
     show: given.Progress | None = None,
+    **text: Unpack[given.Text],
 ) -> Sensitivity:
     """Measure the cost of low precision in each layer and place separately.
 
@@ -106,13 +101,8 @@ def sensitivity(
         exact: Whether to measure places of the backward pass as well, each with separate passes.
         fork_steps: Measure by training this many steps from the checkpoint, with and without a narrow place.
         fork_seeds: Repeats of each fork, in another order of the text.
-        data: A text other than the run's.
-        batches: Batches of held-out text, spread evenly over it.
-        batch_size: Sequences of a batch (the run's micro-batch).
-        sequence_length: Tokens of a sequence (the run's).
-        tokenizer: A tokenizer file in place of the model's.
-        device: auto, cpu or cuda.
         show: Called with a name, what is done and how much there is.
+        text: The text and the device: data, batches, batch_size, sequence_length, tokenizer, device.
 
     Returns:
         The costs, which the run directory keeps for its report as well.
@@ -127,7 +117,7 @@ def sensitivity(
         raise UserError("exact and fork_steps are two ways to measure the same places; choose one")
     forks = None if fork_steps is None else analysis.Forks(fork_steps, fork_seeds)
     cast = operand_cast(to)
-    probed = open_subject(run, data, batches, batch_size, sequence_length, tokenizer, device)
+    probed = open_subject(run, **(FEW | text))
     metric = analysis.step_metric(probed.trained)
     forward = analysis.forward_costs(probed.subject, cast, show)
     backward = analysis.backward_costs(probed.subject, cast, metric, show)

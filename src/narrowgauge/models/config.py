@@ -13,8 +13,8 @@ and Mixtral is Llama with `experts=8`. The record is validated once, on construc
 check whether the dimensions fit together.
 """
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args, get_type_hints
 
 from narrowgauge.errors import UserError, unknown
 
@@ -35,33 +35,33 @@ class ModelConfig:
         UserError: A value breaks a rule.
     """
 
-    dim: int  #: width of the residual stream
-    layers: int  #: number of blocks
-    heads: int  #: query heads
-    kv_heads: int = 0  #: key and value heads, each shared by heads / kv_heads query heads; 0 = heads
-    head_dim: int = 0  #: width of one head; 0 = dim // heads
-    ffn_dim: int  #: width inside the MLP, or inside each expert
-    vocab_size: int  #: rows of the embedding and of the output head
-    max_sequence_length: int  #: the longest supported sequence, in tokens
-    positions: Positions = "rope"
-    rope_theta: float = 10_000.0  #: base of the rotary frequencies
-    rope_factor: float = 1.0  #: Llama 3.1 scaling: how far the slow frequencies are stretched; 1 = off
-    rope_low_freq_factor: float = 1.0  #: fewer turns than this in the original context: stretched fully
-    rope_high_freq_factor: float = 4.0  #: more turns than this: left alone; in between: interpolated
-    rope_original_positions: int = 8192  #: the context the frequencies were first trained on
-    norm: NormKind = "rms"
-    norm_eps: float = 1e-5
-    mlp: MlpKind = "swiglu"
-    bias: bool = False  #: biases in the linear layers (never in the head) and in LayerNorm
-    qkv_bias: bool | None = None  #: bias of the query, key and value projection; None = as `bias`
-    qk_norm: bool = False  #: RMSNorm over each head of queries and keys, before rotary positions (Qwen3)
-    experts: int = 0  #: MLPs per block, of which each token passes through a few; 0 = one MLP for all
-    experts_per_token: int = 2  #: experts that a token passes through
-    norm_topk_prob: bool = True  #: the weights of a token's experts sum to one
-    tied_head: bool = False  #: the output head shares the embedding's weight
-    dropout: float = 0.0  #: in training: of the embedding, and of what attention and MLP add to the stream
-    attention_dropout: float = 0.0  #: in training: of the probabilities of attention, without a fused kernel
-    initial_std: float = 0.0  #: of weights before training; 0 = one per role (`initial_weights.py`)
+    dim: Annotated[int, "width of the residual stream"]
+    layers: Annotated[int, "number of blocks"]
+    heads: Annotated[int, "query heads"]
+    kv_heads: Annotated[int, "key and value heads, each shared by heads / kv_heads query heads; 0: heads"] = 0
+    head_dim: Annotated[int, "width of one head; 0: dim / heads"] = 0
+    ffn_dim: Annotated[int, "width inside the MLP, or inside each expert"]
+    vocab_size: Annotated[int, "rows of the embedding and of the output head"]
+    max_sequence_length: Annotated[int, "the longest sequence, in tokens, that the model takes"]
+    positions: Annotated[Positions, "as in GPT-2, or as in Llama"] = "rope"
+    rope_theta: Annotated[float, "base of the rotary frequencies"] = 10_000.0
+    rope_factor: Annotated[float, "Llama 3.1 scaling: slow frequencies are stretched so far; 1: off"] = 1.0
+    rope_low_freq_factor: Annotated[float, "fewer turns in the original context: stretched fully"] = 1.0
+    rope_high_freq_factor: Annotated[float, "more turns: left alone; in between: interpolated"] = 4.0
+    rope_original_positions: Annotated[int, "the context that the frequencies were first trained on"] = 8192
+    norm: Annotated[NormKind, "LayerNorm or RMSNorm"] = "rms"
+    norm_eps: Annotated[float, "added to the variance"] = 1e-5
+    mlp: Annotated[MlpKind, "as in GPT-2, or as in Llama"] = "swiglu"
+    bias: Annotated[bool, "of the linear layers and of LayerNorm"] = False
+    qkv_bias: Annotated[bool | None, "of the query, key and value projection; else as bias"] = None
+    qk_norm: Annotated[bool, "RMSNorm over each head of queries and keys, as in Qwen3 (False)"] = False
+    experts: Annotated[int, "MLPs of a block, a few of which a token passes through; 0: one for all"] = 0
+    experts_per_token: Annotated[int, "experts that a token passes through"] = 2
+    norm_topk_prob: Annotated[bool, "whether the weights of a token's experts sum to one"] = True
+    tied_head: Annotated[bool, "whether the output head shares the embedding's weight"] = False
+    dropout: Annotated[float, "in training, of embedding, attention and MLP: share of elements (0.0)"] = 0.0
+    attention_dropout: Annotated[float, "in training, of attention's probabilities (0.0)"] = 0.0
+    initial_std: Annotated[float, "of weights before training; 0: one for each role of a weight"] = 0.0
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -134,7 +134,7 @@ class ModelConfig:
 
 
 _MAY_BE_0 = ("kv_heads", "head_dim", "experts")
-_COUNTS = tuple(f.name for f in fields(ModelConfig) if f.type is int)
+_COUNTS = tuple(name for name, kind in get_type_hints(ModelConfig).items() if kind is int)
 _CHOICES = {"positions": get_args(Positions), "norm": get_args(NormKind), "mlp": get_args(MlpKind)}
 
 

@@ -2,8 +2,9 @@
 
 from typing import Annotated
 
+from narrowgauge import training  # each name is imported when it is used
 from narrowgauge.cli.line import config_values
-from narrowgauge.laboratory.arguments import Count, File, Line, Names
+from narrowgauge.laboratory.arguments import Console, Count, File, Line, Names
 
 
 def bench(
@@ -12,6 +13,7 @@ def bench(
     rounds: Annotated[Count, "timed steps of each program"] = 5,
     peers: Annotated[Names | None, "programs to compare with; none: time narrowgauge only"] = None,
     json: Annotated[File | None, "write all figures to FILE"] = None,
+    console: Console,
 ) -> None:
     """Time a step; compare it with the machine's ceilings and plain torch.
 
@@ -19,13 +21,10 @@ def bench(
     """
     from json import dumps
 
-    from rich.console import Console
-
     from narrowgauge.bench import bench as measure
     from narrowgauge.files import write_whole
-    from narrowgauge.training import make_config
 
     chosen = None if peers is None else [name for name in peers if name != "none"]
-    result = measure(make_config(config_values(line)), chosen, rounds, Console())
+    result = measure(training.make_config(config_values(line)), chosen, rounds, console)
     if json:
         write_whole(json, dumps(result.as_json(), indent=2) + "\n")

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from narrowgauge.cli.line import config_values, key_names
-from narrowgauge.laboratory.arguments import Count, Form, Line, Names, Seeds, numbers
+from narrowgauge.laboratory.arguments import Console, Count, Form, Line, Names, Seeds, numbers
 
 if TYPE_CHECKING:
     from narrowgauge.experiment.design import Experiment
@@ -35,19 +35,18 @@ def compare(
     jobs: Annotated[Count | None, "number of parallel runs (1)"] = None,
     dry_run: Annotated[bool, "print runs, tokens and hours, and exit"] = False,
     watch: Annotated[bool, "show a live page meanwhile (narrowgauge watch)"] = False,
+    console: Console,
 ) -> int:
     """Train a model under several recipes, settings and seeds, and compare the losses.
 
     narrowgauge compare --recipes bf16,fp8,mxfp4 --seeds 3 --steps 200
     narrowgauge compare --variant wide:recipe=bf16 --variant hot:recipe=fp8,lr=4e-3
     """
-    from rich.console import Console
-
     from narrowgauge.experiment.gate import parse_gate
     from narrowgauge.laboratory.compare import plan_comparison, run_comparison
 
     limit = None if gate is None else parse_gate(gate)
-    experiment, console = read_plan(line), Console()
+    experiment = read_plan(line)
     kind = "ladder" if experiment.is_measured else "compare"
     out = line.out or Path("runs") / f"{kind}-{experiment.runs[0].config.model.name}"
     if dry_run:

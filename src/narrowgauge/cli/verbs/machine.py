@@ -4,10 +4,11 @@ import math
 from pathlib import Path
 from typing import Annotated
 
+from narrowgauge import training  # each name is imported when it is used
 from narrowgauge.cli.line import config_values
 from narrowgauge.cluster.plan.cluster_spec import cluster_name, cluster_names
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.arguments import Count, Form, Line
+from narrowgauge.laboratory.arguments import Amount, Console, Count, Form, Line, Say
 from narrowgauge.result import Result
 
 _CLUSTERS = f"{', '.join(cluster_names())}, or a .toml file"
@@ -18,7 +19,7 @@ def plan(
     *,
     cluster: Annotated[str | None, Form("SPEC", cluster_name), _CLUSTERS] = None,
     devices: Annotated[Count, "number of devices"] = 1,
-    tokens: Annotated[str | None, Form("N"), "training tokens, as in 300B (default: from the steps)"] = None,
+    tokens: Annotated[Amount | None, "training tokens, as in 300B (default: from the steps)"] = None,
     price: Annotated[str | None, Form("P"), "price of a device-hour, such as 2.50USD (the cluster's)"] = None,
     gap: Annotated[bool, "forecast the recipe's loss gap and compare it with the time saved"] = False,
 ) -> Result:
@@ -29,19 +30,17 @@ def plan(
     """
     from rich.console import Console
 
-    from narrowgauge.cluster.plan.budget import tokens_of
     from narrowgauge.cluster.plan.cluster_spec import load_cluster
     from narrowgauge.laboratory.plan import plan_config
-    from narrowgauge.training import make_config
     from narrowgauge.training.config.named import with_published
 
     values = config_values(line)
     values, note = (values, "") if line.config else with_published(values)
     with Console(stderr=True).status("") as status:
         return plan_config(
-            make_config(values),
+            training.make_config(values),
             load_cluster(cluster) if cluster else None,
-            tokens_of(tokens) if tokens else 0,
+            int(tokens or 0),
             devices,
             price,
             gap,
@@ -58,30 +57,27 @@ def scaling(
     seconds: Annotated[float, Form("N"), "seconds per number and mode"] = 5.0,
     rounds: Annotated[int, Form("N"), "rounds that share the seconds"] = 3,
     json: Annotated[bool, "print JSON (scaling.json) instead of a table"] = False,
+    console: Console,
+    say: Say,
 ) -> None:
     """Train on 1 to N processes: speed-up, efficiency, communication.
 
     narrowgauge scaling --procs 1,2 --device cpu --seconds 5
     """
-    from rich.console import Console
-
     from narrowgauge.cluster.scaling.scaling import read_sizes
-    from narrowgauge.cluster.scaling.scaling import scaling as measure_scaling
+    from narrowgauge.cluster.scaling.scaling import scaling as measure
     from narrowgauge.cluster.scaling.table import print_scaling
-    from narrowgauge.training import make_config
 
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds {seconds:g}: it must be a number above 0, as in --seconds 5")
     if rounds < 1:
         raise UserError(f"--rounds {rounds}: it must be at least 1; an interval takes 2, better 3")
-    sizes, config = read_sizes(procs), make_config(config_values(line))
+    sizes, config = read_sizes(procs), training.make_config(config_values(line))
     out = line.out or Path("runs") / f"scaling-{config.model.name}"
-    console = Console()
-    result = measure_scaling(
-        config, sizes, seconds, rounds, out, Console(stderr=True, quiet=True) if json else console
-    )
+    console.quiet = json
+    result = measure(config, sizes, seconds, rounds, out, console)
     if json:
         print(result.as_json(), end="")
         return
     print_scaling(result, console)
-    console.print(f"figures: {out / 'scaling.json'}", markup=False, highlight=False, soft_wrap=True)
+    say(f"figures: {out / 'scaling.json'}")

@@ -4,9 +4,9 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from narrowgauge import models  # each name is imported when it is used
-from narrowgauge.errors import UserError, unknown
-from narrowgauge.laboratory.arguments import RUN, File, Folder, Form, Run, Source
+from narrowgauge import distributed, models, runs  # each name is imported when it is used
+from narrowgauge.errors import unknown
+from narrowgauge.laboratory.arguments import RUN, Console, Count, File, Folder, Form, Run, Say, Source
 from narrowgauge.runs.choices import EXPORT_FORMATS, RECORDED, SERVERS, TASKS
 
 if TYPE_CHECKING:
@@ -14,12 +14,6 @@ if TYPE_CHECKING:
 
 Tokenizer = Annotated[File | None, "a tokenizer.json (the model's)"]
 Text = Annotated[Source | None, "text, if not the run's"]
-
-
-def _print(text: str) -> None:
-    from rich.console import Console
-
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def sample(
@@ -42,9 +36,7 @@ def sample(
 
     narrowgauge sample runs/mine --prompt 'def main'
     """
-    from narrowgauge.runs import open_run
-
-    trained = open_run(run, device, tokenizer)
+    trained = runs.open_run(run, device, tokenizer)
     new = models.generate(
         trained.model,
         trained.prompt_ids(prompt),
@@ -66,39 +58,36 @@ def eval_(
     device: Annotated[str, "auto, cpu or cuda"] = "auto",
     task: Annotated[str, f"{' | '.join(TASKS)}; val: held-out text"] = "val",
     data: Annotated[Source | None, "val: text, if not the run's"] = None,
-    batches: Annotated[int | None, "val: number of batches (all)"] = None,
-    sequence_length: Annotated[int | None, "val: tokens per sequence (the run's)"] = None,
+    batches: Annotated[Count | None, "val: number of batches (all)"] = None,
+    sequence_length: Annotated[Count | None, "val: tokens per sequence (the run's)"] = None,
     forward: Annotated[str | None, Form("R"), "val: also evaluate with this recipe's forward pass"] = None,
-    limit: Annotated[int | None, "other tasks: number of examples (all)"] = None,
+    limit: Annotated[Count | None, "other tasks: number of examples (all)"] = None,
     task_folder: Annotated[Path | None, "lm-eval: folder with YAML files of more tasks"] = None,
+    console: Console,
+    say: Say,
 ) -> None:
     """Evaluate a run or a model of another program: losses and scores.
 
     narrowgauge eval runs/mine --task val --batches 8
     """
-    from narrowgauge.runs import open_run
-    from narrowgauge.runs.monitor.hardware import choose_device
     from narrowgauge.runs.use.hellaswag import evaluate
     from narrowgauge.runs.use.lm_eval import harness_scores
 
-    for name, value in {"batches": batches, "sequence-length": sequence_length, "limit": limit}.items():
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value} must be at least 1; leave it out")
     kind, _, detail = task.partition(":")
     if kind == "lm-eval" and detail:
-        found = harness_scores(run, detail.split(","), choose_device(device).type, limit, task_folder)
+        found = harness_scores(run, detail.split(","), runs.choose_device(device).type, limit, task_folder)
         for name, scores in found.items():
             numbers = [f"{k.partition(',')[0]} {v:.4f}" for k, v in scores.items() if isinstance(v, float)]
-            _print(f"{run}: {name}, {', '.join(numbers)}")
+            say(f"{run}: {name}, {', '.join(numbers)}")
         return
-    trained = open_run(run, device, tokenizer)
+    trained = runs.open_run(run, device, tokenizer)
     if kind == "hellaswag" and detail:
         score = evaluate(trained, Path(detail), limit)
         text = f"{score.examples} examples, acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}"
-        _print(f"{run}: step {trained.step}, hellaswag, {text}")
+        say(f"{run}: step {trained.step}, hellaswag, {text}")
     elif task == "val":
-        text = _loss_of_text(run, trained, data, sequence_length, batches, forward)
-        _print(f"{run}: step {trained.step}, {text}")
+        text = _loss_of_text(run, trained, data, sequence_length, batches, forward, console)
+        say(f"{run}: step {trained.step}, {text}")
     else:
         raise unknown("task", task, TASKS)
 
@@ -110,17 +99,14 @@ def _loss_of_text(
     length: int | None,
     batches: int | None,
     forward: str | None,
+    console: Console,
 ) -> str:
     """The validation loss of a text, or both losses of two forward passes."""
-    from rich.console import Console
-
-    from narrowgauge.distributed import Engine
-    from narrowgauge.runs import bits_per_byte, validation_loss
     from narrowgauge.runs.loop.two_losses import keep_losses, two_losses
     from narrowgauge.runs.monitor.progress import Display
     from narrowgauge.runs.use.trained_model import run_data
 
-    with Display(Console(), 1, 1) as display:
+    with Display(console, 1, 1) as display:
         dataset = run_data(trained, source, display.stage)
     config = trained.config
     length = length or config.data.sequence_length
@@ -132,10 +118,10 @@ def _loss_of_text(
         return f"validation loss by forward pass: {text}"
     size, separate_documents = config.training.micro_batch_size, config.data.separate_documents
     sequences = trained.held_out_sequences(batches)
-    engine, val = Engine.alone(trained.model), dataset.val
+    engine, val = distributed.Engine.alone(trained.model), dataset.val
     windows = (size, length, None, separate_documents, sequences)
-    loss = validation_loss(engine, trained.go_to_sample, val, *windows).mean
-    bits = bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, separate_documents)
+    loss = runs.validation_loss(engine, trained.go_to_sample, val, *windows).mean
+    bits = runs.bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, separate_documents)
     per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
     return f"validation loss {loss:.4f} nats per token{per_byte}"
 
@@ -149,6 +135,7 @@ def export(
     calibrate: Annotated[
         Source | None, f"store activation scales: measured on a text, or '{RECORDED}' by delayed scaling"
     ] = None,
+    say: Say,
 ) -> None:
     """Write a run's model for other programs.
 
@@ -158,9 +145,9 @@ def export(
     from narrowgauge.runs.use.export import export_run
 
     exported = export_run(run, to, out, dtype, calibrate=calibrate)
-    _print(f"{out}: {run} after step {exported.run.step}, as {to}")
+    say(f"{out}: {run} after step {exported.run.step}, as {to}")
     for remark in exported.remarks:
-        _print(remark)
+        say(remark)
 
 
 def import_(
@@ -171,6 +158,7 @@ def import_(
     out: Annotated[Path, Form("RUN"), "a new run directory"],
     tokenizer: Tokenizer = None,
     data: Annotated[Source, "text to evaluate it on"] = "stdlib",
+    say: Say,
 ) -> None:
     """Turn a model of another program into a run.
 
@@ -182,9 +170,9 @@ def import_(
 
     run = import_model(path, out, tokenizer, data)
     event = RunDirectory(run).lines()[0]
-    _print(f"run directory: {run}")
-    _print(f"the weights were stored in {event['precision']} ({event['kind']}) and are kept in fp32")
-    _print(f"to continue training: narrowgauge train --model.weights {run} --data SOURCE --out NEW")
+    say(f"run directory: {run}")
+    say(f"the weights were stored in {event['precision']} ({event['kind']}) and are kept in fp32")
+    say(f"to continue training: narrowgauge train --model.weights {run} --data SOURCE --out NEW")
 
 
 _READ = "; ".join(f"{server}: {' | '.join(formats)}" for server, formats in SERVERS.items())

@@ -5,18 +5,17 @@ from pathlib import Path
 from typing import Annotated
 
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.arguments import File, Form, Names
-from narrowgauge.units import parse_count
+from narrowgauge.laboratory.arguments import Amount, File, Form, Names
 
 
 def predict(
     *,
     recipe: Annotated[Names, Form("R,..."), "recipes, schemes of the atlas, .toml files"],
-    params: Annotated[str | None, Form("N"), "parameters without embeddings, as in 1.9B"] = None,
+    params: Annotated[Amount | None, "parameters without embeddings, as in 1.9B"] = None,
     model: Annotated[
         str | None, Form("NAME"), "a named model in place of --params (narrowgauge models)"
     ] = None,
-    tokens: Annotated[str, Form("D"), "training tokens, as in 38e9 or 38B"],
+    tokens: Annotated[Amount, Form("D"), "training tokens, as in 38e9 or 38B"],
     runs: Annotated[
         tuple[Path, ...] | None,
         Form("DIR"),
@@ -43,15 +42,7 @@ def predict(
 
     if (params is None) == (model is None):
         raise UserError("predict needs the size: one of --params N and --model NAME")
-    found = forecast(
-        recipe,
-        None if params is None else _count("--params", params),
-        _count("--tokens", tokens),
-        atlas,
-        model=model,
-        runs=runs,
-        probe=probe,
-    )
+    found = forecast(recipe, params, tokens, atlas, model=model, runs=runs, probe=probe)
     if out is not None:
         found.save(out)
     if json:
@@ -64,14 +55,3 @@ def predict(
         if out is not None:
             console.print(f"written: {out}")
     return 1 if all(one.refused for one in found) else 0
-
-
-def _count(option: str, text: str) -> float:
-    """A number such as 1.9e9, 1.9B or 38B.
-
-    Raises:
-        UserError: the text is not a number of at least 1.
-    """
-    if not (number := parse_count(text)):
-        raise UserError(f"{option} {text!r}: it must be a number such as 1.9e9 or 38B")
-    return number

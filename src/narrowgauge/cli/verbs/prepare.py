@@ -4,7 +4,7 @@ from typing import Annotated
 
 from narrowgauge import data  # each name is imported when it is used
 from narrowgauge.errors import unknown
-from narrowgauge.laboratory.arguments import Folder, Form
+from narrowgauge.laboratory.arguments import Console, Folder, Form
 
 OWN = "narrowgauge"  # the layout with a manifest
 
@@ -45,20 +45,19 @@ def prepare(
         Form("SHARE", alone=0.01),
         "skip up to this share of records that are not text (0.01); without it, the first is an error",
     ] = None,
+    console: Console,
 ) -> None:
     """Turn documents into token files.
 
     narrowgauge prepare my-texts/ --out data/mine --tokenizer bpe-4096
     """
-    from rich.console import Console
-
     from narrowgauge.runs.monitor.progress import Display
 
     if layout not in (layouts := (OWN, *data.TOKEN_LAYOUTS)):
         raise unknown("layout", layout, layouts)
     data.check_name(name, layout)
     chosen = data.Options(val_fraction, dedup, tolerant, text_key)
-    with Display(Console(), 1, 1) as display:
+    with Display(console, 1, 1) as display:
         own = out if layout == OWN else None
         corpus = data.prepare(source, tokenizer, own, display.stage, options=chosen, workers=workers)
         if layout != OWN:

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+from narrowgauge import report as reports  # each name is imported when it is used
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.arguments import File, Folder, Form
+from narrowgauge.laboratory.arguments import Console, File, Folder, Form, Say
 
 FOLDER = Path("runs")
 _EXIT_INTERRUPTED = 130  # Ctrl-C is how a watcher ends
@@ -17,6 +18,8 @@ def runs(
     folder: Annotated[Folder, Form("DIR", is_positional=True), "where"] = FOLDER,
     *,
     json: Annotated[bool, "print a JSON list; a missing loss is null"] = False,
+    console: Console,
+    say: Say,
 ) -> None:
     """List the runs in a folder, with state and loss.
 
@@ -24,19 +27,17 @@ def runs(
     """
     from json import dumps
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from narrowgauge.json_lines import strict_json
-    from narrowgauge.report import list_runs
 
     if not folder.is_dir() and (folder.exists() or folder != FOLDER):
         state = "is not a directory" if folder.exists() else "does not exist"
         raise UserError(
             f"{folder} {state}; name a folder with run directories, as in: narrowgauge runs {FOLDER}"
         )
-    found = list_runs(folder)
+    found = reports.list_runs(folder)
     if json:
         print(dumps([strict_json(asdict(one) | {"path": str(one.path)}) for one in found], indent=2))
         return
@@ -53,12 +54,10 @@ def runs(
         step = f"{summary.step:,}/{summary.steps:,}" if summary.steps else f"{summary.step:,}"
         words = (str(summary.path), summary.state, summary.recipe, step)
         table.add_row(*map(Text, words), _loss(summary.loss), _loss(summary.val_loss))
-    console = Console()
     console.print(table)
     for summary in found:
         if summary.reason and summary.state != "done":
-            text = f"{summary.path} {summary.state}: {summary.reason}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(f"{summary.path} {summary.state}: {summary.reason}")
 
 
 def _loss(loss: float) -> str:
@@ -72,22 +71,20 @@ def report(
     *,
     out: Annotated[Path | None, "the page (report.html in the first RUN)"] = None,
     expected: Annotated[bool, "compare each gap with its forecast"] = False,
+    console: Console,
 ) -> None:
     """Write the HTML report of one or more runs.
 
     narrowgauge report runs/mine runs/other --out both.html
     """
-    from rich.console import Console
-
-    from narrowgauge.report import print_comparison, read_runs, write_report
     from narrowgauge.report.page.sections import expected_section
     from narrowgauge.report.verdict.expected import expectations
 
-    found = read_runs(runs)
+    found = reports.read_runs(runs)
     beside = expectations(found) if expected else []
-    page = write_report(runs, out or runs[0] / "report.html", more=expected_section(beside))
+    page = reports.write_report(runs, out or runs[0] / "report.html", more=expected_section(beside))
     print(f"report: {page}")
-    print_comparison(found, Console())
+    reports.print_comparison(found, console)
     for one in beside:
         print(one.text)
 

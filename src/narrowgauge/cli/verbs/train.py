@@ -1,13 +1,13 @@
 """`train`, which also continues a branch of another run."""
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from narrowgauge import training  # each name is imported when it is used
 from narrowgauge.cli.line import config_values, key_names
 from narrowgauge.errors import UserError
-from narrowgauge.laboratory.arguments import Count, Form, Line, Names
+from narrowgauge.laboratory.arguments import Console, Count, Form, Line, Names, Say
 from narrowgauge.runs.choices import PROFILED
 
 
@@ -22,6 +22,8 @@ def train(
     ] = 0,
     branch: Annotated[str | None, Form("RUN[@STEP]"), "begin at a checkpoint of RUN (the newest)"] = None,
     watch: Annotated[bool, "show a live page meanwhile (narrowgauge watch)"] = False,
+    console: Console,
+    say: Say,
 ) -> None:
     """Train a model, or continue a run that stopped.
 
@@ -30,14 +32,10 @@ def train(
     narrowgauge train --recipe mxfp4 --recipe.fprop.x '{cast = "fp4-row", outliers = 0.99}'
     torchrun --standalone --nproc-per-node 2 -m narrowgauge train --parallel.tensor 2
     """
-    from rich.console import Console
-
     from narrowgauge.laboratory.train import train_config
     from narrowgauge.runs.use.branch import OFFLOAD
-    from narrowgauge.training import make_config
 
-    console, names = Console(), key_names()
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    names = key_names()
     allowed = [names.get(key, key) for key in allow_change]
     begin = _branch(branch) if branch else None
     is_trunks = begin is not None and line.config is None
@@ -51,7 +49,7 @@ def train(
             del values["recipe"][key]
         if left:
             say(f"left out: recipe.{', recipe.'.join(left)}, set over the trunk's recipe")
-    train_config(make_config(values), line.out, console, allowed, profile, begin, say, watch)
+    train_config(training.make_config(values), line.out, console, allowed, profile, begin, say, watch)
 
 
 def _branch(text: str) -> tuple[Path, int | None]:

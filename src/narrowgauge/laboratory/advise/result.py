@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.laboratory.chart import bars
@@ -117,6 +117,7 @@ class Answer:
         }
 
 
+@dataclass(eq=False)
 class Advice(Result):
     """The answers in their order, or the sentence that refuses them.
 
@@ -128,17 +129,11 @@ class Advice(Result):
         notes: Where the defaults come from.
     """
 
-    def __init__(
-        self,
-        answers: Sequence[Answer],
-        refused: str | None,
-        changes: Sequence[str] = (),
-        lost: dict[str, str] | None = None,
-        notes: Sequence[str] = (),
-    ) -> None:
-        """Keep the parts of an advice."""
-        self.answers, self.refused = list(answers), refused
-        self.changes, self.lost, self.notes = list(changes), dict(lost or {}), list(notes)
+    answers: list[Answer]
+    refused: str | None
+    changes: Sequence[str] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     @property
     def has_failed(self) -> bool:

@@ -6,8 +6,7 @@ This module checks single values. `config` checks their combinations and reads t
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -37,6 +36,10 @@ class Also(str):
     """The name of a key in other trainers, by which the command line finds it as well."""
 
 
+class Takes(str):
+    """The form of a key's value in help, where the type does not say it."""
+
+
 class Section(BaseModel):
     """A frozen table of keys, each with its rule and its description."""
 
@@ -52,6 +55,20 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
+    def _read_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read the text of a list, or JSON of a table, as the command line has them."""
+        kind = get_origin(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, str) and kind is tuple:
+            return [part.strip() for part in value.split(",") if part.strip()]
+        try:
+            return json.loads(value) if isinstance(value, str) and kind is Mapping else value
+        except json.JSONDecodeError:
+            raise PydanticCustomError(
+                "no_json", 'on the command line it is JSON, as in {"*.bias": {"lr_factor": 2}}'
+            ) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
     def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false for numbers: pydantic would convert them to 1 and 0."""
         kind = cls.model_fields[str(info.field_name)].annotation
@@ -61,17 +78,21 @@ class Section(BaseModel):
 
 
 class _NamedModel(Section):
-    name: str = Field("debug", description="a named size, or custom where every dimension is given")
-    weights: str = Field("", description="a run whose model and weights to start from")
+    name: Annotated[str, Takes("NAME")] = Field(
+        "debug", description="a named size, or custom where every dimension is given"
+    )
+    weights: Annotated[str, Takes("RUN")] = Field(
+        "", description="a run whose model and weights to start from"
+    )
 
 
-_HINTS = get_type_hints(ModelConfig)
-# [model] takes any dimension of the model; None stands for that of the named size.
+# [model] takes any dimension of the model, as `ModelConfig` describes it; None: that of the named size.
 ModelSection = create_model(
     "ModelSection",
     __base__=_NamedModel,
     **{  # type: ignore[call-overload]
-        f.name: (_HINTS[f.name] | None, Field(None, description="of the model")) for f in fields(ModelConfig)
+        name: (hint.__origin__ | None, Field(None, description=hint.__metadata__[0]))
+        for name, hint in get_type_hints(ModelConfig, include_extras=True).items()
     },
 )
 
@@ -79,11 +100,11 @@ ModelSection = create_model(
 class DataSection(Section):
     """The source of the tokens."""
 
-    source: Annotated[str, Also("dataset")] = Field(
+    source: Annotated[str, Also("dataset"), Takes("SOURCE")] = Field(
         "stdlib", description="text, token files, what `prepare` made; commas between"
     )
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
-    tokenizer: str = Field(
+    tokenizer: Annotated[str, Takes("bytes|bpe-N|FILE")] = Field(
         AUTO,
         description="bytes, bpe-N (learnt from the text), a file, or auto: the data's own, else bpe-4096",
     )
@@ -98,11 +119,6 @@ class DataSection(Section):
         is_list = isinstance(value, list) and all(isinstance(v, str) for v in value)
         return ",".join(value) if is_list else value
 
-    @field_validator("weights", mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) and value else value or ()
-
 
 class TrainingSection(Section):
     """Length of the training, batch sizes and device."""
@@ -115,7 +131,7 @@ class TrainingSection(Section):
     fit_micro_batch: bool = Field(True, description="fewer if these do not fit; false where they are given")
     seed: int = Field(0, ge=0, lt=2**63, description="for weights, token order and stochastic rounding")
     rounding_seed: int = Field(-1, ge=-1, lt=2**63, description="of stochastic rounding alone; -1: seed")
-    device: str = Field("auto", description="auto, cpu or cuda")
+    device: Annotated[str, Takes("auto|cpu|cuda")] = Field("auto", description="auto, cpu or cuda")
     threads: int = Field(0, ge=0, le=1024, description="of a CPU, for each process; 0: as many as are free")
     compile: bool = Field(False, description="run the model through torch.compile")
     graph: bool | Literal["auto"] = Field(
@@ -129,7 +145,9 @@ class TrainingSection(Section):
     chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
     z_loss: float = Field(0.0, ge=0, description="coefficient of the mean of logsumexp(logits)^2; 0: none")
     balance_loss: float = Field(0.01, ge=0, description="coefficient of the balance of experts; 0: none")
-    memory_limit: str = Field("", description="limit per device, as in 24GB (all its memory)")
+    memory_limit: Annotated[str, Takes("SIZE")] = Field(
+        "", description="limit per device, as in 24GB (all its memory)"
+    )
     hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
 
     @model_validator(mode="before")
@@ -162,21 +180,11 @@ class OptimizerSection(Section):
         default_factory=dict, description="weight_decay and lr_factor by pattern of parameter names"
     )
 
-    @field_validator("groups", mode="before")
-    @classmethod
-    def _from_json(cls, value: Any) -> Any:
-        try:
-            return json.loads(value) if isinstance(value, str) else value
-        except json.JSONDecodeError:
-            raise PydanticCustomError(
-                "no_json", 'on the command line it is JSON, as in {"*.bias": {"lr_factor": 2}}'
-            ) from None
-
     @field_validator("betas", mode="before")
     @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        value = value.split(",") if isinstance(value, str) else value
-        if isinstance(value, (list, tuple)) and len(value) != 2:
+    def _are_two(cls, value: Any) -> Any:
+        parts = value.split(",") if isinstance(value, str) else value
+        if isinstance(parts, list | tuple) and len(parts) != 2:
             raise PydanticCustomError("not_two", "there are two, as in 0.9,0.95")
         return value
 
@@ -193,8 +201,8 @@ class ScheduleSection(Section):
 class RecipeSection(Section):
     """The recipe: the format of each place."""
 
-    name: str = Field("fp8", description="a shipped recipe or a .toml file")
-    backend: str = Field("auto", description=", ".join(BACKENDS))
+    name: Annotated[str, Takes("NAME|FILE")] = Field("fp8", description="a shipped recipe or a .toml file")
+    backend: Annotated[str, Takes("|".join(BACKENDS))] = Field("auto", description=", ".join(BACKENDS))
     places: Mapping[str, Any] = Field(default_factory=dict, description="other casts in some places")
 
     @model_validator(mode="before")
@@ -286,8 +294,3 @@ class LogSection(Section):
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="where else metrics and gauges go: tensorboard, wandb, trackio"
     )
-
-    @field_validator("sinks", mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
