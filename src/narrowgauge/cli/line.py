@@ -12,20 +12,9 @@ from narrowgauge.cli.parser import Parser
 from narrowgauge.cli.table import VERBS, function_of
 from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.recipes import GROUPS
-from narrowgauge.training.config.synonyms import other_names, plain
+from narrowgauge.training.config.synonyms import SHORT, other_names, plain
 
 OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
-# Short options for the most common keys.
-SHORT = {
-    "model": "model.name",
-    "data": "data.source",
-    "recipe": "recipe.name",
-    "backend": "recipe.backend",
-    "steps": "training.steps",
-    "seed": "training.seed",
-    "device": "training.device",
-    "memory-limit": "training.memory_limit",
-}
 
 
 def read_line(words: list[str]) -> argparse.Namespace:

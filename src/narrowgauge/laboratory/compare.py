@@ -143,9 +143,8 @@ def compare(
         ComparisonFailed: A run was stopped or killed; the same call continues.
     """
     values = values_of(sections)
-    model = str(values.get("model", {}).get("name", "debug"))
     kind = "ladder" if rungs or jobs else "compare"
-    path = Path(out or Path("runs") / f"{kind}-{model}")
+    path = Path(out or f"runs/{kind}-{values.get('model', {}).get('name', 'debug')}")
     named = []
     for one in recipe_list(recipes):
         name = short_name(one)

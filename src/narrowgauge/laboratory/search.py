@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from narrowgauge import analysis, report  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import UserError, checked
@@ -94,11 +94,11 @@ class Found(Result):
 def search(
     run: given.Run | str,
     formats: given.Names | list[str],
-    budget: float,
+    budget: Annotated[float, given.Form("X")],
     out: given.File | str = Path("found.toml"),
     *,
     keep: given.Names | list[str] = (HEAD,),
-    loss_per_doubling: float | None = None,
+    loss_per_doubling: Annotated[float | None, given.Form("NATS")] = None,
     fork_steps: given.Count | None = None,
     fork_seeds: given.Count = 3,
     check: bool = False,
@@ -121,7 +121,7 @@ def search(
         loss_per_doubling: Nats that twice the steps would remove from the loss (the run's own).
         fork_steps: Measure the cost of each GEMM by training, in forks of this length from the checkpoint.
         fork_seeds: Repeats of each fork, in another order of the text.
-        check: Whether to train the answer along with bf16 and four baselines.
+        check: Train the answer along with bf16 and four baselines.
         seeds: With check, how many seeds of each, or which.
         steps: With check, the optimizer steps (the run's).
         show: Called with a name, what is done and how much there is.

@@ -98,7 +98,7 @@ def sensitivity(
     Args:
         run: A run directory, a Hugging Face folder, or an llm.c model.
         to: The cast to narrow a place to, such as mxfp4.
-        exact: Whether to measure places of the backward pass as well, each with separate passes.
+        exact: Measure places of the backward pass as well, each with separate passes.
         fork_steps: Measure by training this many steps from the checkpoint, with and without a narrow place.
         fork_seeds: Repeats of each fork, in another order of the text.
         show: Called with a name, what is done and how much there is.

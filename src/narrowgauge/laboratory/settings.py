@@ -12,16 +12,14 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.recipes import Recipe, RecipeLike, recipe, recipe_names
 from narrowgauge.training import Config, make_config
+from narrowgauge.training.config.synonyms import SHORT
 
 Section = str | int | float | Mapping[str, Any] | None
 Values = dict[str, dict[str, Any]]
-#: Arguments that are single keys, as on the command line; a section given as text is its first key.
-SHORT = {"steps": "training.steps", "seed": "training.seed", "device": "training.device"}
-_FIRST_KEY = {"model": "name", "data": "source"}
 
 
 def values_of(sections: Mapping[str, Section]) -> Values:
-    """Nested values from keyword arguments: `model="gpt2-124m"`, `training={"steps": 6}`, `steps=6`.
+    """Nested values from keyword arguments: `training={"steps": 6}`, or the short `steps=6` of a line.
 
     Raises:
         UserError: A name is not a section of a configuration, or a section has another type.
@@ -30,21 +28,20 @@ def values_of(sections: Mapping[str, Section]) -> Values:
     for name, given in sections.items():
         if given is None:
             continue
-        if name in SHORT:
-            section, _, key = SHORT[name].partition(".")
-            values.setdefault(section, {})[key] = given
-        elif name in Config.model_fields and name != "recipe":
-            if isinstance(given, str | Path) and name in _FIRST_KEY:
-                given = {_FIRST_KEY[name]: str(given)}
-            if not isinstance(given, Mapping):
-                raise UserError(
-                    f"{name} = {given!r}, but it is a section of the configuration; give its keys, as in "
-                    f"{name}={{...}}"
-                )
-            plain = {key: str(v) if isinstance(v, Path) else v for key, v in given.items()}
-            values[name] = values.get(name, {}) | plain
+        if not isinstance(given, Mapping) and (short := name.replace("_", "-")) in SHORT:
+            section, _, key = SHORT[short].partition(".")
+            given = {key: given}
         else:
+            section = name
+        if section not in Config.model_fields or name == "recipe":
             raise unknown("argument", name, [*Config.model_fields, *SHORT])
+        if not isinstance(given, Mapping):
+            raise UserError(
+                f"{name} = {given!r}, but it is a section of the configuration; give its keys, as in "
+                f"{name}={{...}}"
+            )
+        plain = {key: str(v) if isinstance(v, Path) else v for key, v in given.items()}
+        values[section] = values.get(section, {}) | plain
     return values
 
 

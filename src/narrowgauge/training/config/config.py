@@ -22,7 +22,6 @@ from narrowgauge.guard.widening import require_raising
 from narrowgauge.models import model_config
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
 from narrowgauge.toml_text import parse_toml, toml_value
-from narrowgauge.training.config.guard_section import GuardSection
 from narrowgauge.training.config.keys import keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.training.config.named import config_names, named_config
@@ -30,6 +29,7 @@ from narrowgauge.training.config.schema import (
     CheckpointSection,
     DataSection,
     GaugesSection,
+    GuardSection,
     LogSection,
     ModelSection,
     OptimizerSection,
@@ -298,8 +298,8 @@ def _user_error(error: ValidationError) -> UserError:
     if where in _UNIONS:  # pydantic reports something else for each type of the union
         first |= {"type": "literal_error", "msg": f"input should be true, false or {_UNIONS[where]}"}
     rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
-    section = where.partition(".")[0]
-    return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help {section}'")
+    see = f"see 'narrowgauge train --help {first['loc'][0]}'"
+    return UserError(f"{where} = {first['input']!r}: {rule}; {see}")
 
 
 def _unknown_section(found: Mapping[str, object]) -> UserError:

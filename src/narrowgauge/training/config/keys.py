@@ -1,9 +1,6 @@
-"""Descriptions of the keys of a configuration: meaning, default and form of the value.
+"""The keys of a configuration, as help and errors describe them: meaning, default and form of the value."""
 
-Help and error messages use them.
-"""
-
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -41,8 +38,7 @@ def _place_keys() -> dict[str, Key]:
         keys[f"recipe.{place}"] = Key("the cast of this place", "", "CAST")
     keys["recipe.offload"] = Key("of master, grad, m, v: those in the host's memory (none)", "", "PLACE,...")
     keys["recipe.keep"] = Key("layers in compute instead of the recipe's own (none)", "", "NAME,...")
-    words = "of matmuls and of all that is not narrow"
-    keys["recipe.compute"] = Key(words, "", "|".join(COMPUTE))
+    keys["recipe.compute"] = Key("of matmuls and of all that is not narrow", "", "|".join(COMPUTE))
     return keys
 
 
@@ -65,11 +61,7 @@ def _takes(kind: Any) -> str:
     if origin is Literal:
         return "|".join(inside)
     if origin is tuple:
-        return _list_of([_takes(part) for part in inside if part is not Ellipsis], Ellipsis in inside)
+        return ",".join("..." if part is Ellipsis else _takes(part) for part in inside)
     if isinstance(kind, type) and issubclass(kind, bool):
         return "true|false"
     return {int: "N", float: "X", str: "TEXT"}.get(kind, "JSON")
-
-
-def _list_of(parts: Iterable[str], is_open: bool) -> str:
-    return ",".join([*parts, *(["..."] if is_open else [])])

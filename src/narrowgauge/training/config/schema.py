@@ -21,6 +21,8 @@ from pydantic_core import PydanticCustomError
 
 from narrowgauge.data import AUTO
 from narrowgauge.errors import UserError
+from narrowgauge.guard import GuardRules
+from narrowgauge.guard.rules import Spike
 from narrowgauge.models import ModelConfig
 from narrowgauge.optim import ScheduleKind
 from narrowgauge.quantization import is_cast_table
@@ -274,6 +276,42 @@ class CheckpointSection(Section):
     asynchronous: bool = Field(
         False, description="write during the steps; they wait for a copy of the state in the host's memory"
     )
+
+
+_RULES = GuardRules()
+
+
+class GuardSection(Section):
+    """Reactions to non-finite values and spikes, and checks for corruption."""
+
+    max_skips: int = Field(_RULES.max_skips, ge=0, description="steps skipped in a row before it stops")
+    spike: Spike = Field(
+        _RULES.spike,
+        description="of a loss or gradient norm far above the last ones: off, warn, skip, rollback or raise",
+    )
+    spike_factor: float = Field(
+        _RULES.spike_factor, gt=0, description="deviations (loss) or times the median (norm) of a spike"
+    )
+    spike_window: int = Field(_RULES.spike_window, ge=4, description="steps that a spike is measured against")
+    max_rollbacks: int = Field(_RULES.max_rollbacks, ge=0, description="rollbacks of a run before it stops")
+    raise_to: str = Field(
+        _RULES.raise_to,
+        description="raise: the cast that an operand is widened to; empty: the recipe's compute format",
+    )
+    check_every: int = Field(
+        _RULES.check_every,
+        ge=0,
+        description="steps between comparisons of replicas, besides those before a save; 0: only those",
+    )
+    replay_every: int = Field(
+        _RULES.replay_every,
+        ge=0,
+        description="steps between one computed twice, which must agree in every bit; 0: never",
+    )
+
+    def rules(self) -> GuardRules:
+        """The rules that these keys set."""
+        return GuardRules(**self.model_dump())
 
 
 class GaugesSection(Section):

@@ -17,6 +17,18 @@ from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.quantization import cast_keys
 from narrowgauge.recipes import CAST_TABLE, RECIPE_KEYS
 
+# Names of the most common keys, which stand for no other key that ends so.
+SHORT = {
+    "model": "model.name",
+    "data": "data.source",
+    "recipe": "recipe.name",
+    "backend": "recipe.backend",
+    "steps": "training.steps",
+    "seed": "training.seed",
+    "device": "training.device",
+    "memory-limit": "training.memory_limit",
+}
+
 
 @dataclass(frozen=True)
 class Key:
@@ -103,11 +115,11 @@ def unknown_key(name: str, known: Mapping[str, Key], dashes: str = "") -> UserEr
             f"unknown {kind} '{dashes}{name}'; it is a key of a recipe file: 'narrowgauge recipes fp8' "
             "prints one to start from, and --recipe FILE.toml takes it"
         )
-    if not is_place and (found := other_names(known).get(plain(last), [])):
+    others = other_names(known)
+    if not is_place and (found := others.get(plain(last), [])):
         return UserError(f"unknown {kind} '{dashes}{name}'; it is {_or(found, dashes)}")
     if answer := _of_a_cast(last):
         return UserError(f"unknown {kind} '{dashes}{name}'; {answer}")
-    others = other_names(known)
     if not section and (near := nearest(plain(name), others)):
         keys = " or ".join(f"'{dashes}{key}'" for key in others[near])
         return UserError(f"unknown {kind} '{dashes}{name}'; the nearest is {keys}")
