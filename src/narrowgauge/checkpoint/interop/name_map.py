@@ -121,16 +121,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def stored_names(config: ModelConfig) -> list[str]:
-    """Our names of the tensors that other programs store: all except a tied head."""
-    return [name for name in parameter_shapes(config) if name != "head.weight" or not config.tied_head]
-
-
 def name_map(config: ModelConfig) -> list[NamePair]:
     """Every stored tensor of a model, with Hugging Face's names for its family."""
     names = (_gpt2 if config.positions == "learned" else _llama)(config)
     pairs = []
-    for ours in stored_names(config):
+    for ours in parameter_shapes(config):
+        if ours == "head.weight" and config.tied_head:
+            continue
         module, parameter = ours.rsplit(".", 1)
         modules, rows, transposed = names[module]
         theirs = tuple(f"{name}.{parameter}" for name in modules)

@@ -48,11 +48,11 @@ from narrowgauge.checkpoint.interop.gguf.blocks import (
     type_of,
     values_of,
 )
-from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, read_gguf, write_gguf
+from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, library, read_gguf, write_gguf
 from narrowgauge.checkpoint.interop.gguf.tokenizer import tokenizer_keys
 from narrowgauge.checkpoint.interop.hf_config import family_of
 from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, tokens_around_a_text
-from narrowgauge.checkpoint.interop.name_map import NamePair, stored_names
+from narrowgauge.checkpoint.interop.name_map import NamePair, name_map
 from narrowgauge.checkpoint.interop.sound_scales import require_sound
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError
@@ -68,14 +68,7 @@ ARCHITECTURES = {
 }
 #: The architectures whose graph multiplies every layer by its tensor scale.
 _SCALED = ("llama", "qwen3", "qwen3moe")
-_OUTSIDE = {"embedding": "token_embd", "position_embedding": "position_embd", "norm": "output_norm"}
-_OUTSIDE |= {"head": "output"}
-_INSIDE = {
-    **{"attention_norm": "attn_norm", "attention_out": "attn_output", "mlp_norm": "ffn_norm"},
-    **{"q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "experts.router": "ffn_gate_inp"},
-    **{"up": "ffn_up", "down": "ffn_down"},
-}
-_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(\w+)")
 _STACKED = re.compile(r"(.*_exps)\.(\d+)\.weight")
 
 
@@ -164,28 +157,22 @@ def expected_values(
 
 
 def gguf_map(config: ModelConfig) -> list[NamePair]:
-    """Our tensors with their names in a file; expert J of a stack ends in `_exps.J.weight`."""
-    names = [*stored_names(config), *(["head.weight"] if config.tied_head else [])]
-    return [_pair(name, config) for name in names]
+    """Our tensors with their names in a file; expert J of a stack ends in `_exps.J.weight`.
 
+    The package knows ggml's name of each of Hugging Face's.
+    """
+    gguf, arch = library(), ARCHITECTURES[family_of(config)]
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config.layers)
 
-def _pair(ours: str, config: ModelConfig) -> NamePair:
-    module, _, parameter = ours.rpartition(".")
-    if module in _OUTSIDE:
-        return NamePair(ours, (f"{_OUTSIDE[module]}.{parameter}",))
-    _, number, part = module.split(".", 2)
-    layer, expert = f"blk.{number}.", ""
-    if match := _EXPERT.fullmatch(part):
-        expert, part = f"_exps.{match[1]}", match[2]
-    if part == "qkv" and config.positions == "rope":
-        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        names, rows = ("attn_q", "attn_k", "attn_v"), (q, kv, kv)
-        return NamePair(ours, tuple(f"{layer}{name}.{parameter}" for name in names), rows)
-    if part == "gate_up":
-        both = tuple(f"{layer}{name}{expert}.{parameter}" for name in ("ffn_gate", "ffn_up"))
-        return NamePair(ours, both, (config.ffn_dim, config.ffn_dim))
-    name = "attn_qkv" if part == "qkv" else _INSIDE[part]
-    return NamePair(ours, (f"{layer}{name}{expert}.{parameter}",))
+    def theirs(name: str) -> str:
+        module, _, parameter = name.rpartition(".")
+        if match := _EXPERT.fullmatch(module):
+            return f"{names.get_name(match[1] + match[3])}.{match[2]}.{parameter}"
+        return f"{names.get_name(module)}.{parameter}"
+
+    pairs = [NamePair(pair.ours, tuple(map(theirs, pair.theirs)), pair.rows) for pair in name_map(config)]
+    return pairs + [NamePair("head.weight", ("output.weight",))] * config.tied_head
 
 
 def _architecture(config: ModelConfig) -> str:
