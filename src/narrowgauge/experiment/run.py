@@ -37,7 +37,7 @@ from narrowgauge.models import count_block_weights
 from narrowgauge.report import Run, print_comparison, read_runs, write_report
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.page.sections import expected_section
-from narrowgauge.report.read.comparison import COMPARISON
+from narrowgauge.report.read.stored import COMPARISON
 from narrowgauge.report.table.rungs import print_results
 from narrowgauge.report.verdict.expected import expectations
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results, rows_text

@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.report.page.html import Cell, Table
-from narrowgauge.report.read.analysis import Costs, Probe
 from narrowgauge.report.read.run import Run
+from narrowgauge.report.read.stored import Costs, Figure, Probe
 
-_Figure = tuple[float | None, float | None, float | None]
 _FIGURES = {  # title, format, and the word for an infinite value
     "loss_increase": ("loss increase, nats", ".5f", ""),
     "gradient_cosine": ("gradient cosine", ".5f", ""),
@@ -31,8 +30,9 @@ def analysis(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, Table]]]]:
 
 def _probe(probe: Probe) -> tuple[str, Table]:
     rows = []
-    for recipe, figures in probe.figures.items():
-        is_broken = figures.get("gradient_cosine", (0.0,))[0] is None
+    for recipe, figures in probe.recipes.items():
+        cosine = figures.get("gradient_cosine")
+        is_broken = isinstance(cosine, Figure) and cosine.mean is None
         cells = (
             _figure(figures.get(key), digits, "" if is_broken else infinite)
             for key, (_, digits, infinite) in _FIGURES.items()
@@ -45,38 +45,36 @@ def _probe(probe: Probe) -> tuple[str, Table]:
     return text, Table("Probe", ["recipe", *(name for name, *_ in _FIGURES.values())], rows)
 
 
-def _figure(values: _Figure | None, digits: str, infinite: str) -> str:
+def _figure(figure: object, digits: str, infinite: str) -> str:
     """A mean and half its interval; `infinite` replaces a mean that may legitimately be infinite."""
-    if values is None:
+    if not isinstance(figure, Figure):
         return "-"
-    mean, _, high = values
-    if mean is None:
+    if figure.mean is None:
         return infinite or "not finite"
-    half = "" if high is None else f" ± {high - mean:{digits.removeprefix('+')}}"
-    return f"{mean:{digits}}{half}"
+    half = "" if figure.high is None else f" ± {figure.high - figure.mean:{digits.removeprefix('+')}}"
+    return f"{figure.mean:{digits}}{half}"
 
 
 def _costs(found: Costs) -> tuple[str, Table]:
-    layers = list(dict.fromkeys(layer for layer, _ in found.costs))
-    places = list(dict.fromkeys(place for _, place in found.costs))
-    ranges = {unit: _range(found, unit) for unit in set(found.units.values())}
+    by_place = {(one.layer, one.place): one for one in found.layers}
+    layers, places = (list(dict.fromkeys(key)) for key in zip(*by_place, strict=True))
     marked = {*found.worst, *found.worst_backward}
 
     def cell(layer: str, place: str) -> str:
-        cost = found.costs.get((layer, place))
-        if cost is None:
+        one = by_place.get((layer, place))
+        if one is None or one.cost is None:
             return ""
-        low, high = ranges[found.units[place]]
-        share = (math.log(cost) - low) / (high - low) if cost > 0 and high > low else 0.0
+        low, high = _range(found, one.unit)
+        share = (math.log(one.cost) - low) / (high - low) if one.cost > 0 and high > low else 0.0
         mark = "*" if f"{layer}.{place}" in marked else ""
-        return Cell(f"{cost:.1e}{mark}", f"cost-{round(share * _SHADES)}")
+        return Cell(f"{one.cost:.1e}{mark}", f"cost-{round(share * _SHADES)}")
 
     unit = found.forks or (
         "fprop in nats that it adds to the loss; dgrad and wgrad as the share that it takes of what a step "
         "removes from the loss"
     )
     text = (
-        f"What one place of one layer in {found.cast} would cost after step {found.step:,}: {unit}. Worst "
+        f"What one place of one layer in {found.to} would cost after step {found.step:,}: {unit}. Worst "
         f"forward: {', '.join(found.worst)}. Worst backward: {', '.join(found.worst_backward)}."
     )
     rows = [[layer, *(cell(layer, place) for place in places)] for layer in layers]
@@ -85,6 +83,5 @@ def _costs(found: Costs) -> tuple[str, Table]:
 
 def _range(found: Costs, unit: str) -> tuple[float, float]:
     """The logarithms of the smallest and the largest positive cost in a unit."""
-    costs = (cost for (_, place), cost in found.costs.items() if found.units[place] == unit)
-    positive = [math.log(cost) for cost in costs if cost > 0]
+    positive = [math.log(one.cost) for one in found.layers if one.unit == unit and one.cost and one.cost > 0]
     return (min(positive), max(positive)) if positive else (0.0, 0.0)

@@ -197,9 +197,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _why_none(run: Run) -> str:
     """Why a run has no readings, to complete a sentence."""
-    training, section = (run.config.get(name) for name in ("training", "gauges"))
-    every = section.get("every") if isinstance(section, Mapping) else None
-    if isinstance(training, Mapping) and training.get("compile") is True:
+    every = run.setting("gauges", "every")
+    if run.setting("training", "compile") is True:
         return "training.compile = true, and compiled code cannot be read"
     if every == 0:
         return "gauges.every = 0 switched them off; --gauges.every 100 reads every 100th step and the last"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.report.page.standing import time_left
-from narrowgauge.report.read.comparison import PlannedComparison
 from narrowgauge.report.read.progress import ENDED, Progress, read_progress
 from narrowgauge.report.read.run import Run, read_run, with_distinct_names
+from narrowgauge.report.read.stored import PlannedComparison
 from narrowgauge.report.read.subject import Subject
 from narrowgauge.report.verdict.rungs import Row, read_rows
 

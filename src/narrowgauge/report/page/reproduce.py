@@ -81,9 +81,8 @@ def _file(path: str, text: str) -> list[str]:
 
 def _data(run: Run) -> str:
     """The source of the tokens, in a line."""
-    section, digest = run.config.get("data"), run.facts.get("corpus")
-    source = section.get("source", "") if isinstance(section, Mapping) else ""
-    return f"Data: {_word(source)}" + (f" (SHA-256 of the corpus: {_word(digest)})" if digest else "")
+    source, digest = run.setting("data", "source"), run.facts.get("corpus")
+    return f"Data: {_word(source or '')}" + (f" (SHA-256 of the corpus: {_word(digest)})" if digest else "")
 
 
 def _word(value: object) -> str:

@@ -20,9 +20,9 @@ from typing import Any
 
 from narrowgauge.checkpoint import is_abandoned
 from narrowgauge.errors import UserError
-from narrowgauge.report.read.analysis import Costs, Probe, read_costs, read_probe
 from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_status, read_text
 from narrowgauge.report.read.steps import Step, Validation, training_steps, validations
+from narrowgauge.report.read.stored import Costs, Probe, read_stored
 
 CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
 RECIPE = "recipe.toml"
@@ -53,6 +53,11 @@ class Run:
     costs: Costs | None = None
     recipe_text: str = ""
 
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the configuration; None if it is not there."""
+        table = self.config.get(section)
+        return table.get(key) if isinstance(table, Mapping) else None
+
     @property
     def facts(self) -> dict[str, Any]:
         """The facts in the start and resume events; the last event wins for each key."""
@@ -63,9 +68,7 @@ class Run:
     @property
     def recipe(self) -> str:
         """The name of the recipe; "" if unknown."""
-        section = self.config.get("recipe", {})
-        configured = section.get("name", "") if isinstance(section, Mapping) else section
-        return str(self.facts.get("recipe") or configured)
+        return str(self.facts.get("recipe") or self.setting("recipe", "name") or "")
 
     @property
     def backend(self) -> str:
@@ -97,15 +100,13 @@ class Run:
     @property
     def seed(self) -> int:
         """The seed of the weights and of the token order; 0 if unknown."""
-        section = self.config.get("training", {})
-        seed = section.get("seed", 0) if isinstance(section, Mapping) else 0
+        seed = self.setting("training", "seed")
         return seed if isinstance(seed, int) else 0
 
     @property
     def planned_steps(self) -> int | None:
         """The number of steps planned for the run; None if its config.toml is missing."""
-        section = self.config.get("training", {})
-        steps = section.get("steps") if isinstance(section, Mapping) else None
+        steps = self.setting("training", "steps")
         return steps if isinstance(steps, int) else None
 
     @property
@@ -172,8 +173,8 @@ def read_run(path: Path | str) -> Run:
         reason=reason,
         ignored_lines=ignored,
         gauges=read_gauges(path / GAUGES),
-        probe=read_probe(path / PROBE),
-        costs=read_costs(path / SENSITIVITY),
+        probe=read_stored(Probe, path / PROBE),
+        costs=read_stored(Costs, path / SENSITIVITY),
         recipe_text=read_text(path / RECIPE),
     )
 

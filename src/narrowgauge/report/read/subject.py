@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.report.read.comparison import PlannedComparison, read_comparison
 from narrowgauge.report.read.progress import DEEPEST, is_run
+from narrowgauge.report.read.stored import COMPARISON, PlannedComparison, read_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _below(folder: Path, root: Path, depth: int) -> Iterator[Subject]:
     name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
     if is_run(folder):
         yield Subject(name, folder, (folder,))
-    elif (planned := read_comparison(folder)) is not None:
+    elif (planned := read_stored(PlannedComparison, folder / COMPARISON)) is not None:
         begun = tuple(path for run in planned.compared if is_run(path := folder / run.name))
         has_reference = begun and begun[0].name == planned.compared[0].name
         yield Subject(name, folder, begun if has_reference else (), planned)

@@ -113,7 +113,7 @@ def _held_out_note(runs: Sequence[Run], judged: Sequence[Judgement]) -> list[str
         return []
     share = ", most of what seeds deviate" if deviations else ""
     text = f"The {error.tokens:,} held-out tokens alone make a gap deviate by {error.percent:.2g} %{share}"
-    batches = runs[0].config.get("validation", {}).get("batches")
+    batches = runs[0].setting("validation", "batches")
     how = f" (--validation.batches {4 * batches}, or [experiment] held_out_tokens)" if batches else ""
     return [f"{text}; four times as many{how} halve that."]
 

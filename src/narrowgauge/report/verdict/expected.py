@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import UserError
 from narrowgauge.forecast import OWN, Forecast, Forecaster, Observed, described
-from narrowgauge.models import count_block_weights, model_config
 from narrowgauge.recipes import Recipe, parse_recipe, recipe
 from narrowgauge.report.read.run import Run
 from narrowgauge.report.verdict.groups import Group, groups
 from narrowgauge.report.verdict.rule import Judgement
-from narrowgauge.report.verdict.verdict import gaps_of, judged, known_of
+from narrowgauge.report.verdict.verdict import gaps_of, judged, known_of, size_of
 
 _RARE = 0.05
 
@@ -125,15 +124,6 @@ def recipe_of(run: Run) -> Recipe | None:
         return parse_recipe(run.recipe_text, "recipe.toml") if run.recipe_text else recipe(run.recipe)
     except UserError:
         return None
-
-
-def size_of(run: Run) -> int:
-    """The weights of the blocks of a run's model; 0 if it is unknown."""
-    section = run.config.get("model", {})
-    try:
-        return count_block_weights(model_config(**{key: v for key, v in section.items() if key != "weights"}))
-    except (UserError, TypeError, AttributeError):
-        return 0
 
 
 def _tokens(group: Group, reference: Group) -> float:

@@ -102,14 +102,19 @@ def known_of(runs: Sequence[Run]) -> float:
 
     They are calm if all have recorded their warm-up, and none spikes there.
     """
-    run = runs[0]
-    section = run.config.get("model", {})
-    try:
-        model = model_config(**{key: value for key, value in section.items() if key != "weights"})
-    except (UserError, TypeError, AttributeError):
+    if not (size := size_of(runs[0])):
         return 0.0
     is_calm = all(one.steps and not warmup_spikes(one.steps) for one in runs)
-    return known_deviation(run.tokens / count_block_weights(model), is_calm)
+    return known_deviation(runs[0].tokens / size, is_calm)
+
+
+def size_of(run: Run) -> int:
+    """The weights of the blocks of a run's model; 0 if it is unknown."""
+    section = run.config.get("model", {})
+    try:
+        return count_block_weights(model_config(**{key: v for key, v in section.items() if key != "weights"}))
+    except (UserError, TypeError, AttributeError):
+        return 0
 
 
 def has_validation(runs: Sequence[Run]) -> bool:

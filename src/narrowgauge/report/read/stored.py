@@ -1,0 +1,111 @@
+"""What `probe`, `sensitivity` and `compare` leave in a directory as JSON; a file of another form is no file.
+
+    probe.json          the figures of each recipe
+    sensitivity.json    the cost of each layer and place
+    comparison.json     what a comparison is about to train, written before its first run
+
+The runs of a comparison are in the order of training, the reference's first. A reader learns from it which
+runs are still to come; what has happened is in the run directories.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+COMPARISON = "comparison.json"
+Stored = TypeVar("Stored", bound=BaseModel)
+
+
+class Figure(BaseModel):
+    """A mean and its interval; None for values that are not finite."""
+
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Probe(BaseModel):
+    """The figures of each recipe."""
+
+    step: int = 0
+    recipes: dict[str, dict[str, Figure | list[Any] | None]] = Field(min_length=1)
+
+
+class Cost(BaseModel):
+    """What one place of one layer costs, in a unit; None if it is not finite."""
+
+    layer: str
+    place: str
+    cost: float | None = None
+    unit: str
+
+
+class Costs(BaseModel):
+    """The costs in a cast, the worst places of each pass, and how they were measured, if by training."""
+
+    step: int = 0
+    to: str = ""
+    layers: list[Cost] = Field(min_length=1)
+    worst: list[str] = []
+    worst_backward: list[str] = []
+    forks: str = ""
+
+
+def _own_name(name: Any) -> Any:
+    """The name of a directory in the folder, never a path that leads elsewhere."""
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise ValueError(name)
+    return name
+
+
+class PlannedRun(BaseModel):
+    """One run of a comparison; rung 0 is a fork, whose steps several runs share."""
+
+    name: Annotated[str, BeforeValidator(_own_name)]
+    arm: str
+    seed: int
+    rung: int
+    steps: int
+    tokens: int
+
+
+class PlannedComparison(BaseModel):
+    """A comparison as it was started.
+
+    Attributes:
+        command: Its command line; "" if it was started from Python.
+        reference: The arm that the others are compared with.
+        family: The arms that are compared, without the reference and controls.
+        seeds: The seeds of each arm.
+        parameters: Parameters in linear layers, to which tokens are related.
+        is_calm: Whether no warm-up is expected to spike; False in the file of an older version.
+        rows: The file of results of a measured experiment; "" for a comparison that has none.
+        runs: All runs in the order of training.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    command: str
+    reference: str
+    family: tuple[str, ...]
+    seeds: tuple[int, ...]
+    parameters: int
+    is_calm: bool = False
+    rows: str
+    runs: tuple[PlannedRun, ...]
+
+    @property
+    def compared(self) -> list[PlannedRun]:
+        """The runs at the highest rung, the reference's first."""
+        last = max((run.rung for run in self.runs), default=0)
+        found = [run for run in self.runs if run.rung == last]
+        return sorted(found, key=lambda run: run.arm != self.reference)
+
+
+def read_stored(kind: type[Stored], path: Path) -> Stored | None:
+    """What a file holds; None if it is missing, damaged or of another form."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return None
