@@ -51,7 +51,7 @@ format: $(VENV)/.dev
 # What a new machine has to get right: each case in a process that another's crash does not reach. It writes gpu.xml
 # and gpu.md, the page to send. Without a GPU, kernels run in Triton's interpreter: `make gpu ARGS="-k losses"`.
 gpu: $(VENV)/.dev
-	-$(BIN)/python -m pytest -m '' -n 1 --max-worker-restart=1000 -p no:support.cost --tb=short --junitxml=gpu.xml tests/gpu $(ARGS)
+	-$(BIN)/python -m pytest -m '' -n 1 --max-worker-restart=1000 -p no:support.cost -W default --tb=short --junitxml=gpu.xml tests/gpu $(ARGS)
 	$(BIN)/python tests/gpu/page.py gpu.xml gpu.md
 
 bench: $(VENV)/.run

@@ -7,7 +7,6 @@ No child outlives this process, however it ends. An answering process and the wo
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -48,22 +47,6 @@ class Programs:
         program = Popen(command, env=environment, **options)
         self._started = [*(one for one in self._started if one.returncode is None), program]
         return program
-
-    def wait(self, grace_s: float) -> int:
-        """Wait for all programs; returns 0, or the exit code of one that failed, negative if it was killed.
-
-        After a failure the others get `grace_s` seconds to exit because of it. A killed program cannot notify
-        the others, so its death ends the wait immediately.
-        """
-        deadline = float("inf")
-        while True:
-            codes = [program.poll() for program in self._started]
-            failed = [code for code in codes if code]
-            if failed:
-                deadline = min(deadline, time.monotonic() + grace_s)
-            if None not in codes or min(failed, default=0) < 0 or time.monotonic() > deadline:
-                return min(failed, default=0)
-            time.sleep(0.02)
 
     @contextmanager
     def forwarding(self, note: Callable[[int], None]) -> Iterator[None]:

@@ -44,4 +44,4 @@ def test_the_machine(record_property):
     }
     for name, value in facts.items():
         if value:
-            record_property(name, value)
+            record_property(name, str(value))  # as xdist sends it

@@ -50,10 +50,6 @@ import pytest
 ADVICE, MOST_S = "use another one", 2
 
 
-def test_machine(record_property):
-    record_property("device", "a GPU")
-
-
 def test_agrees():
     """It does."""
 
@@ -82,7 +78,8 @@ def test_last(record_property):
 @pytest.mark.tier("thorough")  # real processes
 def test_a_case_that_breaks_its_process_stops_no_other(tmp_path):
     """By the command of `make gpu`, and the page that it makes."""
-    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
+    for name in ("conftest.py", "test_machine.py"):
+        (tmp_path / name).write_text((HERE / name).read_text())
     (tmp_path / "test_some.py").write_text(PLANTED)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     makefile = (HERE.parents[1] / "Makefile").read_text()
@@ -96,7 +93,8 @@ def test_a_case_that_breaks_its_process_stops_no_other(tmp_path):
     page = [sys.executable, HERE / "page.py", "gpu.xml", "gpu.md"]
     assert subprocess.run(page, cwd=tmp_path, capture_output=True, check=False).returncode == 1
     found = (tmp_path / "gpu.md").read_text()
-    assert found.startswith("# a GPU: 3 of 6 cases passed, 1 take another machine\n")
+    assert ": 3 of 6 cases passed, 1 take another machine\n" in found, found
+    assert f"- torch: {torch.__version__}\n" in found
     for name in ("differs", "ends", "hangs"):
         assert f"## test_some: test_{name} failed" in found, found
     for words in ("3 of 4 <values> are wrong", "use another one", "it takes a GPU", "nearly the same"):
