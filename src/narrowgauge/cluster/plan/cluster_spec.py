@@ -31,10 +31,11 @@ A recipe is native where `gpu` multiplies its formats (`recipes.choose_backend`)
 Without `gpu`, low-precision recipes are priced as emulated.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from narrowgauge.cluster.data_file import Table, read_tables
 from narrowgauge.cluster.plan.budget import Price, parse_price
@@ -64,41 +65,34 @@ class MeasuredRun(Table):
         return self.tokens_per_s / self.at_best
 
 
+def _read_by(read: Callable[[str], object]) -> AfterValidator:
+    """Refuse a text that a function cannot read; "" stands for none."""
+
+    def check(text: str) -> str:
+        if text:
+            read(text)
+        return text
+
+    return AfterValidator(check)
+
+
 class Cluster(Table):
     """A cluster of identical devices; units are bytes, bytes/s and FLOP/s."""
 
     title: str
     device: str = ""
-    gpu: str = ""
+    gpu: Annotated[str, _read_by(named_device)] = ""
     devices_per_node: int = Field(ge=1)
-    memory: str
+    memory: Annotated[str, _read_by(parse_bytes)]
     memory_bandwidth: float = Field(gt=0)
     inside: float = Field(gt=0)
     between: float = Field(gt=0)
     host: float = Field(gt=0)
-    price: str = ""
+    price: Annotated[str, BeforeValidator(str), _read_by(partial(parse_price, "price"))] = ""
     vector: float = Field(0.0, ge=0)
     peak: Mapping[str, float]
     attainable: Mapping[str, float] = {}
     measured: tuple[MeasuredRun, ...] = ()
-
-    @field_validator("memory")
-    @classmethod
-    def _is_a_size(cls, value: str) -> str:
-        parse_bytes(value)
-        return value
-
-    @field_validator("price", mode="before")
-    @classmethod
-    def _is_a_price(cls, value: object) -> str:
-        parse_price("price", str(value))
-        return str(value)
-
-    @field_validator("gpu")
-    @classmethod
-    def _is_a_device(cls, value: str) -> str:
-        assert not value or named_device(value)
-        return value
 
     @property
     def memory_bytes(self) -> int:
