@@ -206,7 +206,7 @@ def test_norms_in_c_are_the_same_for_any_number_of_threads(monkeypatch):
         # Torch adds the rows of the gradient of the weight in an order that depends on the threads.
         return [t for i, t in enumerate(in_c((16, 64, 128), True, True)[0]) if i != 3]
 
-    assert_same_for_threads(run, "narrowgauge.kernels.norm.A_THREAD", monkeypatch)
+    assert_same_for_threads(run, monkeypatch)
 
 
 @needs_c

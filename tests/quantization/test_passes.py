@@ -64,7 +64,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", CASTS)
 def test_c_gives_the_bits_of_torch(name, monkeypatch):
     cast, calls = CASTS[name], []
-    monkeypatch.setattr(in_c, "share", lambda *call: calls.append(call) or c_call.share(*call))
+    monkeypatch.setattr(in_c, "call", lambda *one: calls.append(one) or c_call.call(*one))
     first = list(CASTS).index(name)
     for n, given in enumerate(GIVEN):
         axis = -1 if (first + n) % 2 or (cast.block and cast.block[0] > 1 and n == 3) else 0
@@ -106,7 +106,7 @@ def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis):
 def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
     x, cast = numbers((96, 512), torch.bfloat16), make_cast({"cast": name, "rounding": "stochastic"})
     alone = outcome(x, cast, -1)
-    monkeypatch.setattr(in_c, "A_THREAD", 1000)
+    monkeypatch.setattr(c_call, "A_THREAD", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

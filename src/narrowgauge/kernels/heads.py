@@ -41,7 +41,7 @@ Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, C v
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from torch import Tensor
 from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.amax import send_back
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
+from narrowgauge.quantization.passes.c_call import call, takes
 from narrowgauge.second_derivative import FirstOrderFunction
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -67,11 +67,11 @@ def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
         The rotated heads, in the dtype of `x_BNTH`.
     """
     if use_kernels(x_BNTH):
-        turned: Tensor = _Rotary.apply(x_BNTH, table)
+        turned: Tensor = _Rotary.apply(x_BNTH, table, _rotate_on_gpu)
         return turned
     if _is_for_c(x_BNTH, table):
-        rotated: Tensor = _RotaryInC.apply(x_BNTH, table)
-        return rotated
+        turned = _Rotary.apply(x_BNTH, table, _rotate_in_c)
+        return turned
     return rotary_reference(x_BNTH, table)
 
 
@@ -153,37 +153,24 @@ class _SplitHeads(FirstOrderFunction):
 
 
 class _Rotary(FirstOrderFunction):
-    @staticmethod
-    def forward(ctx: Any, x_BNTH: Tensor, table: Tensor) -> Tensor:
-        from narrowgauge.kernels.triton.heads import launch_rotary
+    """`rotary` by a kernel, or of bf16 heads on a CPU in C (`rotate`)."""
 
+    @staticmethod
+    def forward(ctx: Any, x_BNTH: Tensor, table: Tensor, rotate: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(table)
-        return launch_rotary(in_rows(x_BNTH), in_rows(table), is_back=False)
+        ctx.rotate = rotate
+        return rotate(x_BNTH, table, is_back=False)
 
     @staticmethod
-    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None]:
-        from narrowgauge.kernels.triton.heads import launch_rotary
-
+    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None, None]:
         (table,) = ctx.saved_tensors
-        return launch_rotary(in_rows(grad_BNTH), in_rows(table), is_back=True), None
+        return ctx.rotate(grad_BNTH, table, is_back=True), None, None
 
 
-class _RotaryInC(FirstOrderFunction):
-    """`rotary` of bf16 heads on a CPU."""
+def _rotate_on_gpu(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
+    from narrowgauge.kernels.triton.heads import launch_rotary
 
-    @staticmethod
-    def forward(ctx: Any, x_BNTH: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(table)
-        out_BNTH = x_BNTH.new_empty(x_BNTH.shape)
-        _rotate(x_BNTH, table, out_BNTH, is_back=False)
-        return out_BNTH
-
-    @staticmethod
-    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None]:
-        (table,) = ctx.saved_tensors
-        dx_BNTH = grad_BNTH.new_empty(grad_BNTH.shape)
-        _rotate(grad_BNTH, table, dx_BNTH, is_back=True)
-        return dx_BNTH, None
+    return launch_rotary(in_rows(x_BNTH), in_rows(table), is_back)
 
 
 class _SplitHeadsInC(FirstOrderFunction):
@@ -198,7 +185,7 @@ class _SplitHeadsInC(FirstOrderFunction):
         heads = _heads_of(qkv_BTC, heads_NKK, head_dim)
         outs = [x.new_empty(x.shape) for x in heads]
         for x, out in zip(heads[:2], outs[:2], strict=True):
-            _rotate(x, table, out, is_back=False)
+            _rotate_in_c(x, table, False, out)
         outs[2].copy_(heads[2])
         return tuple(outs)
 
@@ -209,7 +196,7 @@ class _SplitHeadsInC(FirstOrderFunction):
         dqkv_BTC = grads[0].new_empty((B, T, sum(ctx.heads_NKK) * H))
         outs = _heads_of(dqkv_BTC, ctx.heads_NKK, H)
         for grad, out in zip(grads[:2], outs[:2], strict=True):
-            _rotate(grad, table, out, is_back=True)
+            _rotate_in_c(grad, table, True, out)
         outs[2].copy_(grads[2])
         return dqkv_BTC, None, None, None
 
@@ -235,12 +222,13 @@ def _is_for_c(x: Tensor, table: Tensor) -> bool:
     return (x.dtype, table.dtype) == (torch.bfloat16, torch.float32) and takes(x, table)
 
 
-def _rotate(x_BNTH: Tensor, table: Tensor, out_BNTH: Tensor, is_back: bool) -> None:
+def _rotate_in_c(x_BNTH: Tensor, table: Tensor, is_back: bool, out_BNTH: Tensor | None = None) -> Tensor:
     """Rotate heads, forward or back, into `out_BNTH`."""
+    out_BNTH = x_BNTH.new_empty(x_BNTH.shape) if out_BNTH is None else out_BNTH
     B, N, T, H = x_BNTH.shape
     x_BNTH = in_rows(x_BNTH)
     if is_shape_only(x_BNTH):
-        return
+        return out_BNTH
     cos, sin = in_rows(table).unbind()
     one = _Call(heads=N, tokens=T, half=H // 2, is_back=is_back)
     for name, x in (("x", x_BNTH), ("out", out_BNTH)):
@@ -248,9 +236,8 @@ def _rotate(x_BNTH: Tensor, table: Tensor, out_BNTH: Tensor, is_back: bool) -> N
         setattr(one, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
     one.cos, one.sin = cos.data_ptr(), sin.data_ptr()
     one.table_strides = (ctypes.c_int64 * 2)(cos.stride(0) if cos.ndim > 2 else 0, cos.stride(-2))
-    found = c_library()
-    assert found is not None
-    share(found.rotary_pass, one, B * N, x_BNTH.numel() // A_THREAD)
+    call("rotary_pass", one, B * N, x_BNTH.numel())
+    return out_BNTH
 
 
 def in_rows(x: Tensor) -> Tensor:

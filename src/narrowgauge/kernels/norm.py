@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share, takes
+from narrowgauge.quantization.passes.c_call import call, takes
 from narrowgauge.second_derivative import FirstOrderFunction
 
 #: The widest row that fits the registers of one program in the backward pass.
@@ -232,6 +232,4 @@ def _pass(name: str, like: Tensor, **tensors: Tensor | None) -> None:
         return
     pointers = {key: None if x is None else x.data_ptr() for key, x in tensors.items()}
     rows = like.numel() // like.shape[-1]
-    found = c_library()
-    assert found is not None
-    share(getattr(found, name), _Call(dim=like.shape[-1], **pointers), rows, like.numel() // A_THREAD)
+    call(name, _Call(dim=like.shape[-1], **pointers), rows, like.numel())

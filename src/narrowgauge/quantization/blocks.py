@@ -10,6 +10,7 @@ changes a value; compiled code processes the tensor as one chunk.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -63,8 +64,8 @@ class Blocks:
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with every blocked dimension split in two: (blocks, inside the block)."""
-        missing = [g * b - n for g, b, n in zip(self.grid, self.size, self.shape, strict=True)]
-        if any(missing):  # F.pad wants (before, after) pairs from the last dimension on
+        if self.is_ragged:  # F.pad wants (before, after) pairs from the last dimension on
+            missing = [g * b - n for g, b, n in zip(self.grid, self.size, self.shape, strict=True)]
             x = torch.nn.functional.pad(x, [n for m in reversed(missing) for n in (0, m)])
         for dim in reversed(range(len(self.size))):
             if self.size[dim] > 1:
@@ -73,8 +74,10 @@ class Blocks:
 
     def merge(self, y: torch.Tensor) -> torch.Tensor:
         """The inverse of `split`; cuts off padding."""
+        if not self.is_ragged:
+            return y.reshape(self.shape)
         y = y.reshape([g * b for g, b in zip(self.grid, self.size, strict=True)])
-        if self.is_ragged and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             return _first_elements(y, list(self.shape))
         return _narrowed(y, self.shape)
 
@@ -114,6 +117,10 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
     Raises:
         UserError: The tensor has no such axis, or too few dimensions for a two-dimensional block.
     """
+    return (_blocks_of if torch.compiler.is_compiling() else _kept_blocks)(shape, cast, axis)
+
+
+def _blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
     ndim = len(shape)
     if not -ndim <= axis < ndim:
         raise UserError(
@@ -134,6 +141,9 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
             )
         size[ndim - 2 if axis == ndim - 1 else ndim - 1] = rows
     return Blocks.of(shape, size)
+
+
+_kept_blocks = lru_cache(1024)(_blocks_of)  # a model has a few dozen
 
 
 class Chunk(NamedTuple):

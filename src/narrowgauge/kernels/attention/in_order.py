@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.dispatch import is_traced
-from narrowgauge.quantization.passes.c_call import A_THREAD, c_library, share
+from narrowgauge.quantization.passes.c_call import c_library, call
 from narrowgauge.second_derivative import FirstOrderFunction
 
 LANES = 16  # of a sum over a row, and the unit of head_dim
@@ -151,10 +151,7 @@ def _call(name: str, tensors: dict[str, Tensor], stats_BNT2: Tensor) -> None:
             kept.append(x)
         setattr(one, name_of, x.data_ptr())
         setattr(one, f"{name_of}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
-    found = c_library()
-    assert found is not None
-    if not share(getattr(found, name), one, B * kv_heads, B * N * T * T // A_THREAD):
-        raise MemoryError(f"{name} could not allocate memory for the keys and values of a head")
+    call(name, one, B * kv_heads, B * N * T * T)
 
 
 def reference_forward(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -77,7 +76,7 @@ class Narrow(ctypes.Structure):
 
     _fields_ = [
         ("cast", ctypes.POINTER(CastInC)),
-        *_fields(ctypes.c_void_p, "x uniform over finite amax encode block above out sums top"),
+        *_fields(ctypes.c_void_p, "x table uniform over finite amax encode block above out sums top"),
         *_fields(ctypes.c_int64, " ".join(SIZES)),
         ("offset", ctypes.c_uint64),
         ("key", ctypes.c_uint32 * 2),
@@ -86,36 +85,48 @@ class Narrow(ctypes.Structure):
     ]
 
 
-def takes(*tensors: torch.Tensor) -> bool:
-    """Whether C computes a layer on these tensors: plain ones on a CPU, in eager code of a single process.
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether C may read tensors: plain ones on a CPU, in eager code, the first of them not empty.
 
-    For meta tensors that stand for these, results are allocated and nothing is called. Plans of several
-    processes count torch's operations, so torch runs them there.
+    Meta tensors may stand for these: results are allocated and nothing is called. Where several processes are
+    simulated, a shard stands for the tensor that they hold together, and torch draws its random bits.
     """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
-    if torch.distributed.is_initialized():
-        return False
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    is_plain = all(type(x) in kinds and (x.device.type == "cpu" or is_shape_only(x)) for x in tensors)
-    return is_plain and tensors[0].numel() > 0 and c_library() is not None
+    for x in tensors:
+        is_here = x.device.type == "cpu" or (is_shape_only(x) and not torch.distributed.is_initialized())
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or not is_here:
+            return False
+    return tensors[0].numel() > 0 and c_library() is not None
 
 
-def share(function: Any, argument: ctypes.Structure, units: int, most: int) -> bool:
-    """Call a function of the library on units 0 to `units`, in at most `most` of torch's threads.
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether C computes a layer on these tensors, in a single process.
 
-    Returns:
-        Whether it could allocate its memory.
+    Plans of several processes count torch's operations, so torch runs them there.
     """
-    parts, openmp = min(torch.get_num_threads(), most, units), _openmp()
-    if parts <= 1 or openmp is None:
-        return not function(ctypes.byref(argument), 0, units)
+    return not torch.distributed.is_initialized() and is_plain(*tensors)
+
+
+def call(name: str, one: ctypes.Structure, units: int, elements: int) -> None:
+    """Call a function of the library on units 0 to `units`; threads of torch share many elements.
+
+    Raises:
+        MemoryError: It could not allocate its memory.
+    """
     found = c_library()
     assert found is not None
-    team = _Team(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(argument), units, parts)
-    # Of the default size, like torch's: OpenMP of GCC ends threads that a smaller team does not need.
-    openmp.GOMP_parallel(found.join_team, ctypes.byref(team), 0, 0)
-    return not team.failed
+    function, openmp = getattr(found, name), _openmp()
+    parts = min(torch.get_num_threads(), elements // A_THREAD, units)
+    if parts <= 1 or openmp is None:
+        failed = function(ctypes.byref(one), ctypes.c_int64(0), ctypes.c_int64(units))
+    else:
+        team = _Team(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(one), units, parts)
+        # Of the default size, like torch's: OpenMP of GCC ends threads that a smaller team does not need.
+        openmp.GOMP_parallel(found.join_team, ctypes.byref(team), 0, 0)
+        failed = team.failed
+    if failed:
+        raise MemoryError(f"{name} of the C passes could not allocate its memory")
 
 
 class _Team(ctypes.Structure):
@@ -163,10 +174,6 @@ def c_library() -> ctypes.CDLL | None:
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.units.argtypes, found.units.restype = (ctypes.POINTER(Narrow),), ctypes.c_int64
-    for name in ("amax_pass", "narrow_pass", "sum_pass"):
-        function = getattr(found, name)
-        function.argtypes = (ctypes.POINTER(Narrow), ctypes.c_int64, ctypes.c_int64)
-        function.restype = ctypes.c_int
     return found
 
 
@@ -174,17 +181,18 @@ def _is_right(found: ctypes.CDLL) -> bool:
     """Whether a library rounds as torch does; in another thread, where torch.export makes no fake tensors."""
     ramp = torch.arange(4099, dtype=torch.float32, device="cpu") / 4099
     x, random = (ramp * 15 - 7.5) * (2 * ramp) ** 8, ramp
-    one, encode = torch.ones_like(ramp[:1]), torch.full_like(ramp[:1], 0.875)
+    block, encode = torch.ones_like(ramp[:1]), torch.full_like(ramp[:1], 0.875)
     for mode, name in itertools.product(ROUNDINGS, ("e2m1", "e4m3", "int8")):
         out = torch.empty_like(x)
         rounding = {"rounding": ROUNDING_MODES.index(mode), "random_bits": RANDOM_BITS}
-        call = Narrow(
+        one = Narrow(
             ctypes.pointer(CastInC(Grid.of(format(name)), **rounding)),
             **dict(zip(SIZES, (1, 1, 4099, 1, 4099), strict=True)),
             **{"x": x.data_ptr(), "out": out.data_ptr(), "uniform": random.data_ptr(), "is_given": 1},
-            **{"encode": encode.data_ptr(), "block": one.data_ptr(), "finite": one.data_ptr()},
+            **{"encode": encode.data_ptr(), "block": block.data_ptr(), "finite": block.data_ptr()},
         )
-        found.narrow_pass(ctypes.byref(call), 0, int(found.units(ctypes.byref(call))))
+        units = ctypes.c_int64(found.units(ctypes.byref(one)))
+        found.narrow_pass(ctypes.byref(one), ctypes.c_int64(0), units)
         expected = round_finite(x * encode, format(name), mode, random)
         if not torch.equal(out.view(torch.int32), expected.view(torch.int32)):
             return False

@@ -9,20 +9,18 @@ are read from tables that `formats.codes_of` and `decode` fill.
 """
 
 import ctypes
-import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
+from operator import mul
 from typing import Any
 
 import torch
 
-from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import Format, RandomStream, codes_of, decode, format
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.passes.c_call import (
-    A_THREAD,
     CHOICES,
     ROUNDING_MODES,
     SCALE_RULES,
@@ -31,7 +29,8 @@ from narrowgauge.quantization.passes.c_call import (
     Grid,
     Narrow,
     c_library,
-    share,
+    call,
+    is_plain,
 )
 from narrowgauge.quantization.passes.implementations import passes_gap
 from narrowgauge.quantization.passes.split import Narrowed, Split
@@ -65,12 +64,7 @@ def takes(
 
 def has_library(x: torch.Tensor) -> bool:
     """Whether the C library may read a tensor: plain, on a CPU, not empty, not tracked by autograd."""
-    if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
-        return False
-    is_here = x.device.type == "cpu" or _stands_for_cpu(x)
-    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and is_here and x.numel() > 0
-    is_followed = x.requires_grad and torch.is_grad_enabled()
-    return is_plain and not is_followed and c_library() is not None
+    return is_plain(x) and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -135,12 +129,6 @@ def decoded(codes: torch.Tensor, element: Format, dtype: torch.dtype) -> torch.T
     return _looked_up("decode_pass", codes, _values, element, dtype)
 
 
-class _Lookup(ctypes.Structure):
-    """The struct `Lookup` of `narrow.c`, field by field."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("x", "table", "out")]
-
-
 @cache
 def _codes(element: Format) -> torch.Tensor:
     """The code of each bf16 value, by its bits; only values of the format are ever looked up.
@@ -166,21 +154,12 @@ def _looked_up(
     element: Format,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    x, library = x.contiguous(), c_library()
+    x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.is_meta:
-        one = _Lookup(x.data_ptr(), table(element).data_ptr(), out.data_ptr())
-        share(getattr(library, name), one, x.numel(), x.numel() // A_THREAD)
+        one = Narrow(x=x.data_ptr(), table=table(element).data_ptr(), out=out.data_ptr())
+        call(name, one, x.numel(), x.numel())
     return out
-
-
-def _stands_for_cpu(split: torch.Tensor) -> bool:
-    """Whether a meta tensor stands for a CPU tensor of a single process.
-
-    Where several processes are simulated, a shard stands for the tensor that they hold together, and torch
-    draws its random bits.
-    """
-    return is_shape_only(split) and not torch.distributed.is_initialized()
 
 
 def _amaxes(split: torch.Tensor, blocks: Blocks, only_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,10 +167,10 @@ def _amaxes(split: torch.Tensor, blocks: Blocks, only_finite: bool) -> tuple[tor
     split, count = split.contiguous(), 0 if blocks.is_one else blocks.aligned
     found = torch.empty(count, dtype=torch.float32, device=split.device)
     top = torch.zeros((), dtype=torch.float32, device=split.device)
-    fields: dict[str, Any] = _sizes(split, blocks)
-    fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype]}
-    fields |= {"amax": found.data_ptr() or None, "top": top.data_ptr(), "only_finite": int(only_finite)}
-    _run(split, "amax_pass", Narrow(**fields))
+    one = Narrow(x=split.data_ptr(), x_type=_TYPES[split.dtype], **_sizes(split, blocks))
+    one.only_finite = only_finite
+    one.amax, one.top = found.data_ptr() or None, top.data_ptr()
+    _run(split, "amax_pass", one)
     return found, top
 
 
@@ -220,8 +199,10 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
             outer = outer[tuple(slice(size) for size in over.shape)]
     if cast.rounding == "stochastic" and result != "scales":
         fields |= _random(s, tensors)
-    fields |= {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
-    _run(x, "narrow_pass", Narrow(**fields))
+    one = Narrow(**fields)
+    for name, t in tensors.items():
+        setattr(one, name, None if t is None else t.data_ptr())
+    _run(x, "narrow_pass", one)
     return outer
 
 
@@ -266,14 +247,12 @@ def _run(x: torch.Tensor, name: str, one: Narrow) -> None:
         return
     library = c_library()
     assert library is not None
-    units = int(library.units(ctypes.byref(one)))
-    if not share(getattr(library, name), one, units, x.numel() // A_THREAD):
-        raise MemoryError(f"{name} of quantization could not allocate memory for its strip of blocks")
+    call(name, one, int(library.units(ctypes.byref(one))), x.numel())
 
 
 def _sizes(split: torch.Tensor, blocks: Blocks, is_whole: bool = False) -> dict[str, int]:
     """The sizes of a split tensor. A block that spans it may be cut: its pieces share a scale."""
-    shape = [g * b for g, b in zip(blocks.grid, blocks.size, strict=True)]
+    shape = tuple(map(mul, blocks.grid, blocks.size))
     is_one = blocks.is_one and not is_whole
     if is_one:
         values = (1, 1, split.numel(), 1, min(split.numel(), _ONE_BLOCK))

@@ -447,13 +447,8 @@ int sum_pass(const Narrow *p, int64_t begin, int64_t end) {
   return 0;
 }
 
-typedef struct {
-  const void *x, *table;
-  void *out;
-} Lookup;
-
 /* Units: elements. The code of each bf16 value. */
-int encode_pass(const Lookup *p, int64_t begin, int64_t end) {
+int encode_pass(const Narrow *p, int64_t begin, int64_t end) {
   const uint16_t *RESTRICT x = p->x;
   const uint8_t *RESTRICT table = p->table;
   uint8_t *RESTRICT out = p->out;
@@ -462,7 +457,7 @@ int encode_pass(const Lookup *p, int64_t begin, int64_t end) {
 }
 
 /* Units: elements. The bf16 value of each code. */
-int decode_pass(const Lookup *p, int64_t begin, int64_t end) {
+int decode_pass(const Narrow *p, int64_t begin, int64_t end) {
   const uint8_t *RESTRICT x = p->x;
   const uint16_t *RESTRICT table = p->table;
   uint16_t *RESTRICT out = p->out;
