@@ -44,6 +44,25 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _FLAGS = ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob")
+_BOTH = {"vocab_size": "vocab_size", "initial_std": "initializer_range", "tied_head": "tie_word_embeddings"}
+_GPT2 = _BOTH | {
+    "dim": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "ffn_dim": "n_inner",
+    "max_sequence_length": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+}
+_LLAMA = _BOTH | {
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "max_sequence_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
 #: Where a key is missing: positions (of Qwen's families 32768), and heads for keys (of Llama all heads).
 _POSITIONS = {"llama": 2048, "mistral": 131072, "mixtral": 131072}
 _KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
@@ -106,15 +125,19 @@ def family_of(config: ModelConfig) -> str:
 def to_config(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` of a configuration, without its tokens and dtype."""
     family = family_of(config)
-    values: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "vocab_size": config.vocab_size,
-        # Without our value a program uses its default for weights that it adds, such as another head.
-        **({"initializer_range": config.initial_std} if config.initial_std else {}),
-        "tie_word_embeddings": config.tied_head,
+    keys, more = (_GPT2, _to_gpt2(config)) if family == "gpt2" else (_LLAMA, _to_llama(config, family))
+    values = {theirs: getattr(config, ours) for ours, theirs in keys.items()}
+    if not config.initial_std:  # a program uses its default for weights that it adds, such as another head
+        del values["initializer_range"]
+    return {"architectures": [ARCHITECTURES[family]], "model_type": family, **values, **more}
+
+
+def _read(values: Mapping[str, Any], keys: Mapping[str, str], where: str, **defaults: Any) -> dict[str, Any]:
+    """The values of our keys; one without a default must be there."""
+    return {
+        ours: values.get(theirs, defaults[ours]) if ours in defaults else needed(values, theirs, where)
+        for ours, theirs in keys.items()
     }
-    return values | (_to_gpt2(config) if family == "gpt2" else _to_llama(config, family))
 
 
 def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -122,24 +145,11 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     require(values, "scale_attn_weights", (True,), where)
     require(values, "scale_attn_by_inverse_layer_idx", (False,), where)
     require(values, "add_cross_attention", (False,), where)
-    dim = needed(values, "n_embd", where)
-    if not isinstance(dim, int):
+    ours = _read(values, _GPT2, where, ffn_dim=None, norm_eps=1e-5, initial_std=0.02, tied_head=True)
+    if not isinstance(dim := ours["dim"], int):
         raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; fix the file")
-    return {
-        "dim": dim,
-        "layers": needed(values, "n_layer", where),
-        "heads": needed(values, "n_head", where),
-        "ffn_dim": values.get("n_inner") or 4 * dim,
-        "vocab_size": needed(values, "vocab_size", where),
-        "max_sequence_length": needed(values, "n_positions", where),
-        "norm_eps": values.get("layer_norm_epsilon", 1e-5),
-        "initial_std": values.get("initializer_range", 0.02),
-        "tied_head": values.get("tie_word_embeddings", True),
-        "positions": "learned",
-        "norm": "layer",
-        "mlp": "gelu",
-        "bias": True,
-    }
+    ours["ffn_dim"] = ours["ffn_dim"] or 4 * dim
+    return ours | {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
 
 
 def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
@@ -162,18 +172,21 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
             f"{where}: layer_types with a sliding window, or another attention than full_attention, which is "
             "not computed here; give a model without"
         )
+    ours = _read(
+        values,
+        _LLAMA,
+        where,
+        kv_heads=_KV_HEADS.get(family),
+        head_dim=None,
+        max_sequence_length=_POSITIONS.get(family, 32768),
+        norm_eps=1e-5 if family == "mixtral" else 1e-6,
+        initial_std=0.02,
+        tied_head=False,
+    )
+    ours["kv_heads"] = ours["kv_heads"] or 0
+    ours["head_dim"] = ours["head_dim"] or (128 if family == "qwen3" else 0)
     return {
-        "dim": needed(values, "hidden_size", where),
-        "layers": needed(values, "num_hidden_layers", where),
-        "heads": needed(values, "num_attention_heads", where),
-        "kv_heads": values.get("num_key_value_heads", _KV_HEADS.get(family)) or 0,
-        "head_dim": values.get("head_dim") or (128 if family == "qwen3" else 0),
-        "ffn_dim": needed(values, "intermediate_size", where),
-        "vocab_size": needed(values, "vocab_size", where),
-        "max_sequence_length": values.get("max_position_embeddings", _POSITIONS.get(family, 32768)),
-        "norm_eps": values.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
-        "initial_std": values.get("initializer_range", 0.02),
-        "tied_head": values.get("tie_word_embeddings", False),
+        **ours,
         "bias": biased,
         "qkv_bias": family == "qwen2" or None,
         "qk_norm": has_head_norms,
@@ -202,13 +215,7 @@ def _experts_from(values: Mapping[str, Any], family: str, where: str) -> dict[st
 
 def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
     return {
-        "n_embd": config.dim,
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_inner": config.ffn_dim,
-        "n_positions": config.max_sequence_length,
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": config.norm_eps,
         "attn_pdrop": config.attention_dropout,
         **dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout),
     }
@@ -231,19 +238,4 @@ def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
     if config.experts:
         more["num_experts_per_tok"] = config.experts_per_token
     dropout = {"attention_dropout": config.attention_dropout} if config.attention_dropout else {}
-    return (
-        more
-        | dropout
-        | {
-            "hidden_size": config.dim,
-            "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_dim,
-            "intermediate_size": config.ffn_dim,
-            "max_position_embeddings": config.max_sequence_length,
-            "rms_norm_eps": config.norm_eps,
-            "hidden_act": "silu",
-            **rope_to(config),
-        }
-    )
+    return more | dropout | {"hidden_act": "silu", **rope_to(config)}
