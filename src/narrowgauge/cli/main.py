@@ -83,7 +83,7 @@ def run_verb(options: Line) -> int | None:
     if options.verb not in WITHOUT_TORCH:
         with Console(stderr=True).status("starting ..."):  # on a terminal; torch takes seconds to import
             require_torch()
-    bars = progress(Console(stderr=True), options.verb)
+    bars = progress(Console(stderr=as_json), options.verb)
     try:
         with bars if "show" in inspect.signature(function).parameters else nullcontext() as show:
             console = Console(stderr=as_json)
