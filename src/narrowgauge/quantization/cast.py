@@ -54,18 +54,17 @@ class Cast(Keys):
 
     def unsupported(self, taker: Taker) -> tuple[str, ...]:
         """The keys that are not at their defaults, and that a taker does not take."""
-        return tuple([key for key in self.changed_keys if taker not in self.takers()[key]])
+        return self._unsupported[taker]
+
+    @cached_property
+    def _unsupported(self) -> dict[Taker, tuple[str, ...]]:
+        return {t: tuple(key for key in self.changed_keys if t not in self.takers()[key]) for t in Taker}
 
     @cached_property
     def changed_keys(self) -> tuple[str, ...]:
         """The keys that are not at their defaults, in the order in which casts are written."""
         defaults = self.defaults()
         return tuple(key for key, value in self.values().items() if value != defaults[key])
-
-    @cached_property
-    def uncomputed(self) -> tuple[str, ...]:
-        """The keys that nothing computes."""
-        return self.unsupported(Taker.TORCH)
 
     def having(self, **keys: Any) -> "Cast":
         """A copy with other values for some keys, or another name."""
