@@ -19,13 +19,12 @@ from narrowgauge.experiment.power import power_text
 from narrowgauge.experiment.probe import read_probe
 from narrowgauge.files import make_directory
 from narrowgauge.report.page.html import page as page_without_script
-from narrowgauge.report.page.of_subject import progress_of, read_begun, rows_of, together
 from narrowgauge.report.page.page import render_report, write_page
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.page.standing import standing
+from narrowgauge.report.page.subject import Subject, progress_of, read_begun, rows_of, subjects, together
 from narrowgauge.report.read.progress import ENDED, Progress
 from narrowgauge.report.read.run import Run
-from narrowgauge.report.read.subject import Subject, subjects
 from narrowgauge.report.verdict.rungs import arm_results
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.signals import without_launcher
@@ -83,9 +82,10 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
         write_page(page_of(found[0], states[0], is_live and open_ones[0]), page)
         return open_ones[0]
     for one, runs in zip(found, states, strict=True):
-        own = one.folder / LIVE
-        if any(run.is_at_work for run in runs) or own.exists():
-            write_page(page_of(one, runs, is_live and any(run.is_at_work for run in runs)), own)
+        own, is_open = one.folder / LIVE, any(run.is_at_work for run in runs)
+        if is_open or (own.exists() and 'id="live"' in own.read_text()):
+            with suppress(UserError):  # a directory of another user has no page of its own
+                write_page(page_of(one, runs, is_live and is_open), own)
     if found:
         links = [_link(one.folder, page.parent) for one in found]
         rows = [together(one, runs) for one, runs in zip(found, states, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.laboratory.watch import LIVE, follow, write_pages
 from narrowgauge.report import write_report
-from narrowgauge.report.read.subject import subjects
+from narrowgauge.report.page.subject import subjects
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def watch(
     narrowgauge watch runs/compare-debug --once --out compared.html
     """
     from narrowgauge.laboratory.watch import follow, live_page, write_pages
-    from narrowgauge.report.read.subject import subjects
+    from narrowgauge.report.page.subject import subjects
 
     page = live_page(paths, out)
     empty = [path for path in paths if not subjects([path])[0]]
