@@ -1,6 +1,5 @@
 """Processes side by side: no more than places, each chain in its order; a failure ends its chain alone."""
 
-import json
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from narrowgauge.experiment.engine import ComparisonFailed, Engine, environment_of
 from narrowgauge.experiment.jobs import Job, state_of
+from narrowgauge.runs.run_directory import RunDirectory
 
 NOTE = "import sys, time; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); time.sleep(float(sys.argv[3]))"
 
@@ -53,7 +53,7 @@ def test_engine_stopped_by_a_signal_is_not_done_while_work_is_left(tmp_path):
 def test_a_failure_ends_its_chain_and_a_divergence_does_not(tmp_path):
     for name, reason in (("diverged", "Diverged: 11 steps"), ("full", "SaveError: no room")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "status.json").write_text(json.dumps({"status": "failed", "reason": reason}))
+        RunDirectory(tmp_path / name).set_status("failed", reason)
     states = [state_of(tmp_path / name) for name in ("diverged", "full", "none")]
     assert states == ["diverged", "open", "open"]
     chains = [

@@ -8,6 +8,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.gate import Gate, gate_results, parse_gate
 from narrowgauge.report import read_runs
 from narrowgauge.report.verdict.verdict import verdicts
+from narrowgauge.runs.run_directory import RunDirectory
 
 
 def write_run(folder, recipe, seed, loss, status="done", reason="trained", model=""):
@@ -16,7 +17,7 @@ def write_run(folder, recipe, seed, loss, status="done", reason="trained", model
     (folder / "config.toml").write_text(f'[training]\nseed = {seed}\n[recipe]\nname = "{recipe}"\n{model}')
     lines = [{"step": s, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens": 64 * s} for s in range(1, 11)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "status.json").write_text(json.dumps({"status": status, "reason": reason}))
+    RunDirectory(folder).set_status(status, reason)
     return folder
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from narrowgauge.runs.run_directory import RunDirectory
+
 CONFIG = """\
 [model]
 name = "gpt2-124m"
@@ -105,7 +107,7 @@ class MakeRun:
         (run / "config.toml").write_text(text.replace(old, new))
 
     def ends(self, run: Path, status: str, reason: str = "") -> None:
-        (run / "status.json").write_text(json.dumps({"status": status, "reason": reason}))
+        RunDirectory(run).set_status(status, reason)
 
     def works(self, run: Path, is_alive: bool = True) -> None:
         """The run is recorded as at work: this process holds it, or one that has ended."""

@@ -136,7 +136,7 @@ class Engine:
         self.failed[job.name] = code
         if not (job.tokens and state_of(job.directory) == "diverged"):
             place.jobs = iter(())  # its chain waits for the next invocation
-        status, _ = read_status(job.directory / "status.json")
+        status, *_ = read_status(job.directory / "status.json")
         if code == _STOPPED or code < 0 or (job.tokens and status != "failed"):
             self.lost[job.name] = code
             self.stop = self.stop or signal.SIGTERM

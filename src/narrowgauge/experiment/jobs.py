@@ -20,7 +20,6 @@ from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import Chain, Experiment, RungRun
 from narrowgauge.files import write_whole
-from narrowgauge.report.read.progress import DIVERGED_REASONS
 from narrowgauge.report.read.records import read_status
 from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row, read_rows
 from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
@@ -41,10 +40,8 @@ class Job:
 
 def state_of(directory: Path) -> str:
     """The state of a run: "done", "diverged", or "open" if it has to be continued or started."""
-    status, reason = read_status(directory / "status.json")
-    if status == "done":
-        return "done"
-    return "diverged" if status == "failed" and reason.startswith(DIVERGED_REASONS) else "open"
+    status, _, has_diverged = read_status(directory / "status.json")
+    return "diverged" if has_diverged else "done" if status == "done" else "open"
 
 
 def require_same(run: RungRun, out: Path) -> None:

@@ -49,6 +49,7 @@ PROBE = "probe.json"
 SENSITIVITY = "sensitivity.json"
 EVALUATION = "evaluation.json"
 _MICRO_BATCH = "training.micro_batch_size"
+_DIVERGED = ("Diverged", "PoisonedError")  # errors, with which the reason of a failure begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +133,9 @@ class RunDirectory:
             write_whole(file, text)
 
     def set_status(self, status: str, reason: str) -> None:
-        """Write the status (running, done, preempted or failed) and its reason."""
-        write_whole(self.path / "status.json", json.dumps({"status": status, "reason": reason}) + "\n")
+        """Write the status (running, done, preempted or failed), its reason, and whether the run diverged."""
+        said = {"status": status, "reason": reason, "diverged": reason.startswith(_DIVERGED)}
+        write_whole(self.path / "status.json", json.dumps(said) + "\n")
 
     def status(self) -> str:
         """The last status that was set; "" in a new directory."""

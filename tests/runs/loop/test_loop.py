@@ -75,7 +75,7 @@ def test_a_run_records_its_steps_its_events_and_a_sample(train, look):
     assert (done["event"], done["step"], done["prompt"]) == ("done", 6, "steam ")
     assert done["sample"]
     assert f"steam {done['sample']}" in said.getvalue()
-    assert run.status == {"status": "done", "reason": "all 6 steps"}
+    assert run.status == {"status": "done", "reason": "all 6 steps", "diverged": False}
     assert "\x1b" not in said.getvalue(), "plain lines without a terminal"
     shown = [line.split()[1] for line in said.getvalue().splitlines() if line.startswith("step")]
     assert shown == ["0/6", "3/6", "4/6", "6/6"]

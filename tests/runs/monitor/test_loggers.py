@@ -76,10 +76,7 @@ def test_a_sink_that_is_down_is_told_once_and_tried_again(monkeypatch):
     book, said = Book(failures=3), []
     fed(book, 5, said)
     assert [step for step, _ in book.pages] == [3, 4]
-    (warning,) = said
-    assert warning.startswith(
-        "NOT SENT to book (ConnectionError: nobody there); training continues, and metrics."
-    )
+    assert [line[:49] for line in said] == ["NOT SENT to book (ConnectionError: nobody there);"]
 
 
 def test_a_sink_that_cannot_be_opened_is_not_asked_at_every_step():
@@ -91,8 +88,7 @@ def test_a_sink_that_cannot_be_opened_is_not_asked_at_every_step():
 
     fed(open_it, 5, said)
     assert tries == [0], "the next try is a minute later"
-    assert len(said) == 1
-    assert "SystemExit: log in first" in said[0]
+    assert ["SystemExit: log in first" in line for line in said] == [True]
 
 
 def test_what_is_no_number_is_left_out():

@@ -19,7 +19,6 @@ from narrowgauge.report.read.records import as_float, parse_line, read_config
 from narrowgauge.report.read.run import CONFIG, METRICS, STATUS, read_state
 
 DEEPEST = 3  # runs/compare-debug/fp8 is two below runs
-DIVERGED_REASONS = ("Diverged", "PoisonedError")  # the reason of a run that diverged begins with one
 ENDED = ("done", "diverged", "failed")
 GUARD = ("skip", "spike", "rollback", "raise", "not finite")  # what the guard records
 _TAIL = 1 << 20  # bytes of metrics that are read: some thousand steps
@@ -102,7 +101,7 @@ def read_progress(path: Path, now: float, name: str = "") -> Progress:
     name = name or path.name
     try:
         config, lines = read_config(path / CONFIG), last_lines(path / METRICS)
-        state, reason = read_state(path)
+        state, reason, has_diverged = read_state(path)
         recorded_at = (path / METRICS).stat().st_mtime if lines else 0.0
     except (UserError, OSError) as error:
         return Progress(name, "broken", str(error), path=path)
@@ -113,7 +112,7 @@ def read_progress(path: Path, now: float, name: str = "") -> Progress:
     recent, validated = trained[-_PACE:], [line for line in records if "val_loss" in line]
     step, steps = max((line["step"] for line in records), default=0), _set(config, "training", "steps")
     steps, step_s = steps if isinstance(steps, int) else 0, _median(recent, "step_ms") / 1000
-    if state == "failed" and reason.startswith(DIVERGED_REASONS):
+    if has_diverged:
         state = "diverged"
     elif state == "running" and math.isfinite(step_s):
         state = "silent" if now - recorded_at > max(_SILENT_S, _SILENT_STEPS * step_s) else state

@@ -49,15 +49,15 @@ def is_cut(text: str) -> bool:
     return len(text) > MOST_TEXT and text[MOST_TEXT:].startswith(f"\n{_CUT}")
 
 
-def read_status(path: Path) -> tuple[str, str]:
-    """Status and reason; "unknown" if the file is missing or torn, since the run itself may be sound."""
+def read_status(path: Path) -> tuple[str, str, bool]:
+    """Status ("unknown" if the file is missing or torn), its reason, and whether the run diverged."""
     try:
-        status = json.loads(path.read_bytes())
+        said = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return "unknown", ""
-    if not isinstance(status, dict):
-        return "unknown", ""
-    return str(status.get("status") or "unknown"), str(status.get("reason") or "")
+        return "unknown", "", False
+    if not isinstance(said, dict):
+        return "unknown", "", False
+    return str(said.get("status") or "unknown"), str(said.get("reason") or ""), bool(said.get("diverged"))
 
 
 def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:

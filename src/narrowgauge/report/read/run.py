@@ -161,7 +161,7 @@ def read_run(path: Path | str) -> Run:
         )
     records, events, ignored = read_metrics(path / METRICS)
     steps = training_steps(records)
-    status, reason = read_state(path)
+    status, reason, _ = read_state(path)
     return Run(
         name=path.resolve().name,
         path=path,
@@ -179,12 +179,12 @@ def read_run(path: Path | str) -> Run:
     )
 
 
-def read_state(path: Path) -> tuple[str, str]:
-    """The status of a run and its reason; "killed" if it is "running" and no process holds the run."""
-    status, reason = read_status(path / STATUS)
+def read_state(path: Path) -> tuple[str, str, bool]:
+    """As `read_status`; "killed" for a run that is "running" and that no process holds."""
+    status, reason, diverged = read_status(path / STATUS)
     if status == "running" and is_abandoned(path):
-        return "killed", "no process holds it; the same line again continues it"
-    return status, reason
+        return "killed", "no process holds it; the same line again continues it", False
+    return status, reason, diverged
 
 
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:

@@ -24,7 +24,6 @@ Log = Callable[[str], None]
 
 PROJECT = "narrowgauge"
 RETRY_S = 60.0
-_OPEN_S = 10.0  # that W&B may take to answer
 _PARTS = {"amax": ("smallest", "median", "largest"), "scales": ("smallest", "largest")}
 _LEFT_OUT = ("step", "elements", "val_tokens")
 
@@ -78,7 +77,7 @@ class WeightsAndBiases:
             dir=str(run.path),
             config=dict(run.config),
             resume="allow",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=_OPEN_S),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=10.0),
         )
         # W&B's step counter never decreases, but that of a resumed run does
         self.run.define_metric("*", step_metric="step")
@@ -144,8 +143,7 @@ class Feed:
 
     def __init__(self, name: str, open: Callable[[int], LoggerBackend], log: Log) -> None:
         self.name, self.open, self.log = name, open, log
-        self._is_down = False
-        self._next_try = 0.0
+        self._is_down, self._next_try = False, 0.0
         self._sink: LoggerBackend | None = None
 
     def put(self, step: int, values: Values) -> None:
@@ -190,10 +188,10 @@ class Loggers:
     def of(cls, names: Iterable[str], path: Path, config: Mapping[str, Any], log: Log) -> "Loggers":
         """Make the sinks with these names (`BACKENDS`)."""
 
-        def opener(name: str) -> Callable[[int], LoggerBackend]:
-            return lambda step: BACKENDS[name](RunInfo(path, config, step))
+        def feed(name: str) -> Feed:
+            return Feed(name, lambda step: BACKENDS[name](RunInfo(path, config, step)), log)
 
-        return cls(tuple(Feed(name, opener(name), log) for name in dict.fromkeys(names)))
+        return cls(tuple(map(feed, dict.fromkeys(names))))
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Send the values of a line of metrics.jsonl; events are not sent."""
