@@ -65,12 +65,11 @@ def test_what_does_not_move_the_trajectory_may_change(directory, tiny):
 
 
 def test_another_text_of_the_recipe_is_refused(directory, tiny, tmp_path):
-    mine = tmp_path / "mine.toml"
-    mine.write_text('name = "mine"\n[fprop]\nx = "e4m3"\n')
-    config = make_config(tiny({"recipe.name": str(mine)}))
-    directory.claim(config)
-    directory.claim(config)
-    mine.write_text('name = "mine"\n[fprop]\nx = "e5m2"\n')
+    mine, text = tmp_path / "mine.toml", 'name = "mine"\n[fprop]\nx = "e4m3"\n'
+    for same in (text, text, f"# a comment\n{text}"):
+        mine.write_text(same)
+        directory.claim(make_config(tiny({"recipe.name": str(mine)})))
+    mine.write_text(text.replace("e4m3", "e5m2"))
     changed = make_config(tiny({"recipe.name": str(mine)}))
     with pytest.raises(UserError, match=r"another text of recipe .*mine\.toml.* restore .* another --out"):
         directory.claim(changed)

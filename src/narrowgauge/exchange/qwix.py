@@ -18,7 +18,7 @@ from typing import Any
 from narrowgauge.exchange.layers import kept
 from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
+from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "qwix 0.1.8"
@@ -46,7 +46,8 @@ def refusals(recipe: Recipe) -> list[Refusal]:
         found += cast_refusals(place, casts[place], [*_said(casts[place]), wide], "qwix")
     if found:
         return found
-    for gemm, (a, b) in _operands(recipe).items():
+    for gemm in GEMMS:
+        a, b = (casts[place] for place in GROUPS[gemm])
         if _tile(a) != _tile(b):
             why = f"block = {_tile(b)} with {_tile(a)}; qwix tiles both operands of a GEMM alike"
             found.append(Refusal(gemm, "block", why))
@@ -54,10 +55,6 @@ def refusals(recipe: Recipe) -> list[Refusal]:
         why = "a wide operand in fprop, but qwix leaves a module alone whose weight is not quantized"
         found.append(Refusal("fprop", "element", why))
     return found
-
-
-def _operands(recipe: Recipe) -> dict[str, tuple[Cast, Cast]]:
-    return {gemm: tuple(recipe.casts[p] for p in GEMM_PLACES if p.startswith(gemm)) for gemm in GEMMS}  # type: ignore[misc]
 
 
 def _tile(c: Cast) -> int | None:

@@ -16,9 +16,9 @@ matmul contracts. A place that a recipe does not name is in `compute`.
 `stream` is the residual: fp32 unless a recipe sets it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.quantization import Cast
 
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
@@ -40,15 +40,3 @@ STREAM = "stream"
 def is_wide(cast: Cast | None, compute: str) -> bool:
     """Whether a place is in the compute format."""
     return cast is None or (not cast.is_scaled and cast.name == compute)
-
-
-def operands_of_attention(
-    mappings: Iterable[Mapping[str, Cast | None]], compute: str
-) -> list[tuple[str, tuple[str, str], tuple[Cast, Cast]]]:
-    """(matmul, its places, their casts) for each matmul and each mapping of casts, without repeats."""
-    wide = make_cast(compute)
-    found: dict[tuple[str, tuple[str, str], tuple[Cast, Cast]], None] = {}
-    for casts in mappings:
-        for product, (a, b) in ATTENTION_PRODUCTS.items():
-            found[product, (a, b), (casts.get(a) or wide, casts.get(b) or wide)] = None
-    return sorted(found, key=lambda one: list(ATTENTION_PRODUCTS).index(one[0]))

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.quantization.keys import Taker
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, Implementation, implementation_on
-from narrowgauge.recipes.attention_places import is_wide, operands_of_attention
-from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
+from narrowgauge.recipes.attention_places import ATTENTION_PRODUCTS, is_wide
+from narrowgauge.recipes.places import GEMMS, GROUPS
 from narrowgauge.recipes.recipe import Recipe
 
 BACKENDS = ("auto", "native", "emulated")
@@ -209,7 +209,7 @@ def products_on(recipe: Recipe, device: Device) -> list[Product]:
 
 
 def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Product:
-    first, second = (place for place in GEMM_PLACES if place.startswith(f"{gemm}."))
+    first, second = GROUPS[gemm]
     places, scheme = (first, second), None
     if a == b and not a.is_scaled and not a.function:
         obstacle = _lacks_units(a.name, device)
@@ -225,15 +225,18 @@ def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Produ
 
 def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
     """The matmuls of attention in any layer at any time; torch has no kernel for the narrow ones."""
-    products, casts = [], (recipe.attention, *({**recipe.attention, **r.attention} for r in recipe.rules))
-    for product, places, (a, b) in operands_of_attention(casts, recipe.compute):
-        obstacle = "a CPU has no narrow matrix units"
-        if device.maker != "cpu":
+    wide, products = make_cast(recipe.compute), []
+    mappings = (recipe.attention, *({**recipe.attention, **r.attention} for r in recipe.rules))
+    for product, places in ATTENTION_PRODUCTS.items():
+        for a, b in dict.fromkeys((m.get(places[0]) or wide, m.get(places[1]) or wide) for m in mappings):
             obstacle = (
                 f"attention multiplies {product} of {a.name} and {b.name}, which torch does on no device"
             )
-        is_plain = is_wide(a, recipe.compute) and is_wide(b, recipe.compute)
-        products.append(Product(product, places, (a, b), "", "" if is_plain else obstacle))
+            if is_wide(a, recipe.compute) and is_wide(b, recipe.compute):
+                obstacle = ""
+            elif device.maker == "cpu":
+                obstacle = "a CPU has no narrow matrix units"
+            products.append(Product(product, places, (a, b), "", obstacle))
     return products
 
 
@@ -266,15 +269,12 @@ def _described(device: Device) -> str:
 
 def _pairs(recipe: Recipe, gemm: str) -> Iterable[tuple[Cast, Cast]]:
     """Every pair of casts that the operands of a GEMM can have in any layer at any time."""
-    places = [p for p in recipe.casts if p.startswith(f"{gemm}.")]
-    pairs = {tuple(recipe.casts[p] for p in places): None}
+    first, second = GROUPS[gemm]
+    pairs = {(recipe.casts[first], recipe.casts[second]): None}
     for rule in recipe.rules:
-        for pair in list(pairs):
-            changed = dict(zip(places, pair, strict=True)) | {
-                p: c for p, c in rule.casts.items() if p in places
-            }
-            pairs[tuple(changed[p] for p in places)] = None
-    return [(a, b) for a, b in pairs]
+        for a, b in list(pairs):
+            pairs[rule.casts.get(first, a), rule.casts.get(second, b)] = None
+    return pairs
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -34,6 +34,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.json_lines import append_lines, bytes_until_step, read_jsonl
 from narrowgauge.runs.choices import RAISED
+from narrowgauge.toml_text import parse_toml
 from narrowgauge.training.config.config import Config, make_config, without_gone
 from narrowgauge.training.config.diff import (
     TORCH,
@@ -194,7 +195,6 @@ class RunDirectory:
         Raises:
             UserError: the directory holds another run or other files, or cannot be written.
         """
-        recipe_text = config.spec.recipe.text
         try:
             make_directory(self.path)
             if not (self.path / "config.toml").exists():
@@ -204,7 +204,7 @@ class RunDirectory:
                         f"{self.path} holds {foreign[0]!r} and no config.toml, so it is not a run directory; "
                         "name a new directory with --out"
                     )
-                write_whole(self.path / "recipe.toml", recipe_text)
+                write_whole(self.path / "recipe.toml", config.spec.recipe.text)
                 write_whole(self.path / "config.toml", to_toml(config))
                 return {}
         except OSError as error:
@@ -223,7 +223,7 @@ class RunDirectory:
             UserError: the directory does not hold a run, or its configuration is damaged.
         """
         changes = config_diff(self.config(), config)
-        if self.recipe_text() != config.spec.recipe.text:
+        if parse_toml(self.recipe_text(), "recipe.toml") != parse_toml(config.spec.recipe.text, "the recipe"):
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
         if config.training.fit_micro_batch:  # chosen, not set; recorded in `adopt`
             changes.pop(_MICRO_BATCH, None)
