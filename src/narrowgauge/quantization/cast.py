@@ -54,10 +54,11 @@ class Cast(Keys):
 
     def unsupported(self, taker: Taker) -> tuple[str, ...]:
         """The keys that are not at their defaults, and that a taker does not take."""
-        return self._unsupported[taker]
+        return self.lacking[taker]
 
     @cached_property
-    def _unsupported(self) -> dict[Taker, tuple[str, ...]]:
+    def lacking(self) -> dict[Taker, tuple[str, ...]]:
+        """What `unsupported` answers for each taker."""
         return {t: tuple(key for key in self.changed_keys if t not in self.takers()[key]) for t in Taker}
 
     @cached_property

@@ -62,7 +62,7 @@ def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narro
     Raises:
         UserError: The cast has a key that nothing computes.
     """
-    if left := cast.unsupported(Taker.TORCH):
+    if left := cast.lacking[Taker.TORCH]:
         raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(left)}; remove the key")
     prepared = Prepared(x)
     if cast.center:

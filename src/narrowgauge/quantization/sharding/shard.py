@@ -212,9 +212,8 @@ class TensorShard:
 
     def _extent(self, cast: Cast, dim: int, axis: int) -> int:
         """Entries of a block along a dimension, 0 for all; a block lies in one matrix of several."""
-        if cast.block is None:
-            return 0
-        return cast.block[dim == axis % len(self.axes)] if dim >= len(self.axes) - 2 else 1
+        is_of_blocks = cast.block is None or dim >= len(self.axes) - 2
+        return (cast.block or (0, 0))[dim == axis % len(self.axes)] if is_of_blocks else 1
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         dims = range(len(self.axes))
