@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = SETTINGS["project"]
 PACKAGE = Path(ng.__file__).parent
-ENDS = "c h csv json toml html css jinja js typed"
+ENDS = "c h csv json toml css jinja js typed"
 WORKFLOWS = sorted(path.stem for path in (ROOT / ".github" / "workflows").glob("*.yml"))
 
 
