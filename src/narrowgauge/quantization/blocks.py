@@ -55,7 +55,7 @@ class Blocks:
             if b > 1:
                 inner.append(len(aligned))
                 aligned.append(1)
-        is_ragged = prod(grid) * prod(size) != prod(shape)
+        is_ragged = any(g * b != n for g, b, n in zip(grid, size, shape, strict=True))
         return cls(tuple(shape), tuple(size), grid, tuple(inner), tuple(aligned), is_ragged, prod(grid) == 1)
 
     def grid_dim(self, dim: int) -> int:
