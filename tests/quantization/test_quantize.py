@@ -186,6 +186,7 @@ def test_chunks_give_the_numbers_of_the_full_tensor(name, monkeypatch):
 
 def test_the_number_of_kept_channels_is_the_share_rounded_and_at_least_one():
     assert [kept_count(share, 20) for share in (0.01, 0.12, 0.13, 0.5)] == [1, 2, 3, 10]
+    assert emulate(torch.zeros(33, 0), cast("mxfp8"), 0, torch.bfloat16)[0].shape == (33, 0)  # none yet
 
 
 def test_a_table_without_a_name_has_one_of_its_parts_or_is_the_named_cast():
