@@ -15,8 +15,7 @@ CLONED = {program.lower(): program for program in MODULES}
 SLOW = (*TRAIN, "vision_transformer", "mixture_of_experts", "plan_over_clusters")
 
 
-def test_there_are_thirteen_of_at_most_twenty_lines():
-    assert len(EXAMPLES) == 13
+def test_an_example_has_at_most_twenty_lines():
     for text in EXAMPLES.values():
         code = text.splitlines()[ast.parse(text).body[0].end_lineno :]
         assert len([line for line in code if line]) <= 20
