@@ -69,7 +69,7 @@ def run(narrowgauge, tmp_path_factory):
         if words[0] in ("train", "compare", "plan"):
             words = [*words, "--steps", "4" if "--branch" in words else "2", *SMALL.split()]
         if words[0] == "watch" and "--once" not in words:  # serves until it is stopped
-            words = [*words, "--once", "page.html"]
+            words = [*words, "--once", "--out", "page.html"]
         if words[0] == "search":  # the head is nine tenths of so small a model
             words = [*words, "--keep", ""]
         ended = narrowgauge(*words, folder=folder, NARROWGAUGE_CACHE=str(folder / "cache"))
