@@ -11,7 +11,6 @@ changes a value; compiled code processes the tensor as one chunk.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -56,7 +55,7 @@ class Blocks:
                 inner.append(len(aligned))
                 aligned.append(1)
         is_ragged = any(g * b != n for g, b, n in zip(grid, size, shape, strict=True))
-        return cls(tuple(shape), tuple(size), grid, tuple(inner), tuple(aligned), is_ragged, prod(grid) == 1)
+        return cls(tuple(shape), tuple(size), grid, tuple(inner), tuple(aligned), is_ragged, set(grid) <= {1})
 
     def grid_dim(self, dim: int) -> int:
         """The dimension of a split tensor that enumerates the blocks along dimension `dim`."""

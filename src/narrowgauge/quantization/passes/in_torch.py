@@ -18,7 +18,8 @@ def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         return split.float().abs()
     if split.numel() == 0:
         return blocks.align(torch.zeros(blocks.grid, dtype=torch.float32, device=split.device))
-    return split.abs().amax(blocks.inner, keepdim=True).float()
+    x = split.float() if torch.compiler.is_compiling() else split  # Inductor may declare a bf16 amax twice
+    return x.abs().amax(blocks.inner, keepdim=True).float()
 
 
 def largest(split: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
