@@ -67,6 +67,7 @@ def on_processes(size: int, configs: Mapping[str, Config], threads: int, seconds
         with ProcessPoolExecutor(size, get_context("spawn"), depend_on_parent) as pool:
             shared = (size, store.port, configs, threads, seconds)
             ranks = [pool.submit(_measured, rank, *shared) for rank in range(size)]
+            pool.submit(int)  # wakes the pool's thread, which from then on watches all processes
             try:
                 return next(filter(None, (rank.result() for rank in as_completed(ranks))))
             except BaseException:
@@ -103,8 +104,7 @@ def _measured(
                     f"out of memory with {size} processes; lower training.micro_batch_size or --procs"
                 ) from error
             raise
-        if size > 1:
-            result["all_reduce"] = _all_reduce(config, device, coordinator)
+        result |= {"all_reduce": _all_reduce(config, device, coordinator)} if size > 1 else {}
         return result if rank == 0 else {}
 
 
