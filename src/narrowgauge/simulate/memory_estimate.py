@@ -89,29 +89,29 @@ def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimat
     """A step of one rank, from no more micro-batches than the extrapolation to all of them needs."""
     count = config.training.batch_size // (parallel_dims.data * config.training.micro_batch_size)
     fewer, simulated = _simulated(parallel_dims)
-    simulated = min(count, simulated)
-    step = simulate_step(config, simulated, parallel_dims, rank)
+    step = simulate_step(config, min(count, simulated), parallel_dims, rank)
     assert step.memory is not None
     total = _sent(step)
-    if count > simulated:
-        if parallel_dims.pipeline > 1:
-            more = total - _sent(simulate_step(config, fewer, parallel_dims, rank))
-        else:
-            more = _repeated(step.sent[-1] - step.sent[2], parallel_dims)
-        for key, size in more.items():
-            total[key] += (count - simulated) * size // (simulated - fewer)
+    further = max(0, count - simulated) / (simulated - fewer)
+    if parallel_dims.pipeline > 1 and further:
+        before = simulate_step(config, fewer, parallel_dims, rank)
+        assert before.memory is not None
+        last = (StepEstimate(step.memory, total), 1 + further)
+        return _sum([(StepEstimate(before.memory, _sent(before)), -further), last], step.memory.parameters)
+    for key, size in _repeated(step.sent[-1] - step.sent[2], parallel_dims).items() if further else ():
+        total[key] += int(further) * size
     return StepEstimate(step.memory, total)
 
 
 def _simulated(parallel_dims: ParallelDims) -> tuple[int, int]:
-    """Two numbers of micro-batches; the traffic of both steps gives the traffic of each further micro-batch.
+    """Two numbers of micro-batches, from which on each further one adds as much traffic and memory.
 
-    The larger reaches the peak of memory. In 1F1B it is one more than the stages: the first stage keeps
-    one micro-batch for each, and runs the last of them with all gradients in memory. An interleaved schedule
-    runs multiples of its stages.
+    A stage of torch's pipelines holds buffers for every micro-batch. Activations reach their peak with one
+    more than the stages in 1F1B, and with three for each stage in an interleaved schedule.
     """
     stages = parallel_dims.pipeline
-    return (stages, 2 * stages) if parallel_dims.chunks > 1 else (stages, stages + 1)
+    several = (3 * stages, 4 * stages) if parallel_dims.chunks > 1 else (stages + 1, stages + 2)
+    return several if stages > 1 else (1, 2)
 
 
 def _sent(step: SimulatedStep) -> Sent:
