@@ -356,6 +356,7 @@ class _MetaDevice(torch.cpu.Stream):
 
     Event, stream = torch.cpu.Event, torch.cpu.stream
     current_device, is_initialized = int, torch.cpu.is_available  # 0, True
+    device_count = torch.cpu.device_count  # 1; asked by torch 2.14
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event()

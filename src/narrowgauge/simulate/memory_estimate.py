@@ -54,8 +54,8 @@ def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float
         return [(layers, 1.0)]
     if not has_equal_blocks(config):
         return few_blocks(config) if parallel_dims.pipeline == 1 else [(layers, 1.0)]
-    further = (layers - 4 * unit) / (2 * unit)
-    return [(2 * unit, -further), (4 * unit, 1 + further)]
+    further = (layers - 4 * unit) / unit
+    return [(3 * unit, -further), (4 * unit, 1 + further)]  # with fewer, FSDP2's peak lies elsewhere
 
 
 def _heaviest(config: Config, parallel_dims: ParallelDims) -> StepEstimate:
