@@ -355,8 +355,7 @@ class _MetaDevice(torch.cpu.Stream):
     """What FSDP2 looks for as `torch.meta`: the meta device's streams and events, which order nothing."""
 
     Event, stream = torch.cpu.Event, torch.cpu.stream
-    current_device, is_initialized = int, torch.cpu.is_available  # 0, True
-    device_count = torch.cpu.device_count  # 1; asked by torch 2.14
+    current_device, is_initialized, device_count = int, torch.cpu.is_available, torch.cpu.device_count
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event()
