@@ -38,9 +38,9 @@ def import_kernels() -> None:
 
 @pytest.fixture
 def device(monkeypatch):
-    """Where kernels run here. Triton asks for its interpreter when a kernel is defined, which is at the first
-    use: on a CPU that is always under this variable. Its own functions, such as the sum, were defined when it
-    was imported, by whomever. It computes with numpy, which would warn of infinities and NaN."""
+    """The device that kernels run on: a GPU, or Triton's interpreter on the CPU. Triton reads the variable
+    when a kernel is defined, at its first use; its own functions, such as the sum, when it is imported. The
+    interpreter computes with numpy, which would warn of infinities and NaN."""
     triton = pytest.importorskip("triton", reason="torch came without Triton here")
     if torch.cuda.is_available() and not COMPILED_FOR:
         yield torch.device("cuda")

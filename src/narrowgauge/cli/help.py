@@ -50,7 +50,7 @@ def keys_text(topic: str) -> str:
     """Each key of a section, or of all sections: its values, meaning and default.
 
     Raises:
-        UserError: There is no such section.
+        UserError: The section does not exist.
     """
     sections = _sections()
     if topic not in (ALL, *sections):

@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         """The options in the words after the verb; ends with the help if that is asked for.
 
         Raises:
-            UserError: A word is no option, argument or value of the verb.
+            UserError: The verb does not take a word.
         """
         own = list(takewhile(lambda word: word != "--", words))
         if asked := {"-h", "--help"} & {*own}:

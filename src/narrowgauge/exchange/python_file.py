@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.exchange.reading import Keep, read_text
 
-#: What `ast` raises on text that is no literal, or nested too deep.
+#: What `ast` raises on text that is not a literal, or is nested too deeply.
 _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 #: The parameters of each class or function in order, with their defaults; None without one.
 Signatures = Mapping[str, Mapping[str, ast.expr | None]]

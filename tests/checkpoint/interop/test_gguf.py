@@ -316,7 +316,7 @@ def test_what_would_be_lost_is_refused(tmp_path):
 
 @pytest.mark.tier("thorough")
 def test_a_header_with_sizes_that_no_file_has_is_refused(tmp_path):
-    """Of tensors, keys, a text, lists and a tensor, before memory is allocated for them; and half a file."""
+    """Sizes are checked before memory is allocated: tensors, keys, a text, lists; and half a file."""
     path, huge = tmp_path / "model.gguf", (2**62).to_bytes(8, "little")
     written(path, "bf16", layers=1)
     data = path.read_bytes()

@@ -137,7 +137,7 @@ class Advice(Result):
 
     @property
     def has_failed(self) -> bool:
-        """Whether there is no answer."""
+        """Whether no setting fits the question."""
         return not self.answers
 
     def __repr__(self) -> str:

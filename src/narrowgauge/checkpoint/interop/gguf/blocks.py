@@ -105,7 +105,7 @@ def code_rows(q: QTensor, kind: str) -> StoredRows | None:
 
 
 def values_of(rows: StoredRows) -> torch.Tensor:
-    """The values of rows, float32 of their shape; NaN in a block of 4 bits with a scale that is no number."""
+    """The values of rows, float32 of their shape; NaN in a 4-bit block whose scale is NaN."""
     N, data = rows.shape[0], np.ascontiguousarray(rows.data)
     if dtype := PLAIN.get(rows.type):
         bits = np.int32 if rows.type == "F32" else np.int16

@@ -24,7 +24,7 @@ from narrowgauge.data.sources.records import package
 from narrowgauge.errors import UserError
 
 _MAGIC = b"GGUF"
-_OWN = "GGUF."  # begins the reader's names of what is no key of the file
+_OWN = "GGUF."  # prefix of the reader's own fields, which are not keys of the file
 
 
 @dataclass(frozen=True, slots=True)
