@@ -13,8 +13,9 @@ there are not measured again. The parts:
 
     costs      each GEMM of each layer in MXFP4 alone, the cost table of a search
     recipes    the recipes of searches for 50 and 75 % of FLOPs in MXFP4, head included, by the forks of
-               `costs` and by estimates, and their baselines; seeds that no search has seen. `random` is
-               another recipe for each seed.
+               `costs`, and their baselines; seeds that no search has seen. `random` is another recipe for
+               each seed. The rows of `estimates` are of a search by costs that were not trained, which lost
+               to this one and is gone.
     planted    faults in one place or block, such as zeroed gradients
 """
 
@@ -32,21 +33,17 @@ from narrowgauge.analysis import (
     Forks,
     Probed,
     alone,
-    backward_costs,
     baselines,
     choices_of,
     flops_budget,
-    forward_costs,
-    gemm_costs,
     open_probed,
     recipe_text,
     relative_errors,
     solve,
-    step_metric,
 )
 from narrowgauge.analysis.forks import wide
 from narrowgauge.kernels import choose_attention, choose_products
-from narrowgauge.laboratory.search import _blocks, _pace, _weights
+from narrowgauge.laboratory.search import _blocks, _weights
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe, Rule, load_recipe
 from narrowgauge.report.verdict.rule import judge
@@ -106,43 +103,28 @@ def gemms(probed: Probed) -> Changes:
     }
 
 
-def searched(probed: Probed, losses: Losses, run: Path, folder: Path) -> Callable[[int], Changes]:
-    """The recipes of both searches and of the baselines under each budget, for a seed."""
+def searched(probed: Probed, losses: Losses, folder: Path) -> Callable[[int], Changes]:
+    """The recipes of the search and of the baselines under each budget, for a seed."""
     casts = {name: make_cast(name) for name in (NARROW, WIDE)}
-    weights, keys = _weights(probed), [(layer, gemm) for layer in probed.layers for gemm in GEMMS]
-    forked = {
-        key: {
-            NARROW: statistics.fmean(gaps_of(losses, "costs", ".".join(key)).values()),
-            WIDE: 0.0,
-        }
-        for key in keys
-    }
-    metric = step_metric(probed.trained)
-    predicted = gemm_costs(
-        {
-            name: [
-                *forward_costs(probed.subject, cast),
-                *backward_costs(probed.subject, cast, metric),
-            ]
-            for name, cast in casts.items()
-        },
-        _pace(run, None),
-    )
-    of_forks, of_estimates = (choices_of(casts, weights, costs) for costs in (forked, predicted))
+    weights = _weights(probed)
+    gaps = {}
+    for gemm in ((layer, gemm) for layer in probed.layers for gemm in GEMMS):
+        gaps[gemm, NARROW] = gaps_of(losses, "costs", ".".join(gemm))
+        gaps[gemm, WIDE] = dict.fromkeys(gaps[gemm, NARROW], 0.0)
+    choices = choices_of(casts, weights, gaps)
     errors, blocks = relative_errors(probed.subject, casts[NARROW]), _blocks(weights)
 
     def recipes(seed: int) -> Changes:
         found = {}
         for share in BUDGETS:
             budget = flops_budget(casts, share)
-            found[f"forks@{share}"] = solve(of_forks, budget)
-            found[f"estimates@{share}"] = solve(of_estimates, budget)
-            others = baselines(of_forks, budget, errors, blocks, seed)
+            found[f"forks@{share}"] = solve(choices, budget)
+            others = baselines(choices, budget, errors, blocks, seed)
             for name, assignment in others.items():
                 found[name if name == "uniform" else f"{name}@{share}"] = assignment
         made = {}
         for name, assignment in found.items():
-            amount = of_forks.amount(assignment, flops_budget(casts, 0.5))
+            amount = choices.amount(assignment, flops_budget(casts, 0.5))
             path = folder / f"{name}.toml"
             path.write_text(recipe_text(assignment, name, f"{amount:.3f} in 4 bits", "experiments/forks.py"))
             made[name] = load_recipe(path)
@@ -193,7 +175,7 @@ def run(options: argparse.Namespace) -> None:
         for seed in COST_SEEDS:
             measure("costs", seed, gemms(probed))
     if "recipes" in options.parts:
-        recipes = searched(probed, losses, options.base, options.out)
+        recipes = searched(probed, losses, options.out)
         for seed in RECIPE_SEEDS:
             measure("recipes", seed, recipes(seed))
     if "planted" in options.parts:

@@ -71,7 +71,7 @@ def run(narrowgauge, tmp_path_factory):
         if words[0] == "watch" and "--once" not in words:  # serves until it is stopped
             words = [*words, "--once", "--out", "page.html"]
         if words[0] == "search":  # the head is nine tenths of so small a model
-            words = [*words, "--keep", ""]
+            words = [*words, "--keep", "", "--fork-steps", "1", "--fork-seeds", "1"]
         ended = narrowgauge(*words, folder=folder, NARROWGAUGE_CACHE=str(folder / "cache"))
         assert ended.code == 0 or words == ["doctor"], ended.err  # which may have found something
         assert ended.err == ""

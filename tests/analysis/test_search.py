@@ -3,22 +3,13 @@
 import itertools
 import json
 import math
+import shlex
 import tomllib
 from functools import cache
 
 import pytest
 
-from narrowgauge.analysis import (
-    BASELINES,
-    baselines,
-    choices_of,
-    flops_budget,
-    gemm_costs,
-    pace,
-    recipe_text,
-    solve,
-)
-from narrowgauge.analysis.sensitivity import Cost
+from narrowgauge.analysis import BASELINES, baselines, choices_of, flops_budget, recipe_text, solve
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, parse_recipe
@@ -27,20 +18,18 @@ CASTS = {name: cast(name) for name in ("mxfp4", "mxfp8", "bf16")}
 WEIGHTS = {"blocks.0.down": 300, "blocks.1.down": 300, "head": 100}
 
 
-def costs_of(casts=CASTS):
-    """Costs without a pattern, smaller for wider formats, some below zero."""
+def gaps_of():
+    """Gaps of one seed without a pattern, smaller for wider formats, some below zero."""
     sizes = {"mxfp4": 1.0, "mxfp8": 0.1, "bf16": 0.0}
     return {
-        name: [
-            Cost(layer, place, sizes[name] * ((7 * i + 5 * j) % 11 - 1))
-            for i, layer in enumerate(WEIGHTS)
-            for j, place in enumerate(GEMM_PLACES)
-        ]
-        for name in casts
+        ((layer, gemm), name): {1: size * ((7 * i + 5 * j) % 11 - 1)}
+        for name, size in sizes.items()
+        for i, layer in enumerate(WEIGHTS)
+        for j, gemm in enumerate(GEMMS)
     }
 
 
-CHOICES = choices_of(CASTS, WEIGHTS, gemm_costs(costs_of()))
+CHOICES = choices_of(CASTS, WEIGHTS, gaps_of())
 
 
 def assignments(kept=()):
@@ -64,19 +53,13 @@ def test_no_assignment_within_the_budget_costs_less(budget):
     assert CHOICES.cost(found) == pytest.approx(best, abs=1e-12)
 
 
-def test_lost_progress_costs_what_it_is_worth():
-    """A share of the steps' progress times the pace of the run, next to unscaled nats."""
-    costs = {"mxfp4": [Cost("head", place, 0.25) for place in GEMM_PLACES]}
-    found = gemm_costs(costs, pace=0.8)
-    assert found["head", "fprop"]["mxfp4"] == pytest.approx(0.5)
-    assert found["head", "dgrad"]["mxfp4"] == found["head", "wgrad"]["mxfp4"] == pytest.approx(0.4)
-
-
-def test_the_pace_is_that_of_the_last_doubling():
-    slow = {n: 9 - 2 * math.log(n) if n < 50 else 1 - 0.3 * math.log(n) for n in range(1, 101)}
-    assert pace(slow | {99: math.nan}) == pytest.approx(0.3)
-    assert pace({1: 5.0, 2: 6.0}) == 0  # it no longer falls
-    assert pace({7: 5.0}) is pace({}) is None
+def test_the_cost_of_a_gemm_is_the_mean_of_its_forks_and_none_gains():
+    gaps = {(("head", gemm), name): {1: 0.5, 2: -0.1} for gemm in GEMMS for name in CASTS}
+    gaps[("head", "dgrad"), "mxfp8"] = {1: -0.5, 2: 0.1}
+    found = choices_of(CASTS, {"head": 100}, gaps)
+    assert found.costs["head", "fprop"]["mxfp4"] == pytest.approx(0.2)
+    assert found.costs["head", "dgrad"]["mxfp8"] == 0
+    assert found.measured({("head", "fprop"): "mxfp4", ("head", "dgrad"): "mxfp8"}).mean == pytest.approx(0)
 
 
 def test_amounts_are_shares_and_all_gemms_of_a_layer_do_the_same_work():
@@ -87,10 +70,7 @@ def test_amounts_are_shares_and_all_gemms_of_a_layer_do_the_same_work():
 
 
 def test_what_is_kept_stays_wide_and_the_rest_is_the_best():
-    kept, budget = (
-        choices_of(CASTS, WEIGHTS, gemm_costs(costs_of()), keep=("head", "*.none")),
-        flops_budget(CASTS, 0.57),
-    )
+    kept, budget = choices_of(CASTS, WEIGHTS, gaps_of(), keep=("head", "*.none")), flops_budget(CASTS, 0.57)
     found = solve(kept, budget)
     errors = dict.fromkeys(kept.shares, 0.1)
     others = baselines(kept, budget, errors, {"blocks.0.down": 0, "blocks.1.down": 1, "head": None}, 0)
@@ -150,8 +130,7 @@ def test_what_cannot_be_is_refused(casts, share, sentence):
 
 
 def test_a_budget_between_whole_gemms_is_refused():
-    costs = {name: [c for c in found if c.layer == "head"] for name, found in costs_of().items()}
-    one, above = choices_of(CASTS, {"head": 100}, gemm_costs(costs)), flops_budget(CASTS, 0.666)
+    one, above = choices_of(CASTS, {"head": 100}, gaps_of()), flops_budget(CASTS, 0.666)
     with pytest.raises(UserError, match=r"the next above has 0\.666, so take that"):
         solve(one, flops_budget(CASTS, 0.4))
     assert one.amount(solve(one, above), above) == pytest.approx(2 / 3)
@@ -166,48 +145,43 @@ def trained(narrowgauge, line, tmp_path_factory):
 
 
 WORDS = ("--formats", "mxfp4,bf16", "--budget", "0.5", "--batches", 1, "--batch-size", 2)
+FORKS = ("--fork-steps", 1, "--fork-seeds", 1)
 
 
 @pytest.mark.tier("thorough")
-def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, trained, tmp_path):
+def test_the_command_writes_recipes_and_prints_the_line_that_compares_them(narrowgauge, trained, tmp_path):
     out = tmp_path / "found.toml"
-    done = narrowgauge("search", trained, *WORDS, "--out", out)
+    done = narrowgauge("search", trained, *WORDS, *FORKS, "--out", out)
     assert done.code == 0, done.err
     assert "of the FLOPs in 4 bits, predicted cost" in done.out
     assert load_recipe(out).name == "found"
-    told = narrowgauge("search", trained, *WORDS, "--keep", "head,blocks.0.qkv", "--out", out, "--json")
+    told = narrowgauge(
+        "search", trained, *WORDS, *FORKS, "--keep", "head,blocks.0.qkv", "--out", out, "--json"
+    )
     answer = json.loads(told.out)
     assert answer["kept"] == ["blocks.0.qkv", "head"]
     assert 0.5 <= answer["amount"] <= 0.55
     assert tuple(answer["baselines"]) == BASELINES
-    assert answer["loss_per_doubling"] >= 0
     for words, sentence in (
         (("--keep", "lm_head", "--out", out), "--keep lm_head: no layer has this name; take one of qkv, "),
-        (("--check", "--out", tmp_path / "uniform.toml"), "--check trains another recipe of this name"),
+        (("--out", tmp_path / "uniform.toml"), "another recipe that it is compared with has this name"),
     ):
         refused = narrowgauge("search", trained, *WORDS, *words)
         assert (refused.code, sentence in refused.err) == (2, True)
-    assert narrowgauge(*line({"recipe.name": str(out)}), "--out", tmp_path / "narrow").code == 0
+    words = shlex.split(answer["compare"])[1:]
+    compared = narrowgauge(*words[:-2], "--steps", 2, "--out", tmp_path / "compared")
+    assert compared.code == 0, compared.err
+    assert {p.parent.name for p in (tmp_path / "compared").glob("*/status.json")} == {
+        "bf16",
+        "found",
+        *BASELINES,
+    }
 
 
 @pytest.mark.tier("thorough")
-def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgauge, trained, tmp_path):
-    words = ("--check", "--seeds", "1", "--steps", "2", "--out", tmp_path / "mine.toml")
-    done = narrowgauge("search", trained, *WORDS, *words)
-    assert done.code == 0, done.err
-    others = ("uniform", "keep-ends", "smallest-error", "random")
-    assert {p.parent.name for p in (tmp_path / "mine").glob("*/status.json")} == {"bf16", "mine", *others}
-    to_bf16, beside = " ".join(done.out.split()).split("The result of the search and its baselines: ")
-    assert "validation loss to bf16: " in to_bf16
-    assert "validation loss to mine: " in beside
-    assert all(f"{name} (" in beside for name in others)
-
-
-@pytest.mark.tier("thorough")
-def test_without_losses_lost_progress_has_no_price(narrowgauge, trained, text, tmp_path):
-    """A model of another program does not record its training, so its user has to name it."""
+def test_a_model_of_another_program_has_no_checkpoint_to_fork_from(narrowgauge, trained, text, tmp_path):
     model, out = tmp_path / "model", tmp_path / "m.toml"
     assert narrowgauge("export", trained, "--to", "hf", "--out", model).code == 0
     refused = narrowgauge("search", model, *WORDS, "--out", out, "--sequence-length", 32, "--data", text)
     assert refused.code == 2
-    assert "give the nats that twice the steps would remove, as in --loss-per-doubling 0.1" in refused.err
+    assert "has no checkpoint to continue from; forks need a run directory" in refused.err

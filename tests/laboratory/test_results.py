@@ -102,7 +102,7 @@ def test_probes_sensitivities_and_searches_answer(run, tmp_path):
     assert costs.worst[0] in {f"{row['layer']}.{row['place']}" for row in costs.rows()}
     the_same_in_every_form(costs, tmp_path)
     found = ng.search(
-        run, ["mxfp4", "bf16"], budget=0.5, out=tmp_path / "f.toml", loss_per_doubling=0.1, batches=2
+        run, ["mxfp4", "bf16"], budget=0.5, out=tmp_path / "f.toml", fork_steps=1, fork_seeds=1, batches=2
     )
     assert found.recipe == ng.load_recipe(tmp_path / "f.toml")
     others = found.answer["baselines"].values()

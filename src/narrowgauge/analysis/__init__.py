@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from narrowgauge.analysis.budget import require_solver as require_solver
     from narrowgauge.analysis.forks import Forks as Forks
     from narrowgauge.analysis.forks import alone as alone
-    from narrowgauge.analysis.pace import pace as pace
     from narrowgauge.analysis.probe import RecipeProbe as RecipeProbe
     from narrowgauge.analysis.probe import probe as probe
     from narrowgauge.analysis.probe import probe_json as probe_json
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from narrowgauge.analysis.search import Gemm as Gemm
     from narrowgauge.analysis.search import baselines as baselines
     from narrowgauge.analysis.search import choices_of as choices_of
-    from narrowgauge.analysis.search import gemm_costs as gemm_costs
     from narrowgauge.analysis.search import solve as solve
     from narrowgauge.analysis.sensitivity import NATS as NATS
     from narrowgauge.analysis.sensitivity import Cost as Cost

@@ -1,13 +1,10 @@
 """Searches for the formats of the GEMMs of all linear layers that cost the least under a budget.
 
 Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both operands; attention and the residual
-stream stay in high precision. Its cost in nats is measured by training with it narrow (`forks`), or predicted
-as the sum of the costs of its two places (`sensitivity`): a place of the forward pass costs its increase of
-the loss; one of the backward pass costs the share of the steps' progress that it takes, times the loss that
-this progress is worth (`pace`). Negative costs count as zero, because a loss that falls by rounding is
-chance. Costs of different places are assumed to add up. A GEMM of a layer with K inputs and N outputs takes
-2 M N K FLOPs for M tokens, the same for all three GEMMs.  amount[f] is 1 for the formats of at most 4 bits
-and 0 for others.
+stream stay in high precision. Its cost in nats is measured by training with it narrow (`forks`). Negative
+costs count as zero, because a loss that falls by rounding is chance. Costs of different GEMMs are assumed to
+add up. A GEMM of a layer with K inputs and N outputs takes 2 M N K FLOPs for M tokens, the same for all three
+GEMMs. amount[f] is 1 for the formats of at most 4 bits and 0 for others.
 
 Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
 head, as the shipped low-precision recipes do: a prediction from single steps was wrong about it
@@ -29,13 +26,13 @@ narrow), and `random`.
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import floor
+from statistics import fmean
 
 import numpy as np
 
 from narrowgauge.analysis.budget import EPSILON, Budget, widest_of
-from narrowgauge.analysis.sensitivity import NATS, Cost
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMMS, matches
@@ -56,14 +53,14 @@ class Choices:
         shares: Each GEMM's share of all FLOPs.
         costs: The predicted cost of each GEMM in each format in nats, at least 0.
         kept: The GEMMs that stay in the widest format.
-        gaps: What forks measured for each GEMM and format by seed, in nats; none if the costs are predicted.
+        gaps: What forks measured for each GEMM and format by seed, in nats.
     """
 
     casts: Mapping[str, Cast]
     shares: Mapping[Gemm, float]
     costs: Mapping[Gemm, Mapping[str, float]]
-    kept: frozenset[Gemm] = frozenset()
-    gaps: Gaps = field(default_factory=dict)
+    kept: frozenset[Gemm]
+    gaps: Gaps
 
     def amount(self, assignment: Assignment, budget: Budget) -> float:
         """The amount of a budget that an assignment uses."""
@@ -73,10 +70,8 @@ class Choices:
         """The predicted cost of an assignment in nats."""
         return sum(self.costs[gemm][cast] for gemm, cast in assignment.items())
 
-    def measured(self, assignment: Assignment) -> Interval | None:
-        """The sum of the gaps of an assignment, negative ones as they are; None if no forks were made."""
-        if not self.gaps:
-            return None
+    def measured(self, assignment: Assignment) -> Interval:
+        """The sum of the gaps of an assignment, negative ones as they are."""
         chosen = [self.gaps[gemm, cast] for gemm, cast in assignment.items()]
         return interval([math.fsum(gap[seed] for gap in chosen) for seed in chosen[0]])
 
@@ -92,45 +87,25 @@ class Choices:
 
 
 def choices_of(
-    casts: Mapping[str, Cast],
-    weights: Mapping[str, int],
-    costs: Mapping[Gemm, Mapping[str, float]],
-    keep: Sequence[str] = (),
-    gaps: Gaps | None = None,
+    casts: Mapping[str, Cast], weights: Mapping[str, int], gaps: Gaps, keep: Sequence[str] = ()
 ) -> Choices:
-    """The choices from the costs of GEMMs.
+    """The choices from what forks measured.
 
     Args:
         casts: The formats by name.
         weights: The number of elements of each layer's weight, in the order of the model.
-        costs: The cost of each GEMM in nats by the name of the format.
+        gaps: The gaps of each GEMM in each format in nats by seed; the cost is their mean, at least 0.
         keep: Patterns of the names of layers that stay in the widest format (`recipes.matches`).
-        gaps: The gaps by seed whose means the costs are, if forks measured them.
     """
     total = 3 * sum(weights.values())
     gemms = [(layer, gemm) for layer in weights for gemm in GEMMS]
     return Choices(
         casts,
         {(layer, gemm): weights[layer] / total for layer, gemm in gemms},
-        {gemm: {name: max(costs[gemm][name], 0.0) for name in casts} for gemm in gemms},
+        {gemm: {name: max(fmean(gaps[gemm, name].values()), 0.0) for name in casts} for gemm in gemms},
         frozenset(g for g in gemms if any(matches(g[0], pattern) for pattern in keep)),
-        gaps or {},
+        gaps,
     )
-
-
-def gemm_costs(costs: Mapping[str, Sequence[Cost]], pace: float = 1.0) -> dict[Gemm, dict[str, float]]:
-    """The cost of each GEMM in nats as the sum of the costs of its places.
-
-    Args:
-        costs: The cost of each place by the name of the format, from `forward_costs` and `backward_costs`.
-        pace: The nats that the whole of the steps' progress is worth.
-    """
-    found: dict[Gemm, dict[str, float]] = {}
-    for name, places in costs.items():
-        for c in places:
-            of_gemm = found.setdefault((c.layer, c.place.partition(".")[0]), dict.fromkeys(costs, 0.0))
-            of_gemm[name] += max(c.cost, 0.0) * (1 if c.unit == NATS else pace)
-    return found
 
 
 def solve(choices: Choices, budget: Budget) -> Assignment:

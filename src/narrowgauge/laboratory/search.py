@@ -1,14 +1,13 @@
-"""`search`: the recipe with the smallest predicted cost under a budget, for a trained model."""
+"""`search`: the recipe that costs a trained model least under a budget, by costs that forks measure."""
 
 from __future__ import annotations
 
-import math
-import statistics
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import Annotated, Any, Unpack
 
-from narrowgauge import analysis, report  # each name is imported when it is used, and with it torch
+from narrowgauge import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.errors import UserError, checked
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.laboratory import arguments as given
@@ -18,40 +17,28 @@ from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, matches
 from narrowgauge.result import Result, Row
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 WIDE = "bf16"
 HEAD = "head"
 
 
-class Found(Result):
+class SearchResult(Result):
     """The recipe of a search, and the baselines that it is compared with.
 
     Attributes:
-        path: The recipe's file.
+        path: The recipe's file; the baselines' are in the folder of its name without the ending.
         recipe: The recipe.
-        answer: Amount, predicted cost and baselines, as JSON values.
+        answer: Amount, cost and baselines, as JSON values.
         heading: The model, and the text it was measured on.
-        texts: The recipes of the answer and of the baselines as TOML, by name, the answer first.
-        runs: With `check`, the runs of bf16, the answer and the baselines; else none.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        answer: Mapping[str, Any],
-        heading: str,
-        texts: Mapping[str, str],
-        runs: Sequence[report.Run],
-    ) -> None:
+    def __init__(self, path: Path, answer: Mapping[str, Any], heading: str) -> None:
         """Keep what was found."""
         self.path, self.recipe, self.answer = path, load_recipe(path), dict(answer)
-        self.heading, self.texts, self.runs = heading, dict(texts), list(runs)
+        self.heading = heading
 
     def __repr__(self) -> str:
         cost = f"predicted cost {self.answer['predicted_cost']:.3g} nats"
-        return f"<Found {self.path}: {self.answer['amount']:.3f} {self.answer['unit']}, {cost}>"
+        return f"<SearchResult {self.path}: {self.answer['amount']:.3f} {self.answer['unit']}, {cost}>"
 
     def rows(self) -> list[Row]:
         """A row for the answer and each baseline: amount of the budget, and predicted cost in nats."""
@@ -65,24 +52,9 @@ class Found(Result):
         """The answer and its baselines."""
         return self.answer
 
-    def show(self, console: Console) -> None:
-        """Print the model and the result in two lines; with `check`, the verdicts."""
-        for line in (self.heading, _words(self.answer)):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if self.runs:
-            self._show_check(console)
-
-    def _show_check(self, console: Console) -> None:
-        """Print the verdicts against bf16, then the baselines' against the answer."""
-        from narrowgauge.report.verdict.groups import groups
-
-        report.print_comparison(self.runs, console)
-        _, found, *others = (list(group.runs.values()) for group in groups(self.runs))
-        beside = " ".join(report.summary([*found, *(run for other in others for run in other)]))
-        line = f"\nThe result of the search and its baselines: {beside}"
-        console.print(line, style="bold", markup=False, highlight=False)
-        page = self.path.with_suffix("") / "report.html"
-        console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    def table(self) -> str:
+        """The model, the result in a line, and the line that trains what was found and the baselines."""
+        return "\n".join((self.heading, _words(self.answer), f"compare them: {self.answer['compare']}"))
 
     def plot(self) -> str:
         """The predicted cost of the answer and of each baseline."""
@@ -98,107 +70,87 @@ def search(
     out: given.File | str = Path("found.toml"),
     *,
     keep: given.Names | list[str] = (HEAD,),
-    loss_per_doubling: Annotated[float | None, given.Form("NATS")] = None,
-    fork_steps: given.Count | None = None,
+    fork_steps: given.Count = 20,
     fork_seeds: given.Count = 3,
-    check: bool = False,
-    seeds: given.Seeds = 3,
-    steps: given.Count | None = None,
     show: given.Progress | None = None,
-    console: Any = None,
     **text: Unpack[given.Text],
-) -> Found:
-    """Find the cheapest recipe for a model, with a share of its FLOPs in 4 bits.
+) -> SearchResult:
+    """Find the cheapest recipe for a run, with a share of its FLOPs in 4 bits.
 
         narrowgauge search runs/mine --formats mxfp4,mxfp8,bf16 --budget 0.5 --out found.toml
 
+    The cost of each GEMM in each format is measured by training: forks of the run's newest checkpoint, with
+    and without it (`analysis.forks`).
+
     Args:
-        run: A run directory, a Hugging Face folder, or an llm.c model.
+        run: A run directory.
         formats: The casts to choose from, such as mxfp4,mxfp8,bf16.
         budget: The least share of the FLOPs in at most 4 bits.
-        out: The recipe's file, which is written.
+        out: The recipe's file, which is written; the baselines' go into a folder of its name.
         keep: Layers that stay in the widest format, '' for none.
-        loss_per_doubling: Nats that twice the steps would remove from the loss (the run's own).
-        fork_steps: Measure the cost of each GEMM by training, in forks of this length from the checkpoint.
+        fork_steps: The optimizer steps of a fork.
         fork_seeds: Repeats of each fork, in another order of the text.
-        check: Train the answer along with bf16 and four baselines.
-        seeds: With check, how many seeds of each, or which.
-        steps: With check, the optimizer steps (the run's).
         show: Called with a name, what is done and how much there is.
-        console: A rich console for the progress of `check`; None for the standard output.
         text: The text and the device: data, batches, batch_size, sequence_length, tokenizer, device.
 
     Returns:
         The recipe, its predicted cost, and its baselines.
 
     Raises:
-        UserError: The budget is out of reach, a name is unknown, or scipy is missing.
+        UserError: The budget is out of reach, a name is unknown, there is no checkpoint to fork from, or
+            scipy is missing.
     """
     casts, path, file, show = _casts(formats), Path(run), Path(out), show or (lambda *_: None)
     analysis.require_solver()
-    forks = None if fork_steps is None else analysis.Forks(fork_steps, fork_seeds)
-    limit = analysis.flops_budget(casts, budget)
-    _require_name(file, check)
+    forks, limit = analysis.Forks(fork_steps, fork_seeds), analysis.flops_budget(casts, budget)
+    if file.suffix != ".toml":
+        raise UserError(f"--out {file} is the file of a recipe, which ends in .toml; add the ending")
+    if file.stem in (WIDE, *analysis.BASELINES):
+        raise UserError(f"--out {file}: another recipe that it is compared with has this name; take another")
     probed = open_subject(run, **(FEW | text))
-    weights, gaps = _weights(probed), {}
-    if forks is None:
-        per_e_fold = _pace(path, loss_per_doubling)
-        costs = analysis.gemm_costs(_costs(probed, casts, show), per_e_fold)
-    else:
-        gaps = _gaps(forks, probed, casts, show)
-        costs = {g: {n: statistics.fmean(gaps[g, n].values()) for n in casts} for g, _ in gaps}
-    choices = analysis.choices_of(casts, weights, costs, _kept(keep, list(weights)), gaps)
-    weight = "" if loss_per_doubling is None else f" --loss-per-doubling {loss_per_doubling}"
-    weight += "" if forks is None else f" --fork-steps {forks.steps} --fork-seeds {forks.seeds}"
-    source = f"narrowgauge search {run} --formats {','.join(formats)} {limit.option}{weight}"
-    answer, texts = _answer(file, choices, limit, probed, source)
-    if forks is None:
-        answer["loss_per_doubling"] = per_e_fold * math.log(2)
-    result = Found(file, answer, heading(path, probed), texts, ())
-    if check:
-        result.runs = _check(result, probed, seeds, steps, console)
-    return result
+    weights = _weights(probed)
+    kept = _kept(keep, list(weights))
+    choices = analysis.choices_of(casts, weights, _gaps(forks, probed, casts, show), kept)
+    source = (
+        f"narrowgauge search {run} --formats {','.join(formats)} {limit.option} "
+        f"--fork-steps {forks.steps} --fork-seeds {forks.seeds}"
+    )
+    answer = _answer(path, file, choices, limit, probed, source)
+    return SearchResult(file, answer, heading(path, probed))
 
 
 def _answer(
-    file: Path, choices: analysis.Choices, limit: analysis.Budget, probed: analysis.Probed, source: str
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Solve, and write the recipe's file; the figures and recipes of the answer and its baselines."""
+    run: Path,
+    file: Path,
+    choices: analysis.Choices,
+    limit: analysis.Budget,
+    probed: analysis.Probed,
+    source: str,
+) -> dict[str, Any]:
+    """Solve, and write the files of the answer and its baselines; their figures."""
     found = analysis.solve(choices, limit)
-    title = f"{choices.amount(found, limit):.3f} {limit.words}, at least predicted cost"
-    texts = {file.stem: analysis.recipe_text(found, file.stem, title, source)}
-    make_directory(file.parent)
-    write_whole(file, texts[file.stem])
     errors = analysis.relative_errors(probed.subject, choices.casts[choices.narrowest])
     others = analysis.baselines(
         choices, limit, errors, _blocks(_weights(probed)), probed.subject.position.seed
     )
-    about = f"baseline of {file.stem}"
-    texts |= {name: analysis.recipe_text(other, name, about, source) for name, other in others.items()}
-    answer = {
+    title = f"{choices.amount(found, limit):.3f} {limit.words}, at least predicted cost"
+    folder = file.with_suffix("")
+    make_directory(folder)
+    write_whole(file, analysis.recipe_text(found, file.stem, title, source))
+    for name, other in others.items():
+        about = f"baseline of {file.stem}"
+        write_whole(folder / f"{name}.toml", analysis.recipe_text(other, name, about, source))
+    recipes = ",".join([WIDE, str(file), *(str(folder / f"{name}.toml") for name in others)])
+    return {
         "recipe": str(file),
         "budget": limit.option,
         "unit": limit.words,
         "kept": list(dict.fromkeys(layer for layer, _ in choices.shares if (layer, "fprop") in choices.kept)),
         **_figures(choices, found, limit),
         "baselines": {name: _figures(choices, other, limit) for name, other in others.items()},
-    }
-    return answer, texts
-
-
-def _costs(probed: analysis.Probed, casts: Mapping[str, Cast], show: given.Progress) -> dict[str, list[Any]]:
-    """The cost of each place in each format."""
-    metric = analysis.step_metric(probed.trained)
-    return {
-        name: [
-            *analysis.forward_costs(
-                probed.subject, cast, lambda _, *n, name=name: show(f"{name} forward", *n)
-            ),
-            *analysis.backward_costs(
-                probed.subject, cast, metric, lambda _, *n, name=name: show(f"{name} backward", *n)
-            ),
-        ]
-        for name, cast in casts.items()
+        "compare": shlex.join(
+            ["narrowgauge", "compare", str(run / "config.toml"), "--recipes", recipes, "--seeds", "3"]
+        ),
     }
 
 
@@ -223,12 +175,12 @@ def _gaps(
 def _figures(
     choices: analysis.Choices, assignment: analysis.Assignment, budget: analysis.Budget
 ) -> dict[str, Any]:
-    """An assignment's use of the budget, and its predicted cost, with an interval if forks measured it."""
-    figures: dict[str, Any] = {"amount": choices.amount(assignment, budget)}
-    figures["predicted_cost"] = choices.cost(assignment)
-    if (measured := choices.measured(assignment)) is not None:
-        figures["measured"] = measured.as_json()
-    return figures
+    """An assignment's use of the budget, and its predicted cost, with the interval of its forks."""
+    return {
+        "amount": choices.amount(assignment, budget),
+        "predicted_cost": choices.cost(assignment),
+        "measured": choices.measured(assignment).as_json(),
+    }
 
 
 def _words(answer: Mapping[str, Any]) -> str:
@@ -239,48 +191,12 @@ def _words(answer: Mapping[str, Any]) -> str:
     ]
     amount = f"{answer['recipe']}: {answer['amount']:.3f} {answer['unit']}"
     cost = f"predicted cost {answer['predicted_cost']:.3g} nats"
-    if (measured := answer.get("measured")) is None:
-        last = f"a doubling of the steps removes {answer['loss_per_doubling']:.3g} nats"
-    else:
-        ends = (measured["low"], measured["high"])
-        last = "its forks' gaps add up to " + (
-            f"{measured['mean']:.3g} nats" if None in ends else "{:.3g} .. {:.3g} nats (95 %)".format(*ends)
-        )
+    measured = answer["measured"]
+    ends = (measured["low"], measured["high"])
+    last = "its forks' gaps add up to " + (
+        f"{measured['mean']:.3g} nats" if None in ends else "{:.3g} .. {:.3g} nats (95 %)".format(*ends)
+    )
     return f"{amount}, {cost}; {', '.join(compared)}; {last}"
-
-
-def _require_name(out: Path, check: bool) -> None:
-    """Check the file's name, before anything is measured.
-
-    Raises:
-        UserError: It is not a recipe file, or has the name of a recipe that `check` trains as well.
-    """
-    if out.suffix != ".toml":
-        raise UserError(f"--out {out} is the file of a recipe, which ends in .toml; add the ending")
-    if check and out.stem in (WIDE, *analysis.BASELINES):
-        raise UserError(f"--out {out}: --check trains another recipe of this name; take another")
-
-
-def _pace(path: Path, nats: float | None) -> float:
-    """The nats that the model's training removes while its steps grow by a factor of e.
-
-    Raises:
-        UserError: A model of another program has no losses of its training, and none are given.
-    """
-    from narrowgauge.runs.run_directory import RunDirectory
-
-    if nats is not None:
-        if not 0 <= nats < math.inf:
-            raise UserError(f"--loss-per-doubling {nats} must be nats of 0 or more")
-        return float(nats) / math.log(2)
-    run = report.read_run(path) if RunDirectory(path).metrics.is_file() else None
-    found = analysis.pace({step.step: step.loss for step in run.steps}) if run else None
-    if found is None:
-        raise UserError(
-            f"{path} has no losses of its training, by which search weighs lost progress of steps "
-            "against loss; give the nats that twice the steps would remove, as in --loss-per-doubling 0.1"
-        )
-    return found
 
 
 def _casts(formats: Sequence[str]) -> dict[str, Cast]:
@@ -305,37 +221,6 @@ def _kept(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:
                 f"--keep {pattern}: no layer has this name; take one of {names}, or one such as {layers[0]}"
             )
     return list(patterns)
-
-
-def _check(
-    found: Found, probed: analysis.Probed, seeds: given.Seeds, steps: int | None, console: Console | None
-) -> list[report.Run]:
-    """Train bf16 and the recipes, paired by seed, in the folder named after the answer; returns the runs.
-
-    Each recipe is compared with bf16; then each baseline with the result of the search, the first recipe.
-    """
-    from rich.console import Console
-
-    from narrowgauge.experiment.design import make_comparison
-    from narrowgauge.experiment.grid import RECIPE, Variant
-    from narrowgauge.experiment.run import train_runs
-
-    folder = found.path.with_suffix("")
-    make_directory(folder)
-    variants = [Variant(WIDE, {RECIPE: WIDE})]
-    for name, text in found.texts.items():
-        path = folder / f"{name}.recipe.toml"
-        write_whole(path, text)
-        variants.append(Variant(name, {RECIPE: str(path)}))
-    values = probed.trained.config.model_dump()
-    values["recipe"] = {"backend": probed.trained.config.recipe.backend}
-    if steps:
-        values["training"]["steps"] = steps
-    experiment = make_comparison(values, variants, seeds)
-    train_runs(experiment, folder, console or Console())
-    paths = [folder / run.name for run in experiment.runs]
-    report.write_report(paths, folder / "report.html")
-    return report.read_runs(paths)
 
 
 def _weights(probed: analysis.Probed) -> dict[str, int]:
