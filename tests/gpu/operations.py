@@ -161,7 +161,7 @@ def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
     v = _stored(drawn_v.square(), casts["v"], device)
     for step in (3, 4):
         factors = narrow_adamw.Factors.of(_OPTIONS, step)
-        if narrow_adamw.takes(w, g, m, v, weight):
+        if narrow_adamw.supports(w, g, m, v, weight):
             keys = {place: stream_key(7, step, i) for i, place in enumerate(("w", "m", "v", "weight"))}
             narrow_adamw.adamw(w, g, m, v, weight, factors, keys)
             continue

@@ -15,7 +15,7 @@ import narrowgauge as ng
 from kernels.common import INF, NAN, assert_same, normal, same_bits
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import dispatch as where
-from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
+from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, supports
 from narrowgauge.optim.adamw import adamw_update
 from narrowgauge.optim.algorithm import UpdateBatch
 from narrowgauge.quantization import QuantizedState, make_cast, state_of
@@ -69,7 +69,7 @@ def updated_by_reference(w, g, m, v, weight, factors):
 
 def updated_by_kernel(w, g, m, v, weight, factors):
     keys = {place: stream_key(SEED, STEP, i) for i, place in enumerate(("w", "m", "v", "weight"))}
-    assert takes(w, g, m, v, weight)
+    assert supports(w, g, m, v, weight)
     adamw(w, g, m, v, weight, factors, keys)
 
 
@@ -173,16 +173,16 @@ def test_what_it_takes_and_what_it_does_not(device):
         return QuantizedState(torch.Size((4, 256)), make_cast(cast), device, **options)
 
     for cast in ("fp32", "bf16", "fp16", SR, "fp16-scaled", E4M3, E5M2):
-        assert takes(at_rest(cast), None), cast
+        assert supports(at_rest(cast), None), cast
     for cast in ("coat", "dynamic8", "fp8-1x128", "mxfp8", {"cast": "fp16", "rounding": "stochastic"}):
-        assert not takes(at_rest("fp32"), at_rest(cast)), cast
-    assert takes(at_rest("fp32", on_host=True)), "a copy of it"
-    assert not takes(torch.zeros(4, 8, device=device).T)
-    assert not takes(torch.zeros(0, device=device))
-    assert not takes(torch.zeros(4, dtype=torch.float64, device=device))
+        assert not supports(at_rest("fp32"), at_rest(cast)), cast
+    assert supports(at_rest("fp32", on_host=True)), "a copy of it"
+    assert not supports(torch.zeros(4, 8, device=device).T)
+    assert not supports(torch.zeros(0, device=device))
+    assert not supports(torch.zeros(4, dtype=torch.float64, device=device))
     shown = at_rest("bf16")
     shown.gauge = lambda x, state: None
-    assert not takes(shown)
+    assert not supports(shown)
 
 
 def test_state_in_the_memory_of_the_host_is_updated_in_copies(device, monkeypatch):

@@ -116,7 +116,7 @@ def test_what_it_does_not_compute_is_left_to_torch(why, in_order):
         q = q[:, :, -1:]
     if why == "fp32":
         q, k, v = q.float(), k.float(), v.float()
-    assert not way.takes(q, k, v, mask)
+    assert not way.supports(q, k, v, mask)
     assert attend(q, k, v, mask).shape == q.shape
 
 

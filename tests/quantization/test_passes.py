@@ -16,7 +16,7 @@ from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.narrow import block_amax
 from narrowgauge.quantization.passes import build, c_call, in_c, in_torch
-from narrowgauge.quantization.passes.split import Split
+from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.scales import scales_from
 from quantization.casts import CASTS
 

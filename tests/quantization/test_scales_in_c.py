@@ -8,7 +8,7 @@ from narrowgauge.quantization import DEFAULT_CONTEXT, make_cast
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.passes import build, c_call, in_c, in_torch
 from narrowgauge.quantization.passes.in_c import decoded, encoded
-from narrowgauge.quantization.passes.split import Split
+from narrowgauge.quantization.passes.in_torch import Split
 from quantization.casts import CASTS
 
 pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")

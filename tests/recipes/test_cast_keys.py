@@ -1,5 +1,5 @@
-"""Every key of a cast before everything that takes casts: it is declared for the taker, or refused, or left
-to torch's plain operations. A key that is new in casts is one that nothing takes."""
+"""Every key of a cast before every consumer of casts: it is declared for the consumer, or refused, or left to
+torch's plain operations. No consumer supports a key that is new in casts."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -16,13 +16,13 @@ from narrowgauge.devices import imagine
 from narrowgauge.errors import UserError
 from narrowgauge.exchange import TARGETS, refusals
 from narrowgauge.formats import RandomStream
-from narrowgauge.kernels.adamw import _takes_cast
+from narrowgauge.kernels.adamw import _supports_cast
 from narrowgauge.kernels.cast import _has_kernel, _is_operator, emulate_rows
 from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.blocks import Blocks
-from narrowgauge.quantization.keys import KEYS, Taker
-from narrowgauge.quantization.passes.in_c import takes
+from narrowgauge.quantization.keys import KEYS, Consumer
+from narrowgauge.quantization.passes.in_c import supports
 from narrowgauge.recipes import named_device, places, recipe
 from narrowgauge.recipes.backend import SCHEMES
 from narrowgauge.recipes.describe import changed_keys
@@ -79,24 +79,24 @@ def is_one_operator(c: Cast) -> bool:
 
 def has_passes(c: Cast) -> bool:
     x = torch.ones(16, 32)
-    return takes(x, Blocks.of(x.shape, (1, 16)), c)
+    return supports(x, Blocks.of(x.shape, (1, 16)), c)
 
 
 def compressed(c: Cast) -> None:
     _scheme("a layer", SimpleNamespace(spec=SimpleNamespace(casts={**OPERANDS, "fprop.w": c})), None)
 
 
-class Consumer(NamedTuple):
-    """What takes casts, a cast that it takes, whether it takes one, and keys beyond those declared for it."""
+class Case(NamedTuple):
+    """A consumer, a cast that it supports, whether it supports one, and keys beyond those declared for it."""
 
-    taker: Taker
+    consumer: Consumer
     base: Cast
-    takes: Callable[[Cast], bool]
+    supports: Callable[[Cast], bool]
     others: Collection[str] = ()
 
     @property
     def keys(self) -> set[str]:
-        return {key for key, one in KEYS.items() if self.taker & one.takers} | set(self.others)
+        return {key for key, one in KEYS.items() if self.consumer & one.consumers} | set(self.others)
 
 
 def fits(**changes):
@@ -107,42 +107,40 @@ def fits(**changes):
 EXPRESSED = dict.fromkeys(TARGETS, recipe("fp8")) | {"modelopt": recipe("modelopt-fp8-default")}
 OPERANDS = dict(recipe("fp8").casts)
 CONSUMERS = {
-    "a kernel of a block's scale": Consumer(Taker.KERNEL, NVFP4, launches_a_cast),
-    "a kernel of a tensor's scale": Consumer(Taker.KERNEL, E4M3, launches_a_cast),
-    "the kernel of scaled rows": Consumer(Taker.ROWS, ROW, launches_rows),
-    "the operator of a compiled graph": Consumer(Taker.OPERATOR, NVFP4, is_one_operator),
-    "the passes in C": Consumer(Taker.C, NVFP4, has_passes),
-    "the kernels of AdamW": Consumer(Taker.ADAMW, E4M3, _takes_cast),
-    "a product of torch": Consumer(Taker.NATIVE, E4M3, lambda c: any(s.is_of(c, c) for s in SCHEMES)),
-    "state": Consumer(Taker.STATE, E4M3, accepts(lambda c: QuantizedState(torch.Size((4, 8)), c))),
-    "m of a recipe": Consumer(
-        Taker.STATE, E4M3, accepts(lambda c: fits(state={**places.WIDE_STATE, "m": c}))
+    "a kernel of a block's scale": Case(Consumer.KERNEL, NVFP4, launches_a_cast),
+    "a kernel of a tensor's scale": Case(Consumer.KERNEL, E4M3, launches_a_cast),
+    "the kernel of scaled rows": Case(Consumer.ROWS, ROW, launches_rows),
+    "the operator of a compiled graph": Case(Consumer.OPERATOR, NVFP4, is_one_operator),
+    "the passes in C": Case(Consumer.C, NVFP4, has_passes),
+    "the kernels of AdamW": Case(Consumer.ADAMW, E4M3, _supports_cast),
+    "a product of torch": Case(Consumer.NATIVE, E4M3, lambda c: any(s.is_of(c, c) for s in SCHEMES)),
+    "state": Case(Consumer.STATE, E4M3, accepts(lambda c: QuantizedState(torch.Size((4, 8)), c))),
+    "m of a recipe": Case(Consumer.STATE, E4M3, accepts(lambda c: fits(state={**places.WIDE_STATE, "m": c}))),
+    "fprop.x": Case(Consumer.OPERAND, NVFP4, accepts(partial(require_place, "fprop.x"))),
+    "saved": Case(Consumer.SAVED, NVFP4, accepts(partial(require_place, "saved"))),
+    "attention.q": Case(Consumer.ATTENTION, NVFP4, accepts(partial(require_place, "attention.q"))),
+    "stream": Case(Consumer.STREAM, NVFP4, accepts(partial(require_place, "stream"))),
+    "saved = 'operand'": Case(
+        Consumer.KEPT, NVFP4, accepts(lambda c: fits(saved="operand", casts={**OPERANDS, "fprop.x": c}))
     ),
-    "fprop.x": Consumer(Taker.OPERAND, NVFP4, accepts(partial(require_place, "fprop.x"))),
-    "saved": Consumer(Taker.SAVED, NVFP4, accepts(partial(require_place, "saved"))),
-    "attention.q": Consumer(Taker.ATTENTION, NVFP4, accepts(partial(require_place, "attention.q"))),
-    "stream": Consumer(Taker.STREAM, NVFP4, accepts(partial(require_place, "stream"))),
-    "saved = 'operand'": Consumer(
-        Taker.KEPT, NVFP4, accepts(lambda c: fits(saved="operand", casts={**OPERANDS, "fprop.x": c}))
-    ),
-    "the source of dgrad.w": Consumer(
-        Taker.SOURCE,
+    "the source of dgrad.w": Case(
+        Consumer.SOURCE,
         NVFP4,
         accepts(lambda c: fits(casts={**OPERANDS, "fprop.w": c, "dgrad.w": places.values_of("fprop.w")})),
     ),
-    "gather": Consumer(
-        Taker.GATHER, E4M3, accepts(lambda c: fits(casts=dict.fromkeys(OPERANDS, c), gather=c))
+    "gather": Case(
+        Consumer.GATHER, E4M3, accepts(lambda c: fits(casts=dict.fromkeys(OPERANDS, c), gather=c))
     ),
-    "reduce": Consumer(Taker.REDUCE, E4M3, accepts(lambda c: fits(reduce=c))),
-    "a probe without steps before": Consumer(Taker.MEMORYLESS, NVFP4, lambda c: not has_memory(c)),
-    "a model whose tokens are alone": Consumer(Taker.TOKENWISE, ROW, is_tokenwise),
-    "one copy for both axes": Consumer(Taker.ANY_AXIS, E4M3, lambda c: c.ignores_axis),
-    "compressed-tensors": Consumer(
-        Taker.SAME_LAYOUT, NVFP4, accepts(compressed), ("element", "block", "scale", "tensor_scale")
+    "reduce": Case(Consumer.REDUCE, E4M3, accepts(lambda c: fits(reduce=c))),
+    "a probe without steps before": Case(Consumer.MEMORYLESS, NVFP4, lambda c: not has_memory(c)),
+    "a model whose tokens are alone": Case(Consumer.TOKENWISE, ROW, is_tokenwise),
+    "one copy for both axes": Case(Consumer.ANY_AXIS, E4M3, lambda c: c.ignores_axis),
+    "compressed-tensors": Case(
+        Consumer.SAME_LAYOUT, NVFP4, accepts(compressed), ("element", "block", "scale", "tensor_scale")
     ),
     **{
-        f"{target} in {place}": Consumer(
-            Taker.TORCH,  # key by key in test_writing.py
+        f"{target} in {place}": Case(
+            Consumer.TORCH,  # key by key in test_writing.py
             EXPRESSED[target].casts[place],
             lambda c, target=target, place=place: (
                 not refusals(
@@ -174,16 +172,16 @@ def test_there_is_a_value_of_every_key():
 
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_a_key_that_a_consumer_does_not_name_is_not_taken(name):
-    consumer = CONSUMERS[name]
-    others = {key: value for key, value in VALUES.items() if key not in consumer.keys}
-    taken = [k for k, v in others.items() if consumer.takes(unchecked(consumer.base, **{k: v}))]
+    case = CONSUMERS[name]
+    others = {key: value for key, value in VALUES.items() if key not in case.keys}
+    taken = [k for k, v in others.items() if case.supports(unchecked(case.base, **{k: v}))]
     assert not taken
 
 
 @pytest.mark.parametrize("name", CONSUMERS)
-def test_a_key_that_is_new_tomorrow_is_not_taken_by_any_consumer(name):
-    consumer = CONSUMERS[name]
-    assert not consumer.takes(tomorrow(consumer.base))
+def test_no_consumer_supports_a_key_that_is_new_tomorrow(name):
+    case = CONSUMERS[name]
+    assert not case.supports(tomorrow(case.base))
 
 
 def test_a_new_key_is_written():

@@ -58,7 +58,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
 from narrowgauge.quantization import Cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.t_interval import Interval, interval
@@ -269,7 +269,7 @@ def _has_memory(recipe: Recipe) -> bool:
 
 def has_memory(cast: Cast) -> bool:
     """Whether the result of a cast depends on earlier steps; assumed for a key that is not listed."""
-    return bool(cast.unsupported(Taker.MEMORYLESS))
+    return bool(cast.unsupported(Consumer.MEMORYLESS))
 
 
 def _silent(name: str, done: int, total: int) -> None:

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from narrowgauge.bench.work import Attention, Gemm, Work, work_of
 from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
-from narrowgauge.kernels.attention.in_order import attend_in_order, has_c, takes
+from narrowgauge.kernels.attention.in_order import attend_in_order, has_c, supports
 from narrowgauge.nn import DTYPES
 from narrowgauge.nn.gemm import arguments, quantized_operand
 from narrowgauge.nn.self_test import verified_backend
@@ -141,7 +141,7 @@ def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, fl
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     ways = [fused]
-    if takes(q, k, v) and has_c():
+    if supports(q, k, v) and has_c():
         ways.append(lambda: attend_in_order(q, k, v))
     found = []
     for forward in ways:

@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 
 from narrowgauge.quantization import Cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 
 TABLE = Path(__file__).with_name("noise.csv")
 _ROWS, _DEGREES = 512, 5
@@ -24,7 +24,7 @@ _ROWS, _DEGREES = 512, 5
 def cast_text(cast: Cast) -> str:
     """A cast's keys that are not at their defaults, but for those that hardly move a value."""
     values = cast.values()
-    shown = ((key, values[key]) for key in cast.unsupported(Taker.SAME_NOISE))
+    shown = ((key, values[key]) for key in cast.unsupported(Consumer.SAME_NOISE))
     return " ".join(f"{key}={getattr(value, 'name', value)}" for key, value in shown).replace(", ", ",")
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.dispatch import has_kernels, use_kernels
 from narrowgauge.quantization import Cast, QuantizedState, make_cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 
 _PLAIN = {
     torch.float32: make_cast("fp32"),
@@ -72,14 +72,14 @@ class Factors:
         return self.weight_1 < 0.5
 
 
-def takes(*states: QuantizedState | Tensor | None) -> bool:
+def supports(*states: QuantizedState | Tensor | None) -> bool:
     """Whether the kernel can update state that is stored this way (None: absent).
 
     It supports plain fp32, fp16 and bf16 (also rounded with random bits), fp16 and FP8 codes under one scale,
     and copies of state in host memory, but not shards. A gauge needs float32 values in memory, so gauged
     state is not supported either.
     """
-    return all(state is None or _takes(state) for state in states)
+    return all(state is None or _supports(state) for state in states)
 
 
 def adamw(
@@ -152,18 +152,18 @@ def stored_tensors(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | Non
     return values, extra[0] if extra else None, state.cast
 
 
-def _takes(state: QuantizedState | Tensor) -> bool:
+def _supports(state: QuantizedState | Tensor) -> bool:
     if isinstance(state, Tensor):
         return use_kernels(state) and state.dtype in _PLAIN and state.is_contiguous()
     values = next(iter(state.tensors.values()))
     is_whole = state.shard is None or state.shard.is_full
     is_there = has_kernels(state.device) and values.numel() > 0 if state.is_apart else use_kernels(values)
-    return is_whole and is_there and state.gauge is None and _takes_cast(state.cast)
+    return is_whole and is_there and state.gauge is None and _supports_cast(state.cast)
 
 
-def _takes_cast(cast: Cast) -> bool:
+def _supports_cast(cast: Cast) -> bool:
     name = cast.element.name
-    if cast.unsupported(Taker.ADAMW):  # also `feedback`: the first moment waits for the weight
+    if cast.unsupported(Consumer.ADAMW):  # also `feedback`: the first moment waits for the weight
         return False
     if not cast.is_scaled:
         return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")

@@ -31,7 +31,7 @@ from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.amax import DelayedScale, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.passes.c_call import c_library
 from narrowgauge.quantization.passes.implementations import kernel_gap, rows_gap
 from narrowgauge.quantization.quantize import emulate_in_context, operand_dtype, quantize_in_context
@@ -217,7 +217,7 @@ def _is_operator(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     if not torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     is_drawn = isinstance(context.random, RandomStream) or not cast.is_random
-    is_alone = context.shard is None and context.limits is None and not cast.unsupported(Taker.OPERATOR)
+    is_alone = context.shard is None and context.limits is None and not cast.unsupported(Consumer.OPERATOR)
     return is_alone and is_drawn and cast.is_scaled and _has_c()
 
 

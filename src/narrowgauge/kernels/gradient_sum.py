@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import RandomStream
-from narrowgauge.kernels.adamw import takes
+from narrowgauge.kernels.adamw import supports
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import Cast, GradientState, QuantContext, estimator_slope
 
@@ -53,7 +53,7 @@ def add_gradient(gradient: GradientState, dw: Tensor, stream: RandomStream | Non
 
 def _has_kernel(gradient: GradientState, dw: Tensor) -> bool:
     is_in_bytes = gradient.cast.is_scaled and gradient.cast.element.bits == 8
-    return is_in_bytes and gradient.wide is None and use_kernels(dw) and takes(gradient)
+    return is_in_bytes and gradient.wide is None and use_kernels(dw) and supports(gradient)
 
 
 def through_rounding(dw_NK: Tensor, w_NK: Tensor, cast: Cast, context: QuantContext) -> Tensor:

@@ -39,7 +39,7 @@ def adamw_fused(
     if kept.gradient is None or kept.gradient.wide is not None:
         g = None if p.grad is None else local_tensor(p.grad).contiguous()
     m, v, weight = state["m"], state["v"], kept.weight if kept.master else None
-    if shard_of(p) is not None or not kernels.takes(w, g, m, v, weight):
+    if shard_of(p) is not None or not kernels.supports(w, g, m, v, weight):
         return False
     if weight is not None and weight.cast.is_scaled and isinstance(w, QuantizedState) and w.cast.is_random:
         return False  # the kernel rounds the amax of a master before its elements

@@ -19,7 +19,7 @@ from typing import Any
 from narrowgauge.formats import Format, format
 from narrowgauge.once import compute_all
 from narrowgauge.quantization.cast_rules import require_valid
-from narrowgauge.quantization.keys import ROUNDED, Keys, Taker
+from narrowgauge.quantization.keys import ROUNDED, Consumer, Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,16 @@ class Cast(Keys):
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_hash"}  # valid in one process
 
-    def unsupported(self, taker: Taker) -> tuple[str, ...]:
-        """The keys that are not at their defaults, and that a taker does not take."""
-        return self.lacking[taker]
+    def unsupported(self, consumer: Consumer) -> tuple[str, ...]:
+        """The keys that are not at their defaults, and that a consumer does not support."""
+        return self.lacking[consumer]
 
     @cached_property
-    def lacking(self) -> dict[Taker, tuple[str, ...]]:
-        """What `unsupported` answers for each taker."""
-        return {t: tuple(key for key in self.changed_keys if t not in self.takers()[key]) for t in Taker}
+    def lacking(self) -> dict[Consumer, tuple[str, ...]]:
+        """What `unsupported` answers for each consumer."""
+        return {
+            t: tuple(key for key in self.changed_keys if t not in self.consumers()[key]) for t in Consumer
+        }
 
     @cached_property
     def changed_keys(self) -> tuple[str, ...]:
@@ -83,10 +85,10 @@ class Cast(Keys):
 
     @classmethod
     @cache
-    def takers(cls) -> MappingProxyType[str, Taker]:
-        """What takes each key; nothing takes one that is not declared."""
+    def consumers(cls) -> MappingProxyType[str, Consumer]:
+        """The consumers that support each key; none supports one that is not declared."""
         declared = {f.name: f.metadata.get("key") for f in fields(cls) if f.name != "name"}
-        return MappingProxyType({key: one.takers if one else Taker(0) for key, one in declared.items()})
+        return MappingProxyType({key: one.consumers if one else Consumer(0) for key, one in declared.items()})
 
     @cached_property
     def is_scaled(self) -> bool:
@@ -138,7 +140,7 @@ class Cast(Keys):
     def ignores_axis(self) -> bool:
         """Whether the values are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
-        return is_square and not self.has_row_scales and not self.unsupported(Taker.ANY_AXIS)
+        return is_square and not self.has_row_scales and not self.unsupported(Consumer.ANY_AXIS)
 
     @cached_property
     def is_random(self) -> bool:

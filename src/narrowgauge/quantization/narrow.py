@@ -20,25 +20,25 @@ from narrowgauge.formats import Randomness
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.passes import in_c, in_torch
-from narrowgauge.quantization.passes.split import Narrowed, Split
+from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.scales import Scales
 
 
 def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
     """Elements, scales of blocks and outer scale of a split tensor (`passes.in_torch.narrow`)."""
-    engine = in_c if in_c.takes(s.x, s.blocks, s.cast, dtype) else in_torch
+    engine = in_c if in_c.supports(s.x, s.blocks, s.cast, dtype) else in_torch
     return engine.narrow(_known(engine, s), result, dtype)
 
 
 def scales_of(s: Split) -> Scales:
     """The scales of a split tensor's blocks; for a sharded tensor, the global one's."""
-    engine = in_c if in_c.takes(s.x, s.blocks, s.cast) else in_torch
+    engine = in_c if in_c.supports(s.x, s.blocks, s.cast) else in_torch
     return engine.scales(_known(engine, s))[0]
 
 
 def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """The amax of each block of a split tensor: float32, inner dimensions kept with size 1."""
-    return (in_c if in_c.takes(split, blocks) else in_torch).amax(split, blocks)
+    return (in_c if in_c.supports(split, blocks) else in_torch).amax(split, blocks)
 
 
 def _known(engine: ModuleType, s: Split) -> Split:

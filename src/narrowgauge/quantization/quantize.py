@@ -32,7 +32,7 @@ from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
 from narrowgauge.quantization.narrow import narrow
 from narrowgauge.quantization.own_casts import values_of
-from narrowgauge.quantization.passes.split import Narrowed, Split
+from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.stages.channels import joined, may_pick, parted
 from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
 

@@ -16,7 +16,7 @@ from narrowgauge.collectives import all_reduce_sum
 from narrowgauge.errors import UserError
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.stages.channels import largest_channels
@@ -62,7 +62,7 @@ def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narro
     Raises:
         UserError: The cast has a key that nothing computes.
     """
-    if left := cast.lacking[Taker.TORCH]:
+    if left := cast.lacking[Consumer.TORCH]:
         raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(left)}; remove the key")
     prepared = Prepared(x)
     if cast.center:

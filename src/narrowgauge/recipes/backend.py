@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, Implementation, implementation_on
 from narrowgauge.recipes.attention_places import ATTENTION_PRODUCTS, is_wide
 from narrowgauge.recipes.places import GEMMS, GROUPS
@@ -70,7 +70,7 @@ class Scheme:
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}
-            and not (a.unsupported(Taker.NATIVE) or b.unsupported(Taker.NATIVE))
+            and not (a.unsupported(Consumer.NATIVE) or b.unsupported(Consumer.NATIVE))
         )
 
     def needs(self, device: Device) -> str:

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowgauge.quantization import Cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes.describe import key_value
 from narrowgauge.toml_text import toml_value
 
 
 def layout_of(cast: Cast) -> dict[str, Any]:
     """The keys of a cast that determine what its codes and scales represent."""
-    return {key: cast.values()[key] for key in cast.unsupported(Taker.SAME_LAYOUT)}
+    return {key: cast.values()[key] for key in cast.unsupported(Consumer.SAME_LAYOUT)}
 
 
 def beside(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
@@ -25,8 +25,8 @@ def unlike(cast: Cast, other: Cast, known: tuple[str, ...] = ()) -> list[str]:
     mine, theirs = cast.values(), other.values()
     return [
         key
-        for key, takers in cast.takers().items()
-        if mine[key] != theirs[key] and key not in known and Taker.SAME_FORWARD not in takers
+        for key, consumers in cast.consumers().items()
+        if mine[key] != theirs[key] and key not in known and Consumer.SAME_FORWARD not in consumers
     ]
 
 

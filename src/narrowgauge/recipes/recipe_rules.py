@@ -11,7 +11,7 @@ from typing import Any
 from narrowgauge.errors import UserError
 from narrowgauge.formats import is_in_torch
 from narrowgauge.quantization import Cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes.attention_places import ATTENTION, ATTENTION_PRODUCTS, STREAM
 from narrowgauge.recipes.places import CHOOSES, GEMM_PLACES, KEEPING, MEETS, SEEN_BEFORE, STATE_PLACES
 from narrowgauge.recipes.wire import WIDE, keeps_products, keeps_stored, weight_operands
@@ -49,32 +49,32 @@ def _of_operand(place: str, cast: Cast) -> Iterator[str]:
             f"cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
             "a GEMM operand; use one of those that `narrowgauge recipes` shows, such as e4m3"
         )
-    if unknown := cast.unsupported(Taker.OPERAND):
+    if unknown := cast.unsupported(Consumer.OPERAND):
         yield f"GEMM operands have no {', '.join(unknown)}; remove the key"
 
 
 def _of_saved(_: str, cast: Cast) -> Iterator[str]:
-    if unknown := cast.unsupported(Taker.SAVED):
+    if unknown := cast.unsupported(Consumer.SAVED):
         belongs = f"{', '.join(unknown)} belongs to GEMM operands"
         yield f"{belongs}, and a layer keeps a tensor here; remove the key"
 
 
 def _of_attention(_: str, cast: Cast) -> Iterator[str]:
     yield from _unknown(
-        cast, Taker.ATTENTION, "attention takes every scale from the tensor at hand, as it comes"
+        cast, Consumer.ATTENTION, "attention takes every scale from the tensor at hand, as it comes"
     )
     if cast.signs == "random":
         yield 'signs = "random", but transforms of attention have fixed signs; leave the key out'
 
 
 def _of_stream(_: str, cast: Cast) -> Iterator[str]:
-    return _unknown(cast, Taker.STREAM, "the stream is read as it is by every layer after")
+    return _unknown(cast, Consumer.STREAM, "the stream is read as it is by every layer after")
 
 
-def _unknown(cast: Cast, taker: Taker, why: str) -> Iterator[str]:
+def _unknown(cast: Cast, consumer: Consumer, why: str) -> Iterator[str]:
     if cast.is_for_state:
         yield f"cast {cast.name!r} is for state, not for a GEMM operand; use one such as e4m3 or mxfp8"
-    for key in cast.unsupported(taker):
+    for key in cast.unsupported(consumer):
         yield f"{key} = {cast.values()[key]!r}, but {why}; leave the key out"
 
 
@@ -130,7 +130,7 @@ def _of_reuse(casts: Casts, saved: str | Cast) -> Iterator[str]:
                 f"{place} = {cast.of!r}, but that is another tensor, of another shape; the place "
                 f"that sees this one before is {source!r}"
             )
-        elif cast.of and (unknown := casts[source].unsupported(Taker.SOURCE)):
+        elif cast.of and (unknown := casts[source].unsupported(Consumer.SOURCE)):
             yield (
                 f"{place} = {source!r}, but {source} is transformed ({', '.join(unknown)}), so "
                 f"its numbers are not the tensor's; name a cast in {place}, or transform neither"
@@ -144,7 +144,7 @@ def _of_reuse(casts: Casts, saved: str | Cast) -> Iterator[str]:
 
 def _of_kept(saved: str | Cast, x: Cast) -> Iterator[str]:
     """A kept operand `x` of fprop whose values differ from the input's."""
-    if saved == "operand" and (unknown := x.unsupported(Taker.KEPT)):
+    if saved == "operand" and (unknown := x.unsupported(Consumer.KEPT)):
         yield (
             f"saved = 'operand', but fprop.x has {', '.join(unknown)}, so its codes are "
             "not all of the tensor; save 'input', or a cast"
@@ -180,7 +180,7 @@ def _of_state(state: Mapping[str, Cast | None]) -> Iterator[str]:
         if cast.of:
             places = ", ".join(SEEN_BEFORE)
             yield f"{place} = {cast.of!r}, but only {places} take the numbers of another place; name a cast"
-        for key in cast.unsupported(Taker.STATE):
+        for key in cast.unsupported(Consumer.STATE):
             why = _NOT_IN_STATE.get(key, "it belongs to GEMM operands")
             yield f"{key} in place {place!r}, but {why}; remove the key"
         if cast.has_row_scales:
@@ -290,7 +290,7 @@ def _of_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None) -> Ite
 def _of_reduce(cast: Cast) -> Iterator[str]:
     """Gradients that are added in a format that would need rescaling after an addition."""
     is_byte = cast.scale == "fp32" and cast.element.bits == 8
-    if cast.unsupported(Taker.REDUCE) or not (is_byte or cast.name in WIDE):
+    if cast.unsupported(Consumer.REDUCE) or not (is_byte or cast.name in WIDE):
         yield (
             f"reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
             "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"

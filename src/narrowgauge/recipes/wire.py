@@ -13,7 +13,7 @@ changes the trajectory of a run on several devices (MS-AMP uses FP8 with scales 
 from collections.abc import Mapping, Sequence
 
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes.rule import Rule
 
 WIDE = ("fp32", "bf16", "fp16")
@@ -48,4 +48,4 @@ def keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
     if cast.name == "fp32":
         return True
     is_one = cast.scale == "fp32" or not cast.is_scaled
-    return is_one and not cast.unsupported(Taker.GATHER) and all(c == cast for c in operands)
+    return is_one and not cast.unsupported(Consumer.GATHER) and all(c == cast for c in operands)

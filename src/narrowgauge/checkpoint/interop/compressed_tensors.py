@@ -19,8 +19,8 @@ vllm-project/compressed-tensors 0.20, `compressors/` and `quantization/quant_sch
 
 The values equal the operands of the forward matmul in the checkpoint's step: the fused weight is quantized as
 the layer does it, then split into q, k and v or gate and up. A square block of NVFP4 or MX becomes equal
-scales of its rows. Keys of a cast that only choose codes and scales (`Taker.SAME_LAYOUT`) do not affect the
-layout. All other keys must match a cast in the table, so a key that is new in casts is refused.
+scales of its rows. Keys of a cast that only choose codes and scales (`Consumer.SAME_LAYOUT`) do not affect
+the layout. All other keys must match a cast in the table, so a key that is new in casts is refused.
 
 Activations are described as the layout can (`activations.py`), and each difference from training is returned
 as a sentence. Layers that the recipe does not quantize are listed under `ignore`.

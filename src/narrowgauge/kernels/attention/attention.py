@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.devices import GpuWork, is_shape_only, tell
-from narrowgauge.kernels.attention.in_order import attend_in_order, takes
+from narrowgauge.kernels.attention.in_order import attend_in_order, supports
 from narrowgauge.kernels.dispatch import attention_backends, chosen_attention, is_slow
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.second_derivative import FirstOrderFunction
@@ -50,7 +50,7 @@ def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None =
     a quarter of the time or less, and keeps operands that are twice as wide.
     """
     way, narrow = chosen_attention(), q_BNTH.dtype in (torch.float16, torch.bfloat16)
-    if way == "in-order" and takes(q_BNTH, k_BKSH, v_BKSH, mask):
+    if way == "in-order" and supports(q_BNTH, k_BKSH, v_BKSH, mask):
         return attend_in_order(q_BNTH, k_BKSH, v_BKSH)
     if is_slow(q_BNTH) and (way == "fp32" or q_BNTH.dtype == torch.bfloat16):
         return attend(q_BNTH.float(), k_BKSH.float(), v_BKSH.float(), mask).to(q_BNTH.dtype)

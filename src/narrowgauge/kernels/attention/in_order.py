@@ -49,7 +49,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def takes(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> bool:
+def supports(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> bool:
     """Whether `attend_in_order` supports this attention: causal, of bf16 values, plain tensors on a CPU."""
     if q_BNTH.dtype != torch.bfloat16 or mask is not None:
         return False

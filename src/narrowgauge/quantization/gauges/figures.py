@@ -43,7 +43,7 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.narrow import block_amax, scales_of
-from narrowgauge.quantization.passes.split import Split
+from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.quantize import prepared_by
 from narrowgauge.quantization.stages.channels import parted
 from narrowgauge.quantization.state.quantized_state import QuantizedState, stored_scales

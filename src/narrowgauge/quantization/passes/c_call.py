@@ -100,7 +100,7 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return tensors[0].numel() > 0 and c_library() is not None
 
 
-def takes(*tensors: torch.Tensor) -> bool:
+def supports(*tensors: torch.Tensor) -> bool:
     """Whether C computes a layer on these tensors, in a single process.
 
     Plans of several processes count torch's operations, so torch runs them there.

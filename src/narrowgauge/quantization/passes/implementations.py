@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from narrowgauge.devices import Device
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 
 #: The places whose operands may stay in the parts that the row kernel writes, if a layer computes in bf16.
 ROW_PLACES = ("fprop.x", "fprop.w")
@@ -57,7 +57,7 @@ def implementation_on(cast: Cast, device: Device, by_rows: bool = False) -> Impl
 @cache
 def kernel_gap(cast: Cast) -> str:
     """Why no Triton kernel computes a cast with scales, as a clause; "" if one does."""
-    if gap := _key_gap("Triton kernel", cast, Taker.KERNEL):
+    if gap := _key_gap("Triton kernel", cast, Consumer.KERNEL):
         return gap
     if cast.element.bits > 8:
         return "a code of a Triton kernel is one byte"
@@ -88,7 +88,7 @@ def rows_gap(cast: Cast) -> str:
         return "the cast does not have a scale in fp32 for each row"
     if cast.is_random or cast.element.bits > 8:
         return "the row kernel rounds to nearest, to codes of a byte"
-    return _key_gap("row kernel", cast, Taker.ROWS)
+    return _key_gap("row kernel", cast, Consumer.ROWS)
 
 
 @cache
@@ -100,9 +100,9 @@ def passes_gap(cast: Cast) -> str:
         return "the C passes correct the scales of blocks of at most 1024 elements"
     if len(cast.candidates) > MOST_CANDIDATES:
         return f"the C passes choose among {MOST_CANDIDATES} candidates"
-    return _key_gap("C pass", cast, Taker.C)
+    return _key_gap("C pass", cast, Consumer.C)
 
 
-def _key_gap(name: str, cast: Cast, engine: Taker) -> str:
+def _key_gap(name: str, cast: Cast, engine: Consumer) -> str:
     unknown = cast.unsupported(engine)
     return f"no {name} implements {', '.join(unknown)}" if unknown else ""

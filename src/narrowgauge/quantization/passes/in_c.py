@@ -1,8 +1,9 @@
-"""Quantization in C: which tensors it takes, and how it is called. The engine beside `in_torch`.
+"""Quantization in C: which tensors it supports, and how it is called. The engine beside `in_torch`.
 
-The passes of `narrow.c` take bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or
-form a single block. Torch operations compute everything else (`takes`): GPU tensors, compiled graphs, tensors
-that autograd tracks. For meta tensors, used to estimate memory, results are allocated and no pass is called.
+The passes of `narrow.c` read bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or
+form a single block. Torch operations compute everything else (`supports`): GPU tensors, compiled graphs,
+tensors that autograd tracks. For meta tensors, used to estimate memory, results are allocated and no pass is
+called.
 
 Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so codes of bf16 values
 are read from tables that `formats.codes_of` and `decode` fill.
@@ -33,7 +34,7 @@ from narrowgauge.quantization.passes.c_call import (
     is_plain,
 )
 from narrowgauge.quantization.passes.implementations import passes_gap
-from narrowgauge.quantization.passes.split import Narrowed, Split
+from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.scales import Scales
 from narrowgauge.torch_compat import unobserved
 
@@ -42,7 +43,7 @@ _RESULTS = ("values", "stored", "codes", "scales", "sums")
 _ONE_BLOCK = 2**16  # elements per piece of a block that spans the full tensor
 
 
-def takes(
+def supports(
     split: torch.Tensor, blocks: Blocks, cast: Cast | None = None, dtype: torch.dtype = torch.float32
 ) -> bool:
     """Whether C quantizes a split tensor: a plain CPU tensor with no autograd and no dispatch mode.

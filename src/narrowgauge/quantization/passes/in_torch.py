@@ -1,15 +1,56 @@
 """Quantization as torch operations: the reference, which the C (`in_c`) must match bit for bit.
 
 An engine has four functions: `amax` and `largest` of blocks, `narrow`, which rounds elements, and `scales`
-alone. `quantization.narrow` calls the one that takes a tensor.
+alone. `quantization.narrow` calls the one that supports a tensor. All engines read a `Split`.
 """
+
+from typing import NamedTuple
 
 import torch
 
 from narrowgauge.formats import Randomness, RandomStream, encode_finite_, round_finite_
 from narrowgauge.quantization.blocks import Blocks, chunks
-from narrowgauge.quantization.passes.split import Narrowed, Split
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.scales import Scales, scales_from
+
+
+class Split(NamedTuple):
+    """A tensor that is cut into blocks, and what is known before its elements are rounded.
+
+    Attributes:
+        x: The tensor, split by its blocks.
+        blocks: The blocks.
+        cast: The cast.
+        axis: The axis that a GEMM contracts.
+        context: The random bits, and a scale that is given.
+        amax: The amax of each block, float32, inner dimensions kept with size 1; None is found on the way.
+        over: The amax that an outer scale comes from: 0-dim, or broadcasts to `amax`.
+        scales: The scales; None are found on the way.
+    """
+
+    x: torch.Tensor
+    blocks: Blocks
+    cast: Cast
+    axis: int
+    context: QuantContext
+    amax: torch.Tensor | None = None
+    over: torch.Tensor | None = None
+    scales: Scales | None = None
+
+
+class Narrowed(NamedTuple):
+    """The elements of a split tensor, and the scales that they need.
+
+    Attributes:
+        out: The elements, in the shape of the split tensor.
+        block: The scale of each block, inner dimensions kept with size 1; empty beside "stored" elements.
+        outer: The outer scale (`Scales.tensor`).
+    """
+
+    out: torch.Tensor
+    block: torch.Tensor
+    outer: torch.Tensor | None
 
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:

@@ -7,7 +7,7 @@ from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.narrow import scales_of
-from narrowgauge.quantization.passes.split import Split
+from narrowgauge.quantization.passes.in_torch import Split
 
 
 def estimator_slope(

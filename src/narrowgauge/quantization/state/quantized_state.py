@@ -30,7 +30,7 @@ from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dt
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import QuantContext
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.quantize import QTensor, emulate_in_context, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.stages.state import (
@@ -81,7 +81,7 @@ class QuantizedState:
         Raises:
             UserError: The cast is not for state.
         """
-        if unknown := cast.unsupported(Taker.STATE):
+        if unknown := cast.unsupported(Consumer.STATE):
             raise UserError(
                 f"cast {cast.name!r} of state: {', '.join(unknown)} is for operands of a matmul; remove the "
                 "key"

@@ -19,7 +19,7 @@ from narrowgauge.models.sizes import name_of
 from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.quantization.keys import Taker
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.runs.monitor.arithmetic import Arithmetic, AttentionShape
 from narrowgauge.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.runs.run_directory import RunDirectory
@@ -94,7 +94,7 @@ def is_tokenwise(cast: Cast) -> bool:
     scales_per_token = all(
         not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1) for c in parts
     )
-    return scales_per_token and not cast.unsupported(Taker.TOKENWISE) and not cast.is_random
+    return scales_per_token and not cast.unsupported(Consumer.TOKENWISE) and not cast.is_random
 
 
 def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) -> TrainedRun:
