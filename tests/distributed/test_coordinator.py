@@ -32,14 +32,14 @@ def test_two_ranks_meet_agree_and_are_done(rank, run):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_name_that_no_host_has_is_refused_at_once_by_every_rank(number):
-    world = World("srun", number, 2, number, 2, 0, 1, "no host..here", 29500)
+    world = World(number, 2, number, 2, 0, 1, "no host..here", 29500)
     with pytest.raises(UserError, match=r"no host has the name 'no host\.\.here'.*set MASTER_ADDR"):
         open_store(world, {}, 300, keep=number == 0)
 
 
 def test_a_rank_that_waits_says_for_whom(port, monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "_SAY_S", 0.0)
-    alone = [World("srun", r, 2, 0, 1, r, 2, "localhost", port) for r in (0, 1)]
+    alone = [World(r, 2, 0, 1, r, 2, "localhost", port) for r in (0, 1)]
     with pytest.raises(UserError, match="finds no store"):
         open_store(alone[1], {}, 0.2)
     said = f"rank 1 waits for rank 0 at localhost:{port}, where nobody answers (for up to 0.2 s)\n"
@@ -82,7 +82,7 @@ def test_something_else_at_the_port_is_an_error(rank, port):
 
 
 def test_runs_of_one_launcher_are_separate_by_name(port):
-    world = World("srun", 0, 1, 0, 1, 0, 1, "localhost", port)
+    world = World(0, 1, 0, 1, 0, 1, "localhost", port)
     store = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "one"}, 5, keep=True)
     store.set("key", "value")
     same = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "one"}, 5)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from narrowgauge.distributed.data_parallel import prepare_ddp as prepare_ddp
     from narrowgauge.distributed.dims import ParallelDims as ParallelDims
     from narrowgauge.distributed.dims import resolve_dims as resolve_dims
-    from narrowgauge.distributed.launch.launcher_env import NotStartedBySrun as NotStartedBySrun
-    from narrowgauge.distributed.launch.launcher_env import reports_for_all as reports_for_all
+    from narrowgauge.distributed.launch.world import NotStartedBySrun as NotStartedBySrun
     from narrowgauge.distributed.launch.world import World as World
+    from narrowgauge.distributed.launch.world import reports_for_all as reports_for_all
     from narrowgauge.distributed.launch.world import world_from as world_from
     from narrowgauge.distributed.mesh import Mesh as Mesh
     from narrowgauge.distributed.parallel.check_blocks import check_blocks as check_blocks

@@ -26,7 +26,7 @@ if os.environ.get("WANTED"):
     asked = []
     for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(n, lambda n, frame: asked.append(signal.Signals(n).name))
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "NCCL_DEBUG", "OMP_NUM_THREADS")
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG", "OMP_NUM_THREADS")
 place = {k: os.environ.get(k) for k in names}
 place["words"], place["folder"] = sys.argv[1:], os.getcwd()
 rank = place["RANK"] or "0"
@@ -81,7 +81,10 @@ def start(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(STANDS_IN)
     stubs = {
-        "srun": 'while [[ $1 == --* ]]; do echo "$1" >> "$HERE/srun"; shift; done\nexec "$@"',
+        "srun": (
+            'while [[ $1 == --* ]]; do echo "$1" >> "$HERE/srun"; shift; done\n'
+            'SLURM_PROCID=0 SLURM_LOCALID=0 exec "$@"'
+        ),
         "scontrol": 'echo "$*" >> "$HERE/scontrol"',
     }
     for name, text in stubs.items():
@@ -95,6 +98,7 @@ def start(tmp_path, monkeypatch):
         "PYTHONPATH": str(package.parent),
         "PATH": f"{package.parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "42",
+        "SLURMD_NODENAME": "node1",
     }
     started = []
 
@@ -237,7 +241,8 @@ def test_slurm_without_a_signal_gives_the_code_of_the_run(write, start, tmp_path
     place = told(tmp_path)
     assert place["words"] == list(LARGE)
     assert place["folder"] == str(script.parent)
-    assert (place["RANK"], place["NCCL_DEBUG"]) == (None, "WARN")
+    assert (place["RANK"], place["LOCAL_RANK"], place["WORLD_SIZE"]) == ("0", "0", "24")
+    assert (place["MASTER_ADDR"], place["MASTER_PORT"], place["NCCL_DEBUG"]) == ("node1", "15042", "WARN")
     options = (tmp_path / "srun").read_text().splitlines()
     assert {"--nodes=3", "--ntasks=24", "--ntasks-per-node=8", "--kill-on-bad-exit=0"} <= set(options)
     script.write_text(script.read_text().replace("\nsrun ", "\nsrun-not-there "))

@@ -14,7 +14,7 @@ from narrowgauge.cluster.doctor.facts import Facts, Verdict, of_error, ok, warn
 from narrowgauge.distributed import NotStartedBySrun, World, world_from
 from narrowgauge.errors import UserError
 
-_OTHERWISE = "start the processes with torchrun, srun or mpirun, and leave the variables to it"
+_OTHERWISE = "start the processes with torchrun, and leave the variables to it"
 
 
 def check_launch(facts: Facts) -> dict[str, Verdict]:
@@ -37,7 +37,7 @@ def _launcher(env: Mapping[str, str]) -> tuple[Verdict, World | None]:
 def _in_words(env: Mapping[str, str], world: World) -> str:
     """The place of this process in its world, and the rendezvous address."""
     process = f"process {world.rank} of {world.size}" if world.size > 1 else "one process"
-    told = "started by itself" if world.launcher == "none" else f"by {world.launcher}'s variables"
+    told = "by torchrun's variables" if env.get("RANK") else "started by itself"
     job, tasks = env.get("SLURM_JOB_ID"), env.get("SLURM_NTASKS", "1")
     inside = f", in Slurm's job {job} of {tasks} task{'' if tasks == '1' else 's'}" if job else ""
     meeting = f"; all meet at {world.master_addr}:{world.master_port}" if world.size > 1 else ""

@@ -36,7 +36,7 @@ from narrowgauge.cluster.scaling.worker import WARMUP_STEPS, on_processes
 from narrowgauge.data import open_data
 from narrowgauge.data.preparation.worker_pool import usable_cores
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.distributed.launch.launcher_env import launch_info
+from narrowgauge.distributed.launch.world import processes_started
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_parameters
@@ -165,12 +165,10 @@ def read_sizes(text: str) -> list[int]:
 
 def refuse_several(environ: Mapping[str, str]) -> None:
     """Check that no launcher started several processes; the shell of a Slurm batch script counts as one."""
-    place = launch_info(environ)
-    if place.size > 1 and (place.launcher != "srun" or environ.get("SLURM_STEP_ID")):
-        raise UserError(
-            f"{place.launcher} started {place.size} processes, but scaling starts its own; "
-            f"start it once, without {place.launcher}"
-        )
+    launcher, size = processes_started(environ)
+    is_batch_shell = launcher == "srun" and not environ.get("SLURM_STEP_ID")
+    if environ.get("WORLD_SIZE", "1") != "1" or (size > 1 and not is_batch_shell):
+        raise UserError("scaling starts its own processes; start it once, without torchrun, srun or mpirun")
 
 
 def _check_gpus(sizes: Sequence[int], device: torch.device) -> None:
