@@ -185,27 +185,6 @@ def test_what_other_trainers_import_reaches_no_configuration_data_checkpoint_or_
             assert not {source.split(".")[0] for source, _ in imports} & numbers, module
 
 
-# The run directory reads and writes the configuration, `resolve` and what it asks turn it into a `Run`, and
-# the rest opens or makes directories of runs. The loop and what it calls see a `Run`.
-SEE_THE_CONFIGURATION = {
-    "runs.loop.check_data",
-    "runs.loop.default_out",
-    "runs.loop.parallel_dims",
-    "runs.loop.resolve",
-    "runs.loop.run",
-    "runs.monitor.memory_check",
-    "runs.run_directory",
-    "runs.use.branch",
-    "runs.use.trained_model",
-}
-
-
-def test_after_it_is_resolved_nobody_in_a_run_sees_the_configuration():
-    needs = {module: {defined_in(*one) for one in imports} for module, imports in all_imports().items()}
-    found = {m for m in needs if m.startswith("runs.") and any("training.config." in n for n in needs[m])}
-    assert found == SEE_THE_CONFIGURATION, "a module less is taken from the list; none is added"
-
-
 def test_no_folder_holds_more_than_sixteen_entries():
     for folder in {path.parent for path in FILES} - {ROOT}:
         entries = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]

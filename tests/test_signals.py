@@ -43,8 +43,9 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(hang_ups):
 
 # The outer process is ssh: it opens a terminal, starts the inner one there and closes the terminal.
 INNER = """
-import sys, time
+import signal, sys, time
 from narrowgauge.signals import stop_requests
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 with stop_requests() as requests:
     print("ready", flush=True)
     while not requests:

@@ -14,8 +14,8 @@ from narrowgauge.bench.worker import random_batches
 from narrowgauge.cli.main import main
 from narrowgauge.devices import imagine
 from narrowgauge.models import flops_per_token
-from narrowgauge.recipes import named_device, recipe_names
-from narrowgauge.simulate import count_step
+from narrowgauge.recipes import choose_backend, named_device, recipe_names
+from narrowgauge.simulate import H200, count_step
 from narrowgauge.torch_compat import scaled_mm
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
@@ -98,8 +98,9 @@ def test_the_floor_is_never_above_the_count_of_the_step(recipe):
     c = make_config(sizes | {"recipe": {"name": recipe}})
     count = count_step(c, h200)
     with imagine(h200):
-        work = work_of(c, native=count.backend == "native")
-    micro, update = count.micro_batch(), count.of_update()
+        work = work_of(c, native=choose_backend(c.spec.recipe, h200).name == "native")
+    totals = count.totals(H200)
+    micro, update = totals.further, totals.update
     assert work.flops <= count.micro_batches * micro.flops
     assert sum(work.moved.values()) <= count.micro_batches * micro.bytes + update.bytes
     assert work.moved["optimizer"] <= update.bytes

@@ -4,7 +4,7 @@ import pytest
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import count_step, count_whole, estimate_step
+from narrowgauge.simulate import H200, count_step, count_whole, estimate_step
 from narrowgauge.simulate.few_blocks import few_blocks
 from narrowgauge.simulate.memory_estimate import _heaviest
 from narrowgauge.training import make_config
@@ -78,7 +78,7 @@ def test_counts_and_memory_are_those_of_all_blocks(but_for):
         config(but_for("blocks.*[02468].*"), 11),
         config("fp8", 13, recompute=True, recompute_every=2),
     ):
-        few, all_blocks = count_whole(one, h200).expected.further, count_step(one, h200).micro_batch()
+        few, all_blocks = count_whole(one, h200).expected.further, count_step(one, h200).totals(H200).further
         assert (few.launches, few.bytes) == (all_blocks.launches, all_blocks.bytes)
         assert few.flops == pytest.approx(all_blocks.flops)
     one = config(but_for("blocks.6.*", "blocks.7.*"), 9)

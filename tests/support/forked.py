@@ -93,7 +93,7 @@ def begin_anew(program: Program, environment: Mapping[str, str]) -> None:
             os.dup2(nowhere, int(name))
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
+        if callable(signal.getsignal(number)) or number == signal.SIGHUP:  # which nohup ignores
             plain = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, plain)
     atexit._clear()

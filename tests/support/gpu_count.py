@@ -61,7 +61,7 @@ def config_of(model, recipe, micro_batch, length, layers, options=()):
 def counted(*model, options=()):
     """The count of all layers, one by one."""
     step = count_step(config_of(*model, options), named_device("h200"))
-    return Count.of(step.micro_batch(calibrated=True), step.micro_batch(), step.peak_bytes)
+    return Count.of(step.totals(H200.calibrated()).further, step.totals(H200).further, step.peak_bytes)
 
 
 @cache
@@ -75,4 +75,4 @@ def whole(*model, options=(), gpu="h200"):
 @cache
 def updated(*model, options=()):
     """The total of the update, of all layers one by one."""
-    return count_step(config_of(*model, options), named_device("h200")).of_update()
+    return count_step(config_of(*model, options), named_device("h200")).totals(H200).update

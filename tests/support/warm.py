@@ -59,6 +59,7 @@ def become(job: dict) -> None:
         # a write beyond the limit then fails, as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
     forks_instead(job["forks"])
     Program(job["script"] or None, job["arguments"]).run()
 

@@ -5,15 +5,14 @@ further ones, which are alike; and the update. Three micro-batches are simulated
 all further ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import choose_backend
 from narrowgauge.simulate.recorder import Event
-from narrowgauge.simulate.speeds import FUNCTION_S, H200, LAUNCH_S, Speeds
+from narrowgauge.simulate.speeds import FUNCTION_S, LAUNCH_S, Speeds
 from narrowgauge.simulate.step import UPDATE, phase_of, simulate_step
 from narrowgauge.training import Config
 
@@ -61,10 +60,6 @@ class Total:
             sum(s for e, s in times if e.is_cast),
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return vars(self) | {"host_seconds": self.host_seconds}
-
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -91,40 +86,32 @@ class StepCount:
     """What a step costs on an imagined GPU.
 
     Attributes:
-        gpu: the facts of the GPU, as words.
-        backend: whether the recipe is native there.
-        tokens: tokens of a micro-batch.
         micro_batches: micro-batches of a step.
         first: events of the first micro-batch.
         micro: events of one micro-batch that is neither the first nor the last.
         update: events of clipping, the update and what follows.
         first_functions: calls of Python autograd functions in the first micro-batch.
         functions: those calls in a further micro-batch.
-        waits: (place, times) at which the host waits in a micro-batch.
+        waits: how often the host waits in a micro-batch, by place.
         update_waits: the number of waits in the update.
         peak_bytes: the most bytes that are alive.
         state_bytes: bytes on the device between steps.
-        speeds: the speeds that turn the count into seconds.
     """
 
-    gpu: str
-    backend: str
-    tokens: int
     micro_batches: int
     first: Sequence[Event]
     micro: Sequence[Event]
     update: Sequence[Event]
     first_functions: int
     functions: int
-    waits: Sequence[tuple[str, int]]
+    waits: Mapping[str, int]
     update_waits: int
     peak_bytes: int
     state_bytes: int
-    speeds: Speeds
 
     def totals(self, at: Speeds) -> StepTotals:
         """The totals of the step's parts at given speeds."""
-        waits = sum(times for _, times in self.waits)
+        waits = sum(self.waits.values())
         return StepTotals(
             Total.of(self.first, self.first_functions, waits, at),
             Total.of(self.micro, self.functions, waits, at),
@@ -132,50 +119,13 @@ class StepCount:
             self.micro_batches,
         )
 
-    def micro_batch(self, calibrated: bool = False) -> Total:
-        """The total of a micro-batch that is not the first."""
-        return self.totals(self._speeds(calibrated)).further
 
-    def of_update(self, calibrated: bool = False) -> Total:
-        """The total of the update."""
-        return self.totals(self._speeds(calibrated)).update
-
-    def step_seconds(self, calibrated: bool = False) -> float:
-        """The seconds of a step."""
-        return self.totals(self._speeds(calibrated)).seconds
-
-    def tokens_per_s(self, calibrated: bool = False) -> float:
-        """Tokens a second."""
-        return self.micro_batches * self.tokens / self.step_seconds(calibrated)
-
-    def _speeds(self, calibrated: bool) -> Speeds:
-        return self.speeds.calibrated() if calibrated else self.speeds
-
-    def as_json(self) -> dict[str, Any]:
-        """All figures as JSON values; seconds at the speeds as they are, and calibrated."""
-        at = {"at_speeds": False, "calibrated": True}
-        return {
-            "gpu": self.gpu,
-            "backend": self.backend,
-            "speeds": self.speeds.words,
-            "tokens": self.tokens,
-            "micro_batches": self.micro_batches,
-            "peak_bytes": self.peak_bytes,
-            "micro_batch": {name: self.micro_batch(c).as_json() for name, c in at.items()},
-            "update": {name: self.of_update(c).as_json() for name, c in at.items()},
-            "step_seconds": {name: self.step_seconds(c) for name, c in at.items()},
-            "tokens_per_s": {name: self.tokens_per_s(c) for name, c in at.items()},
-            "waits": self.waits,
-        }
-
-
-def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCount:
+def count_step(config: Config, facts: Device) -> StepCount:
     """Count what a step costs on a GPU, on any machine.
 
     Args:
         config: the model, its recipe, its micro-batch; one process.
         facts: the facts of the GPU.
-        speeds: the speeds that turn work into seconds.
 
     Returns:
         The count. State that is kept in the host's memory is not moved in it.
@@ -191,23 +141,19 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
             "a compiled step is not counted, because torch's compiler generates its kernels; leave "
             "training.compile out"
         )
-    backend = choose_backend(config.spec.recipe, facts, config.spec.backend)
+    choose_backend(config.spec.recipe, facts, config.spec.backend)
     step = simulate_step(config, _MICRO_BATCHES, count_on=facts)
     recorder, first, counted = step.recorder, phase_of(0), phase_of(1)
     t = config.training
     return StepCount(
-        str(facts),
-        backend.name,
-        step.tokens,
         t.batch_size // t.micro_batch_size,
         [e for e in recorder.events if e.phase == first],
         [e for e in recorder.events if e.phase == counted],
         [e for e in recorder.events if e.phase == UPDATE],
         recorder.functions[first],
         recorder.functions[counted],
-        [(place, n) for (phase, place), n in recorder.waits.items() if phase == counted],
+        {place: n for (phase, place), n in recorder.waits.items() if phase == counted},
         sum(n for (phase, _), n in recorder.waits.items() if phase == UPDATE),
         recorder.live.peak,
         step.state_bytes,
-        speeds,
     )

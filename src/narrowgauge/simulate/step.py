@@ -39,7 +39,6 @@ class SimulatedStep:
 
     Attributes:
         recorder: the record.
-        tokens: tokens of a micro-batch.
         memory: the bytes alive by class; None of a counted step.
         state_bytes: bytes on the device between steps.
         sent: the bytes that the process has sent at the start of the step, at the start of each micro-batch,
@@ -47,7 +46,6 @@ class SimulatedStep:
     """
 
     recorder: Recorder
-    tokens: int
     memory: Memory | None = None
     state_bytes: int = 0
     sent: list[Sent] = field(default_factory=list)
@@ -94,7 +92,7 @@ def simulate_step(
         trainer = Trainer.begin(config.model_copy(update=few).plan, meta, mesh)
         x_BT = torch.empty(size, dtype=torch.long, device=meta)
         batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
-        step = SimulatedStep(recorder, x_BT.numel())
+        step = SimulatedStep(recorder)
         if is_counted:
             recorder.live.begin_peak()
         else:

@@ -65,7 +65,7 @@ def count_whole(
     Raises:
         UserError: as `count_step`.
     """
-    parts = [(count_step(with_layers(config, n), facts, speeds), w) for n, w in few_blocks(config)]
+    parts = [(count_step(with_layers(config, n), facts), w) for n, w in few_blocks(config)]
     flops = defaultdict[str, float](float)
     for step, w in parts:
         for event in step.micro:

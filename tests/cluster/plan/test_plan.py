@@ -19,7 +19,15 @@ from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import flops_per_token
-from narrowgauge.simulate import Memory, StepEstimate, cheaper, count_step, estimate_memory, estimate_step
+from narrowgauge.simulate import (
+    H200,
+    Memory,
+    StepEstimate,
+    cheaper,
+    count_step,
+    estimate_memory,
+    estimate_step,
+)
 from narrowgauge.simulate.few_blocks import few_blocks
 from narrowgauge.simulate.memory import CLASSES
 from narrowgauge.simulate.memory_estimate import _heaviest
@@ -348,8 +356,9 @@ def test_few_blocks_of_each_kind_tell_the_whole_step(recipe, layers, blocks):
     """To the launch and to the byte; a plan prices instructions, but not an update in two lists."""
     cluster, values = load_cluster("h200"), config(recipe, SMALL | {"layers": layers})
     found, exact = counted_step(values, ParallelDims(), cluster), count_step(values, cluster.facts)
-    assert layers > 10 or found.seconds >= exact.step_seconds(calibrated=True)
-    step = exact.micro_batch()
+    of_all = exact.totals(H200.calibrated())
+    assert layers > 10 or found.seconds >= of_all.seconds
+    step = of_all.further
     assert (found.expected.further.launches, found.expected.further.bytes) == (step.launches, step.bytes)
     assert blocks is None or [n for n, _ in few_blocks(values)] == blocks
 

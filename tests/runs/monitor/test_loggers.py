@@ -8,38 +8,25 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.runs.loop.run_writer import NullRunWriter, RunWriter
-from narrowgauge.runs.monitor import loggers
-from narrowgauge.runs.monitor.loggers import BACKENDS, Feed, Loggers, is_installed, numbers, require_sinks
+from narrowgauge.runs.monitor.loggers import SINKS, Loggers, is_installed, numbers, require_sinks
 from support.runs import interrupted
 
 SMALL = {"gauges.every": 3, "training.steps": 6, "checkpoint.every": 2}
-PRESENT = {name: is_installed(name) for name in BACKENDS}
+PRESENT = {name: is_installed(name) for name in SINKS}
 
 
 def needs(name):
     return pytest.mark.skipif(not PRESENT[name], reason=f"the package {name} is not installed")
 
 
-class Book:
-    """A sink that writes down what it gets, after a number of failures."""
-
-    def __init__(self, failures=0):
-        self.failures, self.pages, self.is_closed = failures, [], False
-
-    def log(self, step, values):
-        if self.failures:
-            self.failures -= 1
-            raise ConnectionError("nobody\nthere")
-        self.pages.append((step, dict(values)))
-
-    def close(self):
-        self.is_closed = True
-
-
 def test_a_journal_gives_its_sinks_every_step_and_reading_and_no_event(tmp_path):
-    book, said, opened = Book(), [], []
-    feed = Feed("book", lambda step: opened.append(step) or book, said.append)
-    journal = RunWriter(tmp_path, said.append, sinks=Loggers((feed,)))
+    pages, said, opened, closed = [], [], [], []
+
+    def book(step):
+        opened.append(step)
+        return (lambda step, values: pages.append((step, dict(values)))), lambda: closed.append("book")
+
+    journal = RunWriter(tmp_path, said.append, sinks=Loggers({"book": book}, said.append))
     journal.record({"event": "start", "step": 4})
     journal.record({"step": 5, "loss": 2.5, "val_loss": 2.0, "val_tokens": 64, "val_parts": [2.0, 2.0]})
     gauge = {"step": 5, "layer": "blocks.0.qkv", "place": "fprop.x", "cast": "e4m3", "elements": 64}
@@ -47,48 +34,42 @@ def test_a_journal_gives_its_sinks_every_step_and_reading_and_no_event(tmp_path)
     journal.sinks.close()
     where = "gauges/fprop.x/blocks.0.qkv"
     amax = {f"{where}/amax_{part}": v for v, part in enumerate(("smallest", "median", "largest"), start=1)}
-    assert book.pages == [(5, {"loss": 2.5, "val_loss": 2.0}), (5, {f"{where}/zeros": 0.25, **amax})]
-    assert (opened, book.is_closed, said) == ([5], True, [])
+    assert pages == [(5, {"loss": 2.5, "val_loss": 2.0}), (5, {f"{where}/zeros": 0.25, **amax})]
+    assert (opened, closed, said) == ([5], ["book"], [])
     assert [json.loads(line)["zeros"] for line in journal.gauges.read_text().splitlines()] == [0.25]
 
 
 def test_only_the_first_process_writes(tmp_path):
-    book = Book()
-    sinks_of_it = Loggers((Feed("book", lambda step: book, print),))
-    bystander = NullRunWriter(tmp_path, print, sinks=sinks_of_it)
+    opened = []
+    bystander = NullRunWriter(tmp_path, print, sinks=Loggers({"book": opened.append}, print))
     bystander.record({"step": 1, "loss": 2.0})
     bystander.record_gauges([{"step": 1, "layer": "a", "place": "m", "zeros": 0.0}])
-    sinks_of_it.close()
-    assert book.pages == []
-    assert not book.is_closed, "it was never opened"
+    bystander.sinks.close()
+    assert opened == []
 
 
-def fed(book, steps, said):
-    """What a feed to `book` says of steps from 0 on."""
-    feed = Feed("book", book if callable(book) else lambda step: book, said.append)
-    for step in range(steps):
-        feed.put(step, {"loss": 1.0})
-    feed.close()
+def test_a_run_goes_on_without_a_sink_that_fails():
+    pages, said, tries = [], [], []
 
+    def fails(step, values):
+        raise ConnectionError("nobody\nthere")
 
-def test_a_sink_that_is_down_is_told_once_and_tried_again(monkeypatch):
-    monkeypatch.setattr(loggers, "RETRY_S", 0.0)
-    book, said = Book(failures=3), []
-    fed(book, 5, said)
-    assert [step for step, _ in book.pages] == [3, 4]
-    assert [line[:49] for line in said] == ["NOT SENT to book (ConnectionError: nobody there);"]
-
-
-def test_a_sink_that_cannot_be_opened_is_not_asked_at_every_step():
-    tries, said = [], []
-
-    def open_it(step):
+    def cannot_be_opened(step):
         tries.append(step)
         raise SystemExit("log in first")
 
-    fed(open_it, 5, said)
-    assert tries == [0], "the next try is a minute later"
-    assert ["SystemExit: log in first" in line for line in said] == [True]
+    openers = {"down": lambda step: (fails, fails), "closed": cannot_be_opened}
+    sinks = Loggers(openers | {"book": lambda step: (lambda *page: pages.append(page), int)}, said.append)
+    for step in range(3):
+        sinks.metrics({"step": step, "loss": 1.0})
+    sinks.close()
+    assert pages == [(step, {"loss": 1.0}) for step in range(3)]
+    assert tries == [0]
+    words = "; training continues, and metrics.jsonl has every step"
+    assert said == [
+        f"NOT SENT to down from now on (ConnectionError: nobody there){words}",
+        f"NOT SENT to closed from now on (SystemExit: log in first){words}",
+    ]
 
 
 def test_what_is_no_number_is_left_out():

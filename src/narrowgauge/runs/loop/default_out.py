@@ -40,9 +40,9 @@ def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
     Raises:
         UserError: several runs differ only in `allowed` keys.
     """
-    start, older = _start(config), _older_name(config)
+    start = _start(config)
     named = Path(FOLDER) / _name(start, _changed(config))
-    beside = {Path(FOLDER) / start, Path(FOLDER) / older, *Path(FOLDER).glob(f"{start},*")}
+    beside = {Path(FOLDER) / start, *Path(FOLDER).glob(f"{start},*")}
     changes: dict[Path, set[str]] = {}
     for path in filter(Path.is_dir, dict.fromkeys([named, *sorted(beside)])):
         with suppress(UserError):  # not a readable run
@@ -64,12 +64,6 @@ def _start(config: Config) -> str:
     sources = "+".join(filter(None, map(_stem, split_sources(config.data.source)))) or "data"
     name = f"{_safe(config.model.name)}-{sources}-{_safe(Path(config.recipe.name).stem)}"
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{_digest(name)}"
-
-
-def _older_name(config: Config) -> str:
-    """The name in an earlier scheme, without keys."""
-    sources = "+".join(Path(name).stem or "data" for name in split_sources(config.data.source))
-    return f"{config.model.name}-{sources}-{Path(config.recipe.name).stem}"
 
 
 def _stem(source: str) -> str:

@@ -51,7 +51,7 @@ def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, obj
     coordinator.progress("building the model", START)
     trainer = Trainer.begin(context.run.plan, context.run.device, mesh)
     if checkpoint is None:
-        start_from_weights(context.run.weights, context.run.plan.spec.model, trainer.model)
+        start_from_weights(context.run.config, trainer.model)
         log(f"run directory: {directory.path}")
         directory.keep_metrics_until(-1)
     else:
@@ -88,7 +88,7 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
 
 def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """Take steps to the end, or until a rollback changes the batches."""
-    directory, steps, every = context.directory, context.run.plan.steps, context.run.every
+    directory, steps, config = context.directory, context.run.plan.steps, context.run.config
     last_save = time.monotonic()
     tokens = _tokens_seen(context, trainer)
     requests.save_first()
@@ -99,10 +99,10 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
         is_warm, tokens = True, line["tokens"]
         is_last = trainer.step == steps
         # Read once: a signal may arrive at any moment, and the stop below must follow the save it requests.
-        is_late = time.monotonic() - last_save > 60 * every.minutes
+        is_late = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
         shared = context.coordinator.all_reduce_max(asked=requests.number, late=is_late)
         asked = "" if is_last or not shared["asked"] else signal.Signals(shared["asked"]).name
-        if is_last or trainer.step % every.validation == 0:
+        if is_last or trainer.step % config.validation.every == 0:
             line |= _validate(context, trainer)
         directory.record(line)
         context.display.step(line)
@@ -110,9 +110,9 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
             context.checkpointer.settle()  # the rollback target may still be pending
         if recover(context, trainer, line["loss"], line["grad_norm"]):
             return
-        if every.check and trainer.step % every.check == 0:
+        if (check := config.guard.check_every) and trainer.step % check == 0:
             trainer.check_replicas()
-        if is_last or shared["late"] or asked or trainer.step % every.save == 0:
+        if is_last or shared["late"] or asked or trainer.step % config.checkpoint.every == 0:
             context.checkpointer.save(trainer, context.run_id, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
@@ -196,7 +196,7 @@ def _measured_step(
 
 def _is_read(context: RunContext, step: int) -> bool:
     """Whether gauges read a step: every n-th, and the last, so that a short run is read as well."""
-    every = context.run.every.gauges
+    every = context.run.config.gauges.every
     is_due = step % every == 0 or step == context.run.plan.steps if every else False
     return is_due and context.coordinator.rank == 0  # it reads for all
 

@@ -53,7 +53,7 @@ def _target(context: RunContext, before: int) -> Path | None:
     """The checkpoint to go back to from step `before`; the same on all ranks."""
     checkpoints, target = context.directory.checkpoints, None
     if context.coordinator.rank == 0:
-        target = rollback_target(checkpoints, context.run_id, before, context.run.every.save)
+        target = rollback_target(checkpoints, context.run_id, before, context.run.config.checkpoint.every)
     name = context.coordinator.broadcast(None if target is None else target.name)
     return None if name is None else checkpoints / name
 
@@ -98,7 +98,7 @@ def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step:
     the older checkpoint on. Returns False if this is not the case or there is no older checkpoint.
     """
     last = before.raised[-1] if before.raised else None
-    if last is None or not last.is_state or step - last.from_step >= context.run.every.save:
+    if last is None or not last.is_state or step - last.from_step >= context.run.config.checkpoint.every:
         return False
     target = _target(context, last.from_step - 1)
     if target is None:

@@ -31,27 +31,6 @@ from narrowgauge.units import parse_bytes
 
 
 @dataclass(frozen=True)
-class Every:
-    """The intervals, in steps, of a run's other activities; 0 for never.
-
-    Attributes:
-        log: Between plain progress lines.
-        validation: Between validations.
-        save: Between checkpoints.
-        minutes: The longest time between checkpoints, in minutes.
-        gauges: Between gauge readings.
-        check: Between comparisons of replicas.
-    """
-
-    log: int
-    validation: int
-    save: int
-    minutes: float
-    gauges: int
-    check: int
-
-
-@dataclass(frozen=True)
 class Run:
     """A run before its first step; the same on all ranks except for rank and device.
 
@@ -68,9 +47,7 @@ class Run:
         choice: A sentence about the micro-batch; "" if it is the default or was set.
         placement: A sentence for each layer or block that the recipe treats differently.
         held_out: The number of sequences of a validation.
-        weights: The run whose weights this one starts from; "" for none.
         prompt: The prompt of the sample at the end; "" for held-out tokens.
-        every: The intervals of the run's activities.
     """
 
     config: Config
@@ -85,9 +62,7 @@ class Run:
     choice: str
     placement: list[str]
     held_out: int
-    weights: str
     prompt: str
-    every: Every
 
 
 def resolve(
@@ -140,14 +115,5 @@ def resolve(
         choice=layout.choice,
         placement=placement(plan.spec.model, plan.spec.recipe, plan.micro_batch_size * plan.sequence_length),
         held_out=layout.held_out,
-        weights=config.model.weights,
         prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
-        every=Every(
-            log=config.log.every,
-            validation=config.validation.every,
-            save=config.checkpoint.every,
-            minutes=config.checkpoint.every_minutes,
-            gauges=config.gauges.every,
-            check=config.guard.check_every,
-        ),
     )

@@ -76,12 +76,12 @@ def run(
     with (
         hardware.memory_kept(resolved.device),
         stop_requests() as requests,
-        Display(console, resolved.plan.steps, resolved.every.log) as display,
+        Display(console, resolved.plan.steps, resolved.config.log.every) as display,
     ):
         patience = resolved.config.training.hang_timeout
         with init_process_group(resolved.world, resolved.device, patience) as coordinator:
             dataset = open_checked_data(resolved.config, coordinator, display.stage)
-            check_start(resolved.weights, resolved.config.data.tokenizer, dataset.tokenizer)
+            check_start(resolved.config, dataset.tokenizer)
             with lock_run(path, coordinator.rank, coordinator.barrier):
                 requests.save_first()  # until the directory has a status
                 changes = claim_together(path, resolved.config, dataset.digest, coordinator, allow_change)
@@ -119,8 +119,8 @@ def _train(
             if coordinator.rank == 0:
                 run_id = directory.run_id(dataset.digest)
                 dataset.tokenizer.save(directory.tokenizer)
-                if resolved.weights:  # for a later export
-                    directory.keep_special_tokens(RunDirectory(Path(resolved.weights)).special_tokens())
+                if weights := config.model.weights:  # for a later export
+                    directory.keep_special_tokens(RunDirectory(Path(weights)).special_tokens())
             threads, shape = config.training.threads, AttentionShape.of(config.plan)
             arithmetic = choose_arithmetic(threads, shape, directory.lines, device, coordinator, display.log)
             context = RunContext(

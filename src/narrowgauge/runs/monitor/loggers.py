@@ -1,126 +1,86 @@
 """Sends metrics and gauges to other programs: TensorBoard, W&B, trackio (`[log] sinks`).
 
-The run directory is the record; a sink is a copy. These programs queue and send by themselves. One that
-fails does not stop the training: it is warned of once, until it works again, and tried again after a minute.
+The run directory is the record; a sink is a copy. These programs queue, retry and send by themselves. One
+that raises an error does not stop the training: one line says so, and the rest of the run goes without it.
 
-A backend is opened for a run directory at its first step and receives the values of one step at a time. It
-keeps its files inside the run directory if the program allows it, and a resumed run continues the same files.
+A sink is opened for a run directory at its first step, as two functions: one takes the values of a step, the
+other ends it. It keeps its files inside the run directory if the program allows it, and a resumed run
+continues the same files.
 """
 
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from narrowgauge.errors import UserError
 
 Values = dict[str, float]
 Log = Callable[[str], None]
+#: Logs the values of a step by name, and sends what remains; each may raise any exception.
+Sink = tuple[Callable[[int, Values], object], Callable[[], object]]
 
 PROJECT = "narrowgauge"
-RETRY_S = 60.0
 _PARTS = {"amax": ("smallest", "median", "largest"), "scales": ("smallest", "largest")}
 _LEFT_OUT = ("step", "elements", "val_tokens")
 
 
-class LoggerBackend(Protocol):
-    """Interface to a program; every method may raise any exception."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of a step by name."""
-
-    def close(self) -> None:
-        """Send the remaining records."""
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """The facts of a run that a sink needs when it opens."""
-
-    path: Path  # the run directory
-    config: Mapping[str, Any]  # resolved, nested
-    step: int  # the first step to be logged
-
-
-class TensorBoard:
+def _tensorboard(path: Path, config: Mapping[str, Any], first: int) -> Sink:
     """Event files in RUN/tensorboard; `tensorboard --logdir RUN` shows them."""
+    writer = import_module("torch.utils.tensorboard").SummaryWriter(
+        log_dir=str(path / "tensorboard"),
+        purge_step=first,  # a step repeated after a kill is shown once
+        flush_secs=10,
+    )
 
-    def __init__(self, run: RunInfo) -> None:
-        writer = import_module("torch.utils.tensorboard").SummaryWriter
-        # a step repeated after a kill is shown once
-        self.writer = writer(log_dir=str(run.path / "tensorboard"), purge_step=run.step, flush_secs=10)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one scalar for each name."""
+    def log(step: int, values: Values) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush and close."""
-        self.writer.close()
+    return log, writer.close
 
 
-class WeightsAndBiases:
-    """A W&B run, with files in RUN/wandb; W&B's variables (WANDB_MODE, WANDB_PROJECT, ...) apply."""
-
-    def __init__(self, run: RunInfo) -> None:
-        wandb = import_module("wandb")
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            name=run.path.resolve().name,
-            id=_identity(run.path / "wandb" / "narrowgauge-id"),
-            dir=str(run.path),
-            config=dict(run.config),
-            resume="allow",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=10.0),
-        )
-        # W&B's step counter never decreases, but that of a resumed run does
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all values in one call."""
-        self.run.log({**values, "step": step})
-
-    def close(self) -> None:
-        """Finish; unsent records stay in RUN/wandb for `wandb sync`."""
-        self.run.finish()
+def _wandb(path: Path, config: Mapping[str, Any], first: int) -> Sink:
+    """A W&B run in RUN/wandb; W&B's variables apply, and `wandb sync` sends what remains there."""
+    wandb = import_module("wandb")
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT") or PROJECT,
+        name=path.resolve().name,
+        id=_identity(path / "wandb" / "narrowgauge-id"),
+        dir=str(path),
+        config=dict(config),
+        resume="allow",
+        settings=wandb.Settings(console="off", silent=True, init_timeout=10.0),
+    )
+    run.define_metric("*", step_metric="step")  # W&B's own step never decreases; that of a resumed run does
+    return lambda step, values: run.log({**values, "step": step}), run.finish
 
 
-class Trackio:
+def _trackio(path: Path, config: Mapping[str, Any], first: int) -> Sink:
     """A trackio run in trackio's folder (TRACKIO_DIR); `trackio show` shows it."""
-
-    def __init__(self, run: RunInfo) -> None:
-        trackio = import_module("trackio")
-        name = f"{run.path.resolve().name}-{_identity(run.path / 'trackio' / 'narrowgauge-id')}"
-        self.run = trackio.init(
-            project=PROJECT,
-            name=name,
-            config={f"{s}.{k}": v for s, table in run.config.items() for k, v in table.items()},
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all values in one call."""
-        self.run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self.run.finish()
+    run = import_module("trackio").init(
+        project=PROJECT,
+        name=f"{path.resolve().name}-{_identity(path / 'trackio' / 'narrowgauge-id')}",
+        config={f"{s}.{k}": v for s, table in config.items() for k, v in table.items()},
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    return lambda step, values: run.log(values, step=step), run.finish
 
 
-#: The constructor of each backend, by the name of its package, which is also that of the extra.
-BACKENDS: Mapping[str, Callable[[RunInfo], LoggerBackend]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
+#: Opens each sink for a run directory, its resolved configuration and the first step to be logged; by the
+#: name of its package, which is also that of the extra.
+SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
 }
 
 
@@ -138,73 +98,28 @@ def require_sinks(names: Iterable[str]) -> None:
             )
 
 
-class Feed:
-    """One sink, which opens at its first record."""
-
-    def __init__(self, name: str, open: Callable[[int], LoggerBackend], log: Log) -> None:
-        self.name, self.open, self.log = name, open, log
-        self._is_down, self._next_try = False, 0.0
-        self._sink: LoggerBackend | None = None
-
-    def put(self, step: int, values: Values) -> None:
-        """Send a record, unless the sink failed less than a minute ago."""
-        if time.monotonic() < self._next_try:
-            return
-        try:
-            if self._sink is None:
-                self._sink = self.open(step)
-            self._sink.log(step, values)
-        except (Exception, SystemExit) as error:  # a library may try to end this process
-            self._next_try = time.monotonic() + RETRY_S
-            self._down(error)
-        else:
-            self._is_down = False
-
-    def close(self) -> None:
-        """Let the program send what is left."""
-        if self._sink is not None:
-            try:
-                self._sink.close()
-            except (Exception, SystemExit) as error:
-                self._down(error)
-
-    def _down(self, error: BaseException) -> None:
-        """Log a warning once, until the sink works again."""
-        if not self._is_down:
-            self._is_down = True
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.log(
-                f"NOT SENT to {self.name} ({reason}); training continues, and metrics.jsonl has every step"
-            )
-
-
-@dataclass(frozen=True)
 class Loggers:
     """All sinks of a run; without sinks every call does nothing."""
 
-    feeds: tuple[Feed, ...] = field(default=())
+    def __init__(self, openers: Mapping[str, Callable[[int], Sink]] | None = None, log: Log = print) -> None:
+        """Take functions that open sinks at a step, by name, and one that prints a warning."""
+        self._openers, self._sinks, self._log = dict(openers or {}), dict[str, Sink](), log
 
     @classmethod
     def of(cls, names: Iterable[str], path: Path, config: Mapping[str, Any], log: Log) -> "Loggers":
-        """Make the sinks with these names (`BACKENDS`)."""
-
-        def feed(name: str) -> Feed:
-            return Feed(name, lambda step: BACKENDS[name](RunInfo(path, config, step)), log)
-
-        return cls(tuple(map(feed, dict.fromkeys(names))))
+        """The sinks with these names (`SINKS`)."""
+        return cls({name: partial(SINKS[name], path, config) for name in names}, log)
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Send the values of a line of metrics.jsonl; events are not sent."""
-        if self.feeds and "event" not in line:
+        if self._openers and "event" not in line:
             self._put(line["step"], numbers(line))
 
     def gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Send the lines of one step of gauges.jsonl, named `gauges/PLACE/LAYER/FIGURE`."""
-        if not self.feeds:
-            return
         values: Values = {}
         step = 0
-        for line in lines:
+        for line in lines if self._openers else ():
             step = line["step"]
             prefix = f"gauges/{line['place']}/{line['layer']}"
             values |= {f"{prefix}/{name}": value for name, value in numbers(line).items()}
@@ -212,13 +127,30 @@ class Loggers:
             self._put(step, values)
 
     def close(self) -> None:
-        """Close all sinks."""
-        for feed in self.feeds:
-            feed.close()
+        """Let each program send what is left."""
+        for name in [name for name in self._sinks if name in self._openers]:
+            with self._harmless(name):
+                self._sinks[name][1]()
 
     def _put(self, step: int, values: Values) -> None:
-        for feed in self.feeds:
-            feed.put(step, values)
+        for name, open_at in list(self._openers.items()):
+            with self._harmless(name):
+                if name not in self._sinks:
+                    self._sinks[name] = open_at(step)
+                self._sinks[name][0](step, values)
+
+    @contextmanager
+    def _harmless(self, name: str) -> Iterator[None]:
+        """Go on without a sink that fails in this block."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # a library may try to end this process
+            del self._openers[name]
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self._log(
+                f"NOT SENT to {name} from now on ({reason}); training continues, and metrics.jsonl has every "
+                "step"
+            )
 
 
 def numbers(line: Mapping[str, Any]) -> Values:

@@ -12,13 +12,13 @@ from narrowgauge.training.config.synonyms import Key
 
 
 def keys_of(sections: Mapping[str, type[Section]]) -> dict[str, Key]:
-    """Every `section.key` of these sections; the places of a recipe are keys of its section."""
+    """Every `section.key` that has a description; the places of a recipe are keys of its section."""
     keys: dict[str, Key] = {}
     for section, table in sections.items():
         for name, field in table.model_fields.items():
             if (section, name) == ("recipe", "places"):
                 keys |= _place_keys()
-            else:
+            elif field.description:
                 alias, takes = (
                     next((str(note) for note in field.metadata if isinstance(note, kind)), "")
                     for kind in (Also, Takes)

@@ -130,7 +130,7 @@ class TrainingSection(Section):
         8, ge=1, lt=2**31, description="sequences per optimizer step"
     )
     micro_batch_size: int = Field(8, ge=1, lt=2**31, description="sequences computed at once")
-    fit_micro_batch: bool = Field(True, description="fewer if these do not fit; false where they are given")
+    fit_micro_batch: bool = True  # no key of a user's: whether the size above was chosen and not given
     seed: int = Field(0, ge=0, lt=2**63, description="for weights, token order and stochastic rounding")
     rounding_seed: int = Field(-1, ge=-1, lt=2**63, description="of stochastic rounding alone; -1: seed")
     device: Annotated[str, Takes("auto|cpu|cuda")] = Field("auto", description="auto, cpu or cuda")
