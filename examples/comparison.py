@@ -1,6 +1,6 @@
 """A comparison in a notebook.
 
-The last line of a cell shows the picture and the table. `here=True` trains in the notebook's process.
+The last line of a cell shows the picture and the table.
 """
 
 import narrowgauge as ng
@@ -8,7 +8,6 @@ import narrowgauge as ng
 result = ng.compare(
     recipes=["bf16", "mxfp8", {"name": "half", "fprop": "mxfp4"}],
     out="runs/notebook",
-    here=True,
     quiet=True,
     model={"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 320},
     data={"source": "text.txt", "tokenizer": "bytes", "sequence_length": 32},

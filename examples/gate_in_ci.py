@@ -12,7 +12,6 @@ result = ng.compare(
     seeds=2,
     gate="5%",
     out="runs/gate",
-    here=True,
     quiet=True,
     model={"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 320},
     data={"source": "text.txt", "tokenizer": "bytes", "sequence_length": 32},

@@ -176,12 +176,3 @@ def test_the_command_writes_recipes_and_prints_the_line_that_compares_them(narro
         "found",
         *BASELINES,
     }
-
-
-@pytest.mark.tier("thorough")
-def test_a_model_of_another_program_has_no_checkpoint_to_fork_from(narrowgauge, trained, text, tmp_path):
-    model, out = tmp_path / "model", tmp_path / "m.toml"
-    assert narrowgauge("export", trained, "--to", "hf", "--out", model).code == 0
-    refused = narrowgauge("search", model, *WORDS, "--out", out, "--sequence-length", 32, "--data", text)
-    assert refused.code == 2
-    assert "has no checkpoint to continue from; forks need a run directory" in refused.err

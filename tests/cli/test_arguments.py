@@ -1,7 +1,6 @@
 """How an option is found, what help says, and where a run goes that is given no directory."""
 
 import argparse
-import ast
 import re
 import shlex
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import narrowgauge as ng
 from narrowgauge.cli.line import config_values, read_line
 from narrowgauge.cli.signature import examples_of
 from narrowgauge.cli.table import GROUPS, VERBS, function_of
@@ -215,32 +213,3 @@ def test_the_same_line_finds_a_run_under_an_older_name(tmp_path, monkeypatch, co
     assert f"runs/{older.name} is done" in same.out, "what was changed on purpose goes on without the word"
     assert command(*words, "--seed", "1").code == 0
     assert len(list(Path("runs").iterdir())) == 2, "another line has a directory of its own"
-
-
-ARITHMETIC = (ast.Mult, ast.Sub, ast.Pow, ast.FloorDiv, ast.Mod, ast.MatMult)
-#: Counts of processes, which a verb checks before it calls anything.
-CHECKED = {"launch": {"nodes * count", "t.batch_size // dims.data", "job.nodes - 1"}}
-
-
-def computations(tree):
-    """The arithmetic of a module but constants, its loops, and its calls of torch and numpy."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
-            found |= set() if isinstance(node.left, ast.Constant) else {ast.unparse(node)}
-        elif isinstance(node, ast.While):
-            found.add(ast.unparse(node))
-        elif isinstance(node, ast.Call) and re.match(r"(torch|np|numpy)\.", name := ast.unparse(node.func)):
-            found |= {name} - {"torch.device", "torch.cuda.is_available"}
-    return found
-
-
-def test_a_verb_computes_nothing():
-    """It reads words, calls a function of a room above, and prints."""
-    verbs = (Path(ng.__file__).parent / "cli" / "verbs").glob("*.py")
-    found = {path.stem: computations(ast.parse(path.read_text(encoding="utf-8"))) for path in verbs}
-    assert {stem: texts for stem, texts in found.items() if texts} == CHECKED
-    assert computations(ast.parse("gap = loss * reference\ntorch.sum(x)")) == {
-        "loss * reference",
-        "torch.sum",
-    }

@@ -79,7 +79,7 @@ def test_watch_ends_with_ctrl_c_and_code_130(narrowgauge, tmp_path):
 def test_a_comparison_of_three_arms_is_followed_from_its_folder(tiny, tmp_path):
     out = tmp_path / "compared"
     sections = {name: table for name, table in tiny({"training.steps": 2}).items() if name != "recipe"}
-    result = ng.compare(recipes=["bf16", "mxfp8", "mxfp4"], out=out, here=True, quiet=True, **sections)
+    result = ng.compare(recipes=["bf16", "mxfp8", "mxfp4"], out=out, quiet=True, **sections)
     assert len(result.runs) == 3
     assert not write_pages([out], out / LIVE, is_live=True), "all runs have ended"
     seen = (out / LIVE).read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.table import VERBS, WITHOUT_TORCH
+from narrowgauge.cli.table import VERBS
 
 SOURCE = Path(ng.__file__).parents[1]
 ABSENT = """
@@ -46,11 +46,6 @@ FOLDERS = {
     "no-pydantic": {"sitecustomize.py": ABSENT.format(name="pydantic")},
     "no-rich": {"sitecustomize.py": ABSENT.format(name="rich")},
 }
-#: The verbs that compute with torch on every line.
-WITH_TORCH = {
-    *("train", "compare", "plan", "bench", "scaling", "sample", "eval", "advise"),
-    *("export", "import", "served", "probe", "sensitivity", "search", "launch"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +65,6 @@ def without(tmp_path_factory):
 
     run.root = root
     return run
-
-
-def test_which_verbs_need_torch():
-    assert {*VERBS} - {*WITHOUT_TORCH} == WITH_TORCH
 
 
 #: Lines that are answered without torch, and the one module of verbs that they import.

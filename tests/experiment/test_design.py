@@ -10,8 +10,8 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
-from narrowgauge.experiment.design import make_measured
-from narrowgauge.experiment.jobs import collect_rows, jobs_of, require_same
+from narrowgauge.experiment.design import make_experiment
+from narrowgauge.experiment.jobs import collect_rows, next_job, remove_checkpoints, require_same
 from narrowgauge.runs.loop.two_losses import keep_losses
 from narrowgauge.runs.run_directory import RunDirectory
 from publish.predictions import read_predictions
@@ -40,29 +40,29 @@ def ladder_of(text, arms=(), **changes):
     values, table = take_experiment(values)
     table |= changes
     require_order(table, all_arms)
-    return make_measured(values, choose_arms(all_arms, arms), table.get("seeds"), table)
+    return make_experiment(values, choose_arms(all_arms, arms), table.get("seeds"), table)
 
 
 def test_a_group_is_finished_before_the_next_and_a_seed_before_the_next():
     ladder = ladder_of(FILE)
-    assert [(chain.arm, chain.seed) for chain in ladder.chains] == [
+    assert [(run.arm, run.seed) for run in ladder.trunks] == [
         ("bf16", 3), ("mxfp4", 3), ("bf16", 4), ("mxfp4", 4), ("fp8", 3), ("fp8", 4),
     ]  # fmt: skip
     assert ladder.arms == ("bf16", "fp8", "mxfp4")
-    assert [chain.arm for chain in ladder_of(FILE, arms=["fp8"]).chains] == ["bf16", "bf16", "fp8", "fp8"]
+    assert [run.arm for run in ladder_of(FILE, arms=["fp8"]).trunks] == ["bf16", "bf16", "fp8", "fp8"]
 
 
 def test_rungs_leave_the_trunk_where_their_rate_begins_to_fall():
-    chain = ladder_of(FILE).chains[0]
-    assert [run.name for run in chain.runs] == ["bf16,steps=20-seed-3", "bf16-seed-3"]
-    assert [run.config.training.steps for run in chain.runs] == [20, 40]
-    assert [run.branch for run in chain.runs] == [16, None]
-    saves = chain.trunk.config.checkpoint
+    runs = ladder_of(FILE).runs[:2]
+    assert [run.name for run in runs] == ["bf16-seed-3", "bf16,steps=20-seed-3"]
+    assert [run.config.training.steps for run in runs] == [40, 20]
+    assert [run.sources for run in runs] == [(), (("bf16-seed-3", 16),)]
+    saves = runs[0].config.checkpoint
     assert 16 % saves.every == 0
     assert (40 - 16) // saves.every < saves.keep
     assert saves.every_minutes == math.inf
-    assert [run.tokens_to_train for run in chain.runs] == [4 * 8 * 256, 40 * 8 * 256]
-    casts = ladder_of(FILE).chains[1].trunk.config.spec.recipe.casts
+    assert [run.tokens_to_train for run in runs] == [40 * 8 * 256, 4 * 8 * 256]
+    casts = ladder_of(FILE).trunks[1].config.spec.recipe.casts
     assert casts["dgrad.dy"].rounding == "stochastic"
 
 
@@ -83,7 +83,7 @@ def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes
     """`narrowgauge eval RUN --forward R` writes the same file, on any text. A loss that is not finite is a
     result, and null in JSON."""
     ladder = ladder_of(FILE, rungs=[40])
-    run = ladder.chains[0].trunk
+    run = ladder.trunks[0]
     directory = tmp_path / run.name
     (directory / "checkpoints").mkdir(parents=True)
     (directory / "status.json").write_text('{"status": "done", "reason": ""}')
@@ -98,8 +98,56 @@ def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes
     is_finite = losses["own"] == 3.0
     assert [row.own_loss for row in rows if row.status == "done"] == [3.0] * (counts and is_finite)
     assert [row.status for row in rows if row.status != "done"] == ["diverged"] * (not is_finite)
-    measures = [job.command[3] for job in jobs_of(ladder.chains[0], tmp_path, tmp_path, is_measured=True)]
-    assert measures == ["eval"] * (not counts)
+    job = next_job(ladder, [run], tmp_path, tmp_path)
+    assert (job is None) == counts
+    if job is not None:
+        assert (job.command[3], job.is_last) == ("eval", True)
+        assert next_job(ladder, [run], tmp_path, tmp_path, {job.key}) is None, "it is tried once"
+
+
+def ended(ladder, out, *runs):
+    """Runs that are done, with both losses and the checkpoints of every second step."""
+    for run in runs:
+        for step in range(2, run.config.training.steps + 1, 2):
+            (out / run.name / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (out / run.name / "status.json").write_text('{"status": "done", "reason": ""}')
+        (out / run.name / "config.toml").touch()
+        length, batches = run.config.data.sequence_length, run.config.validation.batches
+        found = {"data": None, "sequence_length": length, "batches": batches}
+        keep_losses(out / run.name, run.config.training.steps, {"own": 3.0, "bf16": 2.5}, found)
+
+
+def test_a_branch_waits_for_its_trunk_and_the_trunk_keeps_checkpoints_for_it(tmp_path):
+    ladder = ladder_of(FILE, seeds=[3])
+    trunk, branch, *others = ladder.runs
+
+    def job(*begun):
+        found = next_job(ladder, ladder.runs, tmp_path, tmp_path, begun)
+        return found and (found.name, found.command[3], found.command[-1])
+
+    assert job()[:2] == (trunk.name, "train")
+    assert job((trunk.name, True))[0] == others[0].name, "the branch waits, and another trunk does not"
+    ended(ladder, tmp_path, trunk)
+    assert job() == (branch.name, "train", f"{tmp_path / trunk.name}@16")
+    remove_checkpoints(ladder, ladder.runs, tmp_path)
+    assert (tmp_path / trunk.name / "checkpoints" / "step-16").is_dir()
+    ended(ladder, tmp_path, branch)
+    remove_checkpoints(ladder, ladder.runs, tmp_path)
+    left = [
+        [path.name for path in (tmp_path / run.name / "checkpoints").iterdir()] for run in (trunk, branch)
+    ]
+    assert left == [["step-40"], ["step-20"]]
+
+
+def test_a_diverged_trunk_leaves_its_branches_and_a_failed_one_does_not(tmp_path):
+    ladder = ladder_of(FILE, seeds=[3])
+    trunk, branch, *_ = ladder.runs
+    (tmp_path / trunk.name).mkdir()
+    for reason, follows in (("Diverged: 11 steps", True), ("SaveError: no room", False)):
+        RunDirectory(tmp_path / trunk.name).set_status("failed", reason)
+        job = next_job(ladder, ladder.runs, tmp_path, tmp_path, {(trunk.name, True)})
+        assert (job.name == branch.name) == follows
+        assert "--branch" not in job.command, "it has no checkpoint, and starts at the beginning"
 
 
 @pytest.mark.parametrize(
@@ -130,12 +178,12 @@ def test_a_rule_that_begins_before_the_branch_is_refused(tmp_path):
 
 
 def test_a_finished_run_of_other_values_or_another_recipe_text_is_refused(tmp_path):
-    run = ladder_of(FILE, rungs=[40]).chains[0].trunk
+    run = ladder_of(FILE, rungs=[40]).trunks[0]
     require_same(run, tmp_path)
     RunDirectory(tmp_path / run.name).claim(run.config)
     RunDirectory(tmp_path / run.name).set_status("done", "")
     require_same(run, tmp_path)
-    other = ladder_of(FILE.replace("warmup_steps = 5", "warmup_steps = 6"), rungs=[40]).chains[0].trunk
+    other = ladder_of(FILE.replace("warmup_steps = 5", "warmup_steps = 6"), rungs=[40]).trunks[0]
     with pytest.raises(UserError, match=r"schedule.warmup_steps = 5, and now it is 6; .* --out"):
         require_same(other, tmp_path)
     (tmp_path / run.name / "recipe.toml").write_text('fprop = "bf16"\n')
@@ -149,4 +197,4 @@ def test_design_of_the_projects_ladder_has_a_prediction_for_each_arm(monkeypatch
     predictions = read_predictions((ROOT / "experiments" / "predictions.md").read_text(encoding="utf-8"))
     predicted = {one.arm for one in predictions} | {one.against for one in predictions}
     assert set(ladder.arms) <= predicted
-    assert [chain.trunk.config.validation.batches * 16 * 128 for chain in ladder.chains[:1]] == [262_144]
+    assert ladder.trunks[0].config.validation.batches * 16 * 128 == 262_144

@@ -1,4 +1,4 @@
-"""Processes side by side: no more than places, each chain in its order; a failure ends its chain alone."""
+"""Processes side by side: no more than slots, each job once; a failure leaves the others alone."""
 
 import os
 import signal
@@ -9,10 +9,15 @@ import time
 import pytest
 
 from narrowgauge.experiment.engine import ComparisonFailed, Engine, environment_of
-from narrowgauge.experiment.jobs import Job, state_of
+from narrowgauge.experiment.jobs import Job
 from narrowgauge.runs.run_directory import RunDirectory
 
 NOTE = "import sys, time; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); time.sleep(float(sys.argv[3]))"
+
+
+def queue(*jobs):
+    """Gives the jobs in their order."""
+    return lambda begun: next((one for one in jobs if one.key not in begun), None)
 
 
 def job(tmp_path, name, seconds=0.0, code=0, tokens=1):
@@ -29,14 +34,10 @@ def engine(places, seen=None):
     return Engine(places, environment_of(1, "fp32"), show)
 
 
-def test_a_chain_keeps_its_order_and_chains_share_the_places(tmp_path):
+def test_jobs_share_the_slots_and_begin_once(tmp_path):
     seen = []
-    chains = [iter([job(tmp_path, f"{chain}{i}") for i in range(2)]) for chain in "abc"]
-    engine(2, seen).run(chains)
-    notes = (tmp_path / "notes").read_text().split()
-    assert sorted(notes) == ["a0", "a1", "b0", "b1", "c0", "c1"]
-    assert all(notes.index(f"{chain}0") < notes.index(f"{chain}1") for chain in "abc")
-    assert sorted(seen) == sorted(notes)
+    engine(2, seen).run(queue(*(job(tmp_path, f"{name}") for name in "abcde")))
+    assert sorted((tmp_path / "notes").read_text().split()) == sorted(seen) == [*"abcde"]
 
 
 def test_engine_stopped_by_a_signal_is_not_done_while_work_is_left(tmp_path):
@@ -44,30 +45,24 @@ def test_engine_stopped_by_a_signal_is_not_done_while_work_is_left(tmp_path):
     first, second = job(tmp_path, "first"), job(tmp_path, "second")
     asked = Engine(1, {}, lambda jobs, ended: signal.raise_signal(signal.SIGTERM) if ended else None)
     with pytest.raises(ComparisonFailed, match="'second' ended with exit code 75"):
-        asked.run([iter([first, second])])
+        asked.run(queue(first, second))
     assert (tmp_path / "notes").read_text().split() == ["first"]
     last = Engine(1, {}, lambda jobs, ended: signal.raise_signal(signal.SIGTERM) if ended else None)
-    last.run([iter([first])])  # nothing is left
+    last.run(queue(first))  # nothing is left
 
 
-def test_a_failure_ends_its_chain_and_a_divergence_does_not(tmp_path):
-    for name, reason in (("diverged", "Diverged: 11 steps"), ("full", "SaveError: no room")):
-        (tmp_path / name).mkdir()
-        RunDirectory(tmp_path / name).set_status("failed", reason)
-    states = [state_of(tmp_path / name) for name in ("diverged", "full", "none")]
-    assert states == ["diverged", "open", "open"]
-    chains = [
-        iter([job(tmp_path, "diverged", code=1), job(tmp_path, "after")]),
-        iter([job(tmp_path, "full", code=1), job(tmp_path, "never")]),
-    ]
-    assert engine(1).run(chains) == ["diverged", "full"]
-    assert (tmp_path / "notes").read_text().split() == ["diverged", "after", "full"]
+def test_a_run_that_fails_by_itself_leaves_the_others(tmp_path):
+    (tmp_path / "full").mkdir()
+    RunDirectory(tmp_path / "full").set_status("failed", "SaveError: no room")
+    jobs = [job(tmp_path, "full", code=1), job(tmp_path, "other")]
+    assert engine(1).run(queue(*jobs)) == ["full"]
+    assert (tmp_path / "notes").read_text().split() == ["full", "other"]
 
 
 def test_a_run_that_cannot_begin_stops_the_experiment(tmp_path):
-    chains = [iter([job(tmp_path, "refused", code=2)]), iter([job(tmp_path, "never")])]
+    jobs = [job(tmp_path, "refused", code=2), job(tmp_path, "never")]
     with pytest.raises(ComparisonFailed, match="'refused' ended with exit code 2") as failure:
-        engine(1).run(chains)
+        engine(1).run(queue(*jobs))
     assert failure.value.code == 2
     assert (tmp_path / "notes").read_text().split() == ["refused"]
 
@@ -79,12 +74,12 @@ def test_each_place_has_one_of_the_gpus_that_this_process_may_use(tmp_path, monk
     command = (sys.executable, "-S", "-c", note, str(tmp_path / "notes"))
     for places, gpus in ((2, ["4", "6"]), (1, ["4,6"] * 2)):
         (tmp_path / "notes").unlink(missing_ok=True)
-        engine(places).run([iter([Job(name, command, tmp_path / name, 1)]) for name in "ab"])
+        engine(places).run(queue(*(Job(name, command, tmp_path / name, 1) for name in "ab")))
         assert sorted((tmp_path / "notes").read_text().split()) == gpus
 
 
 def test_a_signal_reaches_every_run_and_nothing_new_begins(tmp_path):
-    chains = [iter([job(tmp_path, name, seconds=600)]) for name in "abc"]
+    jobs = [job(tmp_path, name, seconds=600) for name in "abc"]
 
     def stop():
         while not (tmp_path / "notes").exists() or len((tmp_path / "notes").read_text().split()) < 2:
@@ -93,5 +88,5 @@ def test_a_signal_reaches_every_run_and_nothing_new_begins(tmp_path):
 
     threading.Thread(target=stop).start()
     with pytest.raises(ComparisonFailed, match="SIGTERM"):
-        engine(2).run(chains)
+        engine(2).run(queue(*jobs))
     assert sorted((tmp_path / "notes").read_text().split()) == ["a", "b"]

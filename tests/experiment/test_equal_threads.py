@@ -2,7 +2,7 @@
 
 import pytest
 
-from narrowgauge.experiment.design import make_comparison
+from narrowgauge.experiment.design import make_experiment
 from narrowgauge.experiment.grid import recipe_variants
 from narrowgauge.experiment.run import with_equal_threads
 from narrowgauge.runs.monitor import threads
@@ -18,7 +18,7 @@ def _cores(monkeypatch):
 
 
 def comparison(**training):
-    return make_comparison({"training": {"device": "cpu", **training}}, recipe_variants(["bf16", "fp8"]))
+    return make_experiment({"training": {"device": "cpu", **training}}, recipe_variants(["bf16", "fp8"]))
 
 
 def numbers(experiment, out):

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import take_arms, take_experiment
-from narrowgauge.experiment.design import make_measured
-from narrowgauge.experiment.jobs import collect_rows, forks_of, jobs_of, remaining
+from narrowgauge.experiment.design import make_experiment
+from narrowgauge.experiment.jobs import collect_rows, next_job, remaining
 from narrowgauge.laboratory.compare import run_comparison
 from narrowgauge.report.verdict.rungs import Row, read_rows, rows_text
 from support.in_process import train
@@ -35,22 +35,24 @@ recipe.name = "mxfp4"
 def experiment_of(**changes):
     values, arms = take_arms(tomllib.loads(FILE))
     values, table = take_experiment(values)
-    return make_measured(values, arms, (3, 4), table | changes)
+    return make_experiment(values, arms, (3, 4), table | changes)
 
 
 def test_arms_of_a_seed_start_from_one_run_of_the_reference(tmp_path):
-    chains = experiment_of().chains
-    assert [chain.fork.name for chain in chains] == [f"fork-seed-{seed}" for seed in (3, 3, 4, 4)]
-    assert [fork.trunk.name for fork in forks_of(chains)] == ["fork-seed-3", "fork-seed-4"]
-    fork = chains[1].fork.config
+    experiment = experiment_of()
+    assert [run.name for run in experiment.runs[:2]] == ["fork-seed-3", "fork-seed-4"]
+    assert [run.sources[-1] for run in experiment.trunks] == [(f"fork-seed-{n}", 8) for n in (3, 3, 4, 4)]
+    fork, trunk = experiment.runs[0].config, experiment.trunks[1]
     assert fork.spec.recipe.name == "bf16"
     assert (fork.training.seed, fork.training.steps) == (3, 8)
     assert [fork.plan.learning_rate(step) for step in range(1, 9)] == [
-        chains[1].trunk.config.plan.learning_rate(step) for step in range(1, 9)
+        trunk.config.plan.learning_rate(step) for step in range(1, 9)
     ]
-    assert chains[1].trunk.tokens_to_train == chains[1].trunk.tokens * 32 // 40
+    assert trunk.tokens_to_train == trunk.tokens * 32 // 40
+    assert next_job(experiment, [trunk], tmp_path, tmp_path) is None, "it waits for the fork"
     (tmp_path / "fork-seed-3" / "checkpoints" / "step-8").mkdir(parents=True)
-    job = next(jobs_of(chains[1], tmp_path, tmp_path, is_measured=True))
+    (tmp_path / "fork-seed-3" / "status.json").write_text('{"status": "done"}')
+    job = next_job(experiment, [trunk], tmp_path, tmp_path)
     assert job.command[-2:] == ("--branch", f"{tmp_path / 'fork-seed-3'}@8")
 
 
@@ -71,7 +73,9 @@ def test_what_a_file_of_rows_has_is_not_trained_again_and_all_of_it_is_kept(tmp_
     other = Row("an-arm-of-before", 3, 1, 7, math.nan, math.nan, "diverged")
     (tmp_path / "rows.csv").write_text(rows_text([*read_rows(tmp_path / "rows.csv"), other]))
     left = remaining(experiment_of(rows=file), tmp_path)
-    assert [(chain.arm, chain.seed) for chain in left] == [("mxfp4", 3), ("bf16", 4), ("mxfp4", 4)]
+    trunks = [(run.arm, run.seed) for run in left if run.rung == 2]
+    assert trunks == [("mxfp4", 3), ("bf16", 4), ("mxfp4", 4)]
+    assert [run.name for run in left if run.rung == 0] == ["fork-seed-3", "fork-seed-4"]
     kept = collect_rows(experiment_of(rows=file), tmp_path)
     assert rows_text(kept) == (tmp_path / "rows.csv").read_text()
     (tmp_path / "rows.csv").write_text(rows_text([Row("bf16", 3, 1, 999, 3.0, 3.0, "done")]))

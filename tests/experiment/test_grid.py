@@ -3,7 +3,7 @@
 import pytest
 
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.grid import Variant, make_points, parse_variant, recipe_variants
+from narrowgauge.experiment.grid import Variant, make_runs, parse_variant, recipe_variants
 from narrowgauge.laboratory.arguments import names as words_of
 from narrowgauge.laboratory.arguments import parse_seeds
 
@@ -11,7 +11,7 @@ SHORT = {"recipe": "recipe.name"}
 
 
 def names(variants="", seeds=None, values=None):
-    return [point.name for point in make_points(values or {}, recipe_variants(words_of(variants)), seeds)]
+    return [run.name for run in make_runs(values or {}, recipe_variants(words_of(variants)), seeds)]
 
 
 def test_one_seed_is_named_as_its_recipe_and_others_by_number():
@@ -22,8 +22,8 @@ def test_one_seed_is_named_as_its_recipe_and_others_by_number():
 
 
 def test_more_recipes_and_seeds_keep_the_runs_that_are_there():
-    before = {p.name: p.config for p in make_points({}, recipe_variants(["bf16", "fp8"]))}
-    after = {p.name: p.config for p in make_points({}, recipe_variants(["bf16", "mxfp8", "fp8"]), 3)}
+    before = {p.name: p.config for p in make_runs({}, recipe_variants(["bf16", "fp8"]))}
+    after = {p.name: p.config for p in make_runs({}, recipe_variants(["bf16", "mxfp8", "fp8"]), 3)}
     assert {name: after[name] for name in before} == before
     assert [config.training.seed for config in after.values()] == [0] * 3 + [1] * 3 + [2] * 3
 
@@ -51,8 +51,8 @@ SEEDS = ("x", "1,x", "", "0", "-1")
         (lambda: names("bf16", (0, 0)), "name each once"),
         (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is not KEY=VALUE"),
         (lambda: parse_variant("hp:recipe=fp8,recipe.name=bf16", SHORT), "recipe.name has two values"),
-        (lambda: make_points({}, [Variant("a/b", {}), Variant("c", {})]), "names a directory"),
-        (lambda: make_points({}, [Variant("a", {"training.seed": "1"}), Variant("c", {})]), "by --seeds"),
+        (lambda: make_runs({}, [Variant("a/b", {}), Variant("c", {})]), "names a directory"),
+        (lambda: make_runs({}, [Variant("a", {"training.seed": "1"}), Variant("c", {})]), "by --seeds"),
         *((lambda text=text: parse_seeds(text), "--seeds") for text in SEEDS),
     ],
 )

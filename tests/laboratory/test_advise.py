@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,33 +61,6 @@ def test_no_setting_of_the_space_is_faster_than_the_best(memory, tmp_path):
     best = searched.best()
     assert best is not None
     assert best.seconds == min(searched.timed(s).seconds for s in searched.settings if searched.at(s).fits)
-
-
-@pytest.mark.tier("nightly")
-@pytest.mark.parametrize("second", ["tensor", "pipeline"])
-def test_no_setting_of_several_devices_is_faster_than_the_best(second, tmp_path):
-    """Every setting is planned and timed once, and searched under limits that many or few of them fit."""
-    every = space(card(tmp_path), dims=ParallelDims(shard=2, **{second: 2}), batch=8)
-    points = {setting: every.timed(setting) for setting in every.settings}
-    needs = sorted(point.needed for point in points.values())
-    for limit in (needs[0] - 1, needs[0], needs[len(needs) // 8], needs[len(needs) // 2], needs[-1]):
-        searched = Planned(every, points, limit)
-        fits = [point.seconds for point in points.values() if point.needed <= limit]
-        best = searched.best()
-        assert (None if best is None else best.seconds) == min(fits, default=None), limit
-
-
-class Planned(Space):
-    """A space whose settings another has planned, with a limit of memory."""
-
-    def __init__(self, other, points, limit):
-        super().__init__(other.values, other.dims, other.cluster, other.counts)
-        self.points, self.limit = points, limit
-
-    def at(self, setting):
-        point = self.points[setting]
-        untimed = replace(point, seconds=0.0, fits=point.needed <= self.limit)
-        return self.planned.setdefault(setting, untimed)
 
 
 @pytest.mark.tier("thorough")

@@ -65,30 +65,34 @@ def test_a_recipe_from_a_dictionary_is_kept_next_to_its_run_which_resumes(tiny, 
 
 
 @pytest.mark.tier("thorough")  # `test_a_run_is_trained_and_returned` trains in the quick tier
-def test_a_comparison_here_judges_functions_and_shipped_recipes(tiny, tmp_path):
+def test_a_comparison_judges_shipped_recipes_and_functions_that_were_trained_here(tiny, tmp_path):
     ng.register_cast("coarse", lambda x: (x * 4).round() / 4)
-    arms = ["bf16", {"name": "ours", "fprop": "coarse"}]
+    ours, folder = {"name": "ours", "fprop": "coarse"}, tmp_path / "c"
+    with pytest.raises(
+        UserError, match=r"is a function of this process, .* by narrowgauge.train\(\.\.\., out="
+    ):
+        ng.compare(["bf16", ours], 2, folder, quiet=True, **tiny)
+    for seed, name in enumerate(("ours", "ours-seed-1")):
+        sections = tiny | {"training": tiny["training"] | {"seed": seed}}
+        ng.train(str(folder / "ours.recipe.toml"), folder / name, quiet=True, **sections)
     # 3 nats: two seeds have wide intervals
-    result = ng.compare(arms, 2, tmp_path / "c", gate=3.0, here=True, quiet=True, **tiny)
+    result = ng.compare(["bf16", ours], 2, folder, gate=3.0, quiet=True, **tiny)
     assert [v.name for v in result.verdicts] == ["bf16", "ours"]
     assert len(result.verdicts[1].paired) == 2
     assert [gate.word for gate in result.gates] == ["pass"]
     assert result.passes
     assert result.report.is_file()
     the_same_in_every_form(result, tmp_path)
-    with pytest.raises(UserError, match="is a function of this process, and rungs and jobs train in others"):
-        ng.compare(arms, 1, tmp_path / "d", jobs=2, quiet=True, **tiny)
 
 
-@pytest.mark.tier("thorough")  # the test above, in separate processes
-def test_a_comparison_in_processes_has_the_same_digits_as_here(tiny, tmp_path):
+@pytest.mark.tier("thorough")  # the test above, with a format in place of a function
+def test_a_run_of_a_comparison_has_the_digits_of_one_that_is_trained_here(tiny, tmp_path):
     ng.register_format(ng.Format("e3m4", 3, 4, 3, ng.Specials.IEEE))
-    recipes = ["bf16", {"name": "ours", "fprop": {"element": "e3m4", "block": 32, "scale": "e8m0"}}]
-    here = ng.compare(recipes, out=tmp_path / "here", here=True, quiet=True, **tiny)
-    there = ng.compare(recipes, out=tmp_path / "there", quiet=True, **tiny)
+    ours = {"name": "ours", "fprop": {"element": "e3m4", "block": 32, "scale": "e8m0"}}
+    there = ng.compare(["bf16", ours], out=tmp_path / "there", quiet=True, **tiny)
     assert (tmp_path / "there" / "ours.log").is_file()
-    losses = [[step.loss for step in run.steps] for run in (*here.runs, *there.runs)]
-    assert losses[:2] == losses[2:]
+    here = ng.train(ours, tmp_path / "here", quiet=True, **tiny)
+    assert here.losses == [step.loss for step in there.runs[1].steps]
 
 
 @pytest.mark.tier("thorough")

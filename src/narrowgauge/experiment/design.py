@@ -5,13 +5,13 @@
     rung    a number of optimizer steps after which each arm is measured, with its learning rate decayed
     job     a running process; several jobs train side by side
 
-A comparison is the default case: one rung, one job. Its runs take turns, and each is validated according
-to its configuration. The table [experiment] of a TOML file, `--rungs` or `--jobs` make a measured
-experiment: each run ends with two losses on the same held-out tokens (`jobs`).
+A comparison without rungs is the default case: each run is validated according to its configuration. The
+table [experiment] of a TOML file, `--rungs` or `--jobs` make a measured experiment: each run ends with two
+losses on the same held-out tokens (`jobs`).
 
-An arm with one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a
-branch: it leaves the trunk where its learning rate begins to decay (`runs.use.branch`). All rungs
-together take little more time than the highest.
+The run of the highest rung is the trunk of its arm and seed. The run of a lower rung is a branch: it leaves
+the trunk where its learning rate begins to decay (`runs.use.branch`). All rungs together take little more
+time than the highest.
 
 With `fork = N` all arms of a seed share the reference's first N steps and differ only in what
 follows. Gaps then show what a format costs, and not the luck of a warm-up. Without it they also show
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.grid import Point, Seeds, Variant, make_points
+from narrowgauge.experiment.grid import ArmRun, Seeds, Variant, make_runs
 from narrowgauge.report.verdict.rule import is_control
 from narrowgauge.training import Config
 
@@ -33,90 +33,52 @@ _SPARE = 8  # checkpoints in addition to those at multiples, for a trunk that wa
 
 
 @dataclass(frozen=True)
-class RungRun:
-    """The run of one arm, seed and rung.
-
-    Attributes:
-        name: Its directory, below that of the experiment.
-        rung: The index of the rung, from 1.
-        config: Its configuration.
-        branch: The step at which it leaves its trunk, or the trunk its fork; None if it starts at step 0.
-    """
-
-    name: str
-    rung: int
-    config: Config
-    branch: int | None
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens processed by its end."""
-        t = self.config.training
-        return t.steps * t.batch_size * self.config.data.sequence_length
-
-    @property
-    def tokens_to_train(self) -> int:
-        """The tokens that the run itself trains on: all of them, or those after the branch."""
-        return self.tokens * (self.config.training.steps - (self.branch or 0)) // self.config.training.steps
-
-
-@dataclass(frozen=True)
-class Chain:
-    """One arm of one seed: the trunk, and a branch for each lower rung.
-
-    `fork` is the run of the reference's first steps that all arms of the seed share; None without one.
-    """
-
-    arm: str
-    seed: int
-    trunk: RungRun
-    branches: tuple[RungRun, ...]
-    fork: RungRun | None = None
-
-    @property
-    def runs(self) -> tuple[RungRun, ...]:
-        """The runs, lowest rung first."""
-        return (*self.branches, self.trunk)
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """Chains in the order of training, and how to run them.
+    """Runs, and how to train them.
 
     Attributes:
         arms: The names of the arms, the reference first.
-        seeds: The blocks.
-        chains: One for each arm and seed.
+        runs: All of them in the order of training: the forks, then each trunk with its branches.
         is_measured: Whether each run ends with two losses on the same held-out tokens.
         jobs: The number of simultaneous runs.
         threads: CPU threads of each run; 0 if each configuration has the number.
-        `products`: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
+        products: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
         attention: The attention of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure.
-        rows: The file of the results; None for `runs.csv` in the directory of the runs. A chain whose rows
-            are all there is not trained again, so an experiment continues on another machine.
+        rows: The file of the results; None for `runs.csv` in the directory of the runs. The runs of an arm
+            and seed whose rows are all there are not trained again, so an experiment continues on another
+            machine.
         probes: Whether the arms are probed at the end (`experiment.probe`).
     """
 
     arms: tuple[str, ...]
-    seeds: tuple[int, ...]
-    chains: tuple[Chain, ...]
+    runs: tuple[ArmRun, ...]
     is_measured: bool = False
     jobs: int = 1
     threads: int = 0
     products: str = ""
     attention: str = ""
     rows: Path | None = None
-    probes: bool = True
+    probes: bool = False
 
     @property
-    def runs(self) -> list[RungRun]:
-        """The runs of all chains."""
-        return [run for chain in self.chains for run in chain.runs]
+    def compared(self) -> list[ArmRun]:
+        """The runs that have results: all except forks."""
+        return [run for run in self.runs if run.rung]
+
+    @property
+    def trunks(self) -> list[ArmRun]:
+        """The runs at the highest rung, the reference's first."""
+        return [run for run in self.runs if run.rung == self.rungs]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The blocks."""
+        return list(dict.fromkeys(run.seed for run in self.compared))
 
     @property
     def rungs(self) -> int:
         """The number of rungs."""
-        return len(self.chains[0].runs)
+        return max(run.rung for run in self.runs)
 
     @property
     def family(self) -> list[str]:
@@ -124,41 +86,31 @@ class Experiment:
         return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
 
 
-def make_comparison(values: Mapping[str, Any], arms: Sequence[Variant], seeds: Seeds = None) -> Experiment:
-    """The experiment of one rung and one job: every point is a run with its given values.
-
-    Raises:
-        UserError: a configuration is invalid, or there are fewer than two runs.
-    """
-    chains = []
-    for point in make_points(values, arms, seeds):
-        arm, _ = _arm_of(point)
-        chains.append(Chain(arm, point.config.training.seed, RungRun(point.name, 1, point.config, None), ()))
-    return _experiment(chains)
-
-
-def make_measured(
+def make_experiment(
     values: Mapping[str, Any],
     arms: Sequence[Variant],
-    seeds: Seeds,
-    table: Mapping[str, Any],
+    seeds: Seeds = None,
+    table: Mapping[str, Any] | None = None,
 ) -> Experiment:
-    """The measured experiment of the table [experiment], whose values the caller may have overridden.
+    """The experiment of the arms and seeds; a measured one with the values of the table [experiment].
 
     Raises:
-        UserError: a configuration is invalid, or the rungs cannot share a trunk.
+        UserError: a configuration is invalid, there are fewer than two runs, or the rungs cannot share a
+            trunk.
     """
+    if not table:
+        points = make_runs(values, arms, seeds)
+        return Experiment(_arms_of(points), tuple(points))
     rungs = _rungs(table.get("rungs", []))
     values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
-    points = make_points(values, arms, seeds)
-    chains = [_chain(point, rungs, table) for point in points]
-    if "fork" in table:
-        chains = _forked(chains, _positive(table, "fork", 1))
+    points = make_runs(values, arms, seeds)
+    runs = [run for point in points for run in _chain(point, rungs, table)]
     order = table.get("order", [])
-    group_of = {name: number for number, group in enumerate(order) for name in group} | {chains[0].arm: 0}
-    return replace(
-        _experiment(chains),
-        chains=tuple(sorted(chains, key=lambda chain: group_of.get(chain.arm.partition(",")[0], len(order)))),
+    group_of = {name: number for number, group in enumerate(order) for name in group} | {points[0].arm: 0}
+    runs.sort(key=lambda run: group_of.get(run.arm, len(order)))
+    return Experiment(
+        _arms_of(points),
+        tuple(_forked(runs, _positive(table, "fork", 1)) if "fork" in table else runs),
         is_measured=True,
         jobs=_positive(table, "jobs", 1),
         threads=_positive(table, "threads", 1),
@@ -169,9 +121,8 @@ def make_measured(
     )
 
 
-def _experiment(chains: Sequence[Chain]) -> Experiment:
-    arms, seeds = dict.fromkeys(c.arm for c in chains), dict.fromkeys(c.seed for c in chains)
-    return Experiment(tuple(arms), tuple(seeds), tuple(chains))
+def _arms_of(runs: Sequence[ArmRun]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(run.arm for run in runs))
 
 
 def _rungs(steps: Sequence[Any]) -> tuple[int, ...]:
@@ -189,58 +140,57 @@ def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _chain(point: Point, rungs: tuple[int, ...], table: Mapping[str, Any]) -> Chain:
+def _chain(point: ArmRun, rungs: tuple[int, ...], table: Mapping[str, Any]) -> list[ArmRun]:
     """The trunk and the branches of one arm and seed, with the checkpoints that they need."""
     config = _measured(point.config, table)
-    arm, suffix = _arm_of(point)
     starts = [_branch_step(config, steps) for steps in rungs[:-1]]
     if starts:
         every = math.gcd(*starts, config.checkpoint.every)
         keep = max(config.checkpoint.keep, (rungs[-1] - starts[0]) // every + 2 + _SPARE)
         saves = {"every": every, "keep": keep, "every_minutes": math.inf}
         config = _with(config, checkpoint=saves)
-    branches = tuple(
-        RungRun(f"{arm},steps={steps}{suffix}", number, _of_length(config, steps), start)
+    trunk, suffix = replace(point, config=config, rung=len(rungs)), point.name.removeprefix(point.arm)
+    branches = [
+        ArmRun(
+            f"{point.arm},steps={steps}{suffix}",
+            point.arm,
+            point.seed,
+            _with(config, training={"steps": steps}, validation={"every": steps}),
+            number,
+            ((trunk.name, start),),
+        )
         for number, (steps, start) in enumerate(zip(rungs, starts, strict=False), start=1)
-    )
+    ]
     for branch in branches:
         _require_shared(branch, config)
-    return Chain(arm, config.training.seed, RungRun(point.name, len(rungs), config, None), branches)
+    return [trunk, *branches]
 
 
-def _forked(chains: Sequence[Chain], step: int) -> list[Chain]:
-    """The chains, each starting after `step` steps of the first arm of its seed.
+def _forked(runs: Sequence[ArmRun], step: int) -> list[ArmRun]:
+    """The forks, and the runs, each starting after `step` steps of the first arm of its seed.
 
     Raises:
         UserError: the learning rate of a run has begun to fall by then.
     """
-    forks: dict[int, RungRun] = {}
-    for chain in chains:
-        if chain.seed not in forks:  # the reference comes first
-            config = _with(
-                chain.trunk.config,
-                training={"steps": step},
-                schedule={"kind": "constant"},
-                checkpoint={"every": step, "every_minutes": math.inf},
-                validation={"every": step, "batches": 1},
-            )
-            forks[chain.seed] = RungRun(f"fork-seed-{chain.seed}", 0, config, None)
-    for run in (chain.runs[0] for chain in chains):
+    forks: dict[int, ArmRun] = {}
+    for run in runs:
         first = run.config.plan.decay_start
         if first is not None and step >= first:
             raise UserError(
                 f"[experiment] fork = {step}: the learning rate of {run.name} falls from step {first} on; "
                 "fork earlier, or raise the lowest rung"
             )
-    return [
-        replace(chain, trunk=replace(chain.trunk, branch=step), fork=forks[chain.seed]) for chain in chains
-    ]
-
-
-def _arm_of(point: Point) -> tuple[str, str]:
-    """The name of a point's arm, and the suffix of the point's name that gives its seed."""
-    end = f"-seed-{point.config.training.seed}"
-    return (point.name.removesuffix(end), end) if point.name.endswith(end) else (point.name, "")
+        if run.seed not in forks:  # the reference's trunk comes first
+            config = _with(
+                run.config,
+                training={"steps": step},
+                schedule={"kind": "constant"},
+                checkpoint={"every": step, "every_minutes": math.inf},
+                validation={"every": step, "batches": 1},
+            )
+            forks[run.seed] = ArmRun(f"fork-seed-{run.seed}", "fork", run.seed, config, rung=0)
+    begun = [replace(run, sources=(*run.sources, (forks[run.seed].name, step))) for run in runs]
+    return [*forks.values(), *begun]
 
 
 def _measured(config: Config, table: Mapping[str, Any]) -> Config:
@@ -252,10 +202,6 @@ def _measured(config: Config, table: Mapping[str, Any]) -> Config:
             f"[experiment] held_out_tokens = {wanted!r} must be a multiple of a micro-batch, {tokens} tokens"
         )
     return _with(config, validation={"every": config.training.steps, "batches": wanted // tokens})
-
-
-def _of_length(config: Config, steps: int) -> Config:
-    return _with(config, training={"steps": steps}, validation={"every": steps})
 
 
 def _with(config: Config, **sections: Mapping[str, Any]) -> Config:
@@ -282,13 +228,13 @@ def _branch_step(config: Config, steps: int) -> int:
     return first - 1
 
 
-def _require_shared(branch: RungRun, trunk: Config) -> None:
+def _require_shared(branch: ArmRun, trunk: Config) -> None:
     """Refuse a recipe that would have computed the steps before the branch differently."""
-    assert branch.branch is not None
+    ((_, start),) = branch.sources
     last = _branch_step(trunk, trunk.training.steps)
-    own, of_trunk = (branch.config.training.steps, branch.branch + 1), (trunk.training.steps, last + 1)
+    own, of_trunk = (branch.config.training.steps, start + 1), (trunk.training.steps, last + 1)
     for rule in branch.config.spec.recipe.rules:
-        for step in range(1, branch.branch + 1):
+        for step in range(1, start + 1):
             if rule.holds(step, *own) != rule.holds(step, *of_trunk):
                 raise UserError(
                     f"{branch.name}: a rule of recipe {trunk.recipe.name!r} differs in step {step} of "

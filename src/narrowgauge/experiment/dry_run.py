@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge.data import open_data
-from narrowgauge.experiment.design import Chain, Experiment
+from narrowgauge.experiment.design import Experiment
 from narrowgauge.experiment.jobs import state_of
 from narrowgauge.models import flops_per_token
 from narrowgauge.report.read.progress import last_lines
@@ -24,14 +24,9 @@ _LONG_S = 10.0  # a first step that takes this long is timed itself, and not rep
 _FLOP = 2e12  # of a timed step on a CPU, about: ten seconds of two cores. A step of GPT-3 345M has 1.1e15
 
 
-def tokens_left(chain: Chain, out: Path) -> int:
-    """The tokens that a chain still has to train on; a started run counts in full."""
-    return sum(run.tokens_to_train for run in chain.runs if state_of(out / run.name) == "open")
-
-
-def recorded_speed(chain: Chain, out: Path) -> float | None:
-    """Median tokens/s of the chain's trunk, if it has started."""
-    records = last_lines(out / chain.trunk.name / "metrics.jsonl")
+def recorded_speed(directory: Path) -> float | None:
+    """Median tokens/s of a run, if it has started."""
+    records = last_lines(directory / "metrics.jsonl")
     speeds = sorted(r["tokens_per_s"] for r in records if isinstance(r.get("tokens_per_s"), float))
     return speeds[len(speeds) // 2] if speeds else None
 
@@ -95,12 +90,12 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
         say: Called with a sentence before each measurement, since compiling a first step takes long.
     """
     speeds: dict[str, float] = {}
-    for chain in experiment.chains:
-        if (speed := recorded_speed(chain, out)) is not None:
-            speeds.setdefault(chain.arm, speed)
-    unknown = {chain.arm: chain for chain in reversed(experiment.chains) if chain.arm not in speeds}
+    for run in experiment.trunks:
+        if (speed := recorded_speed(out / run.name)) is not None:
+            speeds.setdefault(run.arm, speed)
+    unknown = {run.arm: run.config for run in reversed(experiment.trunks) if run.arm not in speeds}
     for number, arm in enumerate((arm for arm in experiment.arms if arm in unknown), start=1):
-        config = unknown[arm].trunk.config
+        config = unknown[arm]
         first = "; the first is compiled, which may take minutes" if config.training.compile else ""
         say(f"timing {arm}, {number} of {len(unknown)}: at most {1 + _STEPS} steps{first}")
         torch.compiler.reset()  # torch compiles at most eight variants of a function
@@ -110,25 +105,25 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
 
 def _threads(experiment: Experiment) -> int:
     """The CPU threads of a run."""
-    pinned = experiment.chains[0].trunk.config.training.threads
+    pinned = experiment.trunks[0].config.training.threads
     return experiment.threads or pinned or torch.get_num_threads()
 
 
 def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
     """The readable plan: a line for each arm, then the total."""
     lines, seconds = [], 0.0
+    total = 0
     for arm in experiment.arms:
-        chains = [chain for chain in experiment.chains if chain.arm == arm]
-        left = sum(tokens_left(chain, out) for chain in chains)
+        runs = [run for run in experiment.compared if run.arm == arm]
+        waiting = [run for run in runs if state_of(out / run.name) == "open"]
+        left, count = sum(run.tokens_to_train for run in waiting), len(runs)
         took = left / speeds[arm]
-        seconds += took
-        runs = sum(len(chain.runs) for chain in chains)
-        done = sum(state_of(out / run.name) != "open" for chain in chains for run in chain.runs)
+        total, seconds = total + left, seconds + took
+        done = count - len(waiting)
         lines.append(
-            f"{arm:24} {runs:4} run{'s'[: runs != 1]}, {done} done, {human_count(left):>7} tokens left, "
+            f"{arm:24} {count:4} run{'s'[: count != 1]}, {done} done, {human_count(left):>7} tokens left, "
             f"{speeds[arm]:8,.0f} tokens/s, {human_duration(took):>11}"
         )
-    total = sum(tokens_left(chain, out) for chain in experiment.chains)
     jobs = experiment.jobs
     lines.append(
         f"in all {human_count(total)} tokens left, {human_duration(seconds)} of {_threads(experiment)} "

@@ -1,9 +1,7 @@
-"""Runs the jobs of an experiment: each is a process, one after the other or several side by side.
+"""Runs the jobs of an experiment: each is a process, and as many run at a time as there are slots.
 
-One loop starts a process wherever a place is free, and checks a few times a second which of them have ended.
-A place runs one chain at a time, because a branch needs its trunk. Runs that take turns show their steps and
-use all cores and GPUs; simultaneous runs each write a log next to their directory, and get a share of the
-cores or one GPU.
+One loop starts a process wherever a slot is free, and checks a few times a second which of them have ended.
+Each writes a log next to its run's directory. Several runs at a time share the cores, or get one GPU each.
 
 SIGTERM, SIGUSR1 and Ctrl-C stop the experiment: every run saves, and the same command line continues it. If
 this process is killed, the kernel kills its runs with it (on Linux), and they continue from their last
@@ -16,7 +14,7 @@ ranks of one run. Their rendezvous uses the run's name, because a launcher's sto
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import DEVNULL, Popen
 
@@ -24,7 +22,7 @@ import torch
 
 from narrowgauge.distributed import RENDEZVOUS
 from narrowgauge.errors import ProcessFailed
-from narrowgauge.experiment.jobs import Job, state_of
+from narrowgauge.experiment.jobs import Job
 from narrowgauge.processes import Programs
 from narrowgauge.report.read.records import read_status
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
@@ -43,99 +41,92 @@ class ComparisonFailed(ProcessFailed):
 
 
 @dataclass
-class Place:
+class Slot:
     """A slot for one process; `job` and `process` are None while it is free."""
 
     number: int
-    jobs: Iterator[Job] = field(default_factory=lambda: iter(()))
     job: Job | None = None
     process: Popen[bytes] | None = None
 
 
 @dataclass
 class Engine:
-    """Places, and the chains waiting for one.
+    """Slots, and the jobs that ran in them.
 
     Attributes:
-        places: The number of simultaneous processes.
+        slots: The number of simultaneous processes.
         environment: Environment variables of each process.
         show: Called often with the running jobs, and with the one that has just succeeded, if any.
         has_logs: Whether a process writes to `OUT/NAME.log` instead of the terminal.
         stop: The first signal that asked to stop, or SIGTERM after a run without a result.
+        begun: The keys of the jobs that have started.
         failed: The failed jobs, with their exit codes.
         lost: The jobs that left no result: killed, stopped, or never started.
     """
 
-    places: int
+    slots: int
     environment: Mapping[str, str]
     show: Callable[[Sequence[Job], Job | None], None]
     has_logs: bool = True
     stop: int = 0
+    begun: set[tuple[str, bool]] = field(default_factory=set)
     failed: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
 
-    def run(self, chains: Sequence[Iterator[Job]]) -> list[str]:
-        """Run all jobs of all chains, each chain in order; returns the names of the failed runs.
+    def run(self, next_job: Callable[[Container[tuple[str, bool]]], Job | None]) -> list[str]:
+        """Run all jobs; returns the names of the failed runs.
 
-        A run that fails by itself ends its chain, unless it diverged, and the other chains continue.
+        A run that fails by itself leaves the others alone, except those that wait for it.
+
+        Args:
+            next_job: The next job that can start, given the keys of those that have begun.
 
         Raises:
             ComparisonFailed: a run left no result, or a signal stopped the experiment; the same command line
                 continues.
         """
-        waiting = list(chains)[::-1]
-        places = [Place(number) for number in range(self.places)]
+        slots = [Slot(number) for number in range(self.slots)]
         with Programs() as programs, programs.forwarding(self._note_signal):
-            self._fill(places, waiting, programs)
-            while any(place.process for place in places):
+            while True:
+                for slot in slots:
+                    if slot.process is None and not self.stop and (job := next_job(self.begun)):
+                        self._start(slot, job, programs)
+                if not any(slot.process for slot in slots):
+                    break
                 time.sleep(_POLL_S)
-                self._collect(places)
-                self._fill(places, waiting, programs)
+                self._collect(slots)
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
-        left = [place.jobs for place in places] + waiting if self.stop else []
-        for job in (job for jobs in left for job in jobs):  # the finished jobs all succeeded
+        if self.stop and (job := next_job(self.begun)) is not None:  # the finished jobs all succeeded
             raise ComparisonFailed(job.name, _STOPPED)
         return list(self.failed)
 
-    def _fill(self, places: Sequence[Place], waiting: list[Iterator[Job]], programs: Programs) -> None:
-        """Start a job in every free place while there are any."""
-        for place in places:
-            while place.process is None and not self.stop:
-                if (job := next(place.jobs, None)) is not None:
-                    self._start(place, job, programs)
-                elif waiting:
-                    place.jobs = waiting.pop()
-                else:
-                    break
-
-    def _start(self, place: Place, job: Job, programs: Programs) -> None:
+    def _start(self, slot: Slot, job: Job, programs: Programs) -> None:
         environment = {**os.environ, COMPARED: "1", RENDEZVOUS: job.name, **self.environment}
-        if self.places > 1:
-            environment |= _gpu(place.number)
-        place.job = job
+        if self.slots > 1:
+            environment |= _gpu(slot.number)
+        slot.job = job
+        self.begun.add(job.key)
         if not self.has_logs:
-            place.process = programs.start(job.command, environment)
+            slot.process = programs.start(job.command, environment)
             return
         with job.directory.with_name(f"{job.directory.name}.log").open("ab") as log:
-            place.process = programs.start(job.command, environment, stdin=DEVNULL, stdout=log, stderr=log)
+            slot.process = programs.start(job.command, environment, stdin=DEVNULL, stdout=log, stderr=log)
 
-    def _collect(self, places: Sequence[Place]) -> None:
+    def _collect(self, slots: Sequence[Slot]) -> None:
         """Record the processes that have ended."""
-        for place in places:
-            if place.process is None or (code := place.process.poll()) is None:
+        for slot in slots:
+            if slot.process is None or (code := slot.process.poll()) is None:
                 continue
-            ended, place.process, place.job = place.job, None, None
+            ended, slot.process, slot.job = slot.job, None, None
             assert ended is not None
             if code:
-                self._note_failure(place, ended, code)
-            self.show([place.job for place in places if place.job], None if code else ended)
-        self.show([place.job for place in places if place.job], None)
+                self._note_failure(ended, code)
+            self.show([slot.job for slot in slots if slot.job], None if code else ended)
+        self.show([slot.job for slot in slots if slot.job], None)
 
-    def _note_failure(self, place: Place, job: Job, code: int) -> None:
+    def _note_failure(self, job: Job, code: int) -> None:
         self.failed[job.name] = code
-        if not (job.tokens and state_of(job.directory) == "diverged"):
-            place.jobs = iter(())  # its chain waits for the next invocation
         status, *_ = read_status(job.directory / "status.json")
         if code == _STOPPED or code < 0 or (job.tokens and status != "failed"):
             self.lost[job.name] = code
@@ -152,9 +143,9 @@ def environment_of(threads: int, products: str = "", attention: str = "") -> dic
     return cores | {k: v for k, v in ((PRODUCTS, products), (ATTENTION, attention)) if v}
 
 
-def _gpu(place: int) -> Mapping[str, str]:
-    """A GPU for each place, out of those available to this process; {} on a machine without one."""
+def _gpu(slot: int) -> Mapping[str, str]:
+    """A GPU for each slot, out of those available to this process; {} on a machine without one."""
     if not (count := torch.cuda.device_count()):
         return {}
     visible = os.environ.get(_GPUS, "").split(",") if os.environ.get(_GPUS) else list(map(str, range(count)))
-    return {_GPUS: visible[place % count]}
+    return {_GPUS: visible[slot % count]}

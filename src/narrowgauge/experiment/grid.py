@@ -1,9 +1,9 @@
-"""The points of a comparison: variants, a grid of values, and seeds. Every point is one run.
+"""The runs of a comparison: variants times seeds.
 
     variants    recipes (--recipes), named sets of keys (--variant), or the table [arms] of the TOML file
     seeds       the same runs with other initial weights and another token order
 
-A run directory is named after its point: `fp8`, `fp8-seed-7`. So the same command line continues a
+A run directory is named after its arm and seed: `fp8`, `fp8-seed-7`. So the same command line continues a
 comparison, and one with more recipes, variants or seeds reuses the existing runs.
 """
 
@@ -35,11 +35,38 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One run of a comparison: the name of its directory, and its configuration."""
+class ArmRun:
+    """The run of one arm, seed and rung.
+
+    Attributes:
+        name: Its directory, below that of the experiment.
+        arm: The name of its variant.
+        seed: Its seed; runs of one seed have the same initial weights and tokens.
+        config: Its configuration.
+        rung: The index of the rung, from 1; 0 for a fork, whose steps the arms of a seed share.
+        sources: The runs that it may branch off, by name, and the steps at which, the nearest first; none if
+            it starts at step 0. It waits until they have ended, and begins with the first whose checkpoint
+            is there, or at step 0, with the same digits.
+    """
 
     name: str
+    arm: str
+    seed: int
     config: Config
+    rung: int = 1
+    sources: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens processed by its end."""
+        t = self.config.training
+        return t.steps * t.batch_size * self.config.data.sequence_length
+
+    @property
+    def tokens_to_train(self) -> int:
+        """The tokens that the run itself trains on: all of them, or those after the branch."""
+        steps = self.config.training.steps
+        return self.tokens * (steps - (self.sources[0][1] if self.sources else 0)) // steps
 
 
 def recipe_variants(names: Iterable[str]) -> list[Variant]:
@@ -69,8 +96,8 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
     return Variant(name, keys)
 
 
-def make_points(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[Point]:
-    """List every run of a comparison: all variants with the first seed, then with the next.
+def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[ArmRun]:
+    """List the runs of a comparison: all variants with the first seed, then with the next.
 
     Args:
         values: the shared values.
@@ -78,7 +105,7 @@ def make_points(values: Values, variants: Sequence[Variant], seeds: Seeds = None
         seeds: their number, counted from the seed of the configuration, or which; None for that one.
 
     Returns:
-        The points in the order of execution.
+        The runs in the order of execution.
     """
     base = make_config(values)
     base_seed = base.training.seed
@@ -90,15 +117,15 @@ def make_points(values: Values, variants: Sequence[Variant], seeds: Seeds = None
     count = len(variants) * len(chosen)
     if count > MOST_RUNS:
         raise UserError(f"this comparison has {count} runs, and one may have {MOST_RUNS}; make it smaller")
-    points = []
+    runs = []
     for seed in chosen:
         suffix = "" if seed == base_seed else f"-seed-{seed}"
         for variant in variants:
             _check(variant)
             merged = _merge(values, {**variant.keys, SEED: seed})
-            points.append(Point(variant.name + suffix, make_config(merged)))
-    _require_distinct(points)
-    return points
+            runs.append(ArmRun(variant.name + suffix, variant.name, seed, make_config(merged)))
+    _require_distinct(runs)
+    return runs
 
 
 def _check(variant: Variant) -> None:
@@ -110,8 +137,8 @@ def _check(variant: Variant) -> None:
         raise UserError(f"variant {variant.name!r} sets {SEED}; seeds are for all variants, by --seeds")
 
 
-def _require_distinct(points: Sequence[Point]) -> None:
-    names = [point.name for point in points]
+def _require_distinct(runs: Sequence[ArmRun]) -> None:
+    names = [run.name for run in runs]
     if len(names) < 2:
         raise UserError(
             f"{names[0]!r} is one run, and a comparison needs at least two; name recipes, as in "

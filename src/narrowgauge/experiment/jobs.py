@@ -1,7 +1,6 @@
-"""The remaining commands of a chain, derived from the files on disk, and their results.
+"""The next command of an experiment, derived from the files on disk, and the results of its runs.
 
-    train       the trunk; each branch, made from the trunk's checkpoint by `--branch`
-    (first, with a fork: the shared steps of the seed)
+    train       a run, begun from the first of its sources whose checkpoint is there (`--branch`)
     eval        for a measured experiment: two losses on the held-out tokens, `eval --forward`
 
 A run that has diverged is a result. There is no other memory: the next command follows from the run
@@ -12,13 +11,14 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.design import Chain, Experiment, RungRun
+from narrowgauge.experiment.design import Experiment
+from narrowgauge.experiment.grid import ArmRun
 from narrowgauge.files import write_whole
 from narrowgauge.report.read.records import read_status
 from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row, read_rows
@@ -30,12 +30,26 @@ FORWARD = "bf16"  # the recipe of the second loss
 
 @dataclass(frozen=True)
 class Job:
-    """A command, the run directory that it works in, and the tokens that it trains on (0 to evaluate)."""
+    """A command of a run.
+
+    Attributes:
+        name: The run.
+        command: The words of the command.
+        directory: The run's directory.
+        tokens: The tokens that it trains on; 0 if it evaluates.
+        is_last: Whether the run has its result when it ends.
+    """
 
     name: str
     command: tuple[str, ...]
     directory: Path
     tokens: int
+    is_last: bool = True
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """What tells it from the others of an experiment: the run, and whether it trains."""
+        return self.name, self.tokens > 0
 
 
 def state_of(directory: Path) -> str:
@@ -44,7 +58,7 @@ def state_of(directory: Path) -> str:
     return "diverged" if has_diverged else "done" if status == "done" else "open"
 
 
-def require_same(run: RungRun, out: Path) -> None:
+def require_same(run: ArmRun, out: Path) -> None:
     """Check that an existing run, if any, started with the same values, by `train`'s rule.
 
     Raises:
@@ -61,26 +75,16 @@ def require_same(run: RungRun, out: Path) -> None:
         )
 
 
-def is_complete(chain: Chain, out: Path) -> bool:
-    """Whether a chain of a measured experiment is complete."""
-    return all(_is_measured(run, out / run.name) for run in chain.runs)
-
-
-def remaining(experiment: Experiment, out: Path) -> list[Chain]:
-    """The chains of a measured experiment that have no result yet, here or in its file of rows."""
+def remaining(experiment: Experiment, out: Path) -> list[ArmRun]:
+    """The runs of each arm and seed that lacks a result, here and in the file of rows, with their forks."""
     known = {(row.arm, row.seed, row.rung) for row in _rows_before(experiment)}
-    return [
-        chain
-        for chain in experiment.chains
-        if not is_complete(chain, out)
-        and not all((chain.arm, chain.seed, run.rung) in known for run in chain.runs)
-    ]
-
-
-def forks_of(chains: Sequence[Chain]) -> list[Chain]:
-    """The forks that chains share, each as a separate chain, to be trained before them."""
-    forks = {c.fork.name: Chain("fork", c.seed, c.fork, ()) for c in chains if c.fork is not None}
-    return list(forks.values())
+    missing = [run for run in experiment.compared if not is_complete(experiment, run, out)]
+    missing_rows = {
+        (run.arm, run.seed) for run in experiment.compared if (run.arm, run.seed, run.rung) not in known
+    }
+    wanted = {(run.arm, run.seed) for run in missing} & missing_rows
+    sources = {name for run in experiment.runs if (run.arm, run.seed) in wanted for name, _ in run.sources}
+    return [run for run in experiment.runs if (run.arm, run.seed) in wanted or run.name in sources]
 
 
 def _rows_before(experiment: Experiment) -> list[Row]:
@@ -91,7 +95,7 @@ def _rows_before(experiment: Experiment) -> list[Row]:
     """
     if experiment.rows is None or not experiment.rows.exists():
         return []
-    tokens = {(c.arm, c.seed, run.rung): run.tokens for c in experiment.chains for run in c.runs}
+    tokens = {(run.arm, run.seed, run.rung): run.tokens for run in experiment.compared}
     rows = read_rows(experiment.rows)
     for row in rows:
         if (row.arm, row.seed, row.rung) in tokens and tokens[row.arm, row.seed, row.rung] != row.tokens:
@@ -102,12 +106,15 @@ def _rows_before(experiment: Experiment) -> list[Row]:
     return rows
 
 
-def _is_measured(run: RungRun, directory: Path) -> bool:
-    state = state_of(directory)
-    return state == "diverged" or (state == "done" and losses_of(run, directory) is not None)
+def is_complete(experiment: Experiment, run: ArmRun, out: Path) -> bool:
+    """Whether a run has ended, and in a measured experiment has both losses."""
+    state = state_of(out / run.name)
+    if state != "done" or not (experiment.is_measured and run.rung):
+        return state != "open"
+    return losses_of(run, out / run.name) is not None
 
 
-def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
+def losses_of(run: ArmRun, directory: Path) -> tuple[float, float] | None:
     """Both losses of a run, from its evaluation.json; None if there are none.
 
     Losses that a user measured differently, on other text or another number of batches, do not count.
@@ -129,18 +136,17 @@ def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
 def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
     """The rows of the finished runs, by arm, seed and rung; rows already in its file stay there."""
     rows = []
-    for chain in experiment.chains:
-        for run in chain.runs:
-            if (losses := _losses(out / run.name, run)) is not None:
-                status = DIVERGED if math.isnan(losses[0]) else DONE
-                rows.append(Row(chain.arm, chain.seed, run.rung, run.tokens, *losses, status))
+    for run in experiment.compared:
+        if (losses := _losses(out / run.name, run)) is not None:
+            status = DIVERGED if math.isnan(losses[0]) else DONE
+            rows.append(Row(run.arm, run.seed, run.rung, run.tokens, *losses, status))
     here = {(row.arm, row.seed, row.rung) for row in rows}
     rows += [row for row in _rows_before(experiment) if (row.arm, row.seed, row.rung) not in here]
     order = {arm: number for number, arm in enumerate(experiment.arms)}
     return sorted(rows, key=lambda row: (order.get(row.arm, len(order)), row.arm, row.seed, row.rung))
 
 
-def _losses(directory: Path, run: RungRun) -> tuple[float, float] | None:
+def _losses(directory: Path, run: ArmRun) -> tuple[float, float] | None:
     """Both losses of a run, NaN if it diverged; None if it is not finished."""
     state = state_of(directory)
     if state == "diverged":
@@ -150,50 +156,57 @@ def _losses(directory: Path, run: RungRun) -> tuple[float, float] | None:
     return losses if all(map(math.isfinite, losses)) else (math.nan, math.nan)
 
 
-def jobs_of(chain: Chain, out: Path, files: Path, is_measured: bool) -> Iterator[Job]:
-    """The remaining commands, each determined when it is requested.
-
-    A branch whose checkpoint the trunk no longer has, or never reached, is trained from the fork or from
-    the beginning, with the same digits. At the end of a measured chain only the last checkpoint of each run
-    is kept.
+def next_job(
+    experiment: Experiment,
+    runs: Sequence[ArmRun],
+    out: Path,
+    files: Path,
+    begun: Container[tuple[str, bool]] = (),
+) -> Job | None:
+    """The first job that can start; None while all that are left wait for others, or have begun.
 
     Args:
-        chain: One arm with one seed.
+        experiment: The experiment.
+        runs: Those of its runs that are to be trained.
         out: The directory of the runs.
         files: Where the configurations of the runs are written: `out`, or elsewhere on ranks other than 0.
-        is_measured: Whether each run is evaluated at its end.
+        begun: The keys of jobs that have begun, however they ended.
     """
-    for run in (chain.trunk, *chain.branches):
-        directory = out / run.name
+    for run in runs:
+        name, directory = run.name, out / run.name
         if state_of(directory) == "open":
-            yield Job(run.name, tuple(_train(run, chain, out, files)), directory, run.tokens_to_train)
-        if is_measured and not _is_measured(run, directory):
-            yield Job(run.name, tuple(_evaluate(run, directory)), directory, 0)
-    for run in chain.runs if is_measured else ():
-        _remove_checkpoints(out / run.name, run.config.training.steps)
+            waits = any(state_of(out / source) == "open" for source, _ in run.sources)
+            if not waits and (name, True) not in begun:
+                is_last = bool(run.rung) and not experiment.is_measured
+                return Job(name, tuple(_train(run, out, files)), directory, run.tokens_to_train, is_last)
+        elif not is_complete(experiment, run, out) and (name, False) not in begun:
+            return Job(name, tuple(_evaluate(run, directory)), directory, 0)
+    return None
 
 
-def _train(run: RungRun, chain: Chain, out: Path, files: Path) -> Iterator[str]:
+def _train(run: ArmRun, out: Path, files: Path) -> Iterator[str]:
     """The arguments of the command that starts or continues a run."""
     file = files / f"{run.name}.toml"
     write_whole(file, to_toml(run.config))
     yield from (sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(out / run.name))
-    sources = [] if run is chain.trunk else [(chain.trunk, run.branch)]
-    sources += [] if chain.fork is None else [(chain.fork, chain.fork.config.training.steps)]
-    for source, step in sources:
-        if step in steps(out / source.name / "checkpoints"):
-            yield from ("--branch", f"{out / source.name}@{step}")
+    for source, step in run.sources:
+        if step in steps(out / source / "checkpoints"):
+            yield from ("--branch", f"{out / source}@{step}")
             return
 
 
-def _evaluate(run: RungRun, directory: Path) -> Iterator[str]:
+def _evaluate(run: ArmRun, directory: Path) -> Iterator[str]:
     batches = str(run.config.validation.batches)
     yield from (sys.executable, "-m", "narrowgauge", "eval", str(directory))
     yield from ("--batches", batches, "--forward", FORWARD, "--device", run.config.training.device)
 
 
-def _remove_checkpoints(directory: Path, last: int) -> None:
-    """Remove all checkpoints of a finished run except the last."""
-    for step in steps(directory / "checkpoints"):
-        if step != last and state_of(directory) == "done":
-            shutil.rmtree(directory / "checkpoints" / f"step-{step}")
+def remove_checkpoints(experiment: Experiment, runs: Sequence[ArmRun], out: Path) -> None:
+    """Leave the last checkpoint of each run whose branches have all ended; others were kept for these."""
+    waiting = [run for run in runs if not is_complete(experiment, run, out)]
+    needed = {run.name for run in waiting} | {source for run in waiting for source, _ in run.sources}
+    for run in runs:
+        if run.rung and run.name not in needed and state_of(out / run.name) == "done":
+            for step in steps(out / run.name / "checkpoints"):
+                if step != run.config.training.steps:
+                    shutil.rmtree(out / run.name / "checkpoints" / f"step-{step}")

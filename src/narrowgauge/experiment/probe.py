@@ -31,10 +31,10 @@ def read_probe(out: Path) -> Mapping[str, Any] | None:
 
 def probe_arms(experiment: Experiment, out: Path) -> None:
     """Probe the recipe of each arm whose runs are done and that is not yet in OUT/probe.json."""
-    trunk = experiment.chains[0].trunk
+    trunk = experiment.trunks[0]
     known = dict((read_probe(out) or {}).get("recipes", {}))
     recipes = {
-        c.arm: c.trunk.config.spec.recipe for c in experiment.chains if state_of(out / c.trunk.name) == "done"
+        run.arm: run.config.spec.recipe for run in experiment.trunks if state_of(out / run.name) == "done"
     }
     new = [replace(recipe, name=arm) for arm, recipe in recipes.items() if arm not in known]
     if not new or state_of(out / trunk.name) != "done":

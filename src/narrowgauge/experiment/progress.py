@@ -1,4 +1,4 @@
-"""The table shown while runs train side by side: running jobs, finished runs, the time left."""
+"""The table shown while runs train: running jobs, finished runs, the time left."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class ProgressTable:
         """Show the running jobs; `ended` has just succeeded."""
         if ended is not None:
             self.trained += ended.tokens
-            if not ended.tokens:
+            if ended.is_last:
                 self.done += 1
                 self._line(f"{self.done}/{self.runs}  {ended.name}  {self._left(jobs)}")
                 self.shown = self.clock()

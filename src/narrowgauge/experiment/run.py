@@ -7,25 +7,28 @@ the same command line continues an experiment after any stop.
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.design import Chain, Experiment
-from narrowgauge.experiment.dry_run import arm_speeds, plan_lines, tokens_left
+from narrowgauge.experiment.design import Experiment
+from narrowgauge.experiment.dry_run import arm_speeds, plan_lines
 from narrowgauge.experiment.engine import Engine, environment_of
 from narrowgauge.experiment.gate import Gate, gate_results
+from narrowgauge.experiment.grid import ArmRun
 from narrowgauge.experiment.jobs import (
     Job,
     collect_rows,
-    forks_of,
-    jobs_of,
+    is_complete,
+    next_job,
     remaining,
+    remove_checkpoints,
     require_same,
     state_of,
 )
@@ -57,7 +60,6 @@ def run_experiment(
     gate: Gate | None = None,
     command: str = "",
     is_expected: bool = False,
-    has_logs: bool = False,
 ) -> int:
     """Print which gap the experiment will detect, train the remaining runs, and report the results.
 
@@ -69,7 +71,6 @@ def run_experiment(
         gate: The largest acceptable gap; with several rungs, at the highest.
         command: The command line, for the page.
         is_expected: Whether each gap is compared with its forecast.
-        has_logs: Whether runs that take turns write logs next to their directories, not to the terminal.
 
     Returns:
         The exit code: 1 if a run failed, or if a variant does not pass the gate.
@@ -80,7 +81,7 @@ def run_experiment(
     """
     for sentence in _sight(experiment, out):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
-    failed = train_runs(experiment, out, console, rank, command, has_logs)
+    failed = train_runs(experiment, out, console, rank, command)
     runs = recorded_runs(experiment, out)
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
@@ -97,7 +98,7 @@ def run_experiment(
         print_comparison(runs, console)
     for one in found:
         _say(console, one.text)
-    steps = experiment.chains[0].trunk.config.training.steps
+    steps = experiment.trunks[0].config.training.steps
     where = f" at the highest rung, {steps:,} steps" if experiment.rungs > 1 else ""
     beside = {one.name: f"; {one.short}" for one in found}
     for result in results:
@@ -106,7 +107,7 @@ def run_experiment(
             f"gate {gate}{where}: {result.name} {result.word}; {result.reason}{beside.get(result.name, '')}",
         )
     if failed:
-        _say(console, _failure_text(failed, len(experiment.runs), out))
+        _say(console, _failure_text(failed, len(experiment.compared), out))
     if runs:
         _say(console, f"report: {out / 'report.html'}")
     return code
@@ -125,16 +126,12 @@ def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
 
 
 def train_runs(
-    experiment: Experiment,
-    out: Path,
-    console: Console,
-    rank: int = 0,
-    command: str = "",
-    has_logs: bool = False,
+    experiment: Experiment, out: Path, console: Console, rank: int = 0, command: str = ""
 ) -> list[str]:
     """Train the remaining runs of an experiment; returns the names of the failed runs.
 
-    A diverged run of a measured experiment has not failed: it is a row of the results.
+    The rows and the page are written as results come in. A diverged run of a measured experiment has not
+    failed: it is a row of the results.
 
     Raises:
         UserError: the directory cannot be written, or holds other runs.
@@ -143,6 +140,7 @@ def train_runs(
     experiment = with_equal_threads(experiment, out)
     for run in experiment.runs:
         require_same(run, out)
+    waiting = remaining(experiment, out)
     with ExitStack() as stack:
         files = out if rank == 0 else Path(stack.enter_context(TemporaryDirectory()))
         try:
@@ -151,16 +149,8 @@ def train_runs(
             raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
         if rank == 0:
             write_whole(out / COMPARISON, _planned(experiment, out, command))
-        if experiment.is_measured:
-            failed = _side_by_side(experiment, out, console, command)
-        else:
-            try:
-                failed = _in_turns(experiment, out, files, console, has_logs and rank == 0)
-            except BaseException:  # stopped or killed: the page shows how far it came
-                if rank == 0:
-                    with suppress(UserError, OSError):
-                        write_page(experiment, out, command)
-                raise
+            _say_done(experiment, waiting, out, console)
+        failed = _train(experiment, waiting, out, files, console, rank, command)
     names = [
         run.name
         for run in experiment.runs
@@ -169,50 +159,54 @@ def train_runs(
     return [name for name in names if not (experiment.is_measured and state_of(out / name) == "diverged")]
 
 
-def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console, has_logs: bool) -> list[str]:
-    """Train one run after the other, each showing its steps, or writing a log."""
-
-    def announced(number: int, chain: Chain) -> Iterator[Job]:
-        name = chain.trunk.name
-        console.print(f"\n{number}/{len(experiment.chains)}  {name}", style="bold", highlight=False)
-        if (state := state_of(out / name)) != "open":
-            again = "is done; to train again" if state == "done" else "has diverged; to train it otherwise"
-            _say(console, f"{out / name} {again}, name another directory with --out")
-        yield from jobs_of(chain, out, files, is_measured=False)
-
-    chains = [announced(number, chain) for number, chain in enumerate(experiment.chains, start=1)]
-    return Engine(1, {}, lambda jobs, ended: None, has_logs=has_logs).run(chains)
+def _say_done(experiment: Experiment, waiting: Sequence[ArmRun], out: Path, console: Console) -> None:
+    """Say which runs are not trained again."""
+    left = {run.name for run in waiting}
+    found = [run for run in experiment.compared if run.name not in left]
+    for state, words in (("done", "done"), ("diverged", "diverged and would again")):
+        if names := [run.name for run in found if state_of(out / run.name) == state]:
+            text = f"in {out}, not trained again ({words}): {', '.join(names)}"
+            _say(console, f"{text}; to train them otherwise, name another directory with --out")
 
 
-def _side_by_side(experiment: Experiment, out: Path, console: Console, command: str) -> list[str]:
-    """Train several runs at a time, and write the results as they come in."""
-    waiting = remaining(experiment, out)
-    forks = forks_of(waiting)
-    left = sum(tokens_left(chain, out) for chain in [*forks, *waiting])
-    done = len(experiment.runs) - sum(
-        state_of(out / run.name) == "open" for chain in waiting for run in chain.runs
-    )
-    with ProgressTable(console, left, len(experiment.runs), done) as table:
-        written = -math.inf
+def _train(
+    experiment: Experiment,
+    waiting: Sequence[ArmRun],
+    out: Path,
+    files: Path,
+    console: Console,
+    rank: int,
+    command: str,
+) -> list[str]:
+    """Run the jobs of the waiting runs, and write what is known so far; returns the names of failed runs."""
+    left = [run for run in waiting if not is_complete(experiment, run, out)]
+    tokens = sum(run.tokens_to_train for run in left if state_of(out / run.name) == "open")
+    total = len(experiment.compared)
+    written = -math.inf
+
+    def write(is_page_due: bool) -> None:
+        if experiment.is_measured:
+            write_rows(experiment, out)
+            remove_checkpoints(experiment, waiting, out)
+        if is_page_due:
+            write_page(experiment, out, command)
+
+    with ProgressTable(console, tokens, total, total - sum(bool(run.rung) for run in left)) as table:
 
         def show(jobs: Sequence[Job], ended: Job | None) -> None:
             nonlocal written
             table.show(jobs, ended)
-            if ended is None or ended.tokens:
-                return
-            write_rows(experiment, out)
-            if time.monotonic() - written > _PAGE_EVERY_S:
-                write_page(experiment, out, command)
-                written = time.monotonic()
+            if ended is not None and ended.is_last and rank == 0:
+                write(is_page_due := time.monotonic() - written > _PAGE_EVERY_S)
+                written = time.monotonic() if is_page_due else written
 
         environment = environment_of(experiment.threads, experiment.products, experiment.attention)
-        engine = Engine(experiment.jobs, environment, show)
+        engine = Engine(experiment.jobs, environment, show, has_logs=rank == 0)
         try:
-            failed = engine.run([jobs_of(chain, out, out, is_measured=False) for chain in forks])
-            return failed or engine.run([jobs_of(chain, out, out, is_measured=True) for chain in waiting])
+            return engine.run(partial(next_job, experiment, waiting, out, files))
         finally:
-            write_rows(experiment, out)
-            write_page(experiment, out, command)
+            if rank == 0:
+                write(True)
             for name in engine.failed:
                 _say(console, f"{name}: {_last_line(out / f'{name}.log')}")
 
@@ -230,22 +224,19 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
     number = next((threads for run in begun.values() if (threads := run.threads())), 0)
     number = number or threads_of([])[0]
 
-    def with_threads(chain: Chain) -> Chain:
-        name, training = chain.trunk.name, chain.trunk.config.training
+    def with_threads(run: ArmRun) -> ArmRun:
+        training = run.config.training
         if training.threads or choose_device(training.device).type != "cpu":
-            return chain
-        threads = begun[name].config().training.threads if name in begun else number
+            return run
+        threads = begun[run.name].config().training.threads if run.name in begun else number
         keys = {"training": training.model_copy(update={"threads": threads})}
-        return replace(chain, trunk=replace(chain.trunk, config=chain.trunk.config.model_copy(update=keys)))
+        return replace(run, config=run.config.model_copy(update=keys))
 
-    return replace(experiment, chains=tuple(map(with_threads, experiment.chains)))
+    return replace(experiment, runs=tuple(map(with_threads, experiment.runs)))
 
 
 def _planned(experiment: Experiment, out: Path, command: str) -> str:
     """The runs of an experiment as the text of a file, for those who watch it (`report.read.comparison`)."""
-    forks = {chain.fork.name: chain for chain in experiment.chains if chain.fork is not None}
-    chains = [(chain, run) for chain in experiment.chains for run in (chain.trunk, *chain.branches)]
-    runs = [(chain, chain.fork) for chain in forks.values() if chain.fork is not None] + chains
     plan = {
         "command": command,
         "reference": experiment.arms[0],
@@ -257,13 +248,13 @@ def _planned(experiment: Experiment, out: Path, command: str) -> str:
         "runs": [
             {
                 "name": run.name,
-                "arm": chain.arm,
-                "seed": chain.seed,
+                "arm": run.arm,
+                "seed": run.seed,
                 "rung": run.rung,
                 "steps": run.config.training.steps,
                 "tokens": run.tokens,
             }
-            for chain, run in runs
+            for run in experiment.runs
         ],
     }
     return json.dumps(plan, indent=1) + "\n"
@@ -283,7 +274,7 @@ def write_page(experiment: Experiment, out: Path, command: str, more: str = "") 
 
     `more` is HTML that follows the sections of the experiment.
     """
-    paths = _at_highest_rung(experiment, out)
+    paths = [out / run.name for run in experiment.trunks]
     begun = [path for path in paths if _begun(path)]
     if begun[:1] == paths[:1]:
         write_report(begun, out / "report.html", command, _rungs_section(experiment, out) + more)
@@ -302,14 +293,10 @@ def recorded_runs(experiment: Experiment, out: Path) -> list[Run]:
 
     Such runs have rows and no directory.
     """
-    paths = _at_highest_rung(experiment, out)
+    paths = [out / run.name for run in experiment.trunks]
     if experiment.rows is not None:
         paths = [path for path in paths if _begun(path)] if _begun(paths[0]) else []
     return read_runs(paths) if paths else []
-
-
-def _at_highest_rung(experiment: Experiment, out: Path) -> list[Path]:
-    return [out / chain.trunk.name for chain in experiment.chains]
 
 
 def _begun(path: Path) -> bool:
@@ -324,18 +311,19 @@ def _results(experiment: Experiment, out: Path) -> list[ArmResult]:
 
 
 def _parameters(experiment: Experiment) -> int:
-    return count_block_weights(experiment.chains[0].trunk.config.spec.model)
+    return count_block_weights(experiment.trunks[0].config.spec.model)
 
 
 def _is_calm(experiment: Experiment) -> bool:
     """Whether no warm-up is expected to spike: the initial weights are by role."""
-    return not experiment.chains[0].trunk.config.spec.model.initial_std
+    return not experiment.trunks[0].config.spec.model.initial_std
 
 
 def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
     """The gap that each rung will be able to detect."""
     sentences = []
-    for number, run in enumerate(experiment.chains[0].runs, start=1):
+    of_rung = {run.rung: run for run in experiment.compared}
+    for number, run in sorted(of_rung.items()):
         text = power_text(
             len(experiment.seeds),
             len(experiment.family),

@@ -12,11 +12,11 @@ from rich.console import Console
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError, checked
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
-from narrowgauge.experiment.design import Experiment, make_comparison, make_measured
+from narrowgauge.experiment.design import Experiment, make_experiment
 from narrowgauge.experiment.gate import Gate, GateResult, gate_results, parse_gate
 from narrowgauge.experiment.grid import RECIPE, Seeds, Variant
-from narrowgauge.experiment.jobs import require_same, state_of
-from narrowgauge.experiment.run import print_plan, recorded_runs, run_experiment, with_equal_threads
+from narrowgauge.experiment.jobs import state_of
+from narrowgauge.experiment.run import print_plan, recorded_runs, run_experiment
 from narrowgauge.laboratory.chart import curves
 from narrowgauge.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
 from narrowgauge.laboratory.watch import watched_by_another
@@ -24,10 +24,8 @@ from narrowgauge.recipes import RecipeLike, recipe_list
 from narrowgauge.report import Run, Verdict, print_comparison, verdicts
 from narrowgauge.result import Result, Row
 from narrowgauge.runs.loop.check_data import check_vocabulary
-from narrowgauge.runs.loop.run import run as run_here
 from narrowgauge.runs.monitor.provenance import command_line
-from narrowgauge.signals import COMPARED
-from narrowgauge.training import Diverged, make_config
+from narrowgauge.training import make_config
 
 
 class Comparison(Result):
@@ -113,7 +111,6 @@ def compare(
     jobs: int = 0,
     gate: str | float | None = None,
     expected: bool = False,
-    here: bool = False,
     quiet: bool = False,
     **sections: Section,
 ) -> Comparison:
@@ -130,9 +127,7 @@ def compare(
         jobs: Runs side by side; 0 for one after the other.
         gate: The largest acceptable gap: nats, or text such as "0.25%".
         expected: Whether each gap is compared with its forecast.
-        here: Whether to train in this process, which saves the seconds that another takes to start. Runs
-            with casts that are functions of this process always do.
-        quiet: Whether to print nothing. Each run writes a log next to its directory.
+        quiet: Whether to print nothing.
         sections: Sections of the configuration as dictionaries, as for `train`.
 
     Returns:
@@ -152,7 +147,7 @@ def compare(
     others = [Variant(name, keys) for name, keys in (variants or {}).items()]
     experiment = experiment_of(values, named, others, seeds, rungs=rungs, jobs=jobs)
     limit = None if gate is None else parse_gate(str(gate))
-    return run_comparison(experiment, path, Console(quiet=quiet), limit, expected, has_logs=True, here=here)
+    return run_comparison(experiment, path, Console(quiet=quiet), limit, expected)
 
 
 def experiment_of(
@@ -174,14 +169,10 @@ def experiment_of(
     require_order(table, arms)
     everything = [*recipes, *choose_arms(arms, chosen), *variants]
     seeds = table.get("seeds") if seeds is None else seeds
-    if not (rungs or table or jobs):
-        return make_comparison(values, everything, seeds)
-    if rungs:
-        table["rungs"] = list(rungs)
-    table.setdefault("rungs", [make_config(values).training.steps])
-    if jobs:
-        table["jobs"] = jobs
-    return make_measured(values, everything, seeds, table)
+    table |= ({"rungs": list(rungs)} if rungs else {}) | ({"jobs": jobs} if jobs else {})
+    if table:
+        table.setdefault("rungs", [make_config(values).training.steps])
+    return make_experiment(values, everything, seeds, table)
 
 
 def run_comparison(
@@ -190,8 +181,6 @@ def run_comparison(
     console: Console,
     gate: Gate | None = None,
     expected: bool = False,
-    has_logs: bool = False,
-    here: bool = False,
     is_watched: bool = False,
 ) -> Comparison:
     """Train what is left of an experiment, print what was found, write the page, and judge.
@@ -200,57 +189,33 @@ def run_comparison(
 
     Raises:
         UserError: The text has other tokens than the model, a launcher's processes cannot share the work, or
-            a function of this process would be unknown in the processes of the runs.
+            a cast is a function of this process, which the processes of the runs do not have.
         ComparisonFailed: A run left no result; the same call continues.
     """
-    rank = _require_ready(experiment)
+    rank = _require_ready(experiment, out)
     shown = Console(quiet=True) if rank else console
     say = partial(shown.print, markup=False, highlight=False, soft_wrap=True)
     with watched_by_another(out, say) if is_watched and not rank else nullcontext():
-        _train_here(experiment, out, console, here)
-        code = run_experiment(experiment, out, shown, rank, gate, command_line(), expected, has_logs)
+        code = run_experiment(experiment, out, shown, rank, gate, command_line(), expected)
     return Comparison(out, recorded_runs(experiment, out), gate, code)
 
 
 def plan_comparison(experiment: Experiment, out: Path, console: Console) -> None:
     """Print which gap the experiment will detect and what is left to train; do not train."""
-    rank = _require_ready(experiment)
+    rank = _require_ready(experiment, out)
     print_plan(experiment, out, Console(quiet=True) if rank else console)
 
 
-def _require_ready(experiment: Experiment) -> int:
+def _require_ready(experiment: Experiment, out: Path) -> int:
     """Refuse, before the first run starts, what would fail in a later one; returns this process's rank."""
     world = world_from(os.environ, 0)
     for run in experiment.runs:
         check_vocabulary(run.config)
+        if (names := list(own_functions(run.config))) and state_of(out / run.name) == "open":
+            raise UserError(
+                f"{run.name}: cast {names[0]!r} is a function of this process, and runs train in others; "
+                f"train it here first, by narrowgauge.train(..., out={str(out / run.name)!r})"
+            )
     if experiment.is_measured and world.size > 1:
         raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
     return world.rank
-
-
-def _train_here(experiment: Experiment, out: Path, console: Console, here: bool) -> None:
-    """Train the runs whose casts are functions of this process, which others do not have; with `here` all.
-
-    Raises:
-        UserError: Rungs or jobs, which train in other processes.
-    """
-    experiment = with_equal_threads(experiment, out)
-    for run in experiment.runs:
-        require_same(run, out)
-    for chain in experiment.chains:
-        if state_of(out / chain.trunk.name) != "open":
-            continue
-        if not (names := list(own_functions(chain.trunk.config))) and not here:
-            continue
-        if experiment.is_measured:
-            what = f"cast {names[0]!r} is a function of this process" if names else "here = True"
-            raise UserError(f"{chain.arm}: {what}, and rungs and jobs train in others; compare without them")
-        before = os.environ.get(COMPARED)
-        os.environ[COMPARED] = "1"
-        try:
-            run_here(chain.trunk.config, out / chain.trunk.name, console)
-        except Diverged as error:  # a result as any other
-            console.print(f"{chain.trunk.name}: {error}", markup=False, highlight=False)
-        finally:
-            if before is None:
-                os.environ.pop(COMPARED)

@@ -48,7 +48,7 @@ def compare(
     limit = None if gate is None else parse_gate(gate)
     experiment = read_plan(line)
     kind = "ladder" if experiment.is_measured else "compare"
-    out = line.out or Path("runs") / f"{kind}-{experiment.runs[0].config.model.name}"
+    out = line.out or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
     if dry_run:
         plan_comparison(experiment, out, console)
         return 0
