@@ -71,7 +71,7 @@ def norm_of_terms(device: torch.device, shape: Shape) -> Found:
     x, delta = drawn(shape, 0, device, torch.float32), drawn(shape, 1, device)
 
     def forward(x: Tensor, delta: Tensor, weight_D: Tensor) -> Tensor:
-        s, y, _ = add_norm(x, delta, weight_D, None, 1e-5, "rms", torch.bfloat16, keeps_terms=True)
+        s, y = add_norm(x, delta, weight_D, None, 1e-5, "rms", torch.bfloat16, keeps_terms=True)
         return s + y.float()
 
     return passes(forward, "x delta weight", x, delta, drawn(shape[-1:], 2, device, torch.float32))

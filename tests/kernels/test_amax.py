@@ -5,16 +5,14 @@ import torch
 
 from kernels.common import DTYPES, normal
 from narrowgauge.kernels import amax as amax_room
-from narrowgauge.kernels.activation import swiglu_and_amax
+from narrowgauge.kernels.activation import swiglu
 from narrowgauge.kernels.amax import (
     _NUMBERS,
     amax_of,
-    amax_of_gradient,
+    attach_amax,
+    attached_amax,
     begin_amaxes,
-    call,
-    known_amax,
     new_amax,
-    send_back,
 )
 
 CPU = torch.device("cpu")
@@ -37,7 +35,8 @@ def test_a_number_that_was_made_in_inference_is_one_for_training():
     begin_amaxes()
     with torch.inference_mode():
         new_amax(CPU)
-        assert known_amax(torch.ones(3), torch.tensor(1.0)) is None, "such a tensor counts no versions"
+        attach_amax(x := torch.ones(3), torch.tensor(1.0))
+        assert attached_amax(x) is None, "such a tensor counts no versions"
     assert not new_amax(CPU).is_inference()
 
 
@@ -56,13 +55,14 @@ def test_what_a_graph_records_begins_as_zero_in_each_replay(monkeypatch):
 def test_a_replay_finds_the_largest_of_what_it_reads():
     x, stream, graph = torch.full((1, 64), 8.0, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        swiglu_and_amax(x)  # the kernel is compiled
+        swiglu(x)  # the kernel is compiled
     with torch.cuda.graph(graph, stream=stream):
-        y, known = swiglu_and_amax(x)
+        y = swiglu(x)
+        amax = attached_amax(y)
     for number in (8.0, 1.0, 2.0):
         x.fill_(number)
         graph.replay()
-        assert known.amax == y.max()
+        assert amax == y.max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,35 +75,20 @@ def test_what_is_not_known_is_read(dtype):
     assert amax_of(x).isnan()
 
 
-@pytest.mark.parametrize("is_view", [False, True])
-def test_it_holds_for_a_view_of_all_of_it_until_that_is_written_to_and_not_for_a_part(is_view):
-    x = torch.arange(24.0).clone().view(2, 3, 4) if is_view else torch.arange(24.0).view(2, 3, 4).clone()
-    known = known_amax(x, torch.tensor(23.0))
+def test_it_holds_for_a_view_of_all_of_it_until_that_is_written_to_and_not_for_a_part():
+    x = torch.arange(24.0).view(2, 3, 4).clone()
+    attach_amax(x, torch.tensor(23.0))
     whole, part = x.view(6, 4), x[0]
     for same in (x, whole, x.flatten()):
-        assert known.of(same) == 23
+        assert attached_amax(same) == 23
     others = part, x[:, :2], x.transpose(0, 1), x.clone(), x[..., :1].expand(2, 3, 4), x.view(torch.int32)
     for other in others:
-        assert known.of(other) is None
+        assert attached_amax(other) is None
     for write in (x, whole, part):
-        known = known_amax(x, torch.tensor(23.0))
+        attach_amax(x, torch.tensor(23.0))
         write.mul_(2)
-        assert known.of(x) is None
-        assert known.of(whole) is None
-
-
-def test_a_layer_gets_the_record_only_if_it_takes_one():
-    x = torch.ones(3)
-    known = known_amax(x, torch.tensor(1.0))
-
-    def layer(x, known=None):
-        return known
-
-    layer.takes_amax = True
-    assert call(lambda x: x, x, [known]) is x
-    assert call(layer, x, [known]) is known
-    assert call(layer, x, [None]) is None
-    assert call(layer, x, []) is None
+        assert attached_amax(x) is None
+        assert attached_amax(whole) is None
 
 
 HEARD = []
@@ -118,9 +103,9 @@ class Times(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        HEARD.append(amax_of_gradient(dy))
+        HEARD.append(attached_amax(dy))
         dx = 3 * dy
-        send_back(dx, dx.abs().amax())
+        attach_amax(dx, dx.abs().amax())
         return dx
 
 

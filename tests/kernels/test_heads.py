@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.common import DTYPES, assert_c_is_torch, assert_same, assert_same_for_threads, needs_c, normal
-from narrowgauge.kernels.amax import amax_of_gradient
+from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.kernels.heads import reference, rotary, rotary_reference, split_heads
 
 SIZES = [(3, 1, 6), (4, 2, 64), (2, 2, 2)]  # N, K, H
@@ -61,7 +61,7 @@ def test_heads_gradients_are_turned_back_and_rounded_once(device, dtype, positio
     grads = [normal(*h.shape, seed=5 + i, dtype=dtype).to(device) for i, h in enumerate(heads)]
     grads[0] = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
     seen = []
-    qkv_BTC.register_hook(lambda g: seen.append(amax_of_gradient(g)))
+    qkv_BTC.register_hook(lambda g: seen.append(attached_amax(g)))
     got, dbias_C = torch.autograd.grad(heads, (qkv_BTC, bias_C), grads)
     wide, wide_table = qkv_BTC.detach().double().requires_grad_(), None if table is None else table.double()
     heads = reference(wide, None, wide_table, (N, K, K), H)

@@ -1,6 +1,6 @@
-"""Around a product: scales, rounding, codes along the other axis, signs, and the remedies of FP4.
+"""Around a product: scales, rounding, codes along the other axis, signs, and FP4's rows.
 
-The remedies: quantiles of any numbers, rows in parts, slopes of rounding. All bit for bit, but for slopes.
+These rows: quantiles of any numbers, rows in parts, slopes of rounding. All bit for bit, but for slopes.
 """
 
 import pytest
@@ -46,9 +46,9 @@ def test_codes_along_the_other_axis_are_the_same_codes(device):
 
 def launch_ranked(*args):
     """The kernel is imported where its interpreter is asked for."""
-    from narrowgauge.kernels.triton import remedies
+    from narrowgauge.kernels.triton import fp4_rows
 
-    return remedies.launch_ranked(*args)
+    return fp4_rows.launch_ranked(*args)
 
 
 def special(n):

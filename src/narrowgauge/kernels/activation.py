@@ -30,35 +30,25 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from narrowgauge.kernels.amax import KnownAmax, known_amax, send_back
+from narrowgauge.kernels.amax import attach_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.second_derivative import FirstOrderFunction
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype."""
-    return swiglu_and_amax(gate_up)[0]
-
-
-def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, KnownAmax | None]:
-    """`swiglu`, and its amax if a kernel has computed it."""
     if not use_kernels(gate_up):
-        return swiglu_reference(gate_up), None
-    y, amax = _Activation.apply(gate_up, "swiglu")
-    return y, known_amax(y, amax)
+        return swiglu_reference(gate_up)
+    y: Tensor = _Activation.apply(gate_up, "swiglu")
+    return y
 
 
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form, in the shape and dtype of `x`."""
-    return gelu_and_amax(x)[0]
-
-
-def gelu_and_amax(x: Tensor) -> tuple[Tensor, KnownAmax | None]:
-    """`gelu`, and its amax if a kernel has computed it."""
     if not use_kernels(x):
-        return gelu_reference(x), None
-    y, amax = _Activation.apply(x, "gelu")
-    return y, known_amax(y, amax)
+        return gelu_reference(x)
+    y: Tensor = _Activation.apply(x, "gelu")
+    return y
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -74,7 +64,7 @@ def gelu_reference(x: Tensor) -> Tensor:
 
 class _Activation(FirstOrderFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: Literal["swiglu", "gelu"]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, name: Literal["swiglu", "gelu"]) -> Tensor:
         from narrowgauge.kernels.triton import activation as kernels
 
         ctx.save_for_backward(x)
@@ -83,13 +73,12 @@ class _Activation(FirstOrderFunction):
             "gelu": (kernels.launch_gelu, kernels.launch_gelu_backward),
         }[name]
         y, amax = launch(x.contiguous())
-        ctx.mark_non_differentiable(amax)
-        ctx.set_materialize_grads(False)  # else torch allocates zeros for the amax
-        return y, amax
+        attach_amax(y, amax)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         dx, amax = ctx.launch_backward(dy.contiguous(), x.contiguous())
-        send_back(dx, amax)
+        attach_amax(dx, amax)
         return dx, None

@@ -28,7 +28,7 @@ import torch
 
 from narrowgauge.collectives import local_amax
 from narrowgauge.formats import RandomStream
-from narrowgauge.kernels.amax import DelayedScale, raise_amax
+from narrowgauge.kernels.amax import raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext
 from narrowgauge.quantization.keys import Consumer
@@ -52,7 +52,7 @@ def quantize(
     if has_kernel:
         from narrowgauge.kernels.triton.cast_launch import quantized
 
-        return quantized(x, cast, axis, *_fields(cast, context), context.amax, both)
+        return quantized(x, cast, axis, context, both)
     return quantize_in_context(x, cast, axis, _with_limits(x, cast, context)), None
 
 
@@ -84,9 +84,7 @@ def quantize_in_tiles(
         return None
     from narrowgauge.kernels.triton.cast_launch import in_tiles
 
-    context = _seen(x, cast, context, has_kernel=True)
-    stream, signs, _ = _fields(cast, context)
-    return Tiles(*in_tiles(x, cast, axis, stream, signs, context.amax))
+    return Tiles(*in_tiles(x, cast, axis, _seen(x, cast, context, has_kernel=True)))
 
 
 def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -122,7 +120,7 @@ def emulate(
     if has_kernel:
         from narrowgauge.kernels.triton.cast_launch import emulated
 
-        return emulated(x, cast, axis, dtype, *_fields(cast, context), context.amax)
+        return emulated(x, cast, axis, dtype, context)
     if _is_operator(x, cast, context):
         return _emulate_as_operator(x, cast, axis, dtype, context)
     return emulate_in_context(x, cast, axis, dtype, _with_limits(x, cast, context))
@@ -147,7 +145,7 @@ def emulate_rows(
     has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.outliers)
     if not (is_own and has_rows):
         return None
-    from narrowgauge.kernels.triton.remedies import launch_rows
+    from narrowgauge.kernels.triton.fp4_rows import launch_rows
 
     limits = _limits(x, cast.outliers) if cast.outliers else None
     return launch_rows(x, cast, limits, bool(cast.outliers) and cast.compensate)
@@ -175,7 +173,7 @@ def _with_limits(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantCon
 
 def _limits(x: torch.Tensor, quantile: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The quantiles 1 - `quantile` and `quantile` of a bf16 matrix, by a kernel."""
-    from narrowgauge.kernels.triton.remedies import launch_ranked
+    from narrowgauge.kernels.triton.fp4_rows import launch_ranked
 
     flat = x if x.is_contiguous() else x.T.contiguous()  # the order of elements does not matter
     return launch_ranked(flat, *quantile_ranks(x.numel(), quantile))
@@ -195,18 +193,6 @@ def _seen(x: torch.Tensor, cast: Cast, context: QuantContext, has_kernel: bool) 
         return context
     raise_amax(context.seen, x, context.amax)
     return replace(context, seen=None)
-
-
-def _fields(
-    cast: Cast, context: QuantContext
-) -> tuple[RandomStream | None, torch.Tensor | tuple[int, ...], DelayedScale]:
-    """(random stream, signs of the transform, the given scale)."""
-    stream = context.random if isinstance(context.random, RandomStream) else None
-    return (
-        stream,
-        context.signs_of(cast) if cast.hadamard else (),
-        DelayedScale(context.scale, context.seen),
-    )
 
 
 _casts: dict[str, Cast] = {}  # the casts that this process's graphs refer to by name

@@ -68,7 +68,7 @@ def through_rounding(dw_NK: Tensor, w_NK: Tensor, cast: Cast, context: QuantCont
     has_rows = cast.block == (1, 0) and w_NK.stride(1) == 1 and dw_NK.is_contiguous()
     if not (has_rows and context.shard is None and cast.scale == "fp32" and use_kernels(w_NK)):
         return dw_NK * estimator_slope(w_NK, cast, -1, context)
-    from narrowgauge.kernels.triton.remedies import launch_slope
+    from narrowgauge.kernels.triton.fp4_rows import launch_slope
 
     return launch_slope(w_NK.detach(), dw_NK, cast)
 

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.kernels.amax import send_back
+from narrowgauge.kernels.amax import attach_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.c_call import call, supports
 from narrowgauge.second_derivative import FirstOrderFunction
@@ -148,7 +148,7 @@ class _SplitHeads(FirstOrderFunction):
         dqkv_BTC, dbias_C, amax = launch_split_backward(
             in_rows(dq), in_rows(dk), in_rows(dv), table, has_bias
         )
-        send_back(dqkv_BTC, amax)
+        attach_amax(dqkv_BTC, amax)
         return dqkv_BTC, None if dbias_C is None else dbias_C.to(ctx.bias_dtype), None, None, None
 
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
+from narrowgauge.kernels.amax import attach_amax, new_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.c_call import call, supports
 from narrowgauge.second_derivative import FirstOrderFunction
@@ -58,7 +58,7 @@ def add_norm(
     kind: Literal["rms", "layer"],
     out_dtype: torch.dtype,
     keeps_terms: bool = False,
-) -> tuple[Tensor, Tensor, KnownAmax | None]:
+) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, and normalize the sum.
 
     Args:
@@ -73,17 +73,16 @@ def add_norm(
             is narrower than an fp32 sum.
 
     Returns:
-        s = x + delta in torch's dtype for that sum (x itself without a delta), its norm y, and max |y| if a
-        kernel has computed it, else None.
+        s = x + delta in torch's dtype for that sum (x itself without a delta), and its norm y.
     """
     if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
         if _is_for_c(x, delta, weight_D, kind, out_dtype):
             s, y = _AddNormInC.apply(x, delta, weight_D, eps)
-            return s, y, None
+            return s, y
         s = x if delta is None else x + delta
-        return s, reference(s, weight_D, bias_D, eps, kind, out_dtype), None
-    s, y, amax = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
-    return s, y, known_amax(y, amax)
+        return s, reference(s, weight_D, bias_D, eps, kind, out_dtype)
+    s, y = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
+    return s, y
 
 
 def norm(
@@ -123,7 +122,7 @@ class _AddNorm(FirstOrderFunction):
         kind: str,
         out_dtype: torch.dtype,
         keeps_terms: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         from narrowgauge.kernels.triton import norm as on_gpu
 
         stream = None
@@ -145,11 +144,11 @@ class _AddNorm(FirstOrderFunction):
             ctx.save_for_backward(stream, None, weight_D, mean_M, scale_M)
         ctx.dtypes = x.dtype, None if delta is None else delta.dtype, None if bias_D is None else bias_D.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(amax)
-        return stream, y, amax
+        attach_amax(y, amax)
+        return stream, y
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         from narrowgauge.kernels.triton import norm as on_gpu
 
         x_dtype, delta_dtype, bias_dtype = ctx.dtypes
@@ -168,7 +167,7 @@ class _AddNorm(FirstOrderFunction):
             *(dx, None if ddelta is dx else ddelta, amax, bias_dtype is not None),
         )
         if ddelta is not None and amax is not None:
-            send_back(ddelta, amax)
+            attach_amax(ddelta, amax)
         dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
         return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None
 

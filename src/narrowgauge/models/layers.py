@@ -33,14 +33,13 @@ K key-value heads, H head_dim, F ffn_dim.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.kernels.amax import KnownAmax, call
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.dropout import Dropout
@@ -54,8 +53,6 @@ from narrowgauge.models.kv_cache import LayerKVCache
 from narrowgauge.models.mlp import add_mlp, mlp
 from narrowgauge.models.operators import cos_sin
 from narrowgauge.torch_compat import has_hooks
-
-Known = Sequence[KnownAmax | None]  # of the accompanying tensor: one, or none if a hook has dropped it
 
 
 class Norm(nn.Module):
@@ -103,8 +100,8 @@ class StreamNorm(Norm):
 
     def forward(  # type: ignore[override]
         self, x_BTD: Tensor, delta_BTD: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, KnownAmax | None]:
-        """(x + delta, its norm, the amax of the norm if a kernel has computed it)."""
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)."""
         options = self.eps, self.kind, self.compute_dtype, self.keeps_terms
         return add_norm(x_BTD, delta_BTD, self.weight, self.bias, *options)
 
@@ -213,8 +210,8 @@ class Block(nn.Module):
         Returns:
             (the stream, its pending addend or None).
         """
-        x_BTD, normed_BTD, *known = self.attention_norm(x_BTD, delta_BTD)  # a hook may drop the amax
-        y_BTD = self._attention(normed_BTD, known, rope, mask, cache)
+        x_BTD, normed_BTD = self.attention_norm(x_BTD, delta_BTD)
+        y_BTD = self._attention(normed_BTD, rope, mask, cache)
         if recomputed is None:
             return self._after_attention(x_BTD, y_BTD)
         pair: tuple[Tensor, Tensor | None] = recomputed(self._after_attention, x_BTD, y_BTD)
@@ -222,21 +219,16 @@ class Block(nn.Module):
 
     def _after_attention(self, x_BTD: Tensor, y_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rest of the layer, from the stream and attention's addend."""
-        x_BTD, normed_BTD, *known = self.mlp_norm(*self.attention_residual.pending(x_BTD, y_BTD))
-        y_BTD = self._mlp(normed_BTD, known)
+        x_BTD, normed_BTD = self.mlp_norm(*self.attention_residual.pending(x_BTD, y_BTD))
+        y_BTD = self._mlp(normed_BTD)
         if self.down_dropout is not None:
             y_BTD = self.down_dropout(y_BTD, *self.share)
         return self.mlp_residual.pending(x_BTD, y_BTD)
 
     def _attention(
-        self,
-        x_BTD: Tensor,
-        known: Known,
-        rope: Tensor | None,
-        mask: Tensor | None,
-        cache: LayerKVCache | None,
+        self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerKVCache | None
     ) -> Tensor:
-        q, k, v = self._heads(x_BTD, known, rope)
+        q, k, v = self._heads(x_BTD, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
         drops = self.training and torch.is_grad_enabled()
@@ -247,7 +239,7 @@ class Block(nn.Module):
             y_BTD = self.attention_out_dropout(y_BTD, *self.share)
         return y_BTD
 
-    def _heads(self, x_BTD: Tensor, known: Known, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x_BTD: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, rotated; in one pass after the matmul if nothing comes in between.
 
         A hook on the matmul sees its bias added.
@@ -256,20 +248,20 @@ class Block(nn.Module):
             can_leave = getattr(self.qkv, "can_leave_bias", False) and not has_hooks(self.qkv)
             leaves_bias = can_leave and use_kernels(x_BTD)
             options = {"with_bias": False} if leaves_bias else {}
-            qkv_BTC = call(self.qkv, x_BTD, known, **options)
+            qkv_BTC = self.qkv(x_BTD, **options)
             bias_C = self.qkv.bias if leaves_bias else None
             return split_heads(qkv_BTC, bias_C, rope, self.heads_NKK, self.head_dim)
-        heads_BTNH = call(self.qkv, x_BTD, known).unflatten(-1, (-1, self.head_dim))
+        heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads_BTNH.split(self.heads_NKK, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (self.to_heads(h).transpose(1, 2) for h in (q, k, v))
         return (q, k, v) if rope is None else (rotary(q, rope), rotary(k, rope), v)
 
-    def _mlp(self, x_BTD: Tensor, known: Known) -> Tensor:
+    def _mlp(self, x_BTD: Tensor) -> Tensor:
         if self.experts is not None:
             y_BTD: Tensor = self.experts(x_BTD)
             return y_BTD
         is_plain = self.down_dropout is None and self.mlp_residual.is_plain(x_BTD.dtype)
         is_last = is_plain and not torch.compiler.is_compiling()
-        return mlp(self, x_BTD, last_product if is_last else nullcontext, known)
+        return mlp(self, x_BTD, last_product if is_last else nullcontext)

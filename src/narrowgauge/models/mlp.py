@@ -1,13 +1,12 @@
 """The MLP of a block, or of one of its experts: down(act(up(x))), act = gelu, or silu(gate) * up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.kernels.activation import gelu_and_amax, swiglu_and_amax
-from narrowgauge.kernels.amax import KnownAmax, call
+from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.models.config import ModelConfig
 
 Context = Callable[[], AbstractContextManager[None]]
@@ -23,16 +22,9 @@ def add_mlp(module: nn.Module, config: ModelConfig) -> None:
     module.down = nn.Linear(F, D, bias=config.bias)
 
 
-def mlp(
-    layers: Any, x: Tensor, around_down: Context = nullcontext, known: Sequence[KnownAmax | None] = ()
-) -> Tensor:
-    """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last within a context.
-
-    `known` holds the amax of x, if the kernel that wrote it has computed it.
-    """
-    if hasattr(layers, "up"):
-        hidden, of_hidden = gelu_and_amax(call(layers.up, x, known))
-    else:
-        hidden, of_hidden = swiglu_and_amax(call(layers.gate_up, x, known))
+def mlp(layers: Any, x: Tensor, around_down: Context = nullcontext) -> Tensor:
+    """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last within a context."""
+    hidden = gelu(layers.up(x)) if hasattr(layers, "up") else swiglu(layers.gate_up(x))
     with around_down():
-        return call(layers.down, hidden, [of_hidden])
+        y: Tensor = layers.down(hidden)
+    return y

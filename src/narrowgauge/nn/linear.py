@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
-from narrowgauge.kernels.amax import KnownAmax
+from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.nn.gemm import NativeOperand
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
@@ -83,7 +83,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     calls: int = 0
     accumulation: Accumulation | None = None
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
-    takes_amax = True  # of its input (`kernels.amax.call`)
 
     def __init__(
         self,
@@ -145,30 +144,25 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self.weight, self.bias = weight, bias  # type: ignore[assignment]
         self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
 
-    def forward(
-        self, input: torch.Tensor, *, with_bias: bool = True, known: KnownAmax | None = None
-    ) -> torch.Tensor:
-        """(..., K) to (..., N), in the dtype of the input; the bias is added unless another adds it.
-
-        `known` is the amax of the input, from the kernel that wrote it.
-        """
+    def forward(self, input: torch.Tensor, *, with_bias: bool = True) -> torch.Tensor:
+        """(..., K) to (..., N), in the dtype of the input; the bias is added unless another adds it."""
         if not isinstance(input, torch.Tensor) or input.shape[-1:] != (self.in_features,):
             found = f"shape {tuple(input.shape)}" if isinstance(input, torch.Tensor) else type(input).__name__
             raise UserError(f"the input of a layer has {found}: give a tensor (..., {self.in_features})")
         if not torch.compiler.is_compiling():
             self.__dict__["calls"] = self.calls + 1  # a module's own way takes longer than a small launch
         if self.state_at_rest is not None and not self.is_sharded:
-            return _outside_of_graphs(self, input, with_bias, known)
+            return _outside_of_graphs(self, input, with_bias)
         if self.spec.is_wide and self._is_plain(input):
             return self._plain_forward(input, with_bias)
-        return self._forward(input, with_bias, known)
+        return self._forward(input, with_bias)
 
-    def _forward(self, input: torch.Tensor, with_bias: bool, known: KnownAmax | None) -> torch.Tensor:
+    def _forward(self, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
         """`forward` by the GEMMs of the recipe."""
         if self.shards.before is not None:
             input = self.shards.before(input)
         weight = self._oriented_weight()
-        operands = self.operands(input, weight, None if known is None else known.of(input))
+        operands = self.operands(input, weight, attached_amax(input))
         bias: torch.Tensor | None = self.bias if with_bias else None
         if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
@@ -470,8 +464,6 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = F
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_of_graphs(
-    layer: Linear, input: torch.Tensor, with_bias: bool, known: KnownAmax | None
-) -> torch.Tensor:
+def _outside_of_graphs(layer: Linear, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
     """The forward pass of a layer whose state is narrow: its hook rounds gradients, so graphs break here."""
-    return layer._forward(input, with_bias, known)
+    return layer._forward(input, with_bias)

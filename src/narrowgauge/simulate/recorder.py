@@ -37,7 +37,7 @@ _DOORS = ("simulate/", "devices.py", "torch_compat.py", "kernels/triton/launch.p
 #: Files that make operands, and scale the results of their matmuls.
 _CASTS = (
     *("quantization/", "formats/", "kernels/cast.py", "kernels/product.py"),
-    *(f"kernels/triton/{name}.py" for name in ("cast_launch", "product", "remedies", "rounding")),
+    *(f"kernels/triton/{name}.py" for name in ("cast_launch", "product", "fp4_rows", "rounding")),
 )
 _ENGINE = "distributed/parallel/engine.py"  # which starts the backward pass
 

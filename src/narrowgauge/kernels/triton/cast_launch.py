@@ -4,28 +4,25 @@ All that follows from a cast and the layout of its tensor is computed once (`_Ki
 hundred casts of a few layouts, and its host has some 50 us for each.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache, wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, codes_of, format
-from narrowgauge.kernels.amax import DelayedScale, new_amax
+from narrowgauge.kernels.amax import new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.launch import Launch, cdiv, launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
-from narrowgauge.quantization import Cast, QTensor, operand_dtype
+from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, operand_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.scales import scales_from
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
 from narrowgauge.torch_compat import unobserved
 
-Signs = torch.Tensor | tuple[int, ...]
-P = ParamSpec("P")
-R = TypeVar("R")
 _KINDS = 1024  # kinds of casts that are kept; a model has a few dozen
 #: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),
 #: for values and for codes. They are counted on a multiprocessor's busiest pipe, in the machine code that
@@ -66,19 +63,6 @@ class _Kind(NamedTuple):
     view: _View
 
 
-def without_gradient(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.no_grad` for functions that autograd functions call, where gradients are off already."""
-
-    @wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        with torch.no_grad():
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
 @lru_cache(_KINDS)
 def _view(shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int) -> _View:
     R, K = shape if axis == -1 else (shape[1], shape[0])
@@ -110,54 +94,37 @@ def _grid_strides(blocks: Blocks, axis: int) -> tuple[int, int]:
     return (blocks.grid[1], 1) if axis == -1 else (1, blocks.grid[1])
 
 
-@without_gradient
+@torch.no_grad()
 def quantized(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int,
-    stream: RandomStream | None,
-    signs: Signs,
-    delayed: DelayedScale,
-    known: torch.Tensor | None = None,
-    both: bool = False,
+    x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, both: bool = False
 ) -> tuple[QTensor, torch.Tensor | None]:
-    """The result of `quantization.quantize`, and with `both` the same codes along the other axis.
-
-    `known` is max |x|, 0-dim fp32, if the kernel that wrote x has computed it.
-    """
+    """The result of `quantization.quantize`, and with `both` the same codes along the other axis."""
     one = _one(x)
     if _scale_is_known_first(cast):
-        codes, other, scales, blocks = _cast_given(
-            x, cast, axis, torch.uint8, stream, signs, delayed, known, both
-        )
+        codes, other, scales, blocks = _cast_given(x, cast, axis, torch.uint8, context, both)
         scale_codes = codes_of(scales, format(cast.scale)) if cast.has_coded_scales else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
-    codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known)
+    codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, context)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
 
 
-@without_gradient
+@torch.no_grad()
 def in_tiles(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int,
-    stream: RandomStream | None,
-    signs: Signs,
-    known: torch.Tensor | None = None,
+    x: torch.Tensor, cast: Cast, axis: int, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(packed codes, codes of scales in tiles, the tensor's scale): see `kernels.cast.quantize_in_tiles`."""
-    codes, _, _, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known, True)
+    codes, _, _, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, context, in_tiles=True)
     assert scale_codes is not None
     return codes, scale_codes, _one(x) if S is None else S
 
 
-@without_gradient
+@torch.no_grad()
 def launch_codes(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
     """The uint8 codes of a matrix under one scale, 0-dim fp32 (encode, decode); 0 where decode is NaN."""
-    return _launch_given(x, cast, -1, torch.uint8, None, encode, decode)[0]
+    return _launch_given(x, cast, -1, torch.uint8, DEFAULT_CONTEXT, encode, decode)[0]
 
 
-@without_gradient
+@torch.no_grad()
 def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The amax of each of n tensors, (n,) float32."""
     amaxes = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -190,23 +157,16 @@ def _one(like: torch.Tensor) -> torch.Tensor:
     return one
 
 
-@without_gradient
+@torch.no_grad()
 def emulated(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int,
-    dtype: torch.dtype,
-    stream: RandomStream | None,
-    signs: Signs,
-    delayed: DelayedScale,
-    known: torch.Tensor | None = None,
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result of `quantization.emulate`; `known` as for `quantized`."""
+    """The result of `quantization.emulate`."""
     out_dtype = operand_dtype(cast, dtype)
     if _scale_is_known_first(cast):
-        values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, delayed, known)
+        values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, context)
         return values, scales if cast.block is None else None
-    values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, stream, signs, known)
+    values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, context)
     return values, tensor_scale
 
 
@@ -216,27 +176,19 @@ def _scale_is_known_first(cast: Cast) -> bool:
 
 
 def _cast_given(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int,
-    dtype: torch.dtype,
-    stream: RandomStream | None,
-    signs: Signs,
-    delayed: DelayedScale,
-    known: torch.Tensor | None = None,
-    both: bool = False,
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext, both: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Blocks]:
     """(codes or values, the same along the other axis, scales in the grid of blocks or 0-dim, blocks).
 
     Scales in fp32 are computed by the casting kernel from amaxes; others by plain operations.
     """
     if cast.hadamard:
-        x, known = hadamard(x, cast.hadamard, axis, signs), None
+        x = hadamard(x, cast.hadamard, axis, context.signs_of(cast))
     blocks = _view(x.shape, x.stride(), cast, axis).blocks
-    amax = known
-    if amax is None or cast.block is not None:
+    amax = None if cast.hadamard or cast.block is not None else context.amax
+    if amax is None:
         amax = _largest(x, cast, axis)
-    (scale, seen), told, divides = delayed, None, False
+    scale, seen, told, divides = context.scale, context.seen, None, False
     from_amax = scale is None and cast.scale == "fp32"
     if from_amax:
         factor, block = amax, torch.empty(amax.shape, dtype=torch.float32, device=x.device)
@@ -248,7 +200,7 @@ def _cast_given(
         factor, block = (s.contiguous().reshape(shape) for s in (scales.encode, scales.block))
         divides = scales.divides
     ways = divides, from_amax, both, told, seen if told is None or seen is None else seen.view(torch.int32)
-    out, other = _launch_given(x, cast, axis, dtype, stream, factor, block, *ways)
+    out, other = _launch_given(x, cast, axis, dtype, context, factor, block, *ways)
     if cast.block is not None and not block.ndim:
         block = block.reshape(blocks.grid)
     return out, other, block, blocks
@@ -259,7 +211,7 @@ def _launch_given(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    stream: RandomStream | None,
+    context: QuantContext,
     factor: torch.Tensor,
     block: torch.Tensor,
     divides: bool = False,
@@ -275,9 +227,8 @@ def _launch_given(
     kind = _given(x.shape, x.stride(), cast, axis, *options)
     out = _empty(kind.view, axis, dtype, x)
     other = _empty(kind.view, -1 - axis, dtype, x) if both else None
-    kind.launch(
-        x, out, out if other is None else other, factor, block, told, seen, *_random(x, stream), *kind.numbers
-    )
+    numbers = *_random(x, context), *kind.numbers
+    kind.launch(x, out, out if other is None else other, factor, block, told, seen, *numbers)
     return out, other
 
 
@@ -316,9 +267,7 @@ def _cast_blocks(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    stream: RandomStream | None,
-    signs: Signs,
-    known: torch.Tensor | None = None,
+    context: QuantContext,
     in_tiles: bool = False,
 ) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(codes or values, blocks, scales, their codes, the tensor's scale).
@@ -326,9 +275,9 @@ def _cast_blocks(
     `in_tiles`: codes packed and padded, codes of scales in tiles, no scales.
     """
     over = tensor_scale = scale_codes = None
-    matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
+    matrix = transform(cast.hadamard, context.signs_of(cast), x) if cast.hadamard else None
     if cast.tensor_scale != "none":
-        over = _largest(x, cast, axis, matrix, known)
+        over = _largest(x, cast, axis, matrix, context.amax)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     converts = is_converted(cast.element, cast.rounding, x.device)
     kind, packed, tiles = _blocked(x.shape, x.stride(), cast, axis, dtype, converts, in_tiles)
@@ -344,7 +293,7 @@ def _cast_blocks(
     kind.launch(
         x, out, scales, scales if scale_codes is None else scale_codes, scales if over is None else over,
         scales if tensor_scale is None else tensor_scale,
-        x if matrix is None else matrix, *_random(x, stream), *kind.numbers,
+        x if matrix is None else matrix, *_random(x, context), *kind.numbers,
     )  # fmt: skip
     return out, kind.view.blocks, scales, scale_codes, tensor_scale
 
@@ -460,9 +409,10 @@ def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
     return cdiv(view.R, tile[0]), cdiv(view.K_OUT, tile[1])
 
 
-def _random(x: torch.Tensor, stream: RandomStream | None) -> tuple[Any, Any]:
-    """The key of a stream and the index of its first element, as tensors on the device."""
-    if stream is None:
+def _random(x: torch.Tensor, context: QuantContext) -> tuple[Any, Any]:
+    """The key of a context's stream and the index of its first element, as tensors on the device."""
+    stream = context.random
+    if not isinstance(stream, RandomStream):
         return x, x
     offset = stream.offset
     if not isinstance(offset, torch.Tensor):
