@@ -1,5 +1,6 @@
 """Estimates an experiment before it starts: runs, tokens, time. Speeds are measured on a few steps."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from narrowgauge.data import open_data
 from narrowgauge.experiment.design import Experiment
 from narrowgauge.experiment.jobs import state_of
 from narrowgauge.models import flops_per_token
-from narrowgauge.report.read.progress import last_lines
+from narrowgauge.report.read.progress import read_progress
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.loop.check_data import check_data
 from narrowgauge.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, AttentionShape
@@ -25,10 +26,9 @@ _FLOP = 2e12  # of a timed step on a CPU, about: ten seconds of two cores. A ste
 
 
 def recorded_speed(directory: Path) -> float | None:
-    """Median tokens/s of a run, if it has started."""
-    records = last_lines(directory / "metrics.jsonl")
-    speeds = sorted(r["tokens_per_s"] for r in records if isinstance(r.get("tokens_per_s"), float))
-    return speeds[len(speeds) // 2] if speeds else None
+    """Median tokens/s of the last steps of a run, if it has started."""
+    speed = read_progress(directory, time.time()).tokens_per_s
+    return speed if math.isfinite(speed) else None
 
 
 def measured_speed(config: Config, threads: int, products: str = "", attention: str = "") -> float:

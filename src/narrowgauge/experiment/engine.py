@@ -24,7 +24,7 @@ from narrowgauge.distributed import RENDEZVOUS
 from narrowgauge.errors import ProcessFailed
 from narrowgauge.experiment.jobs import Job
 from narrowgauge.processes import Programs
-from narrowgauge.report.read.records import read_status
+from narrowgauge.report.read.run import read_state
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.signals import COMPARED
 
@@ -127,8 +127,8 @@ class Engine:
 
     def _note_failure(self, job: Job, code: int) -> None:
         self.failed[job.name] = code
-        status, *_ = read_status(job.directory / "status.json")
-        if code == _STOPPED or code < 0 or (job.tokens and status != "failed"):
+        has_failed = read_state(job.directory).status == "failed"
+        if code == _STOPPED or code < 0 or (job.tokens and not has_failed):
             self.lost[job.name] = code
             self.stop = self.stop or signal.SIGTERM
 

@@ -20,7 +20,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import Experiment
 from narrowgauge.experiment.grid import ArmRun
 from narrowgauge.files import write_whole
-from narrowgauge.report.read.records import read_status
+from narrowgauge.report.read.run import read_state
 from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row, read_rows
 from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
@@ -54,8 +54,8 @@ class Job:
 
 def state_of(directory: Path) -> str:
     """The state of a run: "done", "diverged", or "open" if it has to be continued or started."""
-    status, _, has_diverged = read_status(directory / "status.json")
-    return "diverged" if has_diverged else "done" if status == "done" else "open"
+    state = read_state(directory)
+    return "diverged" if state.has_diverged else "done" if state.status == "done" else "open"
 
 
 def require_same(run: ArmRun, out: Path) -> None:

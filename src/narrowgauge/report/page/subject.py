@@ -4,14 +4,13 @@ A comparison is a folder with the plan that `compare` wrote, or several runs tha
 is searched up to three levels below it.
 """
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.report.page.standing import time_left
-from narrowgauge.report.read.progress import DEEPEST, ENDED, Progress, is_run, read_progress
+from narrowgauge.report.read.progress import ENDED, Progress, folders, is_run, read_progress
 from narrowgauge.report.read.run import Run, read_run, with_distinct_names
 from narrowgauge.report.read.stored import COMPARISON, PlannedComparison, read_stored
 from narrowgauge.report.verdict.rungs import Row, read_rows
@@ -48,26 +47,21 @@ def subjects(paths: Sequence[Path]) -> tuple[list[Subject], bool]:
     if others:
         begun = tuple(filter(is_run, paths))
         return ([Subject(f"{len(paths)} runs", first, begun)] if is_run(first) else []), True
-    found = list(_below(first, first, DEEPEST))
+    found = [_subject(path, first) for path in folders(first, lambda path: is_run(path) or bool(_plan(path)))]
     return found, [one.folder for one in found] == [first]
 
 
-def _below(folder: Path, root: Path, depth: int) -> Iterator[Subject]:
-    """The subjects in a folder, by name."""
+def _plan(folder: Path) -> PlannedComparison | None:
+    return read_stored(PlannedComparison, folder / COMPARISON)
+
+
+def _subject(folder: Path, root: Path) -> Subject:
     name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
-    if is_run(folder):
-        yield Subject(name, folder, (folder,))
-    elif (planned := read_stored(PlannedComparison, folder / COMPARISON)) is not None:
-        begun = tuple(path for run in planned.compared if is_run(path := folder / run.name))
-        has_reference = begun and begun[0].name == planned.compared[0].name
-        yield Subject(name, folder, begun if has_reference else (), planned)
-    elif depth:
-        try:
-            inside = sorted(Path(entry) for entry in os.scandir(folder) if entry.is_dir())
-        except OSError:
-            return
-        for path in inside:
-            yield from _below(path, root, depth - 1)
+    if is_run(folder) or (planned := _plan(folder)) is None:
+        return Subject(name, folder, (folder,))
+    begun = tuple(path for run in planned.compared if is_run(path := folder / run.name))
+    has_reference = begun and begun[0].name == planned.compared[0].name
+    return Subject(name, folder, begun if has_reference else (), planned)
 
 
 def read_begun(paths: Sequence[Path]) -> list[Run]:

@@ -1,22 +1,22 @@
 """The progress of runs: state, last step, losses, time left. No content of a directory makes it fail.
 
-Only the ends of the files are read, so a folder of long runs is listed quickly. The status of a killed run is
-still "running", so its lock decides: if no process holds it, the run was killed. A process that holds it and
-has recorded nothing for much longer than its steps take is silent.
+Only the end of the metrics is read, so a folder of long runs is listed quickly. To the words of `read.run` a
+look adds: silent, a run whose process has recorded nothing for much longer than its steps take; waiting, a
+run that is planned and has no directory; broken, a directory whose files cannot be read.
 """
 
 import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.report.read.records import as_float, parse_line, read_config
-from narrowgauge.report.read.run import CONFIG, METRICS, STATUS, read_state
+from narrowgauge.report.read.run import CONFIG, METRICS, STATUS, Run, read_run
+from narrowgauge.report.read.steps import finite
 
 DEEPEST = 3  # runs/compare-debug/fp8 is two below runs
 ENDED = ("done", "diverged", "failed")
@@ -32,8 +32,7 @@ class Progress:
 
     Attributes:
         name: The name of the run.
-        state: done, preempted, diverged, failed or running; killed, or silent; waiting if it is planned and
-            has no directory; unknown without a status; broken if its files cannot be read.
+        state: done, preempted, diverged, failed, running, killed, silent, waiting, unknown or broken.
         reason: Why, if the run or its files record it.
         step: The last recorded step; 0 for none.
         steps: The steps of the whole run; 0 if unknown.
@@ -76,19 +75,20 @@ class Progress:
 
 def list_runs(folder: Path) -> list[Progress]:
     """The progress of every run directory in a folder and its subfolders; sorted by path."""
-    return [read_progress(path, time.time()) for path in sorted(_directories(folder, DEEPEST))]
+    return [read_progress(path, time.time()) for path in folders(folder, is_run)]
 
 
-def _directories(folder: Path, depth: int) -> Iterator[Path]:
-    if is_run(folder):
+def folders(folder: Path, is_wanted: Callable[[Path], bool], depth: int = DEEPEST) -> Iterator[Path]:
+    """A folder, or those up to three levels below it that are wanted, by name; none lies in another."""
+    if is_wanted(folder):
         yield folder
     elif depth:
         try:
-            inside = [Path(entry) for entry in os.scandir(folder) if entry.is_dir()]
+            inside = sorted(Path(entry) for entry in os.scandir(folder) if entry.is_dir())
         except OSError:
             return
         for path in inside:
-            yield from _directories(path, depth - 1)
+            yield from folders(path, is_wanted, depth - 1)
 
 
 def is_run(path: Path) -> bool:
@@ -100,59 +100,35 @@ def read_progress(path: Path, now: float, name: str = "") -> Progress:
     """The progress of the run in a directory at the time `now`, in seconds since 1970."""
     name = name or path.name
     try:
-        config, lines = read_config(path / CONFIG), last_lines(path / METRICS)
-        state, reason, has_diverged = read_state(path)
-        recorded_at = (path / METRICS).stat().st_mtime if lines else 0.0
+        return _progress(read_run(path, _TAIL), now, name)
     except (UserError, OSError) as error:
         return Progress(name, "broken", str(error), path=path)
-    if not config:
-        return Progress(name, "broken", f"it has no {CONFIG}", path=path)
-    records = [line for line in lines if "event" not in line]
-    trained = [line for line in records if "loss" in line]
-    recent, validated = trained[-_PACE:], [line for line in records if "val_loss" in line]
-    step, steps = max((line["step"] for line in records), default=0), _set(config, "training", "steps")
-    steps, step_s = steps if isinstance(steps, int) else 0, _median(recent, "step_ms") / 1000
-    if has_diverged:
-        state = "diverged"
-    elif state == "running" and math.isfinite(step_s):
-        state = "silent" if now - recorded_at > max(_SILENT_S, _SILENT_STEPS * step_s) else state
-    left_s = max(0, steps - step) * step_s
+
+
+def _progress(run: Run, now: float, name: str) -> Progress:
+    if not run.config:
+        return Progress(name, "broken", f"it has no {CONFIG}", path=run.path)
+    recent, steps = run.steps[-_PACE:], run.planned_steps or 0
+    reached = [one.step for one in recent[-1:]] + [one.step for one in run.validation[-1:]]
+    step = max(reached, default=0)
+    recorded_at = (run.path / METRICS).stat().st_mtime if step or run.events else 0.0
+    step_s = statistics.median(finite(recent, "step_ms") or [math.nan]) / 1000
+    is_running, has_pace = run.status == "running", math.isfinite(step_s)
+    is_silent = is_running and has_pace and now - recorded_at > max(_SILENT_S, _SILENT_STEPS * step_s)
+    state = "silent" if is_silent else "diverged" if run.has_diverged else run.status
     return Progress(
         name=name,
         state=state,
-        reason=reason,
+        reason=run.reason,
         step=step,
         steps=steps,
-        loss=as_float(trained[-1]["loss"]) if trained else math.nan,
-        val_loss=as_float(validated[-1]["val_loss"]) if validated else math.nan,
-        recipe=str(_set(config, "recipe", "name") or ""),
-        path=path,
-        tokens_per_s=_median(recent, "tokens_per_s"),
-        memory_bytes=max(_finite(recent, "memory_bytes"), default=math.nan),
-        seconds_left=left_s if state == "running" and steps and math.isfinite(step_s) else None,
+        loss=recent[-1].loss if recent else math.nan,
+        val_loss=run.validation[-1].val_loss if run.validation else math.nan,
+        recipe=str(run.setting("recipe", "name") or ""),
+        path=run.path,
+        tokens_per_s=statistics.median(finite(recent, "tokens_per_s") or [math.nan]),
+        memory_bytes=max(finite(recent, "memory_bytes"), default=math.nan),
+        seconds_left=max(0, steps - step) * step_s if state == "running" and steps and has_pace else None,
         recorded_at=recorded_at,
-        guard=[line for line in lines if line.get("event") in GUARD],
+        guard=[event for event in run.events if event["event"] in GUARD],
     )
-
-
-def last_lines(path: Path) -> list[dict[str, Any]]:
-    """The steps and events at the end of a metrics file; torn lines are left out."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-        lines = file.read().splitlines()
-    return [record for line in lines if (record := parse_line(line)) is not None]
-
-
-def _set(config: Mapping[str, Any], section: str, key: str) -> Any:
-    table = config.get(section)
-    return table.get(key) if isinstance(table, Mapping) else None
-
-
-def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float:
-    return statistics.median(_finite(lines, key) or [math.nan])
-
-
-def _finite(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [value for line in lines if math.isfinite(value := as_float(line.get(key)))]

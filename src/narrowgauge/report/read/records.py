@@ -49,23 +49,18 @@ def is_cut(text: str) -> bool:
     return len(text) > MOST_TEXT and text[MOST_TEXT:].startswith(f"\n{_CUT}")
 
 
-def read_status(path: Path) -> tuple[str, str, bool]:
-    """Status ("unknown" if the file is missing or torn), its reason, and whether the run diverged."""
-    try:
-        said = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return "unknown", "", False
-    if not isinstance(said, dict):
-        return "unknown", "", False
-    return str(said.get("status") or "unknown"), str(said.get("reason") or ""), bool(said.get("diverged"))
+def read_metrics(path: Path, tail: int = 0) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
+    """Records by step (later ones override, key by key), events in order, number of unreadable lines.
 
-
-def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
-    """Records by step (later ones override, key by key), events in order, number of unreadable lines."""
+    Of a file with more than `tail` bytes only so many at its end are read; 0 for all.
+    """
     records: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
-    ignored = 0
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+    ignored, lines = 0, []
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - tail) if tail else 0)
+            lines = file.read().splitlines()
     for line in filter(bytes.strip, lines):
         record = parse_line(line)
         if record is None:

@@ -1,34 +1,37 @@
 """A run directory read into plain values.
 
-A run writes five files, and each of them may be incomplete, torn or missing:
+Each of its files (`runs.run_directory`) may be incomplete, torn or missing. `records` reads them, `steps`
+makes steps of the records, and this module holds the run.
 
-    RUN/config.toml      every setting, resolved
-    RUN/recipe.toml      the recipe's text, and what the guard has raised since
-    RUN/metrics.jsonl    one JSON object a line: a step, a validation, or an event
-    RUN/gauges.jsonl     one JSON object a layer and place, for the steps at which gauges were read
-    RUN/status.json      running, done, preempted or failed, and why
-
-`records` reads the files, `steps` makes steps of the records, and this module holds the run.
+The status of a run is running, done, preempted or failed, as the run wrote it; killed, if it is running and
+no process holds it; or unknown.
 """
 
-import math
+import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.checkpoint import is_abandoned
 from narrowgauge.errors import UserError
-from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_status, read_text
-from narrowgauge.report.read.steps import Step, Validation, training_steps, validations
+from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_text
+from narrowgauge.report.read.steps import Step, Validation, finite, training_steps, validations
 from narrowgauge.report.read.stored import Costs, Probe, read_stored
+from narrowgauge.runs.run_directory import PROBE, SENSITIVITY
 
-CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
-RECIPE = "recipe.toml"
-PROBE, SENSITIVITY = "probe.json", "sensitivity.json"
+CONFIG, METRICS, STATUS = "config.toml", "metrics.jsonl", "status.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: a single batch is mostly luck
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
+
+
+class State(NamedTuple):
+    """The status of a run, its reason, and whether the run diverged."""
+
+    status: str = "unknown"
+    reason: str = ""
+    has_diverged: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Run:
     probe: Probe | None = None
     costs: Costs | None = None
     recipe_text: str = ""
+    has_diverged: bool = False
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the configuration; None if it is not there."""
@@ -117,12 +121,12 @@ class Run:
     @property
     def tokens_per_s(self) -> float | None:
         """Median speed after the first steps, over all ranks together."""
-        return _median(self.steps, lambda step: step.tokens_per_s)
+        return self._median("tokens_per_s")
 
     @property
     def mfu(self) -> float | None:
         """Median share of the peak described by `peak_source`; None if no peak is known."""
-        return _median(self.steps, lambda step: step.mfu)
+        return self._median("mfu")
 
     @property
     def peak_source(self) -> str:
@@ -132,7 +136,7 @@ class Run:
     @property
     def peak_memory_bytes(self) -> int | None:
         """The largest memory of any step."""
-        sizes = [step.memory_bytes for step in self.steps if math.isfinite(step.memory_bytes)]
+        sizes = finite(self.steps, "memory_bytes")
         return int(max(sizes)) if sizes else None
 
     @property
@@ -145,9 +149,15 @@ class Run:
         """The number of recorded events of a type ("save", "skip", "resume", ...)."""
         return sum(event["event"] == event_type for event in self.events)
 
+    def _median(self, name: str) -> float | None:
+        found = finite(self.steps[WARMUP_STEPS:] or self.steps, name)
+        return statistics.median(found) if found else None
 
-def read_run(path: Path | str) -> Run:
+
+def read_run(path: Path | str, tail: int = 0) -> Run:
     """Read one run directory.
+
+    With a `tail`, only so many bytes at the end of the metrics, and neither gauges nor results of tools.
 
     Raises:
         UserError: `path` holds neither config.toml nor metrics.jsonl, or config.toml is not valid TOML.
@@ -159,32 +169,41 @@ def read_run(path: Path | str) -> Run:
             f"{str(path)!r} is not a run: a run directory holds {CONFIG} and {METRICS}, and this {problem}; "
             f"give the directory that `narrowgauge train --out` wrote"
         )
-    records, events, ignored = read_metrics(path / METRICS)
-    steps = training_steps(records)
-    status, reason, _ = read_state(path)
-    return Run(
+    records, events, ignored = read_metrics(path / METRICS, tail)
+    steps, state = training_steps(records), read_state(path)
+    run = Run(
         name=path.resolve().name,
         path=path,
         config=read_config(path / CONFIG),
         steps=steps,
         validation=validations(records, steps),
         events=events,
-        status=status,
-        reason=reason,
+        status=state.status,
+        reason=state.reason,
         ignored_lines=ignored,
-        gauges=read_gauges(path / GAUGES),
+        has_diverged=state.has_diverged,
+    )
+    if tail:
+        return run
+    return replace(
+        run,
+        gauges=read_gauges(path / "gauges.jsonl"),
         probe=read_stored(Probe, path / PROBE),
         costs=read_stored(Costs, path / SENSITIVITY),
-        recipe_text=read_text(path / RECIPE),
+        recipe_text=read_text(path / "recipe.toml"),
     )
 
 
-def read_state(path: Path) -> tuple[str, str, bool]:
-    """As `read_status`; "killed" for a run that is "running" and that no process holds."""
-    status, reason, diverged = read_status(path / STATUS)
-    if status == "running" and is_abandoned(path):
-        return "killed", "no process holds it; the same line again continues it", False
-    return status, reason, diverged
+def read_state(path: Path) -> State:
+    """The state of a run; unknown if its status.json is missing or torn."""
+    try:
+        said = json.loads((path / STATUS).read_bytes())
+        state = State(str(said["status"]), str(said.get("reason") or ""), bool(said.get("diverged")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return State()
+    if state.status == "running" and is_abandoned(path):
+        return State("killed", "no process holds it; the same line again continues it")
+    return state
 
 
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:
@@ -213,9 +232,3 @@ def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
             for run in runs
         ]
     return runs
-
-
-def _median(steps: Sequence[Step], value: Callable[[Step], float]) -> float | None:
-    settled = steps[WARMUP_STEPS:] or steps
-    finite = [v for v in map(value, settled) if math.isfinite(v)]
-    return statistics.median(finite) if finite else None

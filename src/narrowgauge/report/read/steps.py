@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from narrowgauge.guard.warmup import spike_ratio
 from narrowgauge.report.read.records import as_float
 
+FIGURES = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "step_ms")
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -26,6 +28,7 @@ class Step:
     tokens_per_s: float
     mfu: float
     memory_bytes: float
+    step_ms: float = math.nan
 
 
 class Validation(NamedTuple):
@@ -50,23 +53,17 @@ def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
     for number, record in records.items():
         if "loss" not in record:
             continue
-        milliseconds = as_float(record.get("step_ms"))
+        figures = {name: as_float(record.get(name)) for name in FIGURES}
+        milliseconds = figures["step_ms"]
         seconds += (number - previous) * milliseconds / 1000 if math.isfinite(milliseconds) else 0.0
         previous = number
-        steps.append(
-            Step(
-                step=number,
-                tokens=_tokens(record, steps),
-                seconds=seconds,
-                loss=as_float(record["loss"]),
-                lr=as_float(record.get("lr")),
-                grad_norm=as_float(record.get("grad_norm")),
-                tokens_per_s=as_float(record.get("tokens_per_s")),
-                mfu=as_float(record.get("mfu")),
-                memory_bytes=as_float(record.get("memory_bytes")),
-            )
-        )
+        steps.append(Step(number, _tokens(record, steps), seconds, **figures))
     return steps
+
+
+def finite(steps: Sequence[Step], name: str) -> list[float]:
+    """The finite values of a figure."""
+    return [value for step in steps if math.isfinite(value := getattr(step, name))]
 
 
 def warmup_spikes(steps: Sequence[Step]) -> list[float]:
