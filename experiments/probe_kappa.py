@@ -24,7 +24,7 @@ from typing import Any
 
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
-from narrowgauge.forecast import read_atlas
+from narrowgauge.forecast import described, read_atlas
 
 TABLE = Path(__file__).parents[1] / "src" / "narrowgauge" / "forecast" / "probe.json"
 EXPONENT = 0.149
@@ -53,7 +53,7 @@ def kappa(name: str) -> tuple[float, int, bool]:
     points = atlas.where(recipe=name, family=FAMILIES).points
     if not points:
         return math.nan, 0, False
-    if atlas.traits(points[0]).narrow["fprop"] == 0:
+    if all(part.gemm != "fprop" for part in described(atlas.recipes[name]).parts):
         return mean(point.gap_percent for point in points), len(points), False
     scaled = [point.gap_percent / (point.tokens_per_param / 100) ** EXPONENT for point in points]
     return math.exp(mean(map(math.log, scaled))), len(points), True

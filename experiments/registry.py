@@ -18,7 +18,7 @@ from typing import Any
 
 from ladder2 import HERE, ROWS, read_parts
 from narrowgauge.files import write_whole
-from narrowgauge.forecast import Forecaster, scheme, traits
+from narrowgauge.forecast import Forecaster, scheme, tail_share
 from narrowgauge.models import count_block_weights
 from narrowgauge.recipes import recipe_names
 from narrowgauge.report.verdict.rungs import gap_percent, read_rows
@@ -95,7 +95,7 @@ def register(today: date) -> int:
     for name, params, tokens, source in wanted:
         recipe, ours = scheme(name).recipe, {}
         if source:  # the models of ladder 2 have four blocks, and are of the family of the ladder
-            ours = {"family": "ladder", "tail": traits(recipe, blocks=4).tail_share}
+            ours = {"family": "ladder", "tail": tail_share(recipe, blocks=4)}
         found = forecaster.forecast(recipe, params, tokens, name, **ours)
         if found.gap_percent is None or not found.setting.parts:
             continue

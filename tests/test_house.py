@@ -27,8 +27,8 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),
     "kernels": ("amax", "triton"),
     "forecast": (
-        *("traits", "schemes", "atlas", "noise", "setting", "parts", "curve", "law", "fit", "laws"),
-        *("support", "published", "hints", "forecast", "picture", "result"),
+        *("schemes", "atlas", "noise", "setting", "parts", "curve", "law", "fit", "laws"),
+        *("support", "published", "hints", "forecast", "svg", "picture", "result"),
     ),
     "nn": ("gemm", "weight", "operands", "linear_function", "fused", "linear", "convert"),
     "guard": ("rules", "widening", "raises", "broken_place", "guard"),

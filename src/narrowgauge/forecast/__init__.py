@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.laws import fit_laws as fit_laws
     from narrowgauge.forecast.parts import described as described
     from narrowgauge.forecast.parts import observations as observations
+    from narrowgauge.forecast.parts import tail_share as tail_share
     from narrowgauge.forecast.result import Forecasts as Forecasts
     from narrowgauge.forecast.schemes import Scheme as Scheme
     from narrowgauge.forecast.schemes import scheme as scheme
     from narrowgauge.forecast.schemes import scheme_names as scheme_names
     from narrowgauge.forecast.setting import Observed as Observed
     from narrowgauge.forecast.setting import Setting as Setting
-    from narrowgauge.forecast.traits import Traits as Traits
-    from narrowgauge.forecast.traits import traits as traits
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

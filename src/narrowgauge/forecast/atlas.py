@@ -9,7 +9,7 @@ names its sources. A user's own file has the same columns, and may have more.
 
 import csv
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
@@ -21,7 +21,6 @@ import numpy as np
 
 from narrowgauge.errors import UserError, unknown, words_of
 from narrowgauge.forecast.schemes import scheme, scheme_names
-from narrowgauge.forecast.traits import Traits, traits
 from narrowgauge.recipes import Recipe, load_recipe, recipe_names
 
 #: The columns that every atlas has.
@@ -29,7 +28,16 @@ COLUMNS = (
     *("source", "locator", "date", "params", "tokens", "recipe", "gap_percent", "loss", "reference_loss"),
     *("seeds", "family", "tail_share"),
 )
-_TEXT = ("source", "locator", "recipe", "family")
+_OPTIONAL = ("gap_percent", "loss", "reference_loss", "tail_share")
+_POSITIVE = (float, lambda x: 0 < x < math.inf, "a number above 0, such as 1.9e9")
+#: How the text of a column is read, what its value must satisfy, and that in words; any other holds text.
+_FORMS: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("params", "tokens", "loss", "reference_loss"), _POSITIVE),
+    "gap_percent": (float, math.isfinite, "a finite number"),
+    "seeds": (int, lambda x: x > 0, "a number of runs, 1 or more"),
+    "tail_share": (float, lambda x: 0 <= x <= 1, "a share from 0 to 1, or empty"),
+    "date": (date.fromisoformat, bool, "a day such as 2026-02-20"),
+}
 _SHIPPED = Path(__file__).with_name("atlas.csv")
 _ROUNDED = 0.006  # percent of the loss by which a published gap may miss the one of its losses: two decimals
 
@@ -113,10 +121,6 @@ class Atlas:
 
         return Atlas(tuple(point for point in self.points if fits(point)), self.recipes)
 
-    def traits(self, point: Point) -> Traits:
-        """The traits of a point's recipe, with the tail that the published run had."""
-        return traits(self.recipes[point.recipe], tail_share=point.tail_share)
-
 
 def read_atlas(path: str | Path | None = None) -> Atlas:
     """The atlas that ships, or a file of the same columns.
@@ -161,77 +165,38 @@ def _point(row: Mapping[str | None, Any], where: str) -> Point:
         raise UserError(
             f"{where} has more or fewer values than there are columns; quote a value with a comma"
         )
-    values: dict[str, str] = {str(key): value.strip() for key, value in row.items()}
-    for name in _TEXT:
-        if not values[name]:
-            raise UserError(f"{where}: {name} is empty; a point without it is of no use")
-    loss, reference = (_positive(values, name, where, needed=False) for name in ("loss", "reference_loss"))
-    params, tokens = (_positive(values, name, where) for name in ("params", "tokens"))
-    assert params is not None
-    assert tokens is not None
-    gap = _number(values, "gap_percent", where)
+    texts: dict[str, str] = {str(key): value.strip() for key, value in row.items()}
+    values = {name: _value(name, texts[name], where) for name in COLUMNS}
+    loss, reference, gap = (values[name] for name in ("loss", "reference_loss", "gap_percent"))
     if loss is not None and reference is not None:
         of_losses = 100 * (loss - reference) / reference
-        if gap is None:
-            gap = of_losses
-        elif abs(gap - of_losses) > _ROUNDED + 0.01 * abs(of_losses):
+        if gap is not None and abs(gap - of_losses) > _ROUNDED + 0.01 * abs(of_losses):
             raise UserError(
                 f"{where}: gap_percent = {gap:g}, but loss and reference_loss make it {of_losses:.4g}; "
                 "correct one of them, or leave gap_percent empty"
             )
-    if gap is None:
+        values["gap_percent"] = of_losses if gap is None else gap
+    elif gap is None:
         raise UserError(f"{where}: gap_percent is empty; give it, or both loss and reference_loss")
-    return Point(
-        **{name: values[name] for name in _TEXT},
-        date=_date(values["date"], where),
-        params=params,
-        tokens=tokens,
-        gap_percent=gap,
-        loss=loss,
-        reference_loss=reference,
-        seeds=_seeds(values["seeds"], where),
-        tail_share=_share(values, where),
-        more={name: value for name, value in values.items() if name not in COLUMNS},
-    )
+    return Point(**values, more={name: text for name, text in texts.items() if name not in COLUMNS})
 
 
-def _number(values: Mapping[str, str], name: str, where: str) -> float | None:
-    if not values[name]:
+def _value(name: str, text: str, where: str) -> Any:
+    """The value of a column; None where it may be empty and is."""
+    if name not in _FORMS:
+        if not text:
+            raise UserError(f"{where}: {name} is empty; a point without it is of no use")
+        return text
+    if not text and name in _OPTIONAL:
         return None
+    of, is_valid, words = _FORMS[name]
     try:
-        number = float(values[name])
+        value = of(text)
+        if is_valid(value):
+            return value
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise UserError(f"{where}: {name} = {values[name]!r}, but it must be a finite number")
-    return number
-
-
-def _positive(values: Mapping[str, str], name: str, where: str, needed: bool = True) -> float | None:
-    number = _number(values, name, where)
-    if (number is None and needed) or (number is not None and number <= 0):
-        raise UserError(f"{where}: {name} = {values[name]!r}, but it must be a number above 0, such as 1.9e9")
-    return number
-
-
-def _seeds(text: str, where: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"{where}: seeds = {text!r}, but it must be a number of runs, 1 or more")
-    return int(text)
-
-
-def _share(values: Mapping[str, str], where: str) -> float | None:
-    share = _number(values, "tail_share", where)
-    if share is not None and not 0 <= share <= 1:
-        raise UserError(f"{where}: tail_share = {share:g}, but it must be a share from 0 to 1, or empty")
-    return share
-
-
-def _date(text: str, where: str) -> date:
-    try:
-        return date.fromisoformat(text)
-    except ValueError:
-        raise UserError(f"{where}: date = {text!r}, but it must be a day such as 2026-02-20") from None
+        pass
+    raise UserError(f"{where}: {name} = {text!r}, but it must be {words}")
 
 
 def _recipes(points: Iterable[Point], path: Path) -> dict[str, Recipe]:

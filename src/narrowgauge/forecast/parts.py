@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from narrowgauge.forecast.atlas import Atlas, Point
 from narrowgauge.forecast.noise import cast_text, noise_of
 from narrowgauge.forecast.setting import NEW, Observed, Part, Setting
-from narrowgauge.forecast.traits import WIDE_BITS, traits
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, Outline, Recipe, resolve
 
+BLOCKS = 32  # of a model whose depth is not given; a share of blocks is rounded up to whole ones
+_LAYERS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")  # names that patterns of rules select
 _HEADS = {"head", "lm_head"}
 
 
@@ -51,8 +53,28 @@ def described(recipe: Recipe) -> Described:
         rule.casts and not rule.is_timed and not set(rule.modules) <= _HEADS for rule in recipe.rules
     )
     has_tail = has_tail or any(rule.first_blocks or rule.last_blocks for rule in recipe.rules)
-    tail = traits(recipe).tail_share if has_tail else 0.0  # resolving takes time
+    tail = tail_share(recipe) if has_tail else 0.0  # resolving takes time
     return Described(parts, tail, finishes, _beyond(recipe, len(timed) > finishes))
+
+
+def tail_share(recipe: Recipe, blocks: int = BLOCKS) -> float:
+    """The share of the blocks in which a recipe keeps every GEMM wide, in a model of some equal blocks."""
+    layers = resolve(recipe, _outline(blocks)).parts.items()
+    narrow = {
+        name.split(".")[1]
+        for name, layer in layers
+        if name != "head" and any(_is_narrow(layer.casts[place]) for place in GEMM_PLACES)
+    }
+    return (blocks - len(narrow)) / blocks
+
+
+@lru_cache(maxsize=4)
+def _outline(blocks: int) -> Outline:
+    names = [f"blocks.{number}" for number in range(blocks)]
+    layers: dict[str, list[tuple[str, int | None]]] = {"head": [("head", None)]}
+    for number, block in enumerate(names):
+        layers |= {f"{block}.{layer}": [(f"{block}.{layer}", number)] for layer in _LAYERS}
+    return Outline(layers, dict.fromkeys(layers, (128, 128)), names)
 
 
 def _part(recipe: Recipe, gemm: str) -> Part | None:
@@ -66,7 +88,7 @@ def _part(recipe: Recipe, gemm: str) -> Part | None:
 
 
 def _is_narrow(cast: Cast) -> bool:
-    return cast.element.bits < WIDE_BITS
+    return cast.element.bits < 16
 
 
 def _beyond(recipe: Recipe, is_timed: bool) -> str:

@@ -19,7 +19,6 @@ from narrowgauge.errors import UserError
 from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_text
 from narrowgauge.report.read.steps import Step, Validation, finite, training_steps, validations
 from narrowgauge.report.read.stored import Costs, Probe, read_stored
-from narrowgauge.runs.run_directory import PROBE, SENSITIVITY
 
 CONFIG, METRICS, STATUS = "config.toml", "metrics.jsonl", "status.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: a single batch is mostly luck
@@ -188,8 +187,8 @@ def read_run(path: Path | str, tail: int = 0) -> Run:
     return replace(
         run,
         gauges=read_gauges(path / "gauges.jsonl"),
-        probe=read_stored(Probe, path / PROBE),
-        costs=read_stored(Costs, path / SENSITIVITY),
+        probe=read_stored(Probe, path / "probe.json"),
+        costs=read_stored(Costs, path / "sensitivity.json"),
         recipe_text=read_text(path / "recipe.toml"),
     )
 
