@@ -24,7 +24,6 @@ Both are zero at n = d = 0, so that kappa is the gap at 100 million parameters a
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,24 +31,6 @@ from numpy.typing import NDArray
 from narrowgauge.forecast.setting import UNIT_PARAMS, UNIT_TOKENS
 
 Array = NDArray[np.float64]
-
-
-class Curve(Protocol):
-    """A family of curves ln h(N, D), with one value for each of its coefficients."""
-
-    @property
-    def name(self) -> str:
-        """The word for the curve."""
-
-    @property
-    def priors(self) -> Mapping[str, tuple[float, float]]:
-        """Mean and deviation of each coefficient before the points are seen."""
-
-    def __call__(self, values: Array, n: Array, d: Array) -> tuple[Array, Array]:
-        """ln h at each setting, and its derivatives by the coefficients, [settings, coefficients]."""
-
-    def exponent(self, values: Array, n: float, d: float) -> tuple[float, Array]:
-        """d ln h / d ln D at a setting, and its derivatives by the coefficients."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +108,7 @@ def _logistic(x: float | Array) -> Array:
     return np.asarray(1 / (1 + np.exp(-np.asarray(x, dtype=np.float64))))
 
 
+Curve = Power | Shares
 CURVES: tuple[Curve, ...] = (Power(), Shares())
 
 

@@ -60,21 +60,17 @@ def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | Non
         )
     if coarse := _coarser(setting, kin):
         return coarse
-    far = extrapolation(setting, kin)
-    if far.params > MOST_PARAMS:
-        sizes = [one.setting.params for one in kin]
-        return (
-            f"{human_count(setting.params)} parameters are {far.params:.0f} times beyond the runs that "
-            f"support {name}, {human_count(min(sizes))} to {human_count(max(sizes))}; the law is trusted up "
-            f"to {MOST_PARAMS:.0f} times: add runs nearer to it by --runs"
-        )
-    if far.tokens_per_param > MOST_LENGTH:
-        lengths = [one.setting.tokens_per_param for one in kin]
-        return (
-            f"{setting.tokens_per_param:,.3g} tokens per parameter are {far.tokens_per_param:.0f} "
-            f"times beyond the runs that support {name}, {min(lengths):.2g} to {max(lengths):,.0f}; the law "
-            f"is trusted up to {MOST_LENGTH:.0f} times: add runs nearer to it by --runs"
-        )
+    for of, words, most, show in (
+        ("params", "parameters", MOST_PARAMS, human_count),
+        ("tokens_per_param", "tokens per parameter", MOST_LENGTH, "{:,.3g}".format),
+    ):
+        here, known = getattr(setting, of), [getattr(one.setting, of) for one in kin]
+        if (times := _beyond(here, known)) > most:
+            return (
+                f"{show(here)} {words} are {times:.0f} times beyond the runs that support {name}, "
+                f"{show(min(known))} to {show(max(known))}; the law is trusted up to {most:.0f} times: add "
+                "runs nearer to it by --runs"
+            )
     return None
 
 

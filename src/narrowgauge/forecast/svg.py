@@ -54,7 +54,7 @@ class Drawing:
     def __str__(self) -> str:
         return "\n".join([self._head, *self._marks, "</svg>"]) + "\n"
 
-    def add(self, tag: str, content: str = "", **attributes: float | str) -> None:
+    def add(self, tag: str, content: str = "", /, **attributes: float | str) -> None:
         """Add an element; `_` in a name stands for a hyphen."""
         shown = (
             f' {name.replace("_", "-")}="{escape(value) if isinstance(value, str) else f"{value:.6g}"}"'
