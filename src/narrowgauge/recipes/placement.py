@@ -78,7 +78,7 @@ def cut_blocks(plan: ModelPlan, tokens: int = 0) -> list[str]:
         outputs, inputs = outline.shapes[layer]
         extents = {"M": 0 if ".experts." in layer else tokens, "N": outputs, "K": inputs}
         for place, cast in (*operands_of(plan.parts[layer]), *state_of(plan.parts[layer])):
-            for what, dimension, size in _spans(place, cast):
+            for what, dimension, size in spans(DIMENSIONS[place], cast):
                 if extents[dimension] % size:
                     key = (what, dimension, size)
                     found.setdefault(key, {}).setdefault(place, {})[layer] = None
@@ -97,12 +97,15 @@ def _sentence(key: tuple[str, str, int], places: list[str], sizes: dict[str, int
     )
 
 
-def _spans(place: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
-    """(what, dimension, size) of everything a cast lays along a dimension in pieces of a fixed size."""
+def spans(dimensions: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
+    """(what, dimension, size) of everything a cast lays along a dimension in pieces of a fixed size.
+
+    `dimensions` are a tensor's (remaining, contracted) ones, as in `places.DIMENSIONS`.
+    """
     if not cast.is_scaled:
         return
-    for dimension, size in zip(DIMENSIONS[place], cast.block or (0, 0), strict=True):
+    for dimension, size in zip(dimensions, cast.block or (0, 0), strict=True):
         if size > 1:
             yield "block", dimension, size
     if cast.hadamard:
-        yield "transform", DIMENSIONS[place][1], cast.hadamard
+        yield "transform", dimensions[1], cast.hadamard

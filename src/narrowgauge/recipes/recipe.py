@@ -198,14 +198,6 @@ class Recipe:
                 rules.append(replace(where, state=rule.state))
         return self._with(rules=tuple(rules))
 
-    def moments_of(self, name: str, block: int | None, blocks: int) -> dict[str, Cast]:
-        """The casts that rules give the moments ("m", "v") of a parameter of the module called `name`."""
-        found: dict[str, Cast] = {}
-        for rule in self.rules:
-            if rule.state and not rule.is_timed and rule.selects(name, block, blocks):
-                found |= {p: c for p, c in rule.state.items() if p in ("m", "v") and c is not None}
-        return found
-
     def with_wide_backward(self) -> "Recipe":
         """This recipe with the same forward pass, and a backward pass in fp32 that rounds nothing.
 

@@ -101,8 +101,11 @@ class ModelPlan:
     def moments_of(self, owner: str) -> dict[str, Cast]:
         """The casts of the moments ("m", "v") of a module's parameters, if rules set them."""
         found: dict[str, Cast] = {}
+        blocks = len(self.outline.blocks)
         for name, block in self.outline.layers.get(owner) or self.outline.owners[owner]:
-            found |= self.own.moments_of(name, block, len(self.outline.blocks))
+            for rule in self.own.rules:
+                if not rule.is_timed and rule.selects(name, block, blocks):
+                    found |= {p: c for p, c in rule.state.items() if p in ("m", "v") and c is not None}
         return found
 
 
