@@ -81,18 +81,13 @@ def test_heads_gradients_are_turned_back_and_rounded_once(device, dtype, positio
     assert not got[:, :, 0].any()
 
 
-def test_heads_are_one_tensor_token_by_token_and_all_of_it_is_written(device, monkeypatch):
-    from narrowgauge.kernels.triton import heads as on_gpu
-
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, make=make, **k: make(*a, **k).fill_(torch.nan))
+def test_heads_are_one_tensor_token_by_token_and_all_of_it_is_written(device, poisoned):
     qkv_BTC, bias_C, table = given(device, 3, 1, 6, torch.bfloat16, "rows")
     q, k, v = split_heads(qkv_BTC, bias_C, table, (3, 1, 1), 6)
     assert len({h.untyped_storage().data_ptr() for h in (q, k, v)}) == 1
     assert q.stride()[1:] == (6, 30, 1)
     q_BNTH = qkv_BTC.detach().unflatten(-1, (-1, 6))[:, :, :3].transpose(1, 2)
-    turned = on_gpu.launch_rotary(q_BNTH, table, is_back=False)
+    turned = rotary(q_BNTH, table)
     assert turned.transpose(1, 2).is_contiguous()
     assert all(x.isfinite().all() for x in (q, k, v, turned))
 

@@ -26,20 +26,18 @@ For the backward pass SwiGLU keeps only gate and up, not silu(gate): 4 bytes per
 kernels also compute the amax of y, for the matmul that reads it, and of the gradient (`kernels.amax`).
 """
 
-from typing import Any, Literal
-
 from torch import Tensor, nn
 
-from narrowgauge.kernels.amax import attach_amax
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.second_derivative import FirstOrderFunction
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype."""
     if not use_kernels(gate_up):
         return swiglu_reference(gate_up)
-    y: Tensor = _Activation.apply(gate_up, "swiglu")
+    from narrowgauge.kernels.triton.activation import Swiglu
+
+    y: Tensor = Swiglu.apply(gate_up)
     return y
 
 
@@ -47,7 +45,9 @@ def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form, in the shape and dtype of `x`."""
     if not use_kernels(x):
         return gelu_reference(x)
-    y: Tensor = _Activation.apply(x, "gelu")
+    from narrowgauge.kernels.triton.activation import Gelu
+
+    y: Tensor = Gelu.apply(x)
     return y
 
 
@@ -60,25 +60,3 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 def gelu_reference(x: Tensor) -> Tensor:
     """`gelu` in plain torch."""
     return nn.functional.gelu(x, approximate="tanh")
-
-
-class _Activation(FirstOrderFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: Literal["swiglu", "gelu"]) -> Tensor:
-        from narrowgauge.kernels.triton import activation as kernels
-
-        ctx.save_for_backward(x)
-        launch, ctx.launch_backward = {
-            "swiglu": (kernels.launch_swiglu, kernels.launch_swiglu_backward),
-            "gelu": (kernels.launch_gelu, kernels.launch_gelu_backward),
-        }[name]
-        y, amax = launch(x.contiguous())
-        attach_amax(y, amax)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        dx, amax = ctx.launch_backward(dy.contiguous(), x.contiguous())
-        attach_amax(dx, amax)
-        return dx, None

@@ -182,6 +182,11 @@ def use_kernels(x: torch.Tensor) -> bool:
     return has_kernels(x.device) and x.numel() > 0 and x.dtype != torch.float64
 
 
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy, with its last axis contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def attention_backends(device: torch.device, has_mask: bool) -> AbstractContextManager[Any]:
     """A context for torch's attention on a device: torch's own order, without cuDNN's where it is unfit.
 

@@ -16,7 +16,6 @@ Before it is added, the gradient of a weight in FP4 is multiplied by the slope o
 `through_rounding`): 4 + 2 + 4 bytes per element in one pass, 90 as torch operations.
 """
 
-import torch
 from torch import Tensor
 
 from narrowgauge.formats import RandomStream
@@ -38,16 +37,9 @@ def add_gradient(gradient: GradientState, dw: Tensor, stream: RandomStream | Non
         return
     from narrowgauge.kernels.triton.gradient_sum import launch_sum
 
-    cast, prescale = gradient.cast, gradient.prescale
-    if stream is None and cast.is_random:
-        cast = cast.to_nearest
-    if prescale is not None and gradient.is_empty:
-        prescale.begin_step()
-    codes, scale = gradient.on_device().values()
-    factors = None if prescale is None else (prescale.tensors["mu"], prescale.tensors["overflowed"])
-    launch_sum(codes, scale, cast, dw.contiguous(), gradient.is_empty, _words(stream, codes.device), factors)
-    torch.autograd.graph.increment_version([codes, scale])  # autograd does not see a kernel's writes
-    gradient.keep([codes, scale])
+    if gradient.prescale is not None and gradient.is_empty:
+        gradient.prescale.begin_step()
+    launch_sum(gradient, dw, stream)
     gradient.count_sum()
 
 
@@ -71,13 +63,3 @@ def through_rounding(dw_NK: Tensor, w_NK: Tensor, cast: Cast, context: QuantCont
     from narrowgauge.kernels.triton.fp4_rows import launch_slope
 
     return launch_slope(w_NK.detach(), dw_NK, cast)
-
-
-def _words(stream: RandomStream | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """The key words and the offset of a stream, as tensors."""
-    if stream is None:
-        return None
-    offset = stream.offset
-    if not isinstance(offset, Tensor):
-        offset = torch.full((), offset, dtype=torch.int64, device=device)
-    return stream.key, offset

@@ -48,8 +48,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.kernels.amax import attach_amax
-from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.kernels.dispatch import in_rows, use_kernels
 from narrowgauge.quantization.passes.c_call import call, supports
 from narrowgauge.second_derivative import FirstOrderFunction
 
@@ -67,7 +66,9 @@ def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
         The rotated heads, in the dtype of `x_BNTH`.
     """
     if use_kernels(x_BNTH):
-        turned: Tensor = _Rotary.apply(x_BNTH, table, _rotate_on_gpu)
+        from narrowgauge.kernels.triton.heads import rotated
+
+        turned: Tensor = _Rotary.apply(x_BNTH, table, rotated)
         return turned
     if _is_for_c(x_BNTH, table):
         turned = _Rotary.apply(x_BNTH, table, _rotate_in_c)
@@ -98,8 +99,10 @@ def split_heads(
         q [B, N, T, H], k and v [B, K, T, H], in the dtype of `qkv_BTC`.
     """
     if use_kernels(qkv_BTC) and not (bias_C is None and table is None):
-        heads: Heads = _SplitHeads.apply(qkv_BTC, bias_C, table, tuple(heads_NKK), head_dim)
-        return heads
+        from narrowgauge.kernels.triton.heads import SplitHeads
+
+        q, k, v = SplitHeads.apply(qkv_BTC, bias_C, table, tuple(heads_NKK), head_dim)
+        return q, k, v
     if bias_C is None and table is not None and _is_for_c(qkv_BTC, table):
         q, k, v = _SplitHeadsInC.apply(qkv_BTC, table, tuple(heads_NKK), head_dim)
         return q, k, v
@@ -112,44 +115,8 @@ def reference(
     """`split_heads` in plain torch."""
     if bias_C is not None:
         qkv_BTC = qkv_BTC + bias_C.to(qkv_BTC.dtype)
-    heads_BTNH = qkv_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)
-    q, k, v = (h.transpose(1, 2) for h in heads_BTNH)
+    q, k, v = _heads_of(qkv_BTC, heads_NKK, head_dim)
     return (q, k, v) if table is None else (rotary_reference(q, table), rotary_reference(k, table), v)
-
-
-class _SplitHeads(FirstOrderFunction):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv_BTC: Tensor,
-        bias_C: Tensor | None,
-        table: Tensor | None,
-        heads_NKK: tuple[int, ...],
-        head_dim: int,
-    ) -> Heads:
-        from narrowgauge.kernels.triton.heads import launch_split
-
-        ctx.save_for_backward(table)
-        ctx.bias_dtype = None if bias_C is None else bias_C.dtype
-        bias_C = None if bias_C is None else bias_C.contiguous()
-        rows = None if table is None else in_rows(table)
-        out_BTC = launch_split(qkv_BTC.contiguous(), bias_C, rows, heads_NKK, head_dim)
-        heads_BTNH = out_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)
-        q, k, v = (h.transpose(1, 2) for h in heads_BTNH)
-        return q, k, v
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        from narrowgauge.kernels.triton.heads import launch_split_backward
-
-        (table,) = ctx.saved_tensors
-        has_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
-        table = None if table is None else in_rows(table)
-        dqkv_BTC, dbias_C, amax = launch_split_backward(
-            in_rows(dq), in_rows(dk), in_rows(dv), table, has_bias
-        )
-        attach_amax(dqkv_BTC, amax)
-        return dqkv_BTC, None if dbias_C is None else dbias_C.to(ctx.bias_dtype), None, None, None
 
 
 class _Rotary(FirstOrderFunction):
@@ -165,12 +132,6 @@ class _Rotary(FirstOrderFunction):
     def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None, None]:
         (table,) = ctx.saved_tensors
         return ctx.rotate(grad_BNTH, table, is_back=True), None, None
-
-
-def _rotate_on_gpu(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
-    from narrowgauge.kernels.triton.heads import launch_rotary
-
-    return launch_rotary(in_rows(x_BNTH), in_rows(table), is_back)
 
 
 class _SplitHeadsInC(FirstOrderFunction):
@@ -201,7 +162,8 @@ class _SplitHeadsInC(FirstOrderFunction):
         return dqkv_BTC, None, None, None
 
 
-def _heads_of(x_BTC: Tensor, heads_NKK: tuple[int, ...], head_dim: int) -> list[Tensor]:
+def _heads_of(x_BTC: Tensor, heads_NKK: Sequence[int], head_dim: int) -> list[Tensor]:
+    """The heads [B, heads, T, H] of queries, keys and values, as views."""
     return [h.transpose(1, 2) for h in x_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)]
 
 
@@ -238,8 +200,3 @@ def _rotate_in_c(x_BNTH: Tensor, table: Tensor, is_back: bool, out_BNTH: Tensor 
     one.table_strides = (ctypes.c_int64 * 2)(cos.stride(0) if cos.ndim > 2 else 0, cos.stride(-2))
     call("rotary_pass", one, B * N, x_BNTH.numel())
     return out_BNTH
-
-
-def in_rows(x: Tensor) -> Tensor:
-    """`x`, or a copy, with its last axis contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()

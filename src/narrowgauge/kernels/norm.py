@@ -40,7 +40,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.devices import is_shape_only
-from narrowgauge.kernels.amax import attach_amax, new_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.c_call import call, supports
 from narrowgauge.second_derivative import FirstOrderFunction
@@ -81,7 +80,9 @@ def add_norm(
             return s, y
         s = x if delta is None else x + delta
         return s, reference(s, weight_D, bias_D, eps, kind, out_dtype)
-    s, y = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
+    from narrowgauge.kernels.triton.norm import AddNorm
+
+    s, y = AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
     return s, y
 
 
@@ -108,68 +109,6 @@ def reference(
         bias_D = None if bias_D is None else bias_D.float()
         y = nn.functional.layer_norm(x, weight_D.shape, weight_D, bias_D, eps)
     return y.to(out_dtype)
-
-
-class _AddNorm(FirstOrderFunction):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor | None,
-        weight_D: Tensor,
-        bias_D: Tensor | None,
-        eps: float,
-        kind: str,
-        out_dtype: torch.dtype,
-        keeps_terms: bool,
-    ) -> tuple[Tensor, Tensor]:
-        from narrowgauge.kernels.triton import norm as on_gpu
-
-        stream = None
-        if delta is not None:
-            delta = delta.contiguous()
-            stream = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype), device=x.device)
-        weight_D, bias_D = weight_D.contiguous(), None if bias_D is None else bias_D.contiguous()
-        y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-        scale_M = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
-        amax = new_amax(x.device)
-        mean_M = torch.empty_like(scale_M) if kind == "layer" else None
-        on_gpu.launch_forward(x.contiguous(), delta, weight_D, bias_D, stream, y, mean_M, scale_M, amax, eps)
-        if stream is None:
-            stream = x
-        is_shorter = delta is not None and delta.element_size() < stream.element_size()
-        if keeps_terms and is_shorter and x.dtype == stream.dtype == torch.float32:
-            ctx.save_for_backward(x, delta, weight_D, mean_M, scale_M)
-        else:
-            ctx.save_for_backward(stream, None, weight_D, mean_M, scale_M)
-        ctx.dtypes = x.dtype, None if delta is None else delta.dtype, None if bias_D is None else bias_D.dtype
-        ctx.set_materialize_grads(False)
-        attach_amax(y, amax)
-        return stream, y
-
-    @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from narrowgauge.kernels.triton import norm as on_gpu
-
-        x_dtype, delta_dtype, bias_dtype = ctx.dtypes
-        stream, delta, weight_D, mean_M, scale_M = ctx.saved_tensors
-        stream = stream.contiguous()
-        dy = torch.zeros_like(stream) if dy is None else dy.contiguous()
-        dstream = None if dstream is None else dstream.contiguous()
-        dx = torch.empty_like(stream, dtype=x_dtype)
-        ddelta = amax = None
-        if delta_dtype is not None:
-            is_same = delta_dtype == x_dtype
-            ddelta = dx if is_same else torch.empty_like(dx, dtype=delta_dtype)
-            amax = None if ddelta.dtype == torch.float32 else new_amax(dx.device)
-        dweight_D, *dbias_D = on_gpu.launch_backward(
-            *(dy, dstream, stream, delta, weight_D, mean_M, scale_M),
-            *(dx, None if ddelta is dx else ddelta, amax, bias_dtype is not None),
-        )
-        if ddelta is not None and amax is not None:
-            attach_amax(ddelta, amax)
-        dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
-        return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None
 
 
 class _AddNormInC(FirstOrderFunction):

@@ -1,20 +1,18 @@
 """Activations in tiles: each input is read once, each output written once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.amax import new_amax
+from narrowgauge.kernels.amax import attach_amax, new_amax
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
+from narrowgauge.second_derivative import FirstOrderFunction
 
 #: Elements of a tile, 16 per thread in four warps: two 16-byte loads from bf16, for each operand.
 TILE = 2048
-
-FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-EIGHT_WARPS: dict[str, Any] = FOUR_WARPS | {"num_warps": 8}
-SIXTEEN_WARPS: dict[str, Any] = FOUR_WARPS | {"num_warps": 16}
 
 
 @triton.jit
@@ -27,22 +25,22 @@ def tile_of(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def swiglu_forward(gate_up_ptr, y_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_forward(gate_up_ptr, out_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
     """silu(gate) * up."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
     gate = wide(tl.load(gate_up_ptr + at, inside, 0))
     up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
-    silu = narrow(tl.math.div_rn(gate, 1 + exp(-gate)), y_ptr.dtype.element_ty)
-    y = narrow(wide(silu) * up, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * F + col, y, inside)
+    silu = narrow(tl.math.div_rn(gate, 1 + exp(-gate)), out_ptr.dtype.element_ty)
+    y = narrow(wide(silu) * up, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * F + col, y, inside)
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(y), 1), 0), sem="relaxed")
 
 
 @triton.jit
-def swiglu_backward(dy_ptr, gate_up_ptr, grad_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_backward(dy_ptr, gate_up_ptr, out_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The gradients of gate and up, concatenated."""
-    dtype: tl.constexpr = grad_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
     dy = wide(tl.load(dy_ptr + row * F + col, inside, 0))
@@ -54,8 +52,8 @@ def swiglu_backward(dy_ptr, gate_up_ptr, grad_ptr, amax_ptr, rows, F, ROWS: tl.c
     dsilu = wide(narrow(dy * up, dtype))
     dgate = narrow(dsilu * sigmoid * (1 + gate * (1 - sigmoid)), dtype)
     dup = narrow(dy * silu, dtype)
-    tl.store(grad_ptr + at, dgate, inside)
-    tl.store(grad_ptr + at + F, dup, inside)
+    tl.store(out_ptr + at, dgate, inside)
+    tl.store(out_ptr + at + F, dup, inside)
     largest = tl.maximum(magnitude(dgate), magnitude(dup))
     tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0), sem="relaxed")
 
@@ -68,18 +66,18 @@ def _turns(x):
 
 
 @triton.jit
-def gelu_forward(x_ptr, y_ptr, amax_ptr, count, BLOCK: tl.constexpr):
+def gelu_forward(x_ptr, out_ptr, amax_ptr, count, BLOCK: tl.constexpr):
     """x * sigmoid(2u)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = wide(tl.load(x_ptr + at, inside, 0))
-    y = narrow(tl.math.div_rn(x, _turns(x)), y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at, y, inside)
+    y = narrow(tl.math.div_rn(x, _turns(x)), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, y, inside)
     tl.atomic_max(amax_ptr, tl.max(magnitude(y), 0), sem="relaxed")
 
 
 @triton.jit
-def gelu_backward(dy_ptr, x_ptr, dx_ptr, amax_ptr, count, BLOCK: tl.constexpr):
+def gelu_backward(dy_ptr, x_ptr, out_ptr, amax_ptr, count, BLOCK: tl.constexpr):
     """dy * (s + x s (1 - s) 2u'), s = sigmoid(2u)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -87,8 +85,8 @@ def gelu_backward(dy_ptr, x_ptr, dx_ptr, amax_ptr, count, BLOCK: tl.constexpr):
     x = wide(tl.load(x_ptr + at, inside, 0))
     sigmoid = tl.math.div_rn(1.0, _turns(x))
     slope = 1.5957691216057308 * (1 + 0.134145 * (x * x))
-    dx = narrow(dy * (sigmoid + x * sigmoid * (1 - sigmoid) * slope), dx_ptr.dtype.element_ty)
-    tl.store(dx_ptr + at, dx, inside)
+    dx = narrow(dy * (sigmoid + x * sigmoid * (1 - sigmoid) * slope), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, dx, inside)
     tl.atomic_max(amax_ptr, tl.max(magnitude(dx), 0), sem="relaxed")
 
 
@@ -99,59 +97,58 @@ def tiling(rows: int, F: int) -> tuple[int, dict[str, Any]]:
     return cdiv(rows, tile["ROWS"]) * cdiv(F, cols), tile
 
 
-def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., 2F] contiguous -> [..., F], and its amax (0-dim fp32)."""
-    F = gate_up.shape[-1] // 2
-    y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
-    rows = y.numel() // F
-    tiles, tile = tiling(rows, F)
-    amax = new_amax(y.device)
+def _launched(
+    kernel: Any, tiles: int, inputs: Sequence[Tensor], out: Tensor, *numbers: int, **options: Any
+) -> Tensor:
+    """The output that a kernel writes from contiguous inputs, with its amax attached."""
+    amax = new_amax(out.device)
     bits = amax.view(torch.int32)
-    launch(
-        swiglu_forward, (tiles,), gate_up, y, bits, rows, F,
-        writes="y_ptr", updates="amax_ptr", **tile, **FOUR_WARPS,
-    )  # fmt: skip
-    return y, amax
+    launch(kernel, (tiles,), *inputs, out, bits, *numbers, writes="out_ptr", updates="amax_ptr", **options)
+    attach_amax(out, amax)
+    return out
 
 
-def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F], and its amax."""
-    F = dy.shape[-1]
-    grad = torch.empty_like(gate_up)
-    rows = dy.numel() // F
-    tiles, tile = tiling(rows, F)
-    amax = new_amax(dy.device)
-    bits = amax.view(torch.int32)
-    # 16-byte loads per thread; with eight warps fp32 needs more registers than a B200 has.
-    warps = SIXTEEN_WARPS if dy.element_size() == 4 else EIGHT_WARPS
-    launch(
-        swiglu_backward, (tiles,), dy, gate_up, grad, bits, rows, F,
-        writes="grad_ptr", updates="amax_ptr", **tile, **warps,
-    )  # fmt: skip
-    return grad, amax
+class Swiglu(FirstOrderFunction):
+    """`activation.swiglu` and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        """[..., 2F] -> [..., F]."""
+        ctx.save_for_backward(gate_up)
+        F = gate_up.shape[-1] // 2
+        y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
+        rows = y.numel() // F
+        tiles, tile = tiling(rows, F)
+        return _launched(swiglu_forward, tiles, [gate_up.contiguous()], y, rows, F, **tile)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """[..., F] -> the gradient [..., 2F]."""
+        gate_up, F = ctx.saved_tensors[0].contiguous(), dy.shape[-1]
+        rows = dy.numel() // F
+        tiles, tile = tiling(rows, F)
+        # 16-byte loads per thread; with eight warps fp32 needs more registers than a B200 has.
+        tile["num_warps"] = 16 if dy.element_size() == 4 else 8
+        inputs = dy.contiguous(), gate_up
+        return _launched(swiglu_backward, tiles, inputs, torch.empty_like(gate_up), rows, F, **tile)
 
 
-def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous -> the same shape, and its amax (0-dim fp32)."""
-    y = torch.empty_like(x)
-    tiles = cdiv(x.numel(), TILE)
-    amax = new_amax(x.device)
-    bits = amax.view(torch.int32)
-    launch(
-        gelu_forward, (tiles,), x, y, bits, x.numel(),
-        writes="y_ptr", updates="amax_ptr", BLOCK=TILE, **FOUR_WARPS,
-    )  # fmt: skip
-    return y, amax
+class Gelu(FirstOrderFunction):
+    """`activation.gelu` and its gradient, in the shape of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The activation."""
+        ctx.save_for_backward(x)
+        return _gelu(gelu_forward, x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """The gradient of x."""
+        (x,) = ctx.saved_tensors
+        return _gelu(gelu_backward, dy.contiguous(), x.contiguous())
 
 
-def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both contiguous -> the gradient of x, and its amax."""
-    dx = torch.empty_like(x)
-    tiles = cdiv(x.numel(), TILE)
-    amax = new_amax(x.device)
-    bits = amax.view(torch.int32)
-    launch(
-        gelu_backward, (tiles,), dy, x, dx, bits, x.numel(),
-        writes="dx_ptr", updates="amax_ptr", BLOCK=TILE, **FOUR_WARPS,
-    )  # fmt: skip
-    return dx, amax
+def _gelu(kernel: Any, *inputs: Tensor) -> Tensor:
+    n, out = inputs[0].numel(), torch.empty_like(inputs[-1])
+    return _launched(kernel, cdiv(n, TILE), inputs, out, n, BLOCK=TILE)

@@ -24,7 +24,6 @@ from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
 from narrowgauge.quantization import Cast
 
 BLOCK, TILES = 2048, 4
-LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def launch_update(
             largest, (cdiv(n, BLOCK * TILES),),
             *(t for (values, *_), extra in zip(w_g_m_v, extras, strict=True) for t in (values, extra)),
             amax, n, *numbers, writes="amax",
-            **casts, SCALES=needed, FROM_M=from_m, BLOCK=BLOCK, TILES=TILES, **LAUNCH,
+            **casts, SCALES=needed, FROM_M=from_m, BLOCK=BLOCK, TILES=TILES, num_warps=8,
         )  # fmt: skip
         before = amax.view(torch.float32)[4:]
         for i, (index, is_scaled) in enumerate(zip((0, 2, 3), scaled, strict=True)):
@@ -149,5 +148,5 @@ def launch_update(
         v[0], sources[3], extras[3], other, other_extra, amax, n, *numbers,
         *(word for key in keys for word in key),
         writes="o o_to", updates="w w_to m m_to v v_to",
-        **casts, OTHER=OTHER, FROM_M=from_m, BLOCK=BLOCK, **LAUNCH,
+        **casts, OTHER=OTHER, FROM_M=from_m, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

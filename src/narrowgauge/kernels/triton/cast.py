@@ -14,8 +14,6 @@ a cast to E4M3 took 34 instructions per element instead of 15, and to MXFP8 alon
 contiguous 65 instead of 25, while memory moves 4 bytes in the time of some 29.
 """
 
-from typing import Any
-
 from narrowgauge.kernels.triton.arithmetic import dot, narrow, wide
 from narrowgauge.kernels.triton.launch import tl, triton
 from narrowgauge.kernels.triton.rounding import code_of, to_fp8, to_grid, uniform, value_of
@@ -296,7 +294,3 @@ def cast_given(
 def tile_of(x_K: int, block_K: int = 1) -> tuple[int, int]:
     """Rows and contraction of a tile: long along contiguous memory, and a multiple of blocks."""
     return (32, 128) if x_K == 1 or block_K > 32 else (128, 32)
-
-
-#: Options of every launch: 4 warps, and no fusion of multiply and add.
-LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}

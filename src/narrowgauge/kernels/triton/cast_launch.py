@@ -1,8 +1,4 @@
-"""Launches the kernels of a cast: grids, tiles, memory for results.
-
-All that follows from a cast and the layout of its tensor is computed once (`_Kind`): a micro-batch makes some
-hundred casts of a few layouts, and its host has some 50 us for each.
-"""
+"""Launches the kernels of a cast: grids, tiles, memory for results."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,18 +8,17 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.devices import Device, imagined
-from narrowgauge.formats import RandomStream, codes_of, format
+from narrowgauge.formats import codes_of, format
 from narrowgauge.kernels.amax import new_amax
-from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
-from narrowgauge.kernels.triton.launch import Launch, cdiv, launch
-from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
+from narrowgauge.kernels.triton.cast import cast_blocks, cast_given, largest, tile_of
+from narrowgauge.kernels.triton.launch import cdiv, launch
+from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted, stream_tensors
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, operand_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.scales import scales_from
 from narrowgauge.quantization.stages.hadamard import hadamard, transform
 from narrowgauge.torch_compat import unobserved
 
-_KINDS = 1024  # kinds of casts that are kept; a model has a few dozen
 #: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),
 #: for values and for codes. They are counted on a multiprocessor's busiest pipe, in the machine code that
 #: Triton 3.7 produces for sm_90, with each pipe at the rate given in the CUDA programming guide. Other GPUs
@@ -55,15 +50,7 @@ class _View(NamedTuple):
     blocks: Blocks
 
 
-class _Kind(NamedTuple):
-    """The launch of a cast of tensors in one layout, and what it passes by value."""
-
-    launch: Launch
-    numbers: tuple[int, ...]
-    view: _View
-
-
-@lru_cache(_KINDS)
+@lru_cache(1024)  # a model has a few dozen
 def _view(shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int) -> _View:
     R, K = shape if axis == -1 else (shape[1], shape[0])
     K_OUT = K + -K % cast.hadamard if cast.hadamard else K
@@ -82,11 +69,9 @@ def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> to
     return torch.empty(view.shape, dtype=dtype, device=like.device)
 
 
-def _out_strides(view: _View, axis: int, dtype: torch.dtype, laid: int) -> tuple[int, int]:
-    """The strides of rows and of the contraction along `axis` in an output that is `_empty` along `laid`."""
-    first, second = view.shape
-    strides = (1, first) if dtype == torch.uint8 and laid == 0 else (second, 1)
-    return strides if axis == -1 else strides[::-1]
+def _strides(out: torch.Tensor, axis: int) -> tuple[int, ...]:
+    """The strides of rows and of the contraction along `axis`."""
+    return out.stride() if axis == -1 else out.stride()[::-1]
 
 
 def _grid_strides(blocks: Blocks, axis: int) -> tuple[int, int]:
@@ -136,7 +121,7 @@ def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             launch(
                 largest, (cdiv(x.shape[0], tile[0]), cdiv(x.shape[1], tile[1])),
                 x, amax, x, x, *x.shape, *x.stride(), 0, 0, 1, 1, updates="amax", IS_TOLD=False,
-                TR=tile[0], TK=tile[1], BR=1, BK=1, H=0, BY_ROW=False, IS_ONE=True, FINITE=False, **LAUNCH,
+                TR=tile[0], TK=tile[1], BR=1, BK=1, H=0, BY_ROW=False, IS_ONE=True, FINITE=False,
             )  # fmt: skip
     return amaxes.view(torch.float32)
 
@@ -221,118 +206,79 @@ def _launch_given(
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(codes or values, the same along the other axis) under given factors, or factors from amaxes."""
-    converts = is_converted(cast.element, cast.rounding, x.device)
-    writes_block = told is not None or from_amax
-    options = dtype, converts, divides, from_amax, both, writes_block
-    kind = _given(x.shape, x.stride(), cast, axis, *options)
-    out = _empty(kind.view, axis, dtype, x)
-    other = _empty(kind.view, -1 - axis, dtype, x) if both else None
-    numbers = *_random(x, context), *kind.numbers
-    kind.launch(x, out, out if other is None else other, factor, block, told, seen, *numbers)
-    return out, other
-
-
-@lru_cache(_KINDS)
-def _given(
-    shape: torch.Size,
-    strides: tuple[int, int],
-    cast: Cast,
-    axis: int,
-    dtype: torch.dtype,
-    converts: bool,
-    divides: bool,
-    from_amax: bool,
-    both: bool,
-    writes_block: bool,
-) -> _Kind:
-    """The launch of `cast_given`."""
-    view = _view(shape, strides, cast, axis)
+    view = _view(x.shape, x.stride(), cast, axis)
     tile, blocks = tile_of(view.x[1]), view.blocks
-    out = _out_strides(view, axis, dtype, axis)
-    other = _out_strides(view, axis, dtype, -1 - axis) if both else out
-    launch = Launch(
+    out = _empty(view, axis, dtype, x)
+    other = _empty(view, -1 - axis, dtype, x) if both else out
+    launch(
         cast_given, _grid(view, tile),
-        "out other block" if writes_block else "out other", "seen", lanes=_lanes(shape, cast, axis, dtype),
+        x, out, other, factor, block, told, seen, *stream_tensors(context.random, x),
+        view.R, view.K, *view.x, *_strides(out, axis), *_strides(other, axis),
+        *_grid_strides(blocks, axis), *_extents(blocks, axis), *view.element,
+        writes="out other block" if told is not None or from_amax else "out other", updates="seen",
+        lanes=_lanes(x.shape, cast, axis, dtype),
         TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=max(blocks.grid) == 1,
-        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
-        CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
-        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two, CONVERTS=converts, **LAUNCH,
+        **_rounding(cast, x, dtype), TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
+        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two,
     )  # fmt: skip
-    numbers = *view.x, *out, *other, *_grid_strides(blocks, axis), *_extents(blocks, axis), *view.element
-    return _Kind(launch, (view.R, view.K, *numbers), view)
+    return out, other if both else None
+
+
+def _rounding(cast: Cast, x: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """How elements are rounded, as kernel constants."""
+    return {
+        **facts(cast.element),
+        "ROUNDING": cast.rounding,
+        "RANDOM_BITS": cast.random_bits,
+        "CODES": dtype == torch.uint8,
+        "CONVERTS": is_converted(cast.element, cast.rounding, x.device),
+    }
 
 
 def _cast_blocks(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int,
-    dtype: torch.dtype,
-    context: QuantContext,
-    in_tiles: bool = False,
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext, in_tiles: bool = False
 ) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(codes or values, blocks, scales, their codes, the tensor's scale).
 
     `in_tiles`: codes packed and padded, codes of scales in tiles, no scales.
     """
+    assert cast.block is not None
     over = tensor_scale = scale_codes = None
     matrix = transform(cast.hadamard, context.signs_of(cast), x) if cast.hadamard else None
     if cast.tensor_scale != "none":
         over = _largest(x, cast, axis, matrix, context.amax)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    converts = is_converted(cast.element, cast.rounding, x.device)
-    kind, packed, tiles = _blocked(x.shape, x.stride(), cast, axis, dtype, converts, in_tiles)
-    grid, codes = kind.view.blocks.grid, dtype == torch.uint8
-    if in_tiles:
-        out = torch.empty(packed, dtype=torch.uint8, device=x.device)
-        scale_codes = torch.empty((tiles,), dtype=torch.uint8, device=x.device)
-    else:
-        out = _empty(kind.view, axis, dtype, x)
-        if codes and cast.has_coded_scales:
-            scale_codes = torch.empty(grid, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(grid if codes and not in_tiles else (), dtype=torch.float32, device=x.device)
-    kind.launch(
-        x, out, scales, scales if scale_codes is None else scale_codes, scales if over is None else over,
-        scales if tensor_scale is None else tensor_scale,
-        x if matrix is None else matrix, *_random(x, context), *kind.numbers,
-    )  # fmt: skip
-    return out, kind.view.blocks, scales, scale_codes, tensor_scale
-
-
-@lru_cache(_KINDS)
-def _blocked(
-    shape: torch.Size,
-    strides: tuple[int, int],
-    cast: Cast,
-    axis: int,
-    dtype: torch.dtype,
-    converts: bool,
-    in_tiles: bool,
-) -> tuple[_Kind, tuple[int, int], int]:
-    """The launch of `cast_blocks`; in tiles, the shape of packed codes and the number of scales."""
-    assert cast.block is not None
-    view, codes = _view(shape, strides, cast, axis), dtype == torch.uint8
-    grid = view.blocks.grid if axis == -1 else view.blocks.grid[::-1]
-    tile, programs = tile_of(view.x[1], cast.block[1]), view
-    extent, packed, tiles = (view.R, view.K_OUT), (0, 0), 0
+    view, codes = _view(x.shape, x.stride(), cast, axis), dtype == torch.uint8
+    blocks, has_scales = view.blocks, codes and not in_tiles
+    grid = blocks.grid if axis == -1 else blocks.grid[::-1]
+    tile, programs, extent = tile_of(view.x[1], cast.block[1]), view, (view.R, view.K_OUT)
     if in_tiles:
         rows, across = (-(-n // of) for n, of in ((view.R, 128), (grid[1], 4)))
         programs = view._replace(R=128 * rows, K_OUT=4 * across * cast.block[1])
         extent = view.R + -view.R % PADDED_ROWS, view.K_OUT + -view.K_OUT % PADDED_COLUMNS
-        packed, tiles = (extent[0], extent[1] * cast.element.bits // 8), 512 * rows * across
-    of_out = (packed[1], 1) if in_tiles else _out_strides(view, axis, dtype, axis)
-    of_grid = _grid_strides(view.blocks, axis) if codes and not in_tiles else (0, 0)
-    launch = Launch(
-        cast_blocks, _grid(programs, tile), "out scales scale_codes tensor_scale",
+        packed = extent[0], extent[1] * cast.element.bits // 8
+        out = torch.empty(packed, dtype=torch.uint8, device=x.device)
+        scale_codes = torch.empty((512 * rows * across,), dtype=torch.uint8, device=x.device)
+    else:
+        out = _empty(view, axis, dtype, x)
+        if codes and cast.has_coded_scales:
+            scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(blocks.grid if has_scales else (), dtype=torch.float32, device=x.device)
+    launch(
+        cast_blocks, _grid(programs, tile),
+        x, out, scales, scales if scale_codes is None else scale_codes, scales if over is None else over,
+        scales if tensor_scale is None else tensor_scale, x if matrix is None else matrix,
+        *stream_tensors(context.random, x), view.R, view.K, *extent, *grid, *view.x,
+        *(out.stride() if in_tiles else _strides(out, axis)),
+        *(_grid_strides(blocks, axis) if has_scales else (0, 0)), *view.element,
+        writes="out scales scale_codes tensor_scale", lanes=_lanes(x.shape, cast, axis, dtype),
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
-        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
-        SCALE="rounded" if cast.has_rounded_scales else cast.scale, **facts_of_scale(cast.scale),
-        RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
-        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
-        LARGEST=cast.target * cast.aim, CONVERTS=converts, IN_TILES=in_tiles,
-        lanes=_lanes(shape, cast, axis, dtype), **LAUNCH,
+        **_rounding(cast, x, dtype), SCALE="rounded" if cast.has_rounded_scales else cast.scale,
+        **facts_of_scale(cast.scale), RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim,
+        INVERSE_LARGEST=1 / cast.aim, EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits,
+        LARGEST=cast.target * cast.aim, IN_TILES=in_tiles,
     )  # fmt: skip
-    numbers = view.R, view.K, *extent, *grid, *view.x, *of_out, *of_grid, *view.element
-    return _Kind(launch, numbers, view), packed, tiles
+    return out, blocks, scales, scale_codes, tensor_scale
 
 
 def _largest(
@@ -347,35 +293,27 @@ def _largest(
     For NVFP4 the `known` one is used, without a read, if it is finite.
     """
     known = known if cast.tensor_scale != "none" and matrix is None else None
-    H = 0 if matrix is None else len(matrix)
-    kind, is_one = _largest_of(x.shape, x.stride(), cast, axis, H, known is not None)
+    view, finite = _view(x.shape, x.stride(), cast, axis), cast.tensor_scale != "none"
+    BR, BK = cast.block if finite and cast.block else (1, 1)
+    is_one = finite or max(view.blocks.grid) == 1
     if is_one:
         amax = new_amax(x.device)
         bits = amax.view(torch.int32)
     else:
-        bits = torch.zeros(kind.view.blocks.grid, dtype=torch.int32, device=x.device)
+        bits = torch.zeros(view.blocks.grid, dtype=torch.int32, device=x.device)
         amax = bits.view(torch.float32)
-    kind.launch(x, bits, x if matrix is None else matrix, x if known is None else known, *kind.numbers)
-    return amax
-
-
-@lru_cache(_KINDS)
-def _largest_of(
-    shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int, H: int, is_told: bool
-) -> tuple[_Kind, bool]:
-    """The launch of `largest`, and whether it has one result."""
-    view, finite = _view(shape, strides, cast, axis), cast.tensor_scale != "none"
-    BR, BK = cast.block if finite and cast.block else (1, 1)
-    is_one = finite or max(view.blocks.grid) == 1
     tile = tile_of(view.x[1])
-    launch = Launch(
-        largest, _grid(view, tile), updates="amax", seldom="x" if is_told else "", IS_TOLD=is_told,
-        TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=H, BY_ROW=_is_by_row(cast), IS_ONE=is_one, FINITE=finite,
-        lanes=_LANES_OF_AMAX * shape.numel() if cast.block is None else 0.0, **LAUNCH,
+    launch(
+        largest, _grid(view, tile),
+        x, bits, x if matrix is None else matrix, x if known is None else known, view.R, view.K, *view.x,
+        *((1, 1) if is_one else _grid_strides(view.blocks, axis)),
+        *((2**30, 2**30) if finite else _extents(view.blocks, axis)),
+        updates="amax", seldom="" if known is None else "x", IS_TOLD=known is not None,
+        TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
+        BY_ROW=_is_by_row(cast), IS_ONE=is_one, FINITE=finite,
+        lanes=_LANES_OF_AMAX * x.numel() if cast.block is None else 0.0,
     )  # fmt: skip
-    of_amax = (1, 1) if is_one else _grid_strides(view.blocks, axis)
-    extents = (2**30, 2**30) if finite else _extents(view.blocks, axis)
-    return _Kind(launch, (view.R, view.K, *view.x, *of_amax, *extents), view), is_one
+    return amax
 
 
 def _lanes(shape: torch.Size, cast: Cast, axis: int, dtype: torch.dtype) -> float:
@@ -407,14 +345,3 @@ def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
 
 def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
     return cdiv(view.R, tile[0]), cdiv(view.K_OUT, tile[1])
-
-
-def _random(x: torch.Tensor, context: QuantContext) -> tuple[Any, Any]:
-    """The key of a context's stream and the index of its first element, as tensors on the device."""
-    stream = context.random
-    if not isinstance(stream, RandomStream):
-        return x, x
-    offset = stream.offset
-    if not isinstance(offset, torch.Tensor):
-        offset = torch.full((), offset, dtype=torch.int64, device=x.device)
-    return stream.key, offset

@@ -16,6 +16,7 @@ Legend: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels.dispatch import in_rows
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
 
@@ -134,7 +135,7 @@ def losses(
     the program that has just read a row reads it a second time, so most of it comes from a cache.
     """
     assert factor is None or z_TV.stride(1) == 1
-    z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
+    z_TV, y_T = in_rows(z_TV), y_T.contiguous()
     rows, width = z_TV.shape
     loss_T = torch.empty(rows, dtype=torch.float32, device=z_TV.device)
     stats_2T = torch.empty(2, rows, dtype=torch.float32, device=z_TV.device)
@@ -156,7 +157,6 @@ def losses(
             twice_z_loss=2 * z_loss if z_loss else None,
             BLOCK=BLOCK,
             num_warps=WARPS,
-            enable_fp_fusion=False,
         )
     return loss_T, stats_2T
 
@@ -174,7 +174,7 @@ def write_gradients(
 
     s is the row's log-sum-exp, c is `z_loss`.
     """
-    z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
+    z_TV, y_T = in_rows(z_TV), y_T.contiguous()
     rows, width = z_TV.shape
     assert out_TV.stride(1) == 1 or width == 1
     if rows:
@@ -196,9 +196,4 @@ def write_gradients(
             twice_z_loss=2 * z_loss if z_loss else None,
             BLOCK=BLOCK,
             num_warps=WARPS,
-            enable_fp_fusion=False,
         )
-
-
-def _rows_of(z_TV: Tensor) -> Tensor:
-    return z_TV if z_TV.stride(1) == 1 else z_TV.contiguous()

@@ -88,15 +88,14 @@ def launch_ranked(x: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     counts, state = counts[: 3 * 256], counts[3 * 256 :]
     found = torch.empty(2, dtype=torch.int16, device=x.device)
     bits, grid = x.view(torch.int16), (cdiv(n, BLOCK * TILES),)
-    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
     for is_high in (True, False):
         launch(
             count_bytes, grid, bits, counts, state, n,
-            updates="counts", IS_HIGH=is_high, BLOCK=BLOCK, TILES=TILES, **options,
+            updates="counts", IS_HIGH=is_high, BLOCK=BLOCK, TILES=TILES, num_warps=8,
         )  # fmt: skip
         launch(
             choose, (1,), counts, state, found, low, high,
-            updates="state", writes="found", IS_HIGH=is_high, num_warps=1, enable_fp_fusion=False,
+            updates="state", writes="found", IS_HIGH=is_high, num_warps=1,
         )  # fmt: skip
     numbers = found.view(torch.bfloat16)
     return numbers[0], numbers[1]
@@ -188,8 +187,6 @@ def _row_options(x: Tensor, cast: Cast) -> dict[str, Any]:
         "AIM": cast.aim,
         "POWER_OF_TWO": cast.power_of_two,
         **{key: element[key] for key in ("MAX", "EMIN", "M")},
-        "num_warps": 4,
-        "enable_fp_fusion": False,
     }
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.triton import quantized_state as stored
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
-from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform
+from narrowgauge.kernels.triton.rounding import code_of, stream_tensors, to_grid, uniform
 from narrowgauge.kernels.triton.scales import FLOAT_MAX, INFINITE, fp32_scale
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import GradientState
 
 BLOCK, TILES = 2048, 4
-LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -89,43 +89,27 @@ def note_overflow(found, overflowed, n):
     tl.store(overflowed, tl.maximum(tl.load(overflowed), share))
 
 
-def launch_sum(
-    codes: Tensor,
-    scale: Tensor,
-    cast: Cast,
-    dw: Tensor,
-    is_empty: bool,
-    stream: tuple[Tensor, Tensor] | None,
-    prescale: tuple[Tensor, Tensor] | None,
-) -> None:
-    """Add a tensor to a gradient, in place.
-
-    Args:
-        codes: uint8, the gradient's codes.
-        scale: fp32, its scale.
-        cast: Its cast; it rounds with random bits only if it is stochastic.
-        dw: The addend, contiguous, in any float dtype up to fp32.
-        is_empty: Whether the gradient is still empty.
-        stream: The key words and the offset (int64, 0-dim) of the random bits.
-        prescale: The pre-scaling factor and the share of elements that overflowed, fp32.
-    """
-    n, G = codes.numel(), stored.cast_constants(cast)
+def launch_sum(gradient: GradientState, dw: Tensor, stream: RandomStream | None) -> None:
+    """Add `dw` to a gradient in one-byte codes, in place; without a `stream` it rounds to nearest."""
+    (codes, scale), prescale, dw = gradient.on_device().values(), gradient.prescale, dw.contiguous()
+    cast = gradient.cast.to_nearest if stream is None and gradient.cast.is_random else gradient.cast
+    n, G, is_empty = codes.numel(), stored.cast_constants(cast), gradient.is_empty
     found = torch.zeros(4, dtype=torch.int32, device=codes.device)
-    casts: dict[str, Any] = {"IS_EMPTY": is_empty, "G": G, "BLOCK": BLOCK}
+    casts: dict[str, Any] = {"IS_EMPTY": is_empty, "G": G, "BLOCK": BLOCK, "num_warps": 8}
     launch(
         largest_sum, (cdiv(n, BLOCK * TILES),), codes, scale, dw, found, n,
-        writes="found", **casts, TILES=TILES, **LAUNCH,
+        writes="found", **casts, TILES=TILES,
     )  # fmt: skip
     old_scale = found.view(torch.float32)[1:2]
-    key, offset = (found, found) if stream is None else stream
-    mu = old_scale if prescale is None else prescale[0]
+    mu = old_scale if prescale is None else prescale.tensors["mu"]
     launch(
-        add_sum, (cdiv(n, BLOCK),), codes, old_scale, scale, dw, found, mu, key, offset, n,
+        add_sum, (cdiv(n, BLOCK),),
+        codes, old_scale, scale, dw, found, mu, *stream_tensors(stream, found), n,
         writes="scale" + " g" * is_empty, updates="found" + " g" * (not is_empty),
-        **casts, PRESCALES=prescale is not None, **LAUNCH,
+        **casts, PRESCALES=prescale is not None,
     )  # fmt: skip
     if prescale is not None:
-        launch(
-            note_overflow, (1,), found, prescale[1], n,
-            updates="overflowed", num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        overflowed = prescale.tensors["overflowed"]
+        launch(note_overflow, (1,), found, overflowed, n, updates="overflowed", num_warps=1)
+    torch.autograd.graph.increment_version([codes, scale])  # autograd does not see a kernel's writes
+    gradient.keep([codes, scale])

@@ -1,20 +1,20 @@
 """Heads in tiles: some tokens of one head, in two halves, so that a tile can also sum over its tokens."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.amax import new_amax
+from narrowgauge.kernels.amax import attach_amax, new_amax
+from narrowgauge.kernels.dispatch import in_rows
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
+from narrowgauge.second_derivative import FirstOrderFunction
 
 #: Pairs of a tile, 16 per thread in four warps: two 16-byte loads from each half in bf16.
 TILE = 2048
 #: For a tile that is only rotated: 8 per thread.
 ROTARY_TILE = 1024
-LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -121,42 +121,59 @@ def _strides(table: Tensor | None) -> tuple[int, int, int]:
     return table.stride(1) if table.ndim == 5 else 0, table.stride(-2), table.stride(0)
 
 
-def launch_split(
-    qkv_BTC: Tensor, bias_C: Tensor | None, table: Tensor | None, heads_NKK: Sequence[int], head_dim: int
-) -> Tensor:
-    """The heads concatenated as in `qkv_BTC`, which is contiguous, as are the bias and the table's rows."""
-    B, T, _ = qkv_BTC.shape
-    out_BTC = torch.empty_like(qkv_BTC)
-    tiles, tile = _tiles(B * T, head_dim)
-    N, K, _ = heads_NKK
-    launch(
-        split_forward, (tiles, sum(heads_NKK)), qkv_BTC, bias_C, table, out_BTC,
-        B * T, T, sum(heads_NKK), N + K, head_dim // 2, *_strides(table), writes="out_ptr", **tile, **LAUNCH,
-    )  # fmt: skip
-    return out_BTC
+class SplitHeads(FirstOrderFunction):
+    """`heads.split_heads` -> (q, k, v), views of one tensor in the order of qkv."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_BTC: Tensor,
+        bias_C: Tensor | None,
+        table: Tensor | None,
+        heads_NKK: tuple[int, ...],
+        head_dim: int,
+    ) -> tuple[Tensor, ...]:
+        """One tensor, read and written once."""
+        ctx.save_for_backward(table)
+        ctx.bias_dtype = None if bias_C is None else bias_C.dtype
+        bias_C = None if bias_C is None else bias_C.contiguous()
+        table = None if table is None else in_rows(table)
+        qkv_BTC = qkv_BTC.contiguous()
+        B, T, _ = qkv_BTC.shape
+        out_BTC = torch.empty_like(qkv_BTC)
+        tiles, tile = _tiles(B * T, head_dim)
+        N, K, _ = heads_NKK
+        launch(
+            split_forward, (tiles, sum(heads_NKK)), qkv_BTC, bias_C, table, out_BTC,
+            B * T, T, sum(heads_NKK), N + K, head_dim // 2, *_strides(table),
+            writes="out_ptr", **tile,
+        )  # fmt: skip
+        heads_BTNH = out_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)
+        return tuple(h.transpose(1, 2) for h in heads_BTNH)
 
-def launch_split_backward(
-    dq_BNTH: Tensor, dk_BKTH: Tensor, dv_BKTH: Tensor, table: Tensor | None, has_bias: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradient [B, T, C], that of the bias in fp32 or None, and the gradient's amax.
-
-    The last axes are contiguous.
-    """
-    B, N, T, H = dq_BNTH.shape
-    K = dk_BKTH.shape[1]
-    heads = N + 2 * K
-    dqkv_BTC = torch.empty(B, T, heads * H, dtype=dq_BNTH.dtype, device=dq_BNTH.device)
-    tiles, tile = _tiles(B * T, H)
-    amax = new_amax(dq_BNTH.device)
-    sums_PC = torch.empty(tiles, heads * H, dtype=torch.float32, device=dq_BNTH.device) if has_bias else None
-    launch(
-        split_backward, (tiles, heads), dq_BNTH, dk_BKTH, dv_BKTH, table, dqkv_BTC, sums_PC,
-        amax.view(torch.int32), B * T, T, N, K, H // 2,
-        *dq_BNTH.stride()[:3], *dk_BKTH.stride()[:3], *dv_BKTH.stride()[:3], *_strides(table),
-        writes="dx_ptr dbias_ptr", updates="amax_ptr", **tile, **LAUNCH,
-    )  # fmt: skip
-    return dqkv_BTC, None if sums_PC is None else sums_PC.sum(0), amax
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of qkv, and that of the bias from partial sums."""
+        (table,) = ctx.saved_tensors
+        has_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
+        table = None if table is None else in_rows(table)
+        dq_BNTH, dk_BKTH, dv_BKTH = (in_rows(x) for x in (dq, dk, dv))
+        B, N, T, H = dq_BNTH.shape
+        K = dk_BKTH.shape[1]
+        heads = N + 2 * K
+        dqkv_BTC = torch.empty(B, T, heads * H, dtype=dq_BNTH.dtype, device=dq_BNTH.device)
+        tiles, tile = _tiles(B * T, H)
+        amax = new_amax(dq_BNTH.device)
+        sums_PC = dqkv_BTC.new_empty(tiles, heads * H, dtype=torch.float32) if has_bias else None
+        launch(
+            split_backward, (tiles, heads), dq_BNTH, dk_BKTH, dv_BKTH, table, dqkv_BTC, sums_PC,
+            amax.view(torch.int32), B * T, T, N, K, H // 2,
+            *dq_BNTH.stride()[:3], *dk_BKTH.stride()[:3], *dv_BKTH.stride()[:3], *_strides(table),
+            writes="dx_ptr dbias_ptr", updates="amax_ptr", **tile,
+        )  # fmt: skip
+        attach_amax(dqkv_BTC, amax)
+        dbias = None if sums_PC is None else sums_PC.sum(0).to(ctx.bias_dtype)
+        return dqkv_BTC, dbias, None, None, None
 
 
 @triton.jit
@@ -204,34 +221,16 @@ def rotary_pairs(
     tl.store(to_y + half, narrow(x2 * cos + x1 * sin, dtype), inside)
 
 
-def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
-    """The rotated heads, in the dtype of `x_BNTH` and its order of axes in memory.
-
-    The last axes of `x_BNTH` and of the fp32 `table` must be contiguous.
-    """
+def rotated(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
+    """The rotated heads, in the dtype of `x_BNTH` and its order of axes in memory; `table` is fp32."""
+    x_BNTH, table = in_rows(x_BNTH), in_rows(table)
     B, N, T, H = x_BNTH.shape
     y_BNTH = torch.empty_like(x_BNTH)
     half_block = next_power_of_2(H // 2)
     rows_each = max(1, ROTARY_TILE // half_block)
     launch(
-        rotary_pairs,
-        (cdiv(B * N * T, rows_each),),
-        x_BNTH,
-        table,
-        y_BNTH,
-        B * N * T,
-        N,
-        T,
-        H // 2,
-        *x_BNTH.stride()[:3],
-        *y_BNTH.stride()[:3],
-        table.stride(1) if table.ndim == 5 else 0,
-        table.stride(-2),
-        table.stride(0),
-        writes="y_ptr",
-        IS_BACK=is_back,
-        ROWS=rows_each,
-        HALF=half_block,
-        **LAUNCH,
-    )
+        rotary_pairs, (cdiv(B * N * T, rows_each),), x_BNTH, table, y_BNTH, B * N * T, N, T, H // 2,
+        *x_BNTH.stride()[:3], *y_BNTH.stride()[:3], *_strides(table),
+        writes="y_ptr", IS_BACK=is_back, ROWS=rows_each, HALF=half_block,
+    )  # fmt: skip
     return y_BNTH

@@ -6,7 +6,7 @@ work and plans are counted the same on machines with and without Triton.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,8 @@ else:
     libdevice = SimpleNamespace()
 
 _SECOND = 2**16  # exclusive limit on the second and third axes of a CUDA grid
+#: A kernel rounds where its reference does: it never fuses a multiplication and an addition.
+DEFAULTS: Mapping[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _MOST = 1024  # launches that are remembered; shapes of training are few
 
 
@@ -88,9 +90,10 @@ class Launch:
             updates: The names of those that it reads and writes.
             seldom: The names of those that it reads only if a value is not finite.
             lanes: Its instructions, where they can take longer than its bytes (`GpuWork.lanes`).
-            options: Constants, and the options of a launch.
+            options: Constants, and the options of a launch (`DEFAULTS`).
         """
-        self.kernel, self.grid, self.options, self.lanes = kernel, tuple(grid), options, lanes
+        self.kernel, self.grid, self.lanes = kernel, tuple(grid), lanes
+        self.options = {**DEFAULTS, **options}
         self.writes, self.updates, self.seldom = writes, updates, seldom
         assert all(n < _SECOND for n in grid[1:]), f"a GPU does not support a grid of {self.grid} programs"
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels.amax import attach_amax, new_amax
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
+from narrowgauge.second_derivative import FirstOrderFunction
 
 #: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
 #: widths. With 16,384 tokens they write and read 0.25 bytes per element, on top of the 16 that must be moved.
@@ -132,87 +134,74 @@ def _blocks(D: int) -> dict[str, Any]:
     return {"D": D, "BLOCK": block, "num_warps": max(1, min(16, block // 256))}
 
 
-def launch_forward(
-    x: Tensor,
-    delta: Tensor | None,
-    weight_D: Tensor,
-    bias_D: Tensor | None,
-    stream: Tensor | None,
-    y: Tensor,
-    mean_M: Tensor | None,
-    scale_M: Tensor,
-    amax: Tensor,
-    eps: float,
-) -> None:
-    """Fill `stream` (if there is a delta), `y` and the fp32 statistics of each row; [..., D] contiguous.
+class AddNorm(FirstOrderFunction):
+    """`norm.add_norm` -> (s, y); y and the gradient of delta have their amax attached."""
 
-    Raises `amax` to max |y|.
-    """
-    D = len(weight_D)
-    launch(
-        norm_forward,
-        (len(scale_M),),
-        x,
-        delta,
-        weight_D,
-        bias_D,
-        stream,
-        y,
-        mean_M,
-        scale_M,
-        amax.view(torch.int32),
-        eps,
-        writes="stream_ptr y_ptr mean_ptr scale_ptr",
-        updates="amax_ptr",
-        **_blocks(D),
-        enable_fp_fusion=False,
-    )
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight_D: Tensor,
+        bias_D: Tensor | None,
+        eps: float,
+        kind: str,
+        out_dtype: torch.dtype,
+        keeps_terms: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """One row of D values for each program."""
+        stream, D = None, len(weight_D)
+        if delta is not None:
+            delta = delta.contiguous()
+            stream = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype), device=x.device)
+        weight_D, bias_D = weight_D.contiguous(), None if bias_D is None else bias_D.contiguous()
+        y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+        scale_M = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
+        amax = new_amax(x.device)
+        mean_M = torch.empty_like(scale_M) if kind == "layer" else None
+        launch(
+            norm_forward, (len(scale_M),),
+            x.contiguous(), delta, weight_D, bias_D, stream, y, mean_M, scale_M, amax.view(torch.int32), eps,
+            writes="stream_ptr y_ptr mean_ptr scale_ptr", updates="amax_ptr", **_blocks(D),
+        )  # fmt: skip
+        if stream is None:
+            stream = x
+        is_shorter = delta is not None and delta.element_size() < stream.element_size()
+        if keeps_terms and is_shorter and x.dtype == stream.dtype == torch.float32:
+            ctx.save_for_backward(x, delta, weight_D, mean_M, scale_M)
+        else:
+            ctx.save_for_backward(stream, None, weight_D, mean_M, scale_M)
+        ctx.dtypes = x.dtype, None if delta is None else delta.dtype, None if bias_D is None else bias_D.dtype
+        ctx.set_materialize_grads(False)
+        attach_amax(y, amax)
+        return stream, y
 
-
-def launch_backward(
-    dy: Tensor,
-    dstream: Tensor | None,
-    stream: Tensor,
-    delta: Tensor | None,
-    weight_D: Tensor,
-    mean_M: Tensor | None,
-    scale_M: Tensor,
-    dx: Tensor,
-    ddelta: Tensor | None,
-    amax: Tensor | None,
-    with_bias: bool,
-) -> list[Tensor]:
-    """Fill `dx` and `ddelta`, and raise `amax` to max |ddelta|, or max |dx| without one; [..., D] contiguous.
-
-    With a `delta` the normalized stream is `stream` + `delta`, in fp32.
-
-    Returns:
-        The fp32 gradient of the weight, and that of the bias if `with_bias`.
-    """
-    M, D = len(scale_M), len(weight_D)
-    rows_per_program = cdiv(M, PROGRAMS)
-    programs = cdiv(M, rows_per_program)
-    sums_2PD = scale_M.new_empty(1 + with_bias, programs, D)
-    launch(
-        norm_backward,
-        (programs,),
-        dy,
-        dstream,
-        stream,
-        delta,
-        weight_D,
-        mean_M,
-        scale_M,
-        dx,
-        ddelta,
-        sums_2PD[0],
-        sums_2PD[1] if with_bias else None,
-        None if amax is None else amax.view(torch.int32),
-        M,
-        rows_per_program,
-        writes="dx_ptr ddelta_ptr dweight_ptr dbias_ptr",
-        updates="amax_ptr",
-        **_blocks(D),
-        enable_fp_fusion=False,
-    )
-    return list(sums_2PD.sum(1))
+    @staticmethod
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Some rows in turn for each program; what they add to weight and bias is summed afterwards."""
+        x_dtype, delta_dtype, bias_dtype = ctx.dtypes
+        stream, delta, weight_D, mean_M, scale_M = ctx.saved_tensors
+        stream = stream.contiguous()
+        dy = torch.zeros_like(stream) if dy is None else dy.contiguous()
+        dstream = None if dstream is None else dstream.contiguous()
+        dx = torch.empty_like(stream, dtype=x_dtype)
+        ddelta = amax = None
+        if delta_dtype is not None:
+            ddelta = dx if delta_dtype == x_dtype else torch.empty_like(dx, dtype=delta_dtype)
+            amax = None if ddelta.dtype == torch.float32 else new_amax(dx.device)
+        M, D, has_bias = len(scale_M), len(weight_D), bias_dtype is not None
+        rows_per_program = cdiv(M, PROGRAMS)
+        programs = cdiv(M, rows_per_program)
+        sums_2PD = scale_M.new_empty(1 + has_bias, programs, D)
+        launch(
+            norm_backward, (programs,),
+            dy, dstream, stream, delta, weight_D, mean_M, scale_M, dx, None if ddelta is dx else ddelta,
+            sums_2PD[0], sums_2PD[1] if has_bias else None, None if amax is None else amax.view(torch.int32),
+            M, rows_per_program,
+            writes="dx_ptr ddelta_ptr dweight_ptr dbias_ptr", updates="amax_ptr", **_blocks(D),
+        )  # fmt: skip
+        dweight_D, *dbias_D = sums_2PD.sum(1)
+        if ddelta is not None and amax is not None:
+            attach_amax(ddelta, amax)
+        dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
+        return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None

@@ -43,8 +43,6 @@ def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype, other: Ten
         writes="out_ptr",
         HAS_OTHER=other is not None,
         BLOCK=TILE,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
     return out
 
@@ -86,8 +84,6 @@ def launch_scaled_rows(
         writes="out_ptr",
         HAS_REST=rest is not None,
         BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
     return out
 
@@ -116,7 +112,5 @@ def launch_transposed(x_RC: Tensor) -> Tensor:
         columns,
         writes="out_ptr",
         SIDE=SIDE,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
     return out_CR

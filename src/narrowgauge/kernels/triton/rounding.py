@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import Format, format
+from narrowgauge.formats import Format, RandomStream, format
 from narrowgauge.kernels.dispatch import converts_to_fp8
 from narrowgauge.kernels.triton.arithmetic import narrow
 from narrowgauge.kernels.triton.launch import launch, next_power_of_2, tl, triton
@@ -46,6 +46,16 @@ def is_converted(element: Format, rounding: str, device: torch.device) -> bool:
     """Whether a GPU instruction rounds the elements (`to_fp8`)."""
     is_nearest = rounding == "nearest-even"
     return element.name in ("e4m3", "e5m2") and is_nearest and converts_to_fp8(device)
+
+
+def stream_tensors(random: object, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The key of a stream and the index of its first element, as tensors; `like` in place of no stream."""
+    if not isinstance(random, RandomStream):
+        return like, like
+    offset = random.offset
+    if not isinstance(offset, Tensor):
+        offset = torch.full((), offset, dtype=torch.int64, device=like.device)
+    return random.key, offset
 
 
 @triton.jit
@@ -154,6 +164,6 @@ def launch_signs(key: Tensor, size: int) -> Tensor:
     block = max(16, next_power_of_2(size))
     launch(
         random_signs, (1,), key, signs, size,
-        writes="out_ptr", BLOCK=block, num_warps=1, enable_fp_fusion=False,
+        writes="out_ptr", BLOCK=block, num_warps=1,
     )  # fmt: skip
     return signs
