@@ -180,27 +180,6 @@ def cast_blocks(
 
 
 @triton.jit
-def _find_largest(
-    x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
-    TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
-    BY_ROW: tl.constexpr, IS_ONE: tl.constexpr, FINITE: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0) * TR + tl.arange(0, TR)
-    k = tl.program_id(1) * TK + tl.arange(0, TK)
-    tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
-    bits = _largest_bits(tile, TR, TK, BR, BK)
-    if FINITE:
-        bits = tl.where(bits < INFINITE, bits, 0)
-    if BY_ROW:
-        tl.atomic_max(amax + r * amax_R, tl.max(bits, 1), mask=r < R, sem="relaxed")
-    elif IS_ONE:
-        tl.atomic_max(amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
-    else:
-        at = tl.program_id(0) * TR // block_R * amax_R + tl.program_id(1) * TK // block_K * amax_K
-        tl.atomic_max(amax + at, tl.max(tl.max(bits, 1), 0), sem="relaxed")
-
-
-@triton.jit
 def largest(
     x, amax, matrix, told, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
@@ -211,20 +190,25 @@ def largest(
     FINITE skips small blocks (BR x BK) that are not finite. A maximum does not depend on order, so it may be
     atomic. With IS_TOLD the overall amax is known; if it is finite, nothing is read.
     """
+    is_read = True
     if IS_TOLD:
         known = tl.load(told).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if known >= INFINITE:
-            _find_largest(
-                x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
-                TR, TK, BR, BK, H, BY_ROW, IS_ONE, FINITE,
-            )  # fmt: skip
-        elif tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(amax, known)
-    else:
-        _find_largest(
-            x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
-            TR, TK, BR, BK, H, BY_ROW, IS_ONE, FINITE,
-        )  # fmt: skip
+        is_read = known >= INFINITE
+        tl.store(amax, known, mask=(known < INFINITE) & (tl.program_id(0) + tl.program_id(1) == 0))
+    if is_read:
+        r = tl.program_id(0) * TR + tl.arange(0, TR)
+        k = tl.program_id(1) * TK + tl.arange(0, TK)
+        tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
+        bits = _largest_bits(tile, TR, TK, BR, BK)
+        if FINITE:
+            bits = tl.where(bits < INFINITE, bits, 0)
+        if BY_ROW:
+            tl.atomic_max(amax + r * amax_R, tl.max(bits, 1), mask=r < R, sem="relaxed")
+        elif IS_ONE:
+            tl.atomic_max(amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+        else:
+            at = tl.program_id(0) * TR // block_R * amax_R + tl.program_id(1) * TK // block_K * amax_K
+            tl.atomic_max(amax + at, tl.max(tl.max(bits, 1), 0), sem="relaxed")
 
 
 @triton.jit
