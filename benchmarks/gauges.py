@@ -41,7 +41,7 @@ def measure(args: argparse.Namespace, recipe: str, folder: Path) -> tuple[list[f
     )
     device = choose_device(args.device)
     dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, lambda *_: None)
-    trainer, directory = Trainer.begin(config.plan, device), RunDirectory(folder)
+    trainer, directory = Trainer.begin(config, device), RunDirectory(folder)
     without: list[float] = []
     read: list[float] = []
     with trainer.batches(dataset.train) as batches:

@@ -85,7 +85,7 @@ class Bench:
 
     def trainer(self, recipe: str, parallel_dims: ParallelDims) -> Trainer:
         """Its state before the first step."""
-        return Trainer.begin(self.config(recipe).plan, CPU, Mesh(parallel_dims, CPU))
+        return Trainer.begin(self.config(recipe), CPU, Mesh(parallel_dims, CPU))
 
     def batches(self, parallel_dims: ParallelDims) -> list[Batch]:
         """This process's micro-batches of a step, always the same."""

@@ -49,18 +49,18 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
         for recipe in filter(None, names.split(",")):
             made = config(recipe, bool(suffix))
             step = own_step(made, cpu, random_batches(made, cpu))
-            steps[recipe + suffix] = partial(_with_attention, options.attention or _measured(made.plan), step)
+            steps[recipe + suffix] = partial(_with_attention, options.attention or _measured(made), step)
     plain = config("bf16")
     for peer in filter(None, options.peers.split(",")):
         steps[peer] = peer_step(peer, plain, cpu, random_batches(plain, cpu))
     return steps
 
 
-def _measured(plan) -> str:
+def _measured(config) -> str:
     """The attention that `train` chooses."""
     from narrowgauge.runs.monitor.arithmetic import AttentionShape, measured_attention
 
-    return measured_attention(AttentionShape.of(plan))
+    return measured_attention(AttentionShape.of(config))
 
 
 def _with_attention(way: str, step: Callable[[], object]) -> None:

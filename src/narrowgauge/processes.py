@@ -8,12 +8,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from traceback import format_exc
 from types import FrameType
 from typing import Any, Self, TypeVar
 
@@ -21,7 +22,6 @@ from narrowgauge.errors import words_of
 from narrowgauge.operating_system import stop_signals
 
 T = TypeVar("T")
-_END_S = 10.0  # for a process that was asked to exit
 
 #: Prepares the process and, as a context manager, yields the function that answers; a module-level name.
 Prepare = Callable[..., AbstractContextManager[Callable[[Any], object]]]
@@ -106,66 +106,53 @@ def depend_on_parent() -> None:
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
-class Ended(Exception):
-    """The process exited before it answered.
-
-    Attributes:
-        code: Its exit code, negative if a signal killed it; None if it has not been collected.
-        traceback: The traceback of the exception that ended it; "" where it could send none.
-    """
-
-    def __init__(self, code: int | None, traceback: str = "") -> None:
-        super().__init__(f"the process ended with code {code}")
-        self.code, self.traceback = code, traceback
-
-
 class Answering:
     """The parent's side of a process that answers requests, one at a time.
 
-    The process is spawned, so it shares nothing with this one. It exits when the parent exits or closes its
-    end of the pipe.
+    The process is spawned, so it shares nothing with this one. It exits when the parent exits, or at `end`.
     """
 
     def __init__(self, prepare: Prepare, *arguments: object) -> None:
         """Start the process; it calls `prepare(*arguments)`."""
-        context = get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(prepare, arguments, theirs))
-        self._process.start()
-        theirs.close()
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), depend_on_parent)
+        self._pid = self._pool.submit(os.getpid)
+        self._prepared = self._pool.submit(_prepare, prepare, arguments)
 
     def ask(self, request: object) -> Any:
         """The answer to a request.
 
         Raises:
-            Ended: The process exited.
+            RuntimeError: The process was killed, or crashed.
+            Exception: What preparing or answering raised in the process, with its traceback there.
         """
-        is_answer, answer = False, ""
-        with suppress(OSError):  # the process has exited; its last words may be there
-            self._connection.send(request)
-        with suppress(EOFError, OSError):
-            is_answer, answer = self._connection.recv()
-        if is_answer:
-            return answer
-        self._process.join(_END_S)
-        raise Ended(self._process.exitcode, answer)
+        try:
+            self._prepared.result()
+            return self._pool.submit(_answer, request).result()
+        except BrokenProcessPool:
+            raise RuntimeError("its process was killed, or crashed") from None
 
     def end(self, grace_s: float = 0.0) -> None:
-        """End the process if it still runs; it may exit by itself within `grace_s` seconds."""
-        self._connection.close()
-        self._process.join(grace_s)
-        self._process.terminate()
-        self._process.join(_END_S)
+        """End the process; it may clean up for `grace_s` seconds."""
+        with suppress(Exception):  # it has ended, or is late
+            if grace_s:
+                self._pool.submit(_clean_up).result(grace_s)
+        with suppress(Exception):
+            os.kill(self._pid.result(), signal.SIGTERM)
+        self._pool.shutdown(cancel_futures=True)
 
 
-def _serve(prepare: Prepare, arguments: tuple[object, ...], connection: Connection) -> None:
-    """Prepare, then answer requests until the parent closes its end."""
-    depend_on_parent()
-    try:
-        with prepare(*arguments) as answer, suppress(EOFError, OSError):  # the parent has exited
-            while True:
-                connection.send((True, answer(connection.recv())))
-    except Exception:
-        with suppress(OSError):
-            connection.send((False, format_exc()))
-        raise
+# In a process that answers: what was prepared, and the function that answers.
+_PREPARED = ExitStack()
+_answers: list[Callable[[Any], object]] = []
+
+
+def _prepare(prepare: Prepare, arguments: tuple[object, ...]) -> None:
+    _answers.append(_PREPARED.enter_context(prepare(*arguments)))
+
+
+def _answer(request: object) -> object:
+    return _answers[0](request)
+
+
+def _clean_up() -> None:
+    _PREPARED.close()

@@ -109,7 +109,7 @@ def test_the_floor_is_never_above_the_count_of_the_step(recipe):
 def test_a_peer_does_the_same_work_as_we_do(config):
     c = config("fp32", **FOUR)
     batches = random_batches(c, CPU)
-    trainer = Trainer.begin(c.plan, CPU)
+    trainer = Trainer.begin(c, CPU)
     theirs = peer_step("torch fp32", c, CPU, batches)
     in_bf16 = peer_step("torch bf16 parameters", c, CPU, batches)
     loss, _, _ = trainer.train_step(iter(batches))

@@ -35,7 +35,7 @@ def begin(values):
     d = config.data
     data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
     mesh = Mesh(parallel_dims_of(config, dist.get_world_size()), CPU)
-    return config, data, Trainer.begin(config.plan, CPU, mesh)
+    return config, data, Trainer.begin(config, CPU, mesh)
 
 
 class Operands:
@@ -172,7 +172,7 @@ def a_step(recipe, layout, micro_batches=1):
         "training": {"batch_size": layout.data * micro_batches, "micro_batch_size": 1, "device": "cpu"},
         "recipe": {"name": recipe},
     }
-    trainer = Trainer.begin(make_config(values).plan, CPU, Mesh(layout, CPU))
+    trainer = Trainer.begin(make_config(values), CPU, Mesh(layout, CPU))
     ids = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     batches = [Batch(ids[:, :-1], ids[:, 1:], TOKENS)] * micro_batches
     for _ in range(2 if layout.replicate > 1 else 1):  # DDP lays its buckets again after the first

@@ -5,7 +5,7 @@ import pytest
 from narrowgauge.experiment.design import make_experiment
 from narrowgauge.experiment.grid import recipe_variants
 from narrowgauge.experiment.run import with_equal_threads
-from narrowgauge.runs.monitor import threads
+from narrowgauge.runs.monitor import arithmetic
 from narrowgauge.runs.run_directory import RunDirectory
 
 
@@ -13,8 +13,8 @@ from narrowgauge.runs.run_directory import RunDirectory
 def _cores(monkeypatch):
     """Eight cores, of which another program uses three."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "threads_of_torch", lambda: 8)
-    monkeypatch.setattr(threads, "cores_of_others", lambda: 3.0)
+    monkeypatch.setattr(arithmetic, "threads_of_torch", lambda: 8)
+    monkeypatch.setattr(arithmetic, "cores_of_others", lambda: 3.0)
 
 
 def comparison(**training):
@@ -39,7 +39,7 @@ def test_the_free_cores_are_counted_once(tmp_path):
 def test_runs_that_come_later_have_the_number_of_those_that_are_there(tmp_path, monkeypatch):
     first, _ = with_equal_threads(comparison(), tmp_path).runs
     begun(tmp_path / "bf16", first.config, recorded=5)
-    monkeypatch.setattr(threads, "cores_of_others", lambda: 0.0)  # the other program has ended
+    monkeypatch.setattr(arithmetic, "cores_of_others", lambda: 0.0)  # the other program has ended
     assert numbers(comparison(), tmp_path) == [5, 5]
 
 

@@ -45,8 +45,8 @@ def test_arms_of_a_seed_start_from_one_run_of_the_reference(tmp_path):
     fork, trunk = experiment.runs[0].config, experiment.trunks[1]
     assert fork.spec.recipe.name == "bf16"
     assert (fork.training.seed, fork.training.steps) == (3, 8)
-    assert [fork.plan.learning_rate(step) for step in range(1, 9)] == [
-        trunk.config.plan.learning_rate(step) for step in range(1, 9)
+    assert [fork.learning_rate(step) for step in range(1, 9)] == [
+        trunk.config.learning_rate(step) for step in range(1, 9)
     ]
     assert trunk.tokens_to_train == trunk.tokens * 32 // 40
     assert next_job(experiment, [trunk], tmp_path, tmp_path) is None, "it waits for the fork"

@@ -45,8 +45,8 @@ def outcomes(name: str, folder: Path) -> list[tuple[str, list[str]]]:
         "recipe": {"name": name},
     }
     config = make_config(values)
-    model = build_model(config.plan.spec, torch.device("cpu"))
-    go_to(model, config.plan, 0, 0)
+    model = build_model(config.spec, torch.device("cpu"))
+    go_to(model, config, 0, 0)
     source = TrainedRun(folder, config, model.eval(), 0, tokenizer)
     found = []
     for number, (to, scales) in enumerate(COLUMNS.values()):

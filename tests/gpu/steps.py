@@ -32,7 +32,7 @@ def config_of(recipe, is_tiny, backend="auto", length=128, sizes=SIZES, **traini
 
 def trained(config, device):
     """The trainer after all steps on the same sequences, and the loss and norm of each step."""
-    trainer, batches = Trainer.begin(config.plan, device), random_batches(config, device)
+    trainer, batches = Trainer.begin(config, device), random_batches(config, device)
     return trainer, [trainer.train_step(iter(batches))[:2] for _ in range(config.training.steps)]
 
 

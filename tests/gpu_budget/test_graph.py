@@ -85,7 +85,7 @@ def journal_of(recipe, steps=1, prepare=lambda trainer, journal: {"gauges": jour
     """The journal of some steps; `prepare` returns their options."""
     journal, meta = Journal(), torch.device("meta")
     with imagine(named_device("h200"), journal.told), journal.watching():
-        trainer = Trainer.begin(config_of(recipe).plan, meta)
+        trainer = Trainer.begin(config_of(recipe), meta)
         options = prepare(trainer, journal)
         x_BT = torch.empty(2, TOKENS, dtype=torch.int64, device=meta)
         batches = [Batch(x_BT, x_BT, x_BT.numel(), None)] * MICRO_BATCHES
@@ -166,7 +166,7 @@ def marks_regions(trainer, journal):
 
 
 def model_of(recipe, **model):
-    return Trainer.begin(config_of(recipe, **model).plan, torch.device("meta")).model
+    return Trainer.begin(config_of(recipe, **model), torch.device("meta")).model
 
 
 NOT_HELD = {"fp16", "bf16-sr", "eco", "msamp-o1", "msamp-o2", "msamp-o3", "fp8-attention"}

@@ -53,7 +53,7 @@ def step(recipe, model, **places):
         }
     )
     x_BT = torch.empty(2, 128, dtype=torch.int64, device=META)
-    Trainer.begin(config.plan, META).train_step(iter([Batch(x_BT, x_BT, x_BT.numel())] * 2))
+    Trainer.begin(config, META).train_step(iter([Batch(x_BT, x_BT, x_BT.numel())] * 2))
 
 
 @cache

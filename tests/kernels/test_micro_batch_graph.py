@@ -38,7 +38,7 @@ def trainer_of(recipe, micro_batches, model, training, device, recorder=None):
             "recipe": {"name": recipe},
         }
     )
-    trainer = Trainer.begin(config.plan, device)
+    trainer = Trainer.begin(config, device)
     if recorder is not None:
         trainer.engine.record_graphs(recorder)
     return trainer, random_batches(config, device)

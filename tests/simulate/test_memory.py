@@ -30,7 +30,7 @@ def products():
 
 def step(tiny, text, changes):
     """(trainer, its memory) after one tracked step."""
-    trainer = Trainer.begin(make_config(tiny(WIDE | changes)).plan, CPU)
+    trainer = Trainer.begin(make_config(tiny(WIDE | changes)), CPU)
     corpus = prepare(text, "bytes")
     with MemoryTracker(CPU) as watch:
         trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
@@ -87,7 +87,7 @@ def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name)
 
 
 def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
-    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})).plan, CPU)
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})), CPU)
     corpus = prepare(text, "bytes")
     watch = MemoryTracker(CPU)
     with watch:
@@ -146,7 +146,7 @@ def test_bytes_a_parameter_of_linear_weights(name):
     """FP8-LM's levels: 11, 6 and 7 bytes, scales under one per cent; the rest of the model is fp32."""
     model = {"name": "debug", "vocab_size": 256}
     config = make_config({"model": model, "recipe": {"name": name}, "training": {"batch_size": 8}})
-    trainer = Trainer.begin(config.plan, torch.device("meta"))
+    trainer = Trainer.begin(config, torch.device("meta"))
     linear = [p for p in trainer.model.parameters() if state_of(p).weight is not None]
     total = 0
     for p in linear:

@@ -88,14 +88,14 @@ class Forks:
             checkpoint, _ = newest_valid(RunDirectory(trained.path).checkpoints, None)
         if checkpoint is None:
             raise UserError(f"{trained.path} has no checkpoint to continue from; forks need a run directory")
-        plan, steps = trained.config.plan, trained.step + self.steps
-        spec = replace(plan.spec, recipe=recipe, seed=plan.spec.seed + seed)
-        trainer = Trainer.begin(replace(plan, spec=spec, steps=steps), subject.device)
+        steps, seed = trained.step + self.steps, trained.config.training.seed + seed
+        fork = trained.config.with_training(steps=steps, seed=seed).with_recipe(recipe)
+        trainer = Trainer.begin(fork, subject.device)
         trainer.restore(checkpoint)
         with trainer.batches(run_data(trained, None, None).train) as batches:
             while trainer.step < steps:
                 trainer.train_step(batches)
-        position = Position(spec.seed, steps, steps, trainer.plan.decay_start)
+        position = Position(seed, steps, steps, fork.decay_start)
         model = trainer.model.eval()
         losses = [loss_of(model, batch, position) * batch.targets for batch in subject.batches]
         return math.fsum(losses) / sum(batch.targets for batch in subject.batches)

@@ -66,7 +66,7 @@ def open_probed(
     weights = trained.weights()
     spec = replace(trained.config.spec, recompute=0, z_loss=0.0, balance_loss=0.0)  # the cross entropy alone
     steps = training.steps
-    decay = trained.config.plan.decay_start
+    decay = trained.config.decay_start
     position = Position(training.seed, min(trained.step + 1, steps), steps, decay)
     target = next(trained.model.parameters()).device
     return Probed(Subject(spec, weights, position, taken, target), trained, trained.config.spec.recipe)
@@ -80,7 +80,7 @@ def step_metric(trained: TrainedRun) -> StepMetric:
         checkpoint, _ = newest_valid(RunDirectory(trained.path).checkpoints, None)
     if checkpoint is None or config.optimizer.name != "adamw" or "optimizer" not in load(checkpoint).tensors:
         return StepMetric(weights)
-    trainer = Trainer.begin(config.plan, torch.device("cpu"))
+    trainer = Trainer.begin(config, torch.device("cpu"))
     trainer.restore(checkpoint)
     device = next(trained.model.parameters()).device
     moments = {}

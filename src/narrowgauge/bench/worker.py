@@ -15,7 +15,7 @@ import torch
 from narrowgauge.bench.peers import peer_step
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
-from narrowgauge.processes import Answering, Ended
+from narrowgauge.processes import Answering
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.arithmetic import Arithmetic, AttentionShape
 from narrowgauge.runs.monitor.hardware import memory_at_peak, memory_kept, use_device
@@ -46,13 +46,10 @@ class Worker:
         """
         try:
             return self._process.ask(command)
-        except Ended as ended:
-            error = UserError(
-                f"the process of {self.name!r} ended before its step was measured, with the message above; "
-                "leave it out of --peers"
-            )
-            error.add_note(ended.traceback)
-            raise error from None
+        except Exception as error:
+            raise UserError(
+                f"the process of {self.name!r} did not measure its step: {error}; leave it out of --peers"
+            ) from error
 
 
 @contextmanager
@@ -75,7 +72,7 @@ def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[
     use_device(device)
     batches = random_batches(config, device)
     if name == OURS and device.type == "cpu":
-        Arithmetic.of((), AttentionShape.of(config.plan)).choose()
+        Arithmetic.of((), AttentionShape.of(config)).choose()
     with memory_kept(device) if name == OURS else ExitStack():
         step = own_step(config, device, batches) if name == OURS else peer_step(name, config, device, batches)
         for _ in range(_WARM):
@@ -91,7 +88,7 @@ def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[
 
 def own_step(config: Config, device: torch.device, batches: Sequence[Batch]) -> Callable[[], object]:
     """An optimizer step of this project, as in a run."""
-    trainer = Trainer.begin(config.plan, device)
+    trainer = Trainer.begin(config, device)
     return lambda: trainer.train_step(iter(batches))
 
 

@@ -174,7 +174,7 @@ def _forked(runs: Sequence[ArmRun], step: int) -> list[ArmRun]:
     """
     forks: dict[int, ArmRun] = {}
     for run in runs:
-        first = run.config.plan.decay_start
+        first = run.config.decay_start
         if first is not None and step >= first:
             raise UserError(
                 f"[experiment] fork = {step}: the learning rate of {run.name} falls from step {first} on; "
@@ -218,7 +218,7 @@ def _branch_step(config: Config, steps: int) -> int:
             f"schedule.kind = {s.kind!r} with several rungs: a branch needs a rate that is constant until it "
             "falls; set --schedule.kind wsd, or give one rung"
         )
-    first = replace(config.plan, steps=steps).decay_start
+    first = config.with_training(steps=steps).decay_start
     assert first is not None
     if steps * (1 - s.decay_fraction) < s.warmup_steps or first < 2:
         raise UserError(

@@ -46,10 +46,10 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
     config = shortened(config) if device.type == "cpu" else config
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    measured = Arithmetic.of((), AttentionShape.of(config.plan))
+    measured = Arithmetic.of((), AttentionShape.of(config))
     Arithmetic(products or measured.products, attention or measured.attention).choose()
     try:
-        trainer = Trainer.begin(config.plan, device)
+        trainer = Trainer.begin(config, device)
         with trainer.batches(dataset.train) as batches:
             seconds = _seconds(lambda: trainer.train_step(batches), config.training.compile)
     finally:
@@ -77,8 +77,7 @@ def shortened(config: Config) -> Config:
     sequences = max(1, int(_FLOP / (length * flops_per_token(config.spec.model, length))))
     size = min(training.micro_batch_size, sequences)
     count = min(training.batch_size // training.micro_batch_size, max(1, sequences // size))
-    shorter = training.model_copy(update={"micro_batch_size": size, "batch_size": size * count})
-    return config.model_copy(update={"training": shorter})
+    return config.with_training(micro_batch_size=size, batch_size=size * count)
 
 
 def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) -> dict[str, float]:

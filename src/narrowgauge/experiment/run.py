@@ -46,7 +46,7 @@ from narrowgauge.report.verdict.expected import expectations
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results, rows_text
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.runs import choose_device
-from narrowgauge.runs.monitor.threads import threads_of
+from narrowgauge.runs.monitor.arithmetic import threads_of
 from narrowgauge.runs.run_directory import RunDirectory
 
 _PAGE_EVERY_S = 30.0  # while runs end

@@ -127,7 +127,7 @@ def measured(trainer: Trainer, forward: int, peak: int) -> Memory:
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that the step allocates are a separate class.
     device["workspace"] = max(0, peak - saved - new)
-    return Memory(device, host, count_parameters(trainer.plan.spec.model))
+    return Memory(device, host, count_parameters(trainer.config.spec.model))
 
 
 def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
@@ -157,9 +157,9 @@ def _logits(trainer: Trainer) -> int:
     """Bytes of the head's output for a micro-batch; 0 if this rank has no head or the loss is chunked."""
     if trainer.model.head is None or trainer.model.chunks_loss:
         return 0
-    plan, count = trainer.plan, trainer.model.share[1]
-    tokens = plan.micro_batch_size * plan.sequence_length // count
-    return tokens * plan.spec.model.vocab_size * trainer.model.compute_dtype.itemsize
+    config, count = trainer.config, trainer.model.share[1]
+    tokens = config.training.micro_batch_size * config.data.sequence_length // count
+    return tokens * config.spec.model.vocab_size * trainer.model.compute_dtype.itemsize
 
 
 def _full_weights(trainer: Trainer) -> int:

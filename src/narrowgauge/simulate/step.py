@@ -89,7 +89,7 @@ def simulate_step(
             stack.enter_context(recorder.watching())
         else:
             stack.enter_context(recorder)
-        trainer = Trainer.begin(config.model_copy(update=few).plan, meta, mesh)
+        trainer = Trainer.begin(config.model_copy(update=few), meta, mesh)
         x_BT = torch.empty(size, dtype=torch.long, device=meta)
         batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
         step = SimulatedStep(recorder)

@@ -86,7 +86,7 @@ def test_a_sample_keeps_the_blank_after_its_prompt(train, look, tmp_path, monkey
     """A decoder that drops the blank before the first word, at the end of a run and in `sample`."""
     tokenizer = write_llama2(tmp_path / "tokenizer.json")
     new = tokenizer.encode("steam train")[len(tokenizer.encode("steam")) :]
-    for place in ("narrowgauge.runs.loop.sample", "narrowgauge.models"):
+    for place in ("narrowgauge.runs.loop.loop", "narrowgauge.models"):
         monkeypatch.setattr(import_module(place), "generate", lambda *_, **__: new)
     path = train(changes={"data.tokenizer": str(tmp_path / "tokenizer.json"), "log.prompt": "steam"})
     (done,) = look(path).events("done")

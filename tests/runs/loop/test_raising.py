@@ -94,7 +94,7 @@ STATE = {
 @pytest.fixture(scope="module")
 def begun(tiny):
     config = make_config(tiny(STATE))
-    trainer = Trainer.begin(config.plan, CPU)
+    trainer = Trainer.begin(config, CPU)
     corpus = prepare(config.data.source, config.data.tokenizer)
     with trainer.batches(corpus.train) as batches:
         for _ in range(2):
@@ -109,7 +109,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(begun, place, tmp_path)
     config, trainer, corpus = begun
     path = trainer.save(tmp_path, "id")
     before = load(path).tensors
-    other = Trainer.begin(config.plan, CPU)
+    other = Trainer.begin(config, CPU)
     other.restore(path)
     other.guard.raised.append(Raise(place, ("blocks.0.down",), "narrow", "fp32", 3))
     other.follow_rules()
@@ -122,7 +122,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(begun, place, tmp_path)
         for name, tensor in named.items():
             if not name.startswith("blocks.0.down"):
                 assert tensor.equal(saved.tensors[group][name]), name
-    again = Trainer.begin(config.plan, CPU)
+    again = Trainer.begin(config, CPU)
     again.restore(tmp_path / "raised" / f"step-{steps(tmp_path / 'raised')[-1]}")
     results = []
     for trainer in (other, again):
@@ -166,7 +166,7 @@ def test_what_a_checkpoint_had_lost_is_raised_from_an_older_one(train, look, mon
 
 def test_a_second_moment_that_underflowed_gets_the_bound_that_is_known_of_it(begun, tmp_path):
     config, trainer, _ = begun
-    other = Trainer.begin(config.plan, CPU)
+    other = Trainer.begin(config, CPU)
     other.restore(trainer.save(tmp_path, "id"))
     p = other.model.head.weight
     narrow = other.optimizer.moments(p)["v"]
@@ -183,7 +183,7 @@ def test_a_rule_of_state_holds_from_its_step_on(tiny, tmp_path):
     file = tmp_path / "late.toml"
     file.write_text('m = "e4m3"\n[[rule]]\nmodules = ["down"]\nfrom_step = 2\nm = "fp32"\n')
     config = make_config(tiny({**STATE, "recipe.name": str(file)}))
-    trainer = Trainer.begin(config.plan, CPU)
+    trainer = Trainer.begin(config, CPU)
     corpus = prepare(config.data.source, config.data.tokenizer)
     casts = []
     with trainer.batches(corpus.train) as batches:

@@ -71,7 +71,7 @@ def convert(before, recipe, after, steps=5):
 
 
 def session_of(path):
-    trainer = Trainer.begin(RunDirectory(path).config(own_recipe=True).plan, torch.device("cpu"))
+    trainer = Trainer.begin(RunDirectory(path).config(own_recipe=True), torch.device("cpu"))
     trainer.restore(newest_valid(RunDirectory(path).checkpoints, None)[0])
     return trainer
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_converted_is_refused(trained, tmp_path):
 @case("C8", tier="quick")
 def test_a_checkpoint_of_other_formats_is_refused_with_both_named(trained, tiny):
     path = trained(WIDE | {"recipe.name": "msamp-o1"})
-    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})).plan, torch.device("cpu"))
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})), torch.device("cpu"))
     there = newest_valid(RunDirectory(path).checkpoints, None)[0]
     with pytest.raises(UserError, match=r"keeps .blocks.* as torch.float16, .* as torch.float8_e4m3fn"):
         trainer.restore(there)

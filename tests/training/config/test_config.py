@@ -244,11 +244,11 @@ def test_a_rule_that_waits_for_a_decay_needs_a_schedule_that_has_one(tmp_path):
     with pytest.raises(UserError, match=r"waits for the decay .* schedule\.kind = 'constant' has none"):
         make_config(values)
     values |= {"schedule": {"kind": "wsd"}, "training": {"steps": 500}}
-    assert make_config(values).plan.decay_start == 401
+    assert make_config(values).decay_start == 401
 
 
 def test_a_warm_up_that_outlasts_the_run_is_said():
     for steps, warmup in [(20, 100), (1, 2), (100, 100), (20, 0)]:
-        plan = make_config({"training": {"steps": steps}, "schedule": {"warmup_steps": warmup}}).plan
+        config = make_config({"training": {"steps": steps}, "schedule": {"warmup_steps": warmup}})
         says = f"the warm-up of {warmup} steps is longer than the run"
-        assert plan.warning.startswith(says) == bool(plan.warning) == (warmup > steps)
+        assert config.warning.startswith(says) == bool(config.warning) == (warmup > steps)

@@ -58,7 +58,7 @@ def two_threads(monkeypatch, tmp_path):
 
 def begin(tiny, name, compiles, layers=2):
     changes = {"recipe.name": name, "training.compile": compiles, "model.layers": layers}
-    return Trainer.begin(make_config(tiny(changes)).plan, CPU)
+    return Trainer.begin(make_config(tiny(changes)), CPU)
 
 
 # quick: nn/test_compile.py, the traced layers of every recipe

@@ -44,7 +44,7 @@ def test_on_a_cpu_it_is_refused_in_one_sentence_and_the_other_words_say_nothing(
     assert sentence in said.err
     assert not (tmp_path / "r").exists()
     for graph in ("auto", False):
-        assert Trainer.begin(config_of(graph).plan, CPU).engine.graphs is None
+        assert Trainer.begin(config_of(graph), CPU).engine.graphs is None
     assert capsys.readouterr().err == ""
 
 

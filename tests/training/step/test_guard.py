@@ -35,7 +35,7 @@ def state_of(trainer):
 def test_a_bad_gradient_leaves_every_bit(tiny, value):
     config = make_config(tiny({"recipe.name": "fp32"}))
     corpus = prepare(config.data.source, config.data.tokenizer)
-    trainer = Trainer.begin(config.plan, CPU)
+    trainer = Trainer.begin(config, CPU)
     spoil(trainer, {3}, value)
     trainer.train_step(trainer.batches(corpus.train))
     trainer.train_step(trainer.batches(corpus.train))
@@ -56,7 +56,7 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
 
 def test_histories_forget_a_step_that_is_not_taken(tiny):
     config = make_config(tiny({"recipe.name": "fp8-delayed"}))
-    trainer = Trainer.begin(config.plan, CPU)
+    trainer = Trainer.begin(config, CPU)
     spoil(trainer, {2})
     batches = trainer.batches(prepare(config.data.source, config.data.tokenizer).train)
     for has_seen in (True, False):
@@ -95,7 +95,7 @@ def test_bad_steps_are_told_and_too_many_in_a_row_end_the_run_also_across_a_stop
 
 def test_fp16_scales_its_loss_and_lowers_the_scale_where_it_overflows(tiny, tmp_path):
     config = make_config(tiny({"recipe.name": "fp16"}))
-    trainer = Trainer.begin(config.plan, CPU)
+    trainer = Trainer.begin(config, CPU)
     scale, before = trainer.scaler.get_scale(), state_of(trainer)
     batches = trainer.batches(prepare(config.data.source, config.data.tokenizer).train)
     hook = trainer.model.head.weight.register_hook(lambda g: g * math.inf)

@@ -23,7 +23,7 @@ def begin(tiny):
     def do(name="fp8", **changes):
         config = make_config(tiny(WIDE | {"recipe.name": name, "training.steps": 20} | changes))
         corpus = prepare(config.data.source, config.data.tokenizer)
-        trainer = Trainer.begin(config.plan, CPU)
+        trainer = Trainer.begin(config, CPU)
         batches = trainer.batches(corpus.train)
         for _ in range(2):
             trainer.train_step(batches)
@@ -166,7 +166,7 @@ def test_a_fault_that_does_not_come_again(begin):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch.compile imports
 def test_compiled_code_cannot_be_looked_into(tiny):
     changes = {"training.compile": True, "gauges.every": 0}
-    trainer = Trainer.begin(make_config(tiny(changes)).plan, CPU)
+    trainer = Trainer.begin(make_config(tiny(changes)), CPU)
     assert trainer._find_first_bad([]) is COMPILED
     assert "training.compile" in str(COMPILED)
 

@@ -21,7 +21,7 @@ def corpus(text):
 
 
 def begin(tiny, changes=None):
-    return Trainer.begin(make_config(tiny(changes)).plan, CPU)
+    return Trainer.begin(make_config(tiny(changes)), CPU)
 
 
 LATER = pytest.mark.tier("thorough")

@@ -41,9 +41,8 @@ def fewest_devices(
     def of(shard: int) -> Fewest:
         share = batch // shard // parallel_dims.pipeline
         size = max(n for n in range(1, min(micro, share) + 1) if batch // shard % n == 0)
-        training = config.training.model_copy(update={"micro_batch_size": size})
         mesh = replace(parallel_dims, replicate=1, shard=shard)
-        memory = estimate_memory(config.model_copy(update={"training": training}), mesh)
+        memory = estimate_memory(config.with_training(micro_batch_size=size), mesh)
         return Fewest(mesh, size, memory)
 
     if parallel_dims.replicate == 1 and fits(memory, parallel_dims):  # then only fewer devices matter

@@ -155,8 +155,7 @@ def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
     if "batch_size" in t.model_fields_set or (sizes if t.fit_micro_batch else t.micro_batch_size in sizes):
         return config, ""
     batch_size = next_batch_size(t, dims)
-    training = t.model_copy(update={"batch_size": batch_size})
-    return config.model_copy(update={"training": training}), (
+    return config.with_training(batch_size=batch_size), (
         f"--training.batch_size {batch_size}, which was chosen: the default of {t.batch_size} does not fit "
         f"{devices} devices, and train would refuse it"
     )

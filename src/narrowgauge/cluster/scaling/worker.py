@@ -97,7 +97,7 @@ def _measured(
         try:
             for name, one in configs.items():
                 gc.collect()  # frees the previous model
-                result[name] = _timed(Trainer.begin(one.plan, device, mesh), dataset, coordinator, seconds)
+                result[name] = _timed(Trainer.begin(one, device, mesh), dataset, coordinator, seconds)
         except Exception as error:
             if is_out_of_memory(error):
                 raise OutOfMemory(

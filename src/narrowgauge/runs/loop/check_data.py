@@ -1,9 +1,20 @@
 """Checks that model and data fit: first by the files alone, before anything is read, then completely."""
 
-from narrowgauge.data import AUTO, Dataset, count_windows, open_data, vocabulary_before_reading
+from pathlib import Path
+
+from narrowgauge.data import (
+    AUTO,
+    Dataset,
+    Tokenizer,
+    count_windows,
+    load_tokenizer,
+    open_data,
+    vocabulary_before_reading,
+)
 from narrowgauge.data.cache import Progress
 from narrowgauge.distributed import Coordinator
 from narrowgauge.errors import UserError
+from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config
 
 
@@ -21,10 +32,11 @@ def check_vocabulary(config: Config) -> None:
 
 
 def open_checked_data(config: Config, coordinator: Coordinator, progress: Progress) -> Dataset:
-    """Open the data, prepared by rank 0, and check that the model fits it.
+    """Open the data, prepared by rank 0, and check that the model and its first weights fit it.
 
     Raises:
-        UserError: as `check_data`, or the data cannot be used.
+        UserError: as `check_data`, the data cannot be used, or the run in `model.weights` has another
+            tokenizer.
     """
     d = config.data
     coordinator.progress("preparing the data", patience=1000.0)
@@ -32,6 +44,7 @@ def open_checked_data(config: Config, coordinator: Coordinator, progress: Progre
         coordinator.barrier()
     dataset = open_data(d.source, d.tokenizer, d.weights, progress)
     check_data(config, dataset)
+    _check_start(config, dataset.tokenizer)
     if coordinator.rank == 0:
         coordinator.barrier()
     return dataset
@@ -56,4 +69,15 @@ def _require_vocabulary(config: Config, needed: int) -> None:
         raise UserError(
             f"{origin} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
             f"set --model.vocab_size {needed}, or a smaller tokenizer"
+        )
+
+
+def _check_start(config: Config, tokenizer: Tokenizer) -> None:
+    """Check that the tokenizer of the data is that of the run in `model.weights`, if set."""
+    weights = config.model.weights
+    source = RunDirectory(Path(weights)).tokenizer
+    if weights and source.is_file() and load_tokenizer(source).to_json() != tokenizer.to_json():
+        raise UserError(
+            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer that model.weights = "
+            f"{weights!r} was trained with, so its ids mean other text; leave data.tokenizer out"
         )

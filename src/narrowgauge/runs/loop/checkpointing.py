@@ -26,7 +26,7 @@ MAX_FAILURES = 3  # after three failed saves the disk is unlikely to be emptied
 
 
 class Checkpointer:
-    """Saves a run's checkpoints, synchronously or asynchronously; made by `make_checkpointer`.
+    """Saves a run's checkpoints, synchronously or asynchronously.
 
     Attributes:
         failures: the number of failures since the last successful save.
@@ -37,11 +37,11 @@ class Checkpointer:
         directory: RunWriter,
         log: Callable[[str], None],
         coordinator: Coordinator,
-        saver: AsyncSaver | None,
+        asynchronous: bool,
     ) -> None:
-        """Save into `directory`, asynchronously if there is a `saver`."""
+        """Save into `directory`. Collective: every rank makes one, and calls `end` when the run has ended."""
         self.directory, self.log, self.coordinator = directory, log, coordinator
-        self._saver = saver
+        self._saver = AsyncSaver(NEVER) if asynchronous else None
         self.failures = 0
         self._pending: int | None = None
 
@@ -108,14 +108,3 @@ class Checkpointer:
                     f"{self.failures} saves in a row have failed, and what is trained is lost until one "
                     f"succeeds; the last one: {error}"
                 ) from error
-
-
-def make_checkpointer(
-    asynchronous: bool,
-    directory: RunWriter,
-    log: Callable[[str], None],
-    coordinator: Coordinator,
-) -> Checkpointer:
-    """Make the checkpointer of a run. Collective: every rank calls it, and `end` when the run has ended."""
-    saver = AsyncSaver(NEVER) if asynchronous else None
-    return Checkpointer(directory, log, coordinator, saver)

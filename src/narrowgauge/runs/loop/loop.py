@@ -10,31 +10,36 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint import choose_step, require_space_for_run
+from narrowgauge.checkpoint import choose_step, load, require_space_for_run
 from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
-from narrowgauge.errors import Failed
+from narrowgauge.errors import Failed, UserError
+from narrowgauge.models import Transformer, generate
 from narrowgauge.nn import audit
 from narrowgauge.optim.gauges import make_gauges
-from narrowgauge.runs.loop.init_weights import start_from_weights
-from narrowgauge.runs.loop.raising import record_raises
-from narrowgauge.runs.loop.recovery import recover
+from narrowgauge.quantization import shard_of, write_weight
+from narrowgauge.runs.loop.recovery import record_raises, recover
 from narrowgauge.runs.loop.run_context import RunContext
-from narrowgauge.runs.loop.sample import sample_text
 from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.runs.monitor.provenance import now, provenance
+from narrowgauge.runs.use.trained_model import open_run
 from narrowgauge.signals import Preempted, Requests, is_compared
 from narrowgauge.simulate import MemoryTracker
+from narrowgauge.training.config.config import Config
+from narrowgauge.training.step.build_model import model_of
 from narrowgauge.training.step.step_terms import token_lines
+from narrowgauge.training.step.train_state import TrainState
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
 
 StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
+_SAMPLED = 160  # tokens, a paragraph; at most one a step, so a sample never takes longer than the training
 
 
 class OutOfMemory(Failed):
@@ -49,9 +54,9 @@ def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, obj
     for sentence in refused:
         log(f"passed over: {sentence}")
     coordinator.progress("building the model", START)
-    trainer = Trainer.begin(context.run.plan, context.run.device, mesh)
+    trainer = Trainer.begin(context.run.config, context.run.device, mesh)
     if checkpoint is None:
-        start_from_weights(context.run.config, trainer.model)
+        _start_from_weights(context.run.config, trainer.model)
         log(f"run directory: {directory.path}")
         directory.keep_metrics_until(-1)
     else:
@@ -74,7 +79,7 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
     Raises:
         Preempted: a signal arrived; the state is saved.
     """
-    directory, steps = context.directory, context.run.plan.steps
+    directory, steps = context.directory, context.run.config.training.steps
     if trainer.step == 0:
         found = _validate(context, trainer)
         directory.record({"step": 0, "tokens": 0, **found})
@@ -88,7 +93,8 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
 
 def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """Take steps to the end, or until a rollback changes the batches."""
-    directory, steps, config = context.directory, context.run.plan.steps, context.run.config
+    directory, config = context.directory, context.run.config
+    steps = config.training.steps
     last_save = time.monotonic()
     tokens = _tokens_seen(context, trainer)
     requests.save_first()
@@ -125,13 +131,13 @@ def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
     lines = context.directory.lines() if context.coordinator.rank == 0 else []  # it records for all
     counted = [line for line in lines if "tokens" in line]
     step, tokens = (counted[-1]["step"], counted[-1]["tokens"]) if counted else (0, 0)
-    return int(tokens) + (trainer.step - step) * context.run.plan.tokens
+    return int(tokens) + (trainer.step - step) * context.run.config.tokens_per_step
 
 
 def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
     """Take the first step of this process, and record what its layers computed in, and its memory."""
     line = _tracked_step(context, trainer, batches, seen)
-    if context.run.plan.spec.recipe.is_narrow and context.coordinator.rank == 0:
+    if context.run.config.spec.recipe.is_narrow and context.coordinator.rank == 0:
         layers = [asdict(record) for record in audit(trainer.model)]
         context.directory.record({"event": "audit", "step": trainer.step, "layers": layers})
     return line
@@ -140,7 +146,7 @@ def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: in
 def _tracked_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
     """Take a step, and record its memory and the estimate."""
     run = context.run
-    is_hidden = run.plan.compiles and run.device.type != "cuda"  # compiled operations
+    is_hidden = run.config.training.compile and run.device.type != "cuda"  # compiled operations
     if run.memory is None or is_hidden:
         return _measured_step(context, trainer, batches, seen)
     with MemoryTracker(run.device) as tracker:
@@ -178,7 +184,7 @@ def _measured_step(
         lines = token_lines(trainer.tokens, trainer.step)
         context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
     seconds = time.perf_counter() - start  # reading the loss on the host completed the step
-    tokens = context.run.plan.tokens
+    tokens = context.run.config.tokens_per_step
     flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
         "step": trainer.step,
@@ -196,8 +202,8 @@ def _measured_step(
 
 def _is_read(context: RunContext, step: int) -> bool:
     """Whether gauges read a step: every n-th, and the last, so that a short run is read as well."""
-    every = context.run.config.gauges.every
-    is_due = step % every == 0 or step == context.run.plan.steps if every else False
+    config = context.run.config
+    is_due = bool(every := config.gauges.every) and (step % every == 0 or step == config.training.steps)
     return is_due and context.coordinator.rank == 0  # it reads for all
 
 
@@ -205,8 +211,8 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
     """Take a step; if it completes the requested profile, record and log the step time."""
     if context.profile is None:
         return take()
-    number = trainer.step + 1
-    result, step_time = context.profile.step(number, take, is_last=number == context.run.plan.steps)
+    number, steps = trainer.step + 1, context.run.config.training.steps
+    result, step_time = context.profile.step(number, take, is_last=number == steps)
     if step_time is not None:
         facts = {"step_ms": step_time.step_ms, "ms": step_time.classes, "device": step_time.device}
         context.directory.record({"event": "step time", "step": trainer.step, **facts})
@@ -216,15 +222,15 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
 
 def _validate(context: RunContext, trainer: Trainer) -> dict[str, Any]:
     context.coordinator.progress(f"the validation after step {trainer.step}", START)
-    run = context.run
+    run, config = context.run, context.run.config
     return validation_loss(
         trainer.engine,
         trainer.go_to_sample,
         context.dataset.val,
-        run.plan.micro_batch_size,
-        run.plan.sequence_length,
+        config.training.micro_batch_size,
+        config.data.sequence_length,
         None,
-        run.plan.separate_documents,
+        config.data.separate_documents,
         run.held_out,
     ).record()
 
@@ -233,9 +239,53 @@ def finish(context: RunContext, trainer: Trainer) -> None:
     """Write a text sample and the final status, on rank 0."""
     if context.coordinator.rank > 0:
         return
-    prompt, sample = sample_text(context, trainer)
+    prompt, sample = _sample_text(context, trainer)
     done = {"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample, "time": now()}
     context.directory.record(done)
     context.directory.set_status("done", f"all {trainer.step} steps")
     if not is_compared():
         context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
+
+
+def _sample_text(context: RunContext, state: TrainState) -> tuple[str, str]:
+    """(prompt, continuation): text that the trained model generates on this process alone."""
+    run, config = context.run, context.run.config
+    dataset, tokenizer = context.dataset, context.dataset.tokenizer
+    prompt = run.prompt or tokenizer.decode(dataset.val.streams[0][1:9].tolist())  # the first held-out tokens
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+    model = state.model
+    if context.coordinator.size > 1:  # the full model of the last step, on this process
+        checkpoint = load(context.directory.checkpoints / f"step-{state.step}")
+        model = model_of(state.config, checkpoint, state.device)[1]
+    count = min(_SAMPLED, config.training.steps)
+    new = generate(model, ids, count, temperature=0.7, top_k=40, seed=config.spec.seed)
+    return prompt, tokenizer.decode_after(ids, new)
+
+
+def _start_from_weights(config: Config, model: Transformer) -> None:
+    """Copy the weights of the run in `model.weights`, if set, into a new model, or its shards into a part.
+
+    For fine-tuning, or for training on other text: `narrowgauge import Qwen2.5-0.5B/ --out base`, then
+    `narrowgauge train --model.weights base --data my-texts/ --recipe fp8`. The weights are copied as float32,
+    so the two runs may have different recipes.
+
+    Raises:
+        UserError: that run has a different model.
+    """
+    if not (run := config.model.weights):
+        return
+    weights = open_run(Path(run), "cpu").weights()
+    with torch.device("meta"):
+        full_model = Transformer(config.spec.model)
+    shapes = {name: p.shape for name, p in full_model.named_parameters(remove_duplicate=False)}
+    for name in sorted(shapes.keys() | weights.keys()):
+        shape = tuple(weights[name].shape) if name in weights else "nothing"
+        needed = tuple(shapes[name]) if name in shapes else "nothing"
+        if shape != needed:
+            raise UserError(
+                f"model.weights = {run!r} is another model: {name} is {shape} there and "
+                f"{needed} here; leave the dimensions out to take them from it"
+            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shard = shard_of(parameter)
+        write_weight(parameter, weights[name] if shard is None else shard.local_of(weights[name]))

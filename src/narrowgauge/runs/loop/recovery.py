@@ -1,25 +1,45 @@
-"""Acts on the guard's verdict: writes the event, prints a message, rolls back.
+"""Acts on the guard's verdict: writes the event, prints a message, rolls back, widens the place that broke.
 
     spike       {"event": "spike", "step": N, "reason": ...}             the first of several in a row
     skip        {"event": "skip", ..., "first_bad": {layer, place, ...}}  `first_bad` if not finite
     rollback    {"event": "rollback", "step": M, "from_step": N, "skipped_samples": [A, B], ...}
-    raise       {"event": "raise", "step": M + 1, "place": "v", ...}     see `raising`
+    raise       {"event": "raise", "step": M + 1, "place": "v", "layers": [...], "from": "e4m3", "to": "fp32"}
 
 A rollback restores a checkpoint of step M < N, and drops the lines of later steps, as a resume does. The
 target is the newest valid checkpoint at a multiple of `checkpoint.every`, because a checkpoint made by a
-signal or the clock does not exist in an uninterrupted run; others are used only if there is none. Until the
-next save the rollback exists only in memory: a run killed before then resumes from step M or earlier, reaches
-the same spike and makes the same decision.
+signal or the clock does not exist in an uninterrupted run; others are used only if there is none.
+
+A raise (`guard.spike = "raise"`) widens the place that broke:
+
+    1. the bad step is computed again under gauges; so is the step after the checkpoint to which the run goes
+       back, as a good one for comparison. Neither counts as a step
+    2. the place that broke is the first tensor that was finite before its cast but not after it
+       (`nan_tracer`), else the one that the gauges show (`broken_place`). All processes read gauges, and each
+       decides from the lines of all
+    3. the run goes back to the checkpoint and continues with the same data; the place is wider from the next
+       step on, for good: whatever broke it may return
+
+The checkpoint to go back to is at least two steps older than the bad step, since the step before it may have
+done the damage. If there is none, the step is skipped, and the place is wider from the next step on.
+Checkpoints store what is raised, so a resume needs nothing else.
+
+Until the next save a rollback or raise exists only in memory: a run that is killed before then reaches the
+same step again, reads the same figures and makes the same decision.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint import DamagedError, steps, verify
 from narrowgauge.guard import Guard, GuardVerdict
-from narrowgauge.runs.loop.raising import broke_in, go_back, make_raise, record_raises, set_raised
+from narrowgauge.guard.broken_place import BrokenPlace, find_broken
+from narrowgauge.guard.raises import Raise
+from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.recipes import STATE_PLACES
 from narrowgauge.runs.loop.run_context import RunContext
+from narrowgauge.training.step.nan_tracer import FirstBad
 from narrowgauge.training.step.trainer import Trainer
 
 
@@ -123,7 +143,7 @@ def _roll_back(
     guard.rolled_back(before)
     trainer.follow_rules()
     context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
-    first = guard.samples - (spike - trainer.step) * context.run.plan.spec.batch_size
+    first = guard.samples - (spike - trainer.step) * context.run.config.spec.batch_size
     event = {
         "event": "rollback",
         "step": trainer.step,
@@ -147,3 +167,79 @@ def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict
     context.directory.record(event)
     action = "a spike" if verdict.takes else "skipped"
     context.display.log(f"step {trainer.step}: {action}, {verdict.reason}{cause}")
+
+
+def broke_in(context: RunContext, trainer: Trainer, target: Path | None) -> BrokenPlace | None:
+    """The place that broke in the last step. Goes back to the state of `target`, if given."""
+    bad = first_broken(trainer, trainer.first_bad)
+    if bad is not None:
+        return bad
+    trainer.step -= 1
+    is_finite = trainer.verdict.is_finite
+    now = _read(trainer, trainer.micro_batches, update=is_finite and target is not None)
+    trainer.step += 1
+    before: list[dict[str, Any]] = []
+    if target is not None:
+        go_back(context, trainer, target)
+        with trainer.batches(context.dataset.train) as batches:
+            before = _read(trainer, trainer.next_micro_batches(batches), update=True)
+    return find_broken(now, before, wide_casts(trainer))
+
+
+def go_back(context: RunContext, trainer: Trainer, target: Path) -> None:
+    """Go back to a checkpoint, keeping what has been raised since."""
+    before = trainer.guard
+    trainer.restore(target, context.coordinator.control)
+    trainer.guard.went_back(before)
+    trainer.follow_rules()
+
+
+def set_raised(context: RunContext, trainer: Trainer, raised: list[Raise]) -> None:
+    """Continue with these raises, in the state, the metrics and recipe.toml."""
+    trainer.guard.raised = raised
+    trainer.follow_rules()
+    record_raises(context, trainer)
+
+
+def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:
+    """The place of a first bad tensor that was finite before its cast; None otherwise."""
+    recipe = trainer.recipe
+    if bad is None or not bad.is_of_cast or bad.place not in (*recipe.casts, *STATE_PLACES):
+        return None
+    cast = recipe.casts.get(bad.place) or recipe.state.get(bad.place)
+    if cast is None or cast.name in wide_casts(trainer):
+        return None
+    return BrokenPlace(bad.place, (bad.layer,), cast.name, None)
+
+
+def wide_casts(trainer: Trainer) -> set[str]:
+    """The names of casts that cannot be raised."""
+    recipe = trainer.recipe
+    return {"fp32", recipe.compute, trainer.guard.rules.raise_to or recipe.compute}
+
+
+def make_raise(trainer: Trainer, broken: BrokenPlace, reason: str) -> Raise:
+    """The raise of a broken place, in effect from the next step on."""
+    rules, recipe = trainer.guard.rules, trainer.recipe
+    to = "fp32" if broken.place in STATE_PLACES else rules.raise_to or recipe.compute
+    words = f"{reason}; {broken}"
+    return Raise(broken.place, broken.layers, broken.cast, to, trainer.step + 1, words)
+
+
+def record_raises(context: RunContext, trainer: Trainer) -> None:
+    """Write what is raised to the run's metrics and recipe.toml."""
+    if context.coordinator.rank > 0:
+        return
+    lines = context.directory.lines() if trainer.guard.raised else []
+    known = [(e["step"], e["place"], e["layers"]) for e in lines if e.get("event") == "raise"]
+    for r in trainer.guard.raised:
+        if (r.from_step, r.place, list(r.layers)) not in known:
+            context.directory.record(r.event)
+    context.directory.record_rules([r.toml(trainer.recipe) for r in trainer.guard.raised])
+
+
+def _read(trainer: Trainer, micro_batches: Sequence[Any], update: bool) -> list[dict[str, Any]]:
+    """The gauges of the step after `trainer.step`, from all processes."""
+    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names)
+    trainer.read_step(micro_batches, gauges, update)
+    return [line for own in trainer.engine.gather(gauges.lines(trainer.step + 1)) for line in own]

@@ -25,7 +25,6 @@ from narrowgauge.runs.monitor.memory_check import require_memory
 from narrowgauge.simulate.memory import Memory
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.outline import placement
-from narrowgauge.training.plan import TrainingPlan
 from narrowgauge.training.step.graph_choice import require_gpu_for_graph
 from narrowgauge.units import parse_bytes
 
@@ -36,7 +35,6 @@ class Run:
 
     Attributes:
         config: The configuration, with the micro-batch in use. The run directory stores it.
-        plan: The plan that the trainer takes.
         path: The run directory.
         world: The processes.
         device: The device of this process.
@@ -51,7 +49,6 @@ class Run:
     """
 
     config: Config
-    plan: TrainingPlan
     path: Path
     world: World
     device: torch.device
@@ -93,18 +90,18 @@ def resolve(
         )
     hardware.use_device(device, config.training.deterministic)
     layout = lay_out(config, world.size, path)
-    config, plan = layout.config, layout.config.plan
-    require_gpu_for_graph(plan, device)
-    backend = verified_backend(plan.spec.recipe, device, plan.spec.backend)
+    config, spec = layout.config, layout.config.spec
+    require_gpu_for_graph(config, device)
+    backend = verified_backend(spec.recipe, device, spec.backend)
     require_sinks(config.log.sinks)
     check_vocabulary(config)
     memory = require_memory(config, device, layout.parallel_dims)
     memory_limit = parse_bytes(config.training.memory_limit)
     hardware.limit_memory(device, memory_limit)
+    tokens = config.training.micro_batch_size * config.data.sequence_length
     is_source_text = config.data.source == "stdlib"
     return Run(
         config=config,
-        plan=plan,
         path=path,
         world=world,
         device=device,
@@ -113,7 +110,7 @@ def resolve(
         memory=memory,
         memory_limit=memory_limit,
         choice=layout.choice,
-        placement=placement(plan.spec.model, plan.spec.recipe, plan.micro_batch_size * plan.sequence_length),
+        placement=placement(spec.model, spec.recipe, tokens),
         held_out=layout.held_out,
         prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
     )

@@ -21,8 +21,7 @@ from narrowgauge.distributed import (
 from narrowgauge.kernels.dispatch import kernels_missing
 from narrowgauge.operating_system import require_posix
 from narrowgauge.runs.loop.check_data import open_checked_data
-from narrowgauge.runs.loop.checkpointing import make_checkpointer
-from narrowgauge.runs.loop.init_weights import check_start
+from narrowgauge.runs.loop.checkpointing import Checkpointer
 from narrowgauge.runs.loop.loop import OutOfMemory, finish, start_or_resume, train
 from narrowgauge.runs.loop.resolve import Run, resolve
 from narrowgauge.runs.loop.run_context import RunContext
@@ -76,12 +75,11 @@ def run(
     with (
         hardware.memory_kept(resolved.device),
         stop_requests() as requests,
-        Display(console, resolved.plan.steps, resolved.config.log.every) as display,
+        Display(console, resolved.config.training.steps, resolved.config.log.every) as display,
     ):
         patience = resolved.config.training.hang_timeout
         with init_process_group(resolved.world, resolved.device, patience) as coordinator:
             dataset = open_checked_data(resolved.config, coordinator, display.stage)
-            check_start(resolved.config, dataset.tokenizer)
             with lock_run(path, coordinator.rank, coordinator.barrier):
                 requests.save_first()  # until the directory has a status
                 changes = claim_together(path, resolved.config, dataset.digest, coordinator, allow_change)
@@ -89,7 +87,7 @@ def run(
                     display.log(f"{path} is done; to train again, name another directory with --out")
                 else:
                     missing = kernels_missing(resolved.device)
-                    for sentence in (resolved.plan.warning, resolved.choice, missing, *resolved.placement):
+                    for sentence in (resolved.config.warning, resolved.choice, missing, *resolved.placement):
                         if sentence:
                             display.log(sentence)
                     _train(resolved, dataset, coordinator, display, requests, changes, profile)
@@ -110,7 +108,7 @@ def _train(
     profile = Profile(path / "profile", coordinator.rank, device, profiled_steps) if profiled_steps else None
     sinks = Loggers.of(config.log.sinks, path, config.model_dump(mode="json"), display.log)
     directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.log, sinks=sinks)
-    checkpointer = make_checkpointer(config.checkpoint.asynchronous, directory, display.log, coordinator)
+    checkpointer = Checkpointer(directory, display.log, coordinator, config.checkpoint.asynchronous)
     coordinator.record_failures_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
         with coordinator.first_failure():
@@ -121,7 +119,7 @@ def _train(
                 dataset.tokenizer.save(directory.tokenizer)
                 if weights := config.model.weights:  # for a later export
                     directory.keep_special_tokens(RunDirectory(Path(weights)).special_tokens())
-            threads, shape = config.training.threads, AttentionShape.of(config.plan)
+            threads, shape = config.training.threads, AttentionShape.of(config)
             arithmetic = choose_arithmetic(threads, shape, directory.lines, device, coordinator, display.log)
             context = RunContext(
                 resolved,

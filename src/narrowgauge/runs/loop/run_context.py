@@ -36,12 +36,12 @@ class RunContext:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The facts about the run that its start and resume events record."""
-        run, plan = self.run, self.run.plan
+        run, config = self.run, self.run.config
         peak = yardstick.Yardstick(None, "")
         if self.coordinator.rank == 0:  # it records for all; simultaneous measurements would slow each other
-            peak = yardstick.yardstick(run.device, DTYPES[plan.spec.recipe.compute])
+            peak = yardstick.yardstick(run.device, DTYPES[config.spec.recipe.compute])
         return {
-            "recipe": plan.spec.recipe.name,
+            "recipe": config.spec.recipe.name,
             "backend": run.backend.name,
             "backend_reason": run.backend.reason,
             "placement": run.placement,
@@ -50,8 +50,8 @@ class RunContext:
             "threads": torch.get_num_threads(),
             "processes": self.coordinator.size,
             "torch": torch.__version__,
-            "parameters": count_parameters(plan.spec.model),
-            "flops_per_token": flops_per_token(plan.spec.model, plan.sequence_length),
+            "parameters": count_parameters(config.spec.model),
+            "flops_per_token": flops_per_token(config.spec.model, config.data.sequence_length),
             "peak_flops": peak.flops,
             "peak_source": peak.source,
             "corpus": self.dataset.digest,

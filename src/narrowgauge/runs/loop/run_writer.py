@@ -10,7 +10,7 @@ save into a different one is refused.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from errno import ENOENT
 from pathlib import Path
@@ -97,29 +97,15 @@ class RunWriter(RunDirectory):
             self.log(f"NOT RECORDED: {file} cannot be written ({reason}); training continues, and lines wait")
 
 
+def _nothing(*_: Any, **__: Any) -> Any:
+    """Do nothing: rank 0 does it."""
+
+
 class NullRunWriter(RunWriter):
     """The run directory on ranks other than 0, which read but do not write."""
 
-    def record(self, line: Mapping[str, Any]) -> None:
-        """Do nothing: rank 0 does it."""
-
-    def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Do nothing: rank 0 does it."""
-
-    def sync_metrics(self) -> None:
-        """Do nothing: rank 0 does it."""
-
-    def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
-        """Do nothing: rank 0 does it."""
-
-    def record_rules(self, rules: Sequence[str]) -> None:
-        """Do nothing: rank 0 does it."""
-
-    def set_status(self, status: str, reason: str) -> None:
-        """Do nothing: rank 0 does it."""
-
-    def adopt(self, *_: Any, **__: Any) -> None:
-        """Do nothing: rank 0 does it."""
+    record = record_gauges = sync_metrics = keep_metrics_until = _nothing
+    record_rules = set_status = adopt = _nothing
 
 
 def _identity(path: Path) -> list[int]:

@@ -1,13 +1,24 @@
 """The arithmetic of a CPU: the number of threads, the faster precision for matmuls of bf16 values, and the
 faster way to compute attention.
 
-oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they are fast: a CPU with
-AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
-(experiments/LOG.md). Either way values are bf16 and sums are kept in fp32; only the order
-of the sums differs, and so may the last digit of a loss. The same holds for attention. That of bf16 values
-is torch's, or "in-order", which has the same digits on every CPU (`kernels.attention.in_order`); that of
-fp16 values is torch's, or in "fp32", which took an AMD EPYC a fifth to a seventh of the time. That is why a
-resumed run keeps its choices on any CPU, and why all ranks share them.
+**Threads.** All threads of an operation wait for the last one. While another program is running, one of them
+often has no core, and each of the thousand operations of a step waits for it: with one of two cores taken, a
+step with two threads took 3.7 times as long as on quiet cores, and one with one thread 2.0 times
+(`benchmarks/busy.py`, experiments/LOG.md). Sums are split into a part for each thread, so the number of
+threads affects the last digits of a loss. That is why a configuration may pin it, and a resumed run keeps it:
+
+    1. training.threads    a key of the configuration; threads in excess of the cores take turns
+    2. OMP_NUM_THREADS     set by the user, or by torchrun for several processes
+    3. a resumed run       the number recorded at its start, if this machine has enough cores
+    4. otherwise           the cores that no other program uses, at least one
+
+**Precision and attention.** oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they
+are fast: a CPU with AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
+(experiments/LOG.md). Either way values are bf16 and sums are kept in fp32; only the order of the sums
+differs, and so may the last digit of a loss. The same holds for attention. That of bf16 values is torch's, or
+"in-order", which has the same digits on every CPU (`kernels.attention.in_order`); that of fp16 values is
+torch's, or in "fp32", which took an AMD EPYC a fifth to a seventh of the time. That is why a resumed run
+keeps its choices on any CPU, and why all ranks share them.
 
     1. a resumed run            the choice recorded at its start; if none was recorded, oneDNN's and torch's
     2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN reports
@@ -24,6 +35,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,13 +46,14 @@ from narrowgauge.files import cache_entry, write_cached
 from narrowgauge.kernels import choose_attention, choose_products
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.attention.in_order import LANES, has_c
+from narrowgauge.operating_system import cores_of_others
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.runs.monitor.hardware import device_name
-from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.monitor.yardstick import fastest, fastest_tries
 from narrowgauge.torch_compat import cpu_multiplies_bf16
-from narrowgauge.training.plan import TrainingPlan
+from narrowgauge.training.config.config import Config
 
+_DIGITS = "so that its last digits may differ from a run that was never stopped"
 _SIZE = 512  # of the square matrices that are timed
 _HEADS, _LONGEST = 4, 1024  # of the attention that is timed
 WAYS = ("in-order", "fp32", "torch")  # of computing attention
@@ -59,9 +72,9 @@ class AttentionShape:
     dtype: str = "bf16"
 
     @classmethod
-    def of(cls, plan: TrainingPlan) -> "AttentionShape":
+    def of(cls, config: Config) -> "AttentionShape":
         """The attention of a run."""
-        return cls(plan.spec.model.head_dim, plan.sequence_length, plan.spec.recipe.compute)
+        return cls(config.spec.model.head_dim, config.data.sequence_length, config.spec.recipe.compute)
 
     @property
     def alternative(self) -> str:
@@ -76,7 +89,7 @@ class Arithmetic:
     """The choices for a CPU; "" on a GPU, where the recipe decides.
 
     Attributes:
-        `products`: The precision of matmuls of bf16 values: "bf16" or "fp32".
+        products: The precision of matmuls of bf16 values: "bf16" or "fp32".
         attention: How attention is computed: "in-order", "fp32" or "torch".
     """
 
@@ -241,3 +254,35 @@ def _cached(
     chosen, seconds = measure()
     write_cached(entry, {what: chosen, "seconds": seconds})
     return chosen
+
+
+@cache
+def threads_of_torch() -> int:
+    """torch's default, before a run in this process has set another number."""
+    return torch.get_num_threads()
+
+
+def threads_of(lines: Sequence[Mapping[str, Any]], pinned: int = 0) -> tuple[int, str]:
+    """The number of threads of a run, and a line about it.
+
+    Args:
+        lines: The run's metrics; empty for a new run.
+        pinned: The number that the configuration sets; 0 if it sets none.
+
+    Returns:
+        The number, and a line about it.
+    """
+    here = pinned or threads_of_torch()
+    recorded = next((int(line["threads"]) for line in reversed(lines) if "threads" in line), here)
+    resumes = any(line.get("event") == "start" for line in lines)
+    if resumes and (pinned or recorded > here or os.environ.get("OMP_NUM_THREADS")) and recorded != here:
+        return here, f"threads: {here}, and the run had {recorded}, {_DIGITS}"
+    if pinned or resumes:
+        return (
+            pinned or recorded,
+            f"threads: {pinned or recorded}, as {'before' if resumes else 'configured'}",
+        )
+    others = 0.0 if os.environ.get("OMP_NUM_THREADS") else cores_of_others()
+    free = min(here, max(1, round(here - others)))
+    busy = f" of {here}, since other programs use {others:.1f} cores" if free != here else ""
+    return free, f"threads: {free}{busy}; the last digits depend on it, and --training.threads N pins it"

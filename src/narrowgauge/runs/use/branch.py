@@ -96,11 +96,11 @@ def _continued(before: Config, after: Config, checkpoint: Path) -> Trainer:
     """A trainer of `after` in the state of a checkpoint of `before`."""
     if before.spec.model != after.spec.model:
         raise UserError(f"{checkpoint} is of another model; a branch has the model and the data of its trunk")
-    b = Trainer.begin(after.plan, torch.device("cpu"))
+    b = Trainer.begin(after, torch.device("cpu"))
     if before.spec.recipe == after.spec.recipe:
         b.restore(checkpoint)
         return b
-    a = Trainer.begin(before.plan, torch.device("cpu"))
+    a = Trainer.begin(before, torch.device("cpu"))
     a.restore(checkpoint)
     b.step = a.step
     b.follow_rules()  # by now a rule may keep state in other casts

@@ -20,6 +20,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from traceback import format_exception_only
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.checkpoint.interop.gguf.model import GGUF_FILE
 from narrowgauge.errors import UserError
-from narrowgauge.processes import Answering, Ended
+from narrowgauge.processes import Answering
 
 Answers = Mapping[str, Callable[[Any], Any]]
 _GRACE_S = 60.0  # for libraries to end their processes, and to return what they share with others
@@ -74,11 +75,10 @@ class Server:
         """
         try:
             return self._process.ask((question, value))
-        except Ended as ended:
+        except Exception as error:
             words = self._words.read_text(errors="replace") if self._words.exists() else ""
             found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", words)
-            lines = [found.group()] if found else ended.traceback.strip().splitlines()
-            reason = lines[-1] if lines else f"its process ended with code {ended.code}"
+            reason = found.group() if found else format_exception_only(error)[-1].strip()
             raise UserError(
                 f"{self.name} did not serve the model: {reason}; try another --with or --to, or report it to "
                 f"{self.name}"

@@ -60,7 +60,7 @@ class TrainedRun:
 
     def go_to_sample(self, first: int) -> None:
         """Set the position in the step of the first sequence of the next forward pass."""
-        go_to(self.model, self.config.plan, self.step, first)
+        go_to(self.model, self.config, self.step, first)
 
     def held_out_sequences(self, batches: int | None) -> int | None:
         """The number of held-out sequences in a number of the run's micro-batches; None for all."""
@@ -124,11 +124,11 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{config.checkpoint.every} steps; continue the run first"
         )
     if target.type == "cpu" and (lines := directory.lines()):
-        Arithmetic.of(lines, AttentionShape.of(config.plan)).choose()
-    plan, model = model_of(config.plan, checkpoint, target)
+        Arithmetic.of(lines, AttentionShape.of(config)).choose()
+    in_force, model = model_of(config, checkpoint, target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     files = (tokenizer or saved, directory.special_tokens())
-    return TrainedRun(path, config.with_recipe(plan.spec.recipe), model, checkpoint.step, *files)
+    return TrainedRun(path, in_force, model, checkpoint.step, *files)
 
 
 def plain_model(external: ExternalModel) -> Transformer:

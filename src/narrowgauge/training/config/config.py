@@ -7,7 +7,7 @@ source text of Python.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +20,9 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError, nearest, require, unknown
 from narrowgauge.guard.widening import require_raising
 from narrowgauge.models import model_config
+from narrowgauge.optim import decay_start, learning_rate
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
 from narrowgauge.toml_text import parse_toml, toml_value
-from narrowgauge.training.config.keys import keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.training.config.named import config_names, named_config
 from narrowgauge.training.config.schema import (
@@ -39,13 +39,14 @@ from narrowgauge.training.config.schema import (
     Section,
     TrainingSection,
     ValidationSection,
+    keys_of,
 )
 from narrowgauge.training.config.synonyms import Key, outside, unknown_key
 from narrowgauge.training.outline import require_layers
 
 if TYPE_CHECKING:
     from narrowgauge.distributed import ModelSpec
-    from narrowgauge.training.plan import TrainingPlan
+    from narrowgauge.guard.raises import Raise
 
 
 class Config(Section):
@@ -89,23 +90,40 @@ class Config(Section):
         )
 
     @property
-    def plan(self) -> "TrainingPlan":
-        """The part of the configuration that a trainer takes."""
-        from narrowgauge.training.plan import OptimizerPlan, SchedulePlan, TrainingPlan
+    def tokens_per_step(self) -> int:
+        """Tokens in an optimizer step."""
+        return self.training.batch_size * self.data.sequence_length
 
-        return TrainingPlan(
-            spec=self.spec,
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of an optimizer step, counted from 1."""
+        return learning_rate(step, lr=self.optimizer.lr, steps=self.training.steps, **vars(self.schedule))
+
+    @property
+    def decay_start(self) -> int | None:
+        """The first step whose learning rate is below the peak; None if there is none."""
+        s = self.schedule
+        return decay_start(
             steps=self.training.steps,
-            micro_batch_size=self.training.micro_batch_size,
-            sequence_length=self.data.sequence_length,
-            separate_documents=self.data.separate_documents,
-            compiles=self.training.compile,
-            graph=self.training.graph,
-            keep=self.checkpoint.keep,
-            guard=self.guard.rules(),
-            optimizer=OptimizerPlan(**self.optimizer.model_dump()),
-            schedule=SchedulePlan(**self.schedule.model_dump()),
+            kind=s.kind,
+            warmup_steps=s.warmup_steps,
+            decay_fraction=s.decay_fraction,
         )
+
+    @property
+    def warning(self) -> str:
+        """A sentence where the learning rate never reaches its peak; "" where it does."""
+        warmup, steps = self.schedule.warmup_steps, self.training.steps
+        words = f"the warm-up of {warmup} steps is longer than the run of {steps}: the rate stays below lr"
+        return f"{words}; set --schedule.warmup_steps" if warmup > steps else ""
+
+    def in_force(self, raises: "Sequence[Raise]", step: int) -> "Config":
+        """The configuration with the recipe in effect after `step` steps."""
+        recipe = self.spec.recipe.with_rules([r.rule(self.spec.recipe) for r in raises])
+        return self.with_recipe(recipe.at_rest(step + 1, self.training.steps, self.decay_start))
+
+    def with_training(self, **changes: Any) -> "Config":
+        """The configuration with other values of `[training]`, which are not validated."""
+        return self.model_copy(update={"training": self.training.model_copy(update=changes)})
 
     def with_micro_batch_size(self, size: int) -> "Config":
         """The configuration with another micro-batch size, which does not change `spec`."""

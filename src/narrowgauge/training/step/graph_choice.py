@@ -19,39 +19,39 @@ from narrowgauge.distributed import Engine
 from narrowgauge.distributed.parallel.micro_batch_graph import CudaGraphs, graph_gap
 from narrowgauge.errors import UserError
 from narrowgauge.files import cache_entry, package_digest, write_cached
-from narrowgauge.training.plan import TrainingPlan
+from narrowgauge.training.config.config import Config
 from narrowgauge.triton_version import triton_version
 
 
-def require_gpu_for_graph(plan: TrainingPlan, device: torch.device) -> None:
+def require_gpu_for_graph(config: Config, device: torch.device) -> None:
     """Refuse `training.graph = true` where there is no GPU.
 
     Raises:
         UserError: The device has no graphs.
     """
-    if plan.graph is True and device.type == "cpu":
+    if config.training.graph is True and device.type == "cpu":
         raise UserError(
             "training.graph = true, but graphs are recorded on a GPU, and this run is on a CPU; leave it out "
             "to have them wherever they are known to be right"
         )
 
 
-def graphs_for(plan: TrainingPlan, engine: Engine) -> CudaGraphs | None:
+def graphs_for(config: Config, engine: Engine) -> CudaGraphs | None:
     """What records the micro-batches of a run; None if they are launched as usual.
 
     Raises:
         UserError: `training.graph` is true, and a graph cannot hold them.
     """
-    require_gpu_for_graph(plan, engine.device)
-    if plan.graph is False or engine.device.type != "cuda":
+    require_gpu_for_graph(config, engine.device)
+    if config.training.graph is False or engine.device.type != "cuda":
         return None
-    gap = graph_gap(engine.model, engine.mesh.is_alone, plan.compiles)
-    if gap and plan.graph is True:
+    gap = graph_gap(engine.model, engine.mesh.is_alone, config.training.compile)
+    if gap and config.training.graph is True:
         raise UserError(
             f"training.graph = true, but a graph cannot hold this run's micro-batches: {gap}; set "
             "--training.graph auto or false"
         )
-    if gap or (plan.graph == "auto" and not is_verified(engine.device)):
+    if gap or (config.training.graph == "auto" and not is_verified(engine.device)):
         return None
     return CudaGraphs(engine.device)
 

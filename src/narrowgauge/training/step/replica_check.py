@@ -75,27 +75,18 @@ def first_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str
 
 
 def differing_ranks(fingerprints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
-    """(tensor, ranks): the first tensor whose replicas differ, and the ranks in the minority.
+    """(tensor, ranks): the first tensor whose replicas differ, and those in the minority of its holders.
 
     Without a majority the faulty rank is unknown, and all are named. None if all replicas are equal.
     """
     for name in dict.fromkeys(name for sums in fingerprints for name in sums):
-        values = [sums.get(name) for sums in fingerprints]
+        held = {rank: sums[name] for rank, sums in enumerate(fingerprints) if name in sums}
+        values = list(held.values())
         most = max(values, key=values.count)
         if values.count(most) < len(values):
             has_majority = 2 * values.count(most) > len(values)
-            return name, [rank for rank, v in enumerate(values) if not has_majority or v != most]
+            return name, [rank for rank, v in held.items() if not has_majority or v != most]
     return None
-
-
-def common(fingerprints: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
-    """The tensors that two or more ranks hold; a rank without one gets its most frequent value."""
-    values: dict[str, list[int]] = {}
-    for sums in fingerprints:
-        for name, value in sums.items():
-            values.setdefault(name, []).append(value)
-    most = {name: max(copies, key=copies.count) for name, copies in values.items() if len(copies) > 1}
-    return [{name: sums.get(name, value) for name, value in most.items()} for sums in fingerprints]
 
 
 def require_same_replicas(fingerprints: Sequence[Mapping[str, int]], step: int) -> None:

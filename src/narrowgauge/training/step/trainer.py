@@ -20,9 +20,8 @@ from narrowgauge.guard.raises import raises_of
 from narrowgauge.nn import Gauges, discard_step
 from narrowgauge.optim import set_learning_rate
 from narrowgauge.torch_compat import compiled_as_eager
-from narrowgauge.training.plan import TrainingPlan
-from narrowgauge.training.step.build_model import build_model, go_to
-from narrowgauge.training.step.build_optimizer import build_optimizer, number_parameters
+from narrowgauge.training.config.config import Config
+from narrowgauge.training.step.build_model import build_model, build_optimizer, go_to, number_parameters
 from narrowgauge.training.step.graph_choice import graphs_for
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
 from narrowgauge.training.step.recast import hold, put_back
@@ -35,7 +34,7 @@ from narrowgauge.training.step.train_state import TrainState
 class Trainer(TrainState):
     """The state of a run, and the optimizer step that advances it."""
 
-    in_force: TrainingPlan | None = None  # the plan with the current recipe of model and optimizer
+    in_force: Config | None = None  # the configuration with the current recipe of model and optimizer
     verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
     first_bad: FirstBad | None = None  # of the last step; None if it was finite
     terms: dict[str, float] = field(default_factory=dict)  # of the last step, in addition to its loss
@@ -43,79 +42,80 @@ class Trainer(TrainState):
     micro_batches: Sequence[MicroBatch] = ()  # of the last step
 
     @classmethod
-    def begin(cls, plan: TrainingPlan, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
+    def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
         """The state before the first step; with several processes, its local shard."""
-        trainer = cls._build(plan.in_force((), 0), device, mesh)
-        trainer.plan = plan
-        if plan.spec.recipe.compute == "fp16" and device.type != "meta":
+        trainer = cls._build(config.in_force((), 0), device, mesh)
+        trainer.config = config
+        if config.spec.recipe.compute == "fp16" and device.type != "meta":
             trainer.scaler = torch.amp.GradScaler(device.type)
             trainer.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
         return trainer
 
     @classmethod
-    def _build(cls, plan: TrainingPlan, device: torch.device, mesh: Mesh | None) -> "Trainer":
+    def _build(cls, config: Config, device: torch.device, mesh: Mesh | None) -> "Trainer":
         """Model, optimizer and engine under the recipe in effect, in their initial state."""
         mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
-            model = build_model(plan.spec, device)
+            model = build_model(config.spec, device)
             # The memory estimate tracks operations on the meta device, and compiled code hides them. Worse,
             # torch's compiler never again compiles code that it first met under such a tracker.
-            is_compiled = plan.compiles and device.type != "meta"
+            is_compiled = config.training.compile and device.type != "meta"
             modules = [compiled_as_eager(model.loss) if is_compiled else model.loss]
         else:
-            model, modules = parallelize(plan.spec, mesh, device)
-            number_parameters(plan, model)
+            model, modules = parallelize(config.spec, mesh, device)
+            number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
-        trainer = cls(plan, device, model, build_optimizer(plan, model), engine, Guard(plan.guard))
+        optimizer, guard = build_optimizer(config, model), Guard(config.guard.rules())
+        trainer = cls(config, device, model, optimizer, engine, guard)
         trainer.engine.attach(trainer.optimizer)
-        if (recorder := graphs_for(plan, engine)) is not None:
+        if (recorder := graphs_for(config, engine)) is not None:
             engine.record_graphs(recorder)
-        trainer.in_force = plan
+        trainer.in_force = config
         return trainer
 
     def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
         """Restore the state in a checkpoint of any number of processes; collective over `group`."""
         saved = read_state(path, group)
-        self._rebuild(self.plan.in_force(raises_of(saved.state), saved.step), keep=False)
+        self._rebuild(self.config.in_force(raises_of(saved.state), saved.step), keep=False)
         self.fill(path, group)
 
     def follow_rules(self) -> None:
         """Keep state in the formats of the recipe's rules and the guard's raises for the next step."""
-        self._rebuild(self.plan.in_force(self.guard.raised, self.step), keep=True)
+        self._rebuild(self.config.in_force(self.guard.raised, self.step), keep=True)
 
-    def _rebuild(self, plan: TrainingPlan, keep: bool) -> None:
+    def _rebuild(self, config: Config, keep: bool) -> None:
         """Rebuild everything if another recipe is in effect, keeping the state if `keep`."""
         assert self.in_force is not None
-        if plan.spec.recipe == self.in_force.spec.recipe:
+        if config.spec.recipe == self.in_force.spec.recipe:
             return
         held = hold(self.model, self.optimizer) if keep else None
-        mesh, self.in_force = self.engine.mesh, plan
+        mesh, self.in_force = self.engine.mesh, config
         del self.model, self.optimizer, self.engine
         gc.collect()  # frees memory before the rebuilt objects take theirs
-        built = self._build(plan, self.device, mesh)
+        built = self._build(config, self.device, mesh)
         self.model, self.optimizer, self.engine = built.model, built.optimizer, built.engine
         if held is not None:
             put_back(held, self.model, self.optimizer)
             self.engine.after_update()
-            go_to(self.model, self.plan, self.step, 0)
+            go_to(self.model, self.config, self.step, 0)
 
     def go_to_sample(self, first: int) -> None:
         """Set the position in the step of the first sequence of the next forward pass."""
-        go_to(self.model, self.plan, self.step, first)
+        go_to(self.model, self.config, self.step, first)
 
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from this step on, prepared in the background until the loader is closed."""
-        plan, mesh, batch_size = self.plan, self.engine.mesh, self.plan.spec.batch_size
-        size, readers = plan.micro_batch_size, mesh.parallel_dims.data
+        config, mesh, batch_size = self.config, self.engine.mesh, self.config.spec.batch_size
+        size, readers = config.training.micro_batch_size, mesh.parallel_dims.data
         skipped = self.guard.samples - self.step * batch_size
         return Loader(
             train,
-            plan.spec.seed,
+            config.spec.seed,
             first_samples(self.step, batch_size, size, mesh.data_index, readers, skipped),
             size,
-            plan.sequence_length,
-            plan.separate_documents,
+            config.data.sequence_length,
+            config.data.separate_documents,
             pin=self.device.type == "cuda",
             prefetch=max(8, batch_size // (size * readers)),  # a step begins with all its micro-batches
         )
@@ -157,9 +157,9 @@ class Trainer(TrainState):
             engine.all_reduce_overflow(self.scaler, self.optimizer)
         if gauges is not None:
             gauges.after_backward()
-        norm = self.optimizer.clip_grad_norm_(self.plan.optimizer.clip_norm).item()
-        lr, (loss, self.terms, self.tokens) = self.plan.learning_rate(step), step_terms(engine, total)
-        self.verdict = guard.judge(loss, norm, bool(self.scaler), step <= self.plan.schedule.warmup_steps)
+        norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
+        lr, (loss, self.terms, self.tokens) = self.config.learning_rate(step), step_terms(engine, total)
+        self.verdict = guard.judge(loss, norm, bool(self.scaler), step <= self.config.schedule.warmup_steps)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
@@ -172,7 +172,7 @@ class Trainer(TrainState):
         if self.scaler:
             self.scaler.update()
         self.micro_batches = micro_batches
-        self.step, guard.samples = step, guard.samples + self.plan.spec.batch_size
+        self.step, guard.samples = step, guard.samples + self.config.spec.batch_size
         if self.verdict.action != "raise":
             self.follow_rules()
         return loss, norm, lr
@@ -193,8 +193,8 @@ class Trainer(TrainState):
             self.scaler.load_state_dict(scaling)
         gauges.after_backward()
         if update:
-            self.optimizer.clip_grad_norm_(self.plan.optimizer.clip_norm)
-            set_learning_rate(self.optimizer, self.plan.learning_rate(self.step + 1))
+            self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm)
+            set_learning_rate(self.optimizer, self.config.learning_rate(self.step + 1))
             self.optimizer.step()
         gauges.after_step()
         discard_step(self.model)
@@ -202,9 +202,9 @@ class Trainer(TrainState):
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[MicroBatch]:
         """This rank's micro-batches of the next step, weighted by their share of the targets of all ranks."""
         mesh = self.engine.mesh
-        local_samples = self.plan.spec.batch_size // mesh.parallel_dims.data
+        local_samples = self.config.spec.batch_size // mesh.parallel_dims.data
         begin = mesh.data_index * local_samples
-        firsts = range(begin, begin + local_samples, self.plan.micro_batch_size)
+        firsts = range(begin, begin + local_samples, self.config.training.micro_batch_size)
         local_batches = [next(batches) for _ in firsts]
         targets = max(self.engine.sum_over_data(sum(batch.targets for batch in local_batches)), 1)
         return [
@@ -223,7 +223,7 @@ class Trainer(TrainState):
         forget_tokens(self.engine)
 
         def begin(i: int) -> None:
-            go_to(self.model, self.plan, self.step + 1, micro_batches[i].first)
+            go_to(self.model, self.config, self.step + 1, micro_batches[i].first)
             if observer is not None:
                 observer.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
 
@@ -237,7 +237,7 @@ class Trainer(TrainState):
 
     def _find_first_bad(self, micro_batches: Sequence[MicroBatch]) -> FirstBad:
         """Compute the step just judged again, and find its first bad tensor on any process."""
-        if self.plan.compiles:
+        if self.config.training.compile:
             return COMPILED
         discard_step(self.model)
         with NanTracer(self.model, self.engine.rank) as tracer:
