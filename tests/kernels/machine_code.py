@@ -25,7 +25,7 @@ from narrowgauge.devices import imagine
 from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.norm import norm
-from narrowgauge.kernels.triton.launch import Launch
+from narrowgauge.kernels.triton import launch as door
 from narrowgauge.recipes import named_device
 from ptx.compiled import OPTIONS, source_of, target_of
 
@@ -86,10 +86,9 @@ def figures_of(kernel, target, converts):
     return found
 
 
-def compile_for(target, found, launch, *args):
+def compile_for(target, found, kernel, _grid, args, options, _told):
     """In place of a launch; every launch requires that multiplications and additions are not fused."""
-    kernel = launch.kernel
-    given = dict(zip(kernel.arg_names, args, strict=False)) | launch.options
+    given = dict(zip(kernel.arg_names, args, strict=False)) | options
     assert given["enable_fp_fusion"] is False, kernel.__name__
     options = {k: given.pop(k) for k in OPTIONS if k in given}
     source = source_of(kernel, given)
@@ -106,7 +105,7 @@ def compile_for(target, found, launch, *args):
 def main(names):
     for name in names:
         target, found = target_of(name), {}
-        Launch.__call__ = lambda *args, target=target, found=found: compile_for(target, found, *args)
+        door.perform = partial(compile_for, target, found)
         gpu = named_device(f"sm_{target.arch}" if target.backend == "cuda" else target.arch)
         with imagine(gpu, lambda _: None):
             for operation in OPERATIONS.values():

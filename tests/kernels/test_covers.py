@@ -16,7 +16,7 @@ from narrowgauge.training.step.trainer import Trainer
 from support.covering import covering, properties_of, representatives
 
 META = torch.device("meta")
-# What a variant is compiled for besides what `Launch` specializes: switches, not sizes.
+# What a variant is compiled for besides what a launch specializes: switches, not sizes.
 MODELS = ("qwen2.5-0.5b", "gpt2-124m")
 SITES = {(gpu, model): (gpu, model) for gpu in ("h200", "b200") for model in MODELS}
 FEW = covering({name: properties_of(name) for name in sorted(representatives())}, SITES)

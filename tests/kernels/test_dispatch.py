@@ -69,8 +69,8 @@ def test_every_launch_is_on_the_device_of_its_tensors_and_every_atomic_is_relaxe
                 relaxed = any(k.arg == "sem" and ast.unparse(k.value) == "'relaxed'" for k in node.keywords)
                 ordered += [] if relaxed else [f"{path.name}:{node.lineno}"]
     assert not ordered
-    assert list(found) == ["launch.py:__call__"]
-    (guard,) = [node for node in ast.walk(found["launch.py:__call__"]) if isinstance(node, ast.With)]
+    assert list(found) == ["launch.py:perform"]
+    (guard,) = [node for node in ast.walk(found["launch.py:perform"]) if isinstance(node, ast.With)]
     assert ast.unparse(guard.items[0]) == "torch.cuda.device_of(args[0])"
     assert len(launches(guard)) == 1
 

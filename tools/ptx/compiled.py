@@ -15,7 +15,6 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from narrowgauge.kernels.triton import rounding
-from narrowgauge.kernels.triton.launch import Launch
 from ptx.machine import run
 from ptx.memory import Global
 from ptx.parse import Kernel, parse
@@ -114,7 +113,6 @@ def executing(name: str) -> Iterator[None]:
 
     with (
         patch.object(JITFunction, "run", launch),
-        patch.object(Launch, "_launched_again", lambda *_: False),
         patch.object(CUDABackend, "make_cubin", lambda *_: b""),
         patch.object(rounding, "converts_to_fp8", lambda _: converts_to_fp8(target)),
     ):

@@ -16,7 +16,7 @@ import torch
 from narrowgauge.devices import GpuWork, tell
 from narrowgauge.kernels.dispatch import is_triton_installed
 
-__all__ = ["Launch", "cdiv", "launch", "libdevice", "next_power_of_2", "tl", "triton"]
+__all__ = ["cdiv", "launch", "libdevice", "next_power_of_2", "tl", "triton"]
 
 
 class Declared:
@@ -59,88 +59,70 @@ else:
 _SECOND = 2**16  # exclusive limit on the second and third axes of a CUDA grid
 #: A kernel rounds where its reference does: it never fuses a multiplication and an addition.
 DEFAULTS: Mapping[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-_MOST = 1024  # launches that are remembered; shapes of training are few
 
 
-class Launch:
-    """A kernel with its grid and constants, launched by a call with its other arguments.
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    *args: Any,
+    writes: str = "",
+    updates: str = "",
+    seldom: str = "",
+    lanes: float = 0.0,
+    **options: Any,
+) -> None:
+    """Launch a kernel with its arguments, up to its constants.
 
     A tensor may stand in for one that is missing: it is then passed for several arguments, and counts once.
     The first argument is a tensor, on the device that launches.
+
+    Args:
+        kernel: A function under `triton.jit`, whose constants are its last parameters.
+        grid: The numbers of programs.
+        args: Its arguments.
+        writes: The names of the arguments that it writes, separated by blanks; it reads the others.
+        updates: The names of those that it reads and writes.
+        seldom: The names of those that it reads only if a value is not finite.
+        lanes: Its instructions, where they can take longer than its bytes (`GpuWork.lanes`).
+        options: Constants, and the options of a launch (`DEFAULTS`).
     """
+    assert all(n < _SECOND for n in grid[1:]), f"a GPU does not support a grid of {grid} programs"
+    perform(kernel, tuple(grid), args, {**DEFAULTS, **options}, (writes, updates, seldom, lanes))
 
-    __slots__ = ("grid", "kernel", "lanes", "options", "seldom", "updates", "writes")
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: Sequence[int],
-        writes: str = "",
-        updates: str = "",
-        seldom: str = "",
-        lanes: float = 0.0,
-        **options: Any,
-    ) -> None:
-        """Prepare the launches of a kernel.
-
-        Args:
-            kernel: A function under `triton.jit`, whose constants are its last parameters.
-            grid: The numbers of programs.
-            writes: The names of the arguments that it writes, separated by blanks; it reads the others.
-            updates: The names of those that it reads and writes.
-            seldom: The names of those that it reads only if a value is not finite.
-            lanes: Its instructions, where they can take longer than its bytes (`GpuWork.lanes`).
-            options: Constants, and the options of a launch (`DEFAULTS`).
-        """
-        self.kernel, self.grid, self.lanes = kernel, tuple(grid), lanes
-        self.options = {**DEFAULTS, **options}
-        self.writes, self.updates, self.seldom = writes, updates, seldom
-        assert all(n < _SECOND for n in grid[1:]), f"a GPU does not support a grid of {self.grid} programs"
-
-    def __call__(self, *args: Any) -> None:
-        """Launch with these arguments, up to the kernel's constants."""
-        if args[0].is_meta:
-            self._record(args)
-            return
+def perform(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    told: tuple[str, str, str, float],
+) -> None:
+    """Launch; on a simulated GPU report the work instead (`devices.tell`), by the last four of `launch`."""
+    if not args[0].is_meta:
         with torch.cuda.device_of(args[0]):
-            self.kernel[self.grid](*args, **self.options)
-
-    def _record(self, args: tuple[Any, ...]) -> None:
-        """Report the work of a launch (`devices.tell`)."""
-        names = _parameters(self.kernel.fn)
-        named = {n: t for n, t in zip(names, args, strict=False) if isinstance(t, torch.Tensor)}
-        for name, t in named.items():
-            assert t.is_meta, f"kernel {names}: {name} is on {t.device}, which a GPU cannot read"
-        updated = {id(named[n]) for n in self.updates.split() if n in named}
-        written = {id(named[n]) for n in self.writes.split() if n in named} | updated
-        skipped = {id(named[n]) for n in self.seldom.split()}
-        tensors = {id(t): t for t in named.values() if id(t) not in skipped}
-        tell(
-            GpuWork(
-                f"triton {self.kernel.fn.__name__}",
-                [t for key, t in tensors.items() if key not in written or key in updated],
-                [t for key, t in tensors.items() if key in written],
-                lanes=self.lanes,
-                numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(self.options.items()),
-            )
+            kernel[grid](*args, **options)
+        return
+    writes, updates, seldom, lanes = told
+    names = _parameters(kernel.fn)
+    named = {n: t for n, t in zip(names, args, strict=False) if isinstance(t, torch.Tensor)}
+    for name, t in named.items():
+        assert t.is_meta, f"kernel {names}: {name} is on {t.device}, which a GPU cannot read"
+    updated = {id(named[n]) for n in updates.split() if n in named}
+    written = {id(named[n]) for n in writes.split() if n in named} | updated
+    skipped = {id(named[n]) for n in seldom.split()}
+    tensors = {id(t): t for t in named.values() if id(t) not in skipped}
+    tell(
+        GpuWork(
+            f"triton {kernel.fn.__name__}",
+            [t for key, t in tensors.items() if key not in written or key in updated],
+            [t for key, t in tensors.items() if key in written],
+            lanes=lanes,
+            numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(options.items()),
         )
+    )
 
 
 @cache
 def _parameters(kernel: Callable[..., Any]) -> list[str]:
     """The names of a kernel's parameters."""
     return list(inspect.signature(kernel).parameters)
-
-
-_launches: dict[tuple[Any, ...], Launch] = {}
-
-
-def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> None:
-    """Launch a kernel; one `Launch` serves all calls with the same kernel, grid and keyword arguments."""
-    key = (id(kernel), *grid, *constants, *constants.values())
-    prepared = _launches.get(key)
-    if prepared is None:
-        if len(_launches) >= _MOST:
-            _launches.clear()
-        prepared = _launches[key] = Launch(kernel, grid, **constants)
-    prepared(*args)
