@@ -22,7 +22,7 @@ from narrowgauge.kernels.gradient_sum import add_gradient, through_rounding
 from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.kernels.heads import rotary
 from narrowgauge.kernels.norm import add_norm
-from narrowgauge.nn.gemm import Operand, RowOperand, multiply
+from narrowgauge.nn.gemm import ROWS, Operand, multiply
 from narrowgauge.quantization import Cast, GradientState, QuantContext, QuantizedState, make_cast
 from narrowgauge.recipes import Recipe
 
@@ -78,9 +78,9 @@ def product_with_outliers_apart(device: torch.device, shape: Shape) -> Found:
     x, w = drawn(shape, 0, device), drawn((96, shape[1]), 1, device)
     casts = make_cast({"cast": "fp4-row", "outliers": 0.99, "compensate": True}), make_cast("fp4-row")
 
-    def operand(numbers: Tensor, cast: Cast) -> Operand | RowOperand:
+    def operand(numbers: Tensor, cast: Cast) -> Operand:
         parts = emulate_rows(numbers, cast)
-        return Operand(*emulate(numbers, cast, -1, torch.bfloat16)) if parts is None else RowOperand(*parts)
+        return Operand(*parts, form=ROWS) if parts else Operand(*emulate(numbers, cast, -1, torch.bfloat16))
 
     y = multiply(operand(x, casts[0]), operand(w, casts[1]), torch.bfloat16)
     slope = casts[1].having(estimator_k=5)

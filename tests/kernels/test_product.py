@@ -11,7 +11,7 @@ from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.product import scaled_and_rounded, scaled_rows_and_rounded
-from narrowgauge.nn.gemm import Operand, RowOperand, along_contraction, multiply
+from narrowgauge.nn.gemm import ROWS, Operand, along_contraction, multiply
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.stages.clamp import quantile_ranks, ranked
@@ -116,18 +116,18 @@ def test_rows_that_have_no_kernel_are_left_to_the_reference(device):
 
 @pytest.mark.tier("thorough")
 def test_a_product_in_parts_is_that_of_the_numbers_rounded_once(device):
-    x = RowOperand(*emulate_rows(outlying(33, 160).to(device), make_cast(APART)))
+    x = Operand(*emulate_rows(outlying(33, 160).to(device), make_cast(APART)), form=ROWS)
     w = normal(50, 160, dtype=BF16).to(device)
-    w_rows = RowOperand(*emulate_rows(w, make_cast({"cast": "fp4-row"})))
+    w_rows = Operand(*emulate_rows(w, make_cast({"cast": "fp4-row"})), form=ROWS)
     for other in (w_rows, Operand(w), Operand(w, torch.tensor(0.37, device=device))):
-        numbers = other.numbers().double()
-        exact = x.numbers().double() @ numbers.T
+        numbers = other.values().double()
+        exact = x.values().double() @ numbers.T
         got = multiply(x, other, BF16)
-        slack = 160 * 2.0**-23 * (x.numbers().double().abs() @ numbers.abs().T)
+        slack = 160 * 2.0**-23 * (x.values().double().abs() @ numbers.abs().T)
         half_ulp = torch.exp2(exact.abs().log2().floor() - 8)
         assert got.dtype == BF16
         assert ((got.double() - exact).abs() <= half_ulp + slack).all()
-    exact = w.double() @ x.numbers().double().T  # a rest on the other side: in fp32
+    exact = w.double() @ x.values().double().T  # a rest on the other side: in fp32
     assert (multiply(Operand(w), x, BF16).double() - exact).abs().max() < 1e-5 * exact.abs().max()
 
 

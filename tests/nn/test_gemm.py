@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.nn.gemm import Operand, RowOperand, biased, multiply, plain_mm, scaled_mm, summed
+from narrowgauge.nn.gemm import ROWS, Operand, biased, multiply, plain_mm, scaled_mm, summed
 from narrowgauge.quantization import cast_names, emulate, make_cast
 
 M, K, N = 60, 200, 50
@@ -73,9 +73,9 @@ def test_scales_multiply_whichever_operands_have_them():
 def test_operands_in_parts_give_the_product_of_their_numbers(b_has_rest):
     a, b_KN = operands(torch.bfloat16)
     parts = [(t, torch.linspace(0.5, 2, len(t)), (t / 3).bfloat16()) for t in (a, b_KN.T)]
-    x, w = RowOperand(*parts[0]), RowOperand(*(parts[1] if b_has_rest else parts[1][:2]))
-    exact = x.numbers().double() @ w.numbers().double().T
-    bound = half_ulp_bf16(exact) + 2 * K * 2.0**-24 * (x.numbers().abs() @ w.numbers().abs().T)
+    x, w = (Operand(*part, form=ROWS) for part in (parts[0], parts[1] if b_has_rest else parts[1][:2]))
+    exact = x.values().double() @ w.values().double().T
+    bound = half_ulp_bf16(exact) + 2 * K * 2.0**-24 * (x.values().abs() @ w.values().abs().T)
     assert ((multiply(x, w, torch.bfloat16).double() - exact).abs() <= bound).all()
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_mm
 
 from narrowgauge.formats import decode, format, unpack
 from narrowgauge.nn import convert, self_test
-from narrowgauge.nn.gemm import arguments, multiply, native_product, quantized_operand
+from narrowgauge.nn.gemm import Operand, arguments, multiply, native_product, quantized_operand
 from narrowgauge.nn.self_test import product_failure, verified_backend
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
@@ -118,9 +118,9 @@ def test_the_arguments_mean_the_same_numbers_and_torch_takes_them_for_a_gpu(a, b
 def test_what_fits_is_not_copied(a, b):
     (x, w), _ = pair(a, b, 256, 128, 384)
     given = arguments(x, w)
-    assert given["mat_a"].data_ptr() == x.codes.data_ptr()
-    assert given["mat_b"].data_ptr() == w.codes.data_ptr()
-    assert a != "fp8-row" or given["scale_a"][0].data_ptr() == x.scales.data_ptr()
+    assert given["mat_a"].data_ptr() == x.elements.data_ptr()
+    assert given["mat_b"].data_ptr() == w.elements.data_ptr()
+    assert a != "fp8-row" or given["scale_a"][0].data_ptr() == x.scale.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_nothing_non_finite_comes_out_finite(name, poison):
 def test_operands_of_two_kinds_do_not_meet():
     (x, w), _ = pair("e4m3", "e4m3", 4, 4, 4)
     with pytest.raises(AssertionError):
-        multiply(x, w.codes, torch.bfloat16)
+        multiply(x, Operand(w.elements), torch.bfloat16)
 
 
 @pytest.mark.parametrize("x", ["e4m3", "e5m2", "fp8-row", "fp8-1x128", "mxfp8", "nvfp4"])

@@ -22,7 +22,6 @@ casts where there is no C compiler.
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -56,26 +55,14 @@ def quantize(
     return quantize_in_context(x, cast, axis, _with_limits(x, cast, context)), None
 
 
-class Tiles(NamedTuple):
-    """A matrix as (rows, contraction) in blocks, laid out as the hardware reads it.
-
-    Attributes:
-        codes: uint8, rows of packed codes; rows and columns are padded with zeros to what units take.
-        scales: uint8, one row of the codes of scales, in tiles (`nn.gemm.tiled`).
-        tensor_scale: 0-dim float32.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    tensor_scale: torch.Tensor
-
-
 def quantize_in_tiles(
     x: torch.Tensor, cast: Cast, axis: int = -1, context: QuantContext = DEFAULT_CONTEXT
-) -> Tiles | None:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """`quantize` of a matrix whose `axis` is contracted, laid out for the hardware by the kernel that casts.
 
     Returns:
+        As (rows, contraction): packed codes, uint8, rows and columns padded with zeros to what units read;
+        the codes of scales, uint8, one row in tiles (`nn.gemm.tiled`); the tensor's scale, 0-dim float32.
         None where no kernel does it: elsewhere `nn.gemm.arguments` lays codes and scales out.
     """
     in_blocks = cast.block is not None and cast.block[1] > 0 and cast.block[0] < 128
@@ -84,7 +71,7 @@ def quantize_in_tiles(
         return None
     from narrowgauge.kernels.triton.cast_launch import in_tiles
 
-    return Tiles(*in_tiles(x, cast, axis, _seen(x, cast, context, has_kernel=True)))
+    return in_tiles(x, cast, axis, _seen(x, cast, context, has_kernel=True))
 
 
 def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

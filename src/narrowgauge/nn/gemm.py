@@ -33,118 +33,105 @@ Dimensions that the matrix units do not support are padded with zeros, which cha
 afterwards.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from narrowgauge.devices import is_gpu, is_shape_only
 from narrowgauge.formats import Format, pack, torch_dtype
-from narrowgauge.kernels.cast import Tiles, quantize_in_tiles
+from narrowgauge.kernels.cast import quantize_in_tiles
 from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
 from narrowgauge.quantization import Cast, QTensor, QuantContext
+from narrowgauge.quantization import cast as named_cast
 from narrowgauge.torch_compat import ScalingType, SwizzleType, is_in_torch_dispatch_mode
 from narrowgauge.torch_compat import scaled_mm as torch_scaled_mm
 
 _VECTOR = 16  # bytes of the widest load
-ROWS = 16  # dimensions of the result are multiples of this
+UNIT = 16  # dimensions of the result are multiples of this
 TILED = {
     "e8m0": (ScalingType.BlockWise1x32, torch.float8_e8m0fnu),
     "e4m3": (ScalingType.BlockWise1x16, torch.float8_e4m3fn),
 }
 
+Tensors = tuple[torch.Tensor | None, ...]
+#: Forms of an operand.
+VALUES, ROWS, CODES, TILES = "values", "rows", "codes", "tiles"
+NATIVE = (CODES, TILES)
+#: From the tensors that were kept, to the operand.
+Restore = Callable[..., "Operand"]
+
 
 class Operand(NamedTuple):
-    """An emulated operand as (rows, contraction): values in a wide dtype, and a 0-dim scale or None for 1."""
+    """An operand as (rows, contraction), in one of four forms.
 
-    values: torch.Tensor
+    form      elements                      scale                            other tensors
+    VALUES    in a wide dtype               0-dim float32, or None for 1
+    ROWS      bf16                          float32, one per row             `rest`
+    CODES     uint8, one per element        one entry per block, or 0-dim    `outer`
+    TILES     uint8, packed and padded      of blocks, in tiles (`tiled`)    `outer`
+
+    VALUES and ROWS are emulated, CODES and TILES native. The values are elements * scale + rest.
+
+    Attributes:
+        elements: The elements.
+        scale: Their scale; of native forms uint8 codes if the format of scales has 8 bits, else float32.
+        rest: bf16, the clamped remainder to add back; None for none.
+        outer: 0-dim float32, the scale of the tensor.
+        form: The form.
+        cast: The cast of a native operand; fp32 for an emulated one, whose elements are values already.
+        rows: The rows of TILES without padding.
+        other: The same operand contracted along the other axis, if it was written twice.
+    """
+
+    elements: torch.Tensor
     scale: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
+    outer: torch.Tensor | None = None
+    form: str = VALUES
+    cast: Cast = named_cast("fp32")
+    rows: int = 0
+    other: "Operand | None" = None
+
+    def values(self) -> torch.Tensor:
+        """The values that a matmul sees, of an emulated operand; float32 where it has a scale."""
+        if self.scale is None:
+            return self.elements
+        scale = self.scale.unsqueeze(1) if self.form == ROWS else self.scale
+        values = self.elements.float() * scale
+        return values if self.rest is None else values + self.rest
 
     def transposed(self) -> "Operand":
-        """The same values along the other axis."""
-        return Operand(self.values.T, self.scale)
+        """The same values along the other axis; those of rows without a separate scale."""
+        if self.other is not None:
+            return self.other
+        assert self.form != TILES, "values that depend on the axis"
+        if self.form == ROWS:
+            return Operand(self.values().T)
+        scale = self.scale.T if self.scale is not None and self.scale.ndim else self.scale
+        return self._replace(elements=self.elements.T, scale=scale)
 
-    def numbers(self) -> torch.Tensor:
-        """The values that a matmul sees, scale applied."""
-        return self.values if self.scale is None else self.values.float() * self.scale
-
-
-class RowOperand(NamedTuple):
-    """An emulated operand as (rows, contraction) in parts: values * scale + rest.
-
-    Attributes:
-        values: bf16.
-        scale: float32, one per row.
-        rest: bf16, the clamped remainder to add back; None for none.
-    """
-
-    values: torch.Tensor
-    scale: torch.Tensor
-    rest: torch.Tensor | None = None
-
-    def numbers(self) -> torch.Tensor:
-        """The values that a matmul sees, float32."""
-        numbers = self.values.float() * self.scale.unsqueeze(1)
-        return numbers if self.rest is None else numbers + self.rest
-
-    def transposed(self) -> Operand:
-        """The same values along the other axis, where they have no separate scale."""
-        return Operand(self.numbers().T)
+    def kept(self) -> tuple[Tensors, Restore]:
+        """Its tensors as a backward pass, which transposes it, needs them, and what restores it from them."""
+        kept = self
+        if self.other is not None:
+            kept = self.other if self.form == TILES else self.other.transposed()
+        return kept[:4], partial(_restored, kept.form, kept.cast, kept.rows)
 
 
-class QuantizedOperand(NamedTuple):
-    """An operand as (rows, contraction) in codes and scales.
-
-    Attributes:
-        codes: uint8, one per element.
-        scales: One entry per block, or 0-dim: uint8 codes if their format has 8 bits, else float32.
-        tensor_scale: 0-dim float32.
-        cast: The cast of the operand.
-        other: The same codes as (contraction, rows), if they were written twice.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    tensor_scale: torch.Tensor
-    cast: Cast
-    other: torch.Tensor | None = None
-
-    @property
-    def rows(self) -> int:
-        """The rows."""
-        return self.codes.shape[0]
-
-    def transposed(self) -> "QuantizedOperand":
-        """The same values along the other axis."""
-        scales = self.scales.T if self.scales.ndim else self.scales
-        codes = self.codes.T if self.other is None else self.other
-        return QuantizedOperand(codes, scales, self.tensor_scale, self.cast)
-
-
-class TiledOperand(NamedTuple):
-    """An operand as (rows, contraction) that a kernel laid out for the hardware, along one axis or both.
-
-    Attributes:
-        rows: The rows without padding.
-        tiles: Packed codes, and scales in tiles.
-        cast: The cast of the operand.
-        other: The same values contracted along the other axis, if they are.
-    """
-
-    rows: int
-    tiles: Tiles
-    cast: Cast
-    other: "TiledOperand | None" = None
-
-    def transposed(self) -> "TiledOperand":
-        """The same values along the other axis."""
-        assert self.other is not None, "values that depend on the axis"
-        return self.other
-
-
-NativeOperand = QuantizedOperand | TiledOperand
-AnyOperand = Operand | RowOperand | NativeOperand
+def _restored(
+    form: str,
+    cast: Cast,
+    rows: int,
+    elements: torch.Tensor,
+    scale: torch.Tensor | None,
+    rest: torch.Tensor | None,
+    outer: torch.Tensor | None,
+) -> Operand:
+    operand = Operand(elements, scale, rest, outer, form, cast, rows)
+    return operand._replace(other=operand) if form == TILES else operand  # it is laid out along that axis
 
 
 def _scaled(
@@ -214,23 +201,20 @@ def sum_rows(dy_MN: torch.Tensor) -> torch.Tensor:
     return summed(dy_MN) if is_traced() else dy_MN.sum(0, dtype=torch.float32)
 
 
-def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """The matmul of (M, K) and (N, K) as (M, N).
 
     Native operands return `dtype` (`fast`: see `native_product`), emulated ones that dtype or theirs, if
     wider.
     """
-    if isinstance(a, NativeOperand) and isinstance(b, NativeOperand):
+    if a.form in NATIVE and b.form in NATIVE:
         return native_product(a, b, dtype, fast)
-    assert not isinstance(a, NativeOperand)
-    assert not isinstance(b, NativeOperand)
-    if isinstance(a, RowOperand) or isinstance(b, RowOperand):
+    assert {a.form, b.form}.isdisjoint(NATIVE)
+    if ROWS in (a.form, b.form):
         if _are_bf16(a, b):
             return _product_by_rows(a, b, dtype)
-        a, b = (Operand(x.numbers()) if isinstance(x, RowOperand) else x for x in (a, b))
-    assert isinstance(a, Operand)
-    assert isinstance(b, Operand)
-    a_MK, b_KN = a.values, b.values.T
+        a, b = (Operand(x.values()) if x.form == ROWS else x for x in (a, b))
+    a_MK, b_KN = a.elements, b.elements.T
     # If one operand or the result is kept wider, the matmul runs in the wider dtype.
     wider = torch.promote_types(torch.promote_types(a_MK.dtype, b_KN.dtype), dtype)
     scales = [s for s in (a.scale, b.scale) if s is not None]
@@ -246,22 +230,20 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
     return scaled_mm(a_MK, b_KN, scale, other, wider)
 
 
-def _are_bf16(a: Operand | RowOperand, b: Operand | RowOperand) -> bool:
+def _are_bf16(a: Operand, b: Operand) -> bool:
     """Whether a matmul in parts gives the same as one of the full values: only `a` has a rest."""
-    has_rest = isinstance(b, RowOperand) and b.rest is not None
-    return not has_rest and a.values.dtype == b.values.dtype == torch.bfloat16
+    return b.rest is None and a.elements.dtype == b.elements.dtype == torch.bfloat16
 
 
-def _product_by_rows(a: Operand | RowOperand, b: Operand | RowOperand, dtype: torch.dtype) -> torch.Tensor:
-    rest = a.rest if isinstance(a, RowOperand) else None
-    b_KN = b.values.T
+def _product_by_rows(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    b_KN = b.elements.T
     a_scale, b_scale = (
         torch.ones((), dtype=torch.float32, device=b_KN.device) if x.scale is None else x.scale
         for x in (a, b)
     )
     return scaled_rows_and_rounded(
-        _summed_in_fp32(a.values, b_KN),
-        None if rest is None else _summed_in_fp32(rest, b_KN),
+        _summed_in_fp32(a.elements, b_KN),
+        None if a.rest is None else _summed_in_fp32(a.rest, b_KN),
         a_scale,
         b_scale,
         dtype,
@@ -289,19 +271,20 @@ def _plain_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     return torch.mm(a_MK, b_KN, out=out_MN)
 
 
-def quantized_operand(q: QTensor, axis: int, other: torch.Tensor | None = None) -> QuantizedOperand:
+def quantized_operand(q: QTensor, axis: int, other: torch.Tensor | None = None) -> Operand:
     """A quantized matrix as an operand whose `axis` (-1 or 0) is contracted.
 
     `other` holds the same codes, contiguous along the other axis.
     """
     scales = q.scales if q.scale_codes is None else q.scale_codes
-    if axis == -1:
-        return QuantizedOperand(q.codes, scales, q.tensor_scale, q.cast, None if other is None else other.T)
-    scales = scales.T if scales.ndim else scales
-    return QuantizedOperand(q.codes.T, scales, q.tensor_scale, q.cast, other)
+    operand = Operand(q.codes, scales, None, q.tensor_scale, CODES, q.cast)
+    operand = operand if axis == -1 else operand.transposed()
+    if other is None:
+        return operand
+    return operand._replace(other=operand.transposed()._replace(elements=other.T if axis == -1 else other))
 
 
-def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> TiledOperand | None:
+def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Operand | None:
     """A matrix whose `axis` (-1 or 0) is contracted, as an operand that the kernel of its cast lays out.
 
     An operand whose values do not depend on the axis is laid out along both: packed codes have no transpose.
@@ -309,29 +292,34 @@ def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext)
     Returns:
         None where no kernel does it.
     """
+    operand = _laid_out(x, cast, axis, context)
+    if operand is None or not cast.ignores_axis:
+        return operand
+    return operand._replace(other=_laid_out(x, cast, -1 - axis, context))
+
+
+def _laid_out(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Operand | None:
     tiles = quantize_in_tiles(x, cast, axis, context)
     if tiles is None:
         return None
-    operand = TiledOperand(x.shape[1 + axis], tiles, cast)
-    if not cast.ignores_axis:
-        return operand
-    again = quantize_in_tiles(x, cast, -1 - axis, context)
-    assert again is not None
-    return operand._replace(other=TiledOperand(x.shape[-axis], again, cast))
+    codes, scales, outer = tiles
+    return Operand(codes, scales, None, outer, TILES, cast, x.shape[1 + axis])
 
 
-def native_product(
-    a: NativeOperand, b: NativeOperand, dtype: torch.dtype, fast: bool = False
-) -> torch.Tensor:
+def native_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """The matmul of (M, K) and (N, K) as (M, N), rounded once to `dtype`.
 
     `fast` lets Hopper accumulate in fewer bits, as is usual for fprop. Matmuls in blocks still accumulate in
     fp32, as TransformerEngine requires.
     """
     fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
-    rows = a.rows, b.rows
+    rows = _rows(a), _rows(b)
     result = torch_scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
     return result if result.shape == rows else result[: rows[0], : rows[1]]
+
+
+def _rows(x: Operand) -> int:
+    return x.rows or len(x.elements)
 
 
 def _in_blocks(cast: Cast) -> bool:
@@ -339,10 +327,9 @@ def _in_blocks(cast: Cast) -> bool:
     return cast.block is not None and cast.block[1] != 0
 
 
-def arguments(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
+def arguments(a: Operand, b: Operand) -> dict[str, Any]:
     """The keyword arguments of `scaled_mm` for two operands."""
-    a = a if isinstance(a, TiledOperand) else _padded(a)
-    b = b if isinstance(b, TiledOperand) else _padded(b)
+    a, b = (x if x.form == TILES else _padded(x) for x in (a, b))
     types_a, scale_a = _scales(a, b, first=True)
     types_b, scale_b = _scales(b, a, first=False)
     swizzles = None
@@ -360,18 +347,17 @@ def arguments(a: NativeOperand, b: NativeOperand) -> dict[str, Any]:
     }
 
 
-def _padded(x: QuantizedOperand) -> QuantizedOperand:
+def _padded(x: Operand) -> Operand:
     """Pad rows and columns to sizes that the matrix units support, with zeros for elements and scales."""
     columns = 128 if x.cast.block in ((1, 128), (128, 128)) else 32
     # torch's compiler requires full square blocks, its kernels do not.
-    missing = -x.codes.shape[0] % (128 if x.cast.block == (128, 128) else ROWS)
-    if not (missing or x.codes.shape[1] % columns):
+    missing = -x.elements.shape[0] % (128 if x.cast.block == (128, 128) else UNIT)
+    if not (missing or x.elements.shape[1] % columns):
         return x
-    codes = _pad(x.codes, (0, -x.codes.shape[1] % columns, 0, missing))
-    scales = x.scales
-    if scales.ndim and x.cast.block is not None and x.cast.block[0] == 1:
+    codes, scales = _pad(x.elements, (0, -x.elements.shape[1] % columns, 0, missing)), x.scale
+    if scales is not None and scales.ndim and x.cast.block is not None and x.cast.block[0] == 1:
         scales = _pad(scales, (0, 0, 0, missing))
-    return x._replace(codes=codes, scales=scales)
+    return x._replace(elements=codes, scale=scales)
 
 
 def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
@@ -379,8 +365,9 @@ def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
     return torch.nn.functional.pad(x, missing) if any(missing) else x
 
 
-def _elements(x: NativeOperand) -> torch.Tensor:
-    codes = x.tiles.codes if isinstance(x, TiledOperand) else pack(along_contraction(x.codes), x.cast.element)
+def _elements(x: Operand) -> torch.Tensor:
+    """The packed codes, in the dtype that torch multiplies."""
+    codes = x.elements if x.form == TILES else pack(along_contraction(x.elements), x.cast.element)
     return codes.view(_dtype_of(x.cast.element))
 
 
@@ -400,17 +387,18 @@ def along_contraction(codes: torch.Tensor) -> torch.Tensor:
     return codes.contiguous()
 
 
-def _scales(
-    x: NativeOperand, other: NativeOperand, first: bool
-) -> tuple[list[ScalingType], list[torch.Tensor]]:
+def _scales(x: Operand, other: Operand, first: bool) -> tuple[list[ScalingType], list[torch.Tensor]]:
     """(types, tensors) of an operand's scales in a matmul with the `other`."""
-    if isinstance(x, TiledOperand):
-        return _scales_in_tiles(x.cast, x.tiles.scales, x.tiles.tensor_scale)
-    rows, scales = x.rows, x.scales
+    rows, scales, outer = _rows(x), x.scale, x.outer
+    assert scales is not None
+    assert outer is not None
     if x.cast.scale in TILED:
-        assert x.cast.block is not None
-        scales = tiled(scales.repeat_interleave(x.cast.block[0], 0)[:rows])
-        return _scales_in_tiles(x.cast, scales, x.tensor_scale)
+        if x.form == CODES:
+            assert x.cast.block is not None
+            scales = tiled(scales.repeat_interleave(x.cast.block[0], 0)[:rows])
+        type_, dtype = TILED[x.cast.scale]
+        above = [] if x.cast.scale == "e8m0" else [outer]
+        return [type_, *(ScalingType.TensorWise for _ in above)], [scales.view(dtype), *above]
     if x.cast.block is None and other.cast.block is None:
         return [ScalingType.TensorWise], [scales.reshape(1)]
     if x.cast.block is None or x.cast.block[1] == 0:
@@ -420,15 +408,6 @@ def _scales(
         return [ScalingType.BlockWise1x128], [_row_major(scales.T).T]
     scales = _pad(scales, (0, -scales.shape[1] % 4))
     return [ScalingType.BlockWise128x128], [_row_major(scales).T]
-
-
-def _scales_in_tiles(
-    cast: Cast, scales: torch.Tensor, tensor_scale: torch.Tensor
-) -> tuple[list[ScalingType], list[torch.Tensor]]:
-    type_, dtype = TILED[cast.scale]
-    if cast.scale == "e8m0":
-        return [type_], [scales.view(dtype)]
-    return [type_, ScalingType.TensorWise], [scales.view(dtype), tensor_scale]
 
 
 def _row_major(x: torch.Tensor) -> torch.Tensor:

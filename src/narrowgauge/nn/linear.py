@@ -23,7 +23,7 @@ from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import attached_amax
-from narrowgauge.nn.gemm import NativeOperand
+from narrowgauge.nn.gemm import NATIVE
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
 from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, send_masters
@@ -204,9 +204,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """The weight's values that the forward matmul multiplies in this step: (N, K), float32."""
         weight_NK, operands = self._weight_pass()
         operand = operands.of(weight_NK, "fprop.w", -1)
-        if isinstance(operand, NativeOperand):
+        if operand.form in NATIVE:
             return self.forward_codes().dequantize()
-        return operand.numbers().float()
+        return operand.values().float()
 
     @torch.no_grad()
     def forward_codes(self) -> QTensor:

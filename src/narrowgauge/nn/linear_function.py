@@ -24,9 +24,9 @@ from narrowgauge.kernels import emulate
 from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.recompute import is_discarding, is_unread
-from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand, add_bias, multiply, sum_rows
+from narrowgauge.nn.gemm import ROWS, VALUES, Operand, add_bias, multiply, sum_rows
 from narrowgauge.nn.observer import evenly
-from narrowgauge.nn.operands import Operands, keep_input, keep_operand
+from narrowgauge.nn.operands import Operands, keep_input
 from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, kept_count
 from narrowgauge.quantization import cast as named_cast
@@ -53,7 +53,7 @@ class _LinearFunction(FirstOrderFunction):
             y_MN, bias_N = x_MK.new_empty(len(x_MK), len(w_NK)), None
         else:
             # A bias is added before the sum is rounded, where that is in fp32.
-            is_wide = bias_N is not None and isinstance(x, RowOperand)
+            is_wide = bias_N is not None and x.form == ROWS
             y_MN = multiply(x, w, torch.float32 if is_wide else operands.layer.compute, fast=True)
         some_x_RM = None
         if observer is not None:
@@ -62,7 +62,7 @@ class _LinearFunction(FirstOrderFunction):
         if bias_N is not None:
             y_MN = add_bias(y_MN, bias_N)
         kept_x, ctx.restore_x = keep_input(x_MK, x, operands)
-        kept_w, ctx.restore_w = keep_operand(w) if ctx.reuses_w else ((None, None, None), None)
+        kept_w, ctx.restore_w = w.kept() if ctx.reuses_w else ((None,) * 4, None)
         has_slope = bool(operands.layer.casts["fprop.w"].estimator_k)
         needs_w = not ctx.reuses_w or has_slope or observer is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept_x, some_x_RM)
@@ -76,7 +76,7 @@ class _LinearFunction(FirstOrderFunction):
 
 def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     w_NK, *kept, some_x_RM = ctx.saved_tensors
-    kept_w, kept_x = kept[:3], kept[3:]
+    kept_w, kept_x = kept[:4], kept[4:]
     del kept
     operands: Operands = ctx.operands
     layer, observer = operands.layer, operands.observer
@@ -111,7 +111,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             x = operands.again(x, "wgrad.x")
         else:
             amax = operands.input_amax if layer.saved == "input" else None
-            x = operands.of(x.values, "wgrad.x", 0, amax=amax)
+            x = operands.of(x.elements, "wgrad.x", 0, amax=amax)
         # A sum that lacks the tokens of other processes is not rounded before it is complete.
         dtype = layer.compute if operands.shard("wgrad.x") is None else torch.float32
         dw_NK = multiply(dy, x, dtype)
@@ -134,7 +134,7 @@ def _with_kept(
     operands: Operands,
     dw_NK: torch.Tensor,
     dy_MN: torch.Tensor,
-    x: AnyOperand,
+    x: Operand,
     dtype: torch.dtype,
     dy_amax: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -154,11 +154,11 @@ def _with_kept(
     channels, cast = operands.kept_channels("wgrad.x"), named_cast(casts[MEETS].keep_cast)
     context = QuantContext(shard=operands.shard(MEETS), amax=dy_amax)
     dy = Operand(*emulate(dy_MN, cast, 0, operands.layer.compute, context))
-    assert isinstance(x, Operand)  # such a matmul has no native scheme
+    assert x.form == VALUES  # such a matmul has no native scheme
     everywhere = len(channels) if shard is None else shard.axes[-1].size
     most = min(kept_count(casts["wgrad.x"].keep_channels, everywhere), len(channels))
     columns = channels.to(torch.int8).topk(most).indices  # with some that are not kept, where few are
-    kept = Operand(x.values[columns, : dy_MN.shape[0]], x.scale)
+    kept = Operand(x.elements[columns, : dy_MN.shape[0]], x.scale)
     there = multiply(dy.transposed(), kept, dtype).to(dw_NK.dtype)
     return dw_NK.index_copy_(1, columns, torch.where(channels[columns], there, dw_NK[:, columns]))
 

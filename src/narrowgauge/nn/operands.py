@@ -16,7 +16,7 @@ It also holds what the layer keeps of its input for the backward pass, the place
     a cast     the same, in another format than fprop.x's
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -24,14 +24,15 @@ import torch
 
 from narrowgauge.formats import RandomStream, pack, unpack
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.kernels.cast import Tiles, emulate_rows
+from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.nn.gemm import (
-    AnyOperand,
-    NativeOperand,
+    CODES,
+    NATIVE,
+    ROWS,
+    VALUES,
     Operand,
-    QuantizedOperand,
-    RowOperand,
-    TiledOperand,
+    Restore,
+    Tensors,
     quantized_operand,
     tiled_operand,
 )
@@ -49,13 +50,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Elements; copying the codes of such a weight to the other axis takes little longer than the launch itself.
 _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
-#: Forms of an operand: codes and scales, for torch's scaled GEMMs; parts, where the row kernel supports the
-#: tensor; values; the tensor itself, in the dtype of the matmul.
-CODES, ROWS, VALUES, WIDE = "codes", "rows", "values", "wide"
-
-Tensors = tuple[torch.Tensor | None, ...]
-#: From the three tensors that were kept, to the operand.
-Restore = Callable[..., AnyOperand]
+WIDE = "wide"  # the form of an operand that is the tensor itself, in the dtype of the matmul
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +62,8 @@ class LayerSpec:
     saved: str | Cast = "input"  #: what is kept of the input for the backward pass
     native: bool = False  #: whether narrow operands stay codes, for the hardware to multiply
     transposed: bool = False  #: whether the weight is stored (K, N)
-    #: The form of each place's operand: `CODES`, `ROWS`, `VALUES` or `WIDE`.
+    #: The form of each place's operand: `CODES`, in tiles where a kernel lays them out; `ROWS`, where the row
+    #: kernel supports the tensor; `VALUES`; or `WIDE`.
     forms: Mapping[str, str] = field(init=False)
     #: Whether wgrad reuses the operand of x of the forward pass, or something made from it.
     reuses_x: bool = field(init=False)
@@ -120,7 +116,7 @@ class Operands:
         axis: int,
         both: bool = False,
         amax: torch.Tensor | None = None,
-    ) -> AnyOperand:
+    ) -> Operand:
         """The operand that the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
 
         `both`: whether the same values are also contracted along the other axis. `amax`: max |tensor|, 0-dim
@@ -144,16 +140,17 @@ class Operands:
             return quantized_operand(q, axis, other_codes)
         parts = emulate_rows(tensor, cast, context) if form == ROWS else None
         if parts is not None:
-            rows = RowOperand(*parts)
+            rows = Operand(*parts, form=ROWS)
             if self.observer is not None:
-                self.observer.operand(Observation(place, tensor, rows.numbers(), None, cast, axis, context))
+                self.observer.operand(Observation(place, tensor, rows.values(), None, cast, axis, context))
             return rows
-        operand = Operand(*emulate(tensor, cast, axis, self.layer.compute, context))
+        values, scale = emulate(tensor, cast, axis, self.layer.compute, context)
+        operand = Operand(values, scale)
         if self.observer is not None:
-            self.observer.operand(Observation(place, tensor, *operand, cast, axis, context))
+            self.observer.operand(Observation(place, tensor, values, scale, cast, axis, context))
         return operand if axis == -1 else operand.transposed()
 
-    def of_weight(self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False) -> AnyOperand:
+    def of_weight(self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False) -> Operand:
         """`of` for the weight whose parameter is `w_NK`.
 
         Its codes are computed once per step if that is allowed, and if they are the same in each micro-batch.
@@ -168,15 +165,15 @@ class Operands:
         key = place, axis, self.step.is_training  # a history sees the weight in the first training pass
         return kept.once(key, lambda: self.of(self.weight.values(w_NK), place, axis, both))
 
-    def again(self, operand: AnyOperand, place: str) -> AnyOperand:
+    def again(self, operand: Operand, place: str) -> Operand:
         """The operand of a place that reuses another place's `operand`, contracted along the other axis.
 
         If the cast of the place has scales, the values are rounded once more.
         """
         if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
             return operand.transposed()
-        assert not isinstance(operand, NativeOperand)  # such a matmul has no native scheme
-        return self.of(operand.numbers(), place, 0)
+        assert operand.form not in NATIVE  # such a matmul has no native scheme
+        return self.of(operand.values(), place, 0)
 
     def shard(self, place: str) -> TensorShard | None:
         """The shard of a place's tensor; None if this process holds all of it."""
@@ -227,24 +224,24 @@ class Operands:
         return tensor.numel() if shard is None else shard.shape.numel()
 
 
-def keep_input(x_MK: torch.Tensor, operand: AnyOperand, operands: Operands) -> tuple[Tensors, Restore]:
+def keep_input(x_MK: torch.Tensor, operand: Operand, operands: Operands) -> tuple[Tensors, Restore]:
     """Keep a layer's input; `operand` is what fprop used."""
     layer, amax = operands.layer, operands.input_amax
     saved, fprop = layer.saved, layer.casts["fprop.x"]
     if layer.reuses_x:
         has_one_scale = fprop.is_scaled and fprop.block is None
-        if saved == "operand" and has_one_scale and isinstance(operand, Operand):
+        if saved == "operand" and has_one_scale and operand.form == VALUES:
             return _keep_codes(operand, fprop)
         keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
         if keeps_codes and layer.casts["wgrad.x"].of:
             context = operands.quant_context(x_MK, "fprop.x", amax)
             return _keep_quantized(quantize(x_MK, fprop, -1, context)[0], layer.compute, is_operand=True)
-        return keep_operand(operand)
+        return operand.kept()
     if saved == "input":
-        return keep_operand(Operand(x_MK))
+        return Operand(x_MK).kept()
     cast = fprop if isinstance(saved, str) else saved
     if not cast.is_scaled:
-        return keep_operand(Operand(emulate(x_MK, cast, -1, layer.compute)[0]))
+        return Operand(emulate(x_MK, cast, -1, layer.compute)[0]).kept()
     if saved == "operand":
         context = operands.quant_context(x_MK, "fprop.x", amax)
     else:
@@ -256,49 +253,23 @@ def keep_input(x_MK: torch.Tensor, operand: AnyOperand, operands: Operands) -> t
     return _keep_quantized(q, x_MK.dtype)
 
 
-def keep_operand(operand: AnyOperand) -> tuple[Tensors, Restore]:
-    """Keep an operand in the tensors that it consists of."""
-    if isinstance(operand, RowOperand):
-        return tuple(operand), RowOperand
-    if isinstance(operand, TiledOperand):
-        return _keep_tiles(operand.transposed())  # the backward pass wants this one alone
-    if isinstance(operand, QuantizedOperand):
-        cast = operand.cast
-        codes = operand.codes if operand.other is None else operand.other.T  # the backward pass reads these
-        return (codes, *operand[1:3]), lambda codes, scales, tensor_scale: QuantizedOperand(
-            codes, scales, tensor_scale, cast
-        )
-    return (*operand, None), lambda values, scale, _: Operand(values, scale)
-
-
-def _keep_tiles(other: TiledOperand) -> tuple[Tensors, Restore]:
-    """Keep an operand in tiles that is read along the other axis."""
-    rows, cast = other.rows, other.cast
-
-    def restore(*tiles: torch.Tensor) -> TiledOperand:
-        restored = TiledOperand(rows, Tiles(*tiles), cast)
-        return restored._replace(other=restored)
-
-    return tuple(other.tiles), restore
-
-
 def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     """Keep an operand with one scale (`emulate`) as bytes."""
-    values, scale = operand
+    values, scale = operand[:2]
     element, width, dtype = cast.element, values.shape[-1], values.dtype
 
-    def restore(packed: torch.Tensor, scale: torch.Tensor | None, _: None) -> Operand:
+    def restore(packed: torch.Tensor, scale: torch.Tensor | None, *_: None) -> Operand:
         return Operand(decoded(unpack(packed, element, width), element, dtype), scale)
 
-    return (pack(encoded(values, element), element), scale, None), restore
+    return (pack(encoded(values, element), element), scale, None, None), restore
 
 
 def _keep_quantized(q: QTensor, dtype: torch.dtype, is_operand: bool = False) -> tuple[Tensors, Restore]:
     """Keep a quantized tensor: packed codes, scales, tensor scale; restored as a tensor, or as an operand."""
     cast, blocks, width, element = q.cast, q.blocks, q.codes.shape[-1], q.cast.element
 
-    def restore(packed: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> Operand:
+    def restore(packed: torch.Tensor, scales: torch.Tensor, _: None, tensor_scale: torch.Tensor) -> Operand:
         q = QTensor(unpack(packed, element, width), scales, None, tensor_scale, cast, blocks)
         return Operand(*q.operand(dtype)) if is_operand else Operand(q.dequantize(dtype))
 
-    return (q.packed(), q.scales, q.tensor_scale), restore
+    return (q.packed(), q.scales, None, q.tensor_scale), restore

@@ -33,7 +33,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, torch_dtype
 from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.kernels.gradient_sum import add_gradient
-from narrowgauge.nn.gemm import Operand, QuantizedOperand
+from narrowgauge.nn.gemm import CODES, Operand
 from narrowgauge.quantization import (
     Cast,
     GradientState,
@@ -115,13 +115,13 @@ class GatheredWeight(Wrapper):
             return decode(self.numbers, self.cast.element) * self.scale
         return self.numbers if self.scale is None else self.numbers.float() * self.scale
 
-    def operand(self, dtype: torch.dtype, native: bool) -> Operand | QuantizedOperand:
+    def operand(self, dtype: torch.dtype, native: bool) -> Operand:
         """The operand of a matmul over the last axis, as `emulate` or (native) `quantize` would make it."""
         if self.scale is None:
             return Operand(self.numbers)
         if native:
             self.one = torch.ones_like(self.scale) if self.one is None else self.one
-            return QuantizedOperand(self.numbers, self.scale, self.one, self.cast)
+            return Operand(self.numbers, self.scale, None, self.one, CODES, self.cast)
         return Operand(decode(self.numbers, self.cast.element, dtype), self.scale)
 
     @classmethod

@@ -106,7 +106,7 @@ class AttentionContext:
             else:
                 seen = Operand(*emulate_in_context(x, cast, axis, wide, context))
         if self.observer is not None and cast is not None:
-            self.observer.operand(Observation(place, x, *seen, cast, axis, context))
+            self.observer.operand(Observation(place, x, *seen[:2], cast, axis, context))
         return seen
 
     def _quant_context(self, x: Tensor, cast: Cast, place: str, product: str) -> QuantContext:
@@ -152,7 +152,7 @@ class _Product(FirstOrderFunction):
             dc = context.operand(dc_ZMN, c_place, to_b, -2)
         a = context.operand(a_ZMC, a_place, to_b, -2)
         first, second = (dc, a) if b_turned else (a, dc)
-        db = _multiply(Operand(first.values.mT, first.scale), second, factor, context)
+        db = _multiply(Operand(first.elements.mT, first.scale), second, factor, context)
         return da_ZMC, db.unflatten(0, (len(b), -1)).sum(1).to(b.dtype), None, None, None
 
 
@@ -178,8 +178,8 @@ def _multiply(
 ) -> Tensor:
     """factor * a @ b, or a @ bᵀ if `b_turned`; several matrices of a may share one of b."""
     wide = _wide(context.dtype)
-    b_values = b.values.repeat_interleave(len(a.values) // len(b.values), dim=0)
-    c = a.values.to(wide) @ (b_values.mT if b_turned else b_values).to(wide)
+    b_values = b.elements.repeat_interleave(len(a.elements) // len(b.elements), dim=0)
+    c = a.elements.to(wide) @ (b_values.mT if b_turned else b_values).to(wide)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if scales:
         c *= math.prod(scales[1:], start=scales[0])
