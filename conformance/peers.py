@@ -40,7 +40,7 @@ from shared import checked_out
 
 import narrowgauge as ng
 from narrowgauge.formats import format, pack, round_to
-from narrowgauge.quantization.stages.hadamard import hadamard
+from narrowgauge.quantization.transforms import hadamard
 
 HERE = Path(__file__).parent
 TABLE, COLUMNS = HERE / "peers.csv", ("library", "version", "cases", "agree", "differ")

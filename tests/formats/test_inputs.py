@@ -55,6 +55,12 @@ def test_round_to_gives_values_of_the_format_in_a_dtype_that_has_them(dtype):
         assert y.dtype in (dtype, torch.float32)
 
 
+def test_many_codes_are_decoded_as_few_are():
+    codes = torch.arange(2**17 + 77).to(torch.uint8)  # on a CPU in chunks
+    few = decode(torch.arange(256, dtype=torch.uint8), ng.format("e4m3"))
+    assert torch.equal(decode(codes, ng.format("e4m3")).nan_to_num(7), few[codes.int()].nan_to_num(7))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_decode_gives_every_value_or_refuses_the_dtype(dtype):
     for fmt in (ng.format(name) for name in format_names()):

@@ -178,7 +178,7 @@ def test_recipes_that_graphs_hold_are_listed():
         assert bool(graph_gap(model_of(name), True, False)) == (name in NOT_HELD), name
 
 
-MADE_ONCE = "quantization/stages/hadamard.py:_constant"  # a process's first step, which is not recorded
+MADE_ONCE = "quantization/transforms.py:_constant"  # a process's first step, which is not recorded
 
 
 @pytest.mark.tier("nightly", keep=("fp8-delayed", "nvfp4", "fp4", "mxfp8"))

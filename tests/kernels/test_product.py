@@ -14,7 +14,7 @@ from narrowgauge.kernels.product import scaled_and_rounded, scaled_rows_and_roun
 from narrowgauge.nn.gemm import ROWS, Operand, along_contraction, multiply
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch
-from narrowgauge.quantization.stages.clamp import quantile_ranks, ranked
+from narrowgauge.quantization.transforms import quantile_ranks, ranked
 
 BF16 = torch.bfloat16
 

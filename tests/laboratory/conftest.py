@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.formats import table
-from narrowgauge.quantization import own_casts
+from narrowgauge.quantization import named_casts
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = {
@@ -20,7 +20,7 @@ TINY = {
 def registries(monkeypatch):
     """Formats and casts that a test registers belong to that test alone."""
     monkeypatch.setattr(table, "_FORMATS", dict(table._FORMATS))
-    monkeypatch.setattr(own_casts, "_FUNCTIONS", {})
+    monkeypatch.setattr(named_casts, "_FUNCTIONS", {})
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from narrowgauge.quantization.gauges.figures import (
     gauge_product,
     gauge_state,
 )
-from narrowgauge.quantization.stages.hadamard import hadamard
+from narrowgauge.quantization.transforms import hadamard
 
 
 def numbers(shape, seed=0, spread=6.0):

@@ -14,9 +14,9 @@ from narrowgauge import operating_system
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.quantization.blocks import blocks_of
-from narrowgauge.quantization.narrow import block_amax
 from narrowgauge.quantization.passes import build, c_call, in_c, in_torch
 from narrowgauge.quantization.passes.in_torch import Split
+from narrowgauge.quantization.quantize import block_amax
 from narrowgauge.quantization.scales import scales_from
 from quantization.casts import CASTS
 

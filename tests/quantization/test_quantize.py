@@ -26,7 +26,7 @@ from narrowgauge.quantization import (
     quantize_in_context,
 )
 from narrowgauge.quantization.scales import FLOAT_MAX, e8m0_code
-from narrowgauge.quantization.stages.hadamard import hadamard
+from narrowgauge.quantization.transforms import hadamard
 from narrowgauge.recipes import parse_recipe, recipe
 from quantization.by_hand import inputs
 from support.fault_table import case

@@ -14,7 +14,7 @@ from narrowgauge.quantization import (
     estimator_slope,
     make_cast,
 )
-from narrowgauge.quantization.stages.hadamard import hadamard
+from narrowgauge.quantization.transforms import hadamard
 from narrowgauge.recipes import recipe
 
 FP4_POW2 = make_cast({"cast": "fp4-row", "power_of_two": True})

@@ -10,9 +10,9 @@ import torch
 import narrowgauge as ng
 from narrowgauge.formats import random_stream
 from narrowgauge.quantization import GradientState, QuantizedState, cast_names, make_cast, state_cast_names
-from narrowgauge.quantization.stages.state import code_values, to_codes
 from narrowgauge.quantization.state import quantized_state
-from narrowgauge.quantization.state.prescale import PreScale, applied, next_mu
+from narrowgauge.quantization.state.gradient_state import PreScale, applied, next_mu
+from narrowgauge.quantization.state.quantized_state import code_values, to_codes
 
 ROWS, COLUMNS = 48, 384
 ALL = [*cast_names(), *state_cast_names()]

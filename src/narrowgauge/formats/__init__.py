@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from narrowgauge.formats.counter_rng import RandomStream as RandomStream
     from narrowgauge.formats.counter_rng import random_stream as random_stream
     from narrowgauge.formats.counter_rng import stream_key as stream_key
-    from narrowgauge.formats.dtypes import holds as holds
-    from narrowgauge.formats.dtypes import require_values as require_values
     from narrowgauge.formats.format import Format as Format
     from narrowgauge.formats.format import Specials as Specials
+    from narrowgauge.formats.rounding import holds as holds
+    from narrowgauge.formats.rounding import require_values as require_values
     from narrowgauge.formats.rounding import round_finite as round_finite
     from narrowgauge.formats.rounding import round_finite_ as round_finite_
     from narrowgauge.formats.rounding import round_to as round_to

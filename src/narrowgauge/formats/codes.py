@@ -16,12 +16,12 @@ import torch
 
 from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
-from narrowgauge.formats.dtypes import holds
 from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import CHUNK, in_chunks, round_to
+from narrowgauge.formats.rounding import holds, round_to
 from narrowgauge.formats.table import torch_dtype
 
 _BIAS, _MANTISSA = 127, 23  # of float32
+_CHUNK = 2**17  # elements; with temporaries, roughly the size of a core's L2 cache
 
 
 def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -74,10 +74,11 @@ def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
         raise UserError(f"{dtype} does not hold every value of {fmt.name}; decode to torch.float32")
     if is_gpu(codes.device) and fmt.bits == 8 and (of_torch := torch_dtype(fmt)) is not None:
         return codes.view(of_torch).to(torch.float32).to(dtype)  # torch's conversion, exact in this direction
-    if not in_chunks(codes):
+    is_eager_cpu = codes.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (is_eager_cpu and codes.numel() > _CHUNK and codes.is_contiguous()):
         return _decode(codes, fmt).to(dtype)
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for chunk, out in zip(codes.view(-1).split(CHUNK), values.view(-1).split(CHUNK), strict=True):
+    for chunk, out in zip(codes.view(-1).split(_CHUNK), values.view(-1).split(_CHUNK), strict=True):
         out.copy_(_decode(chunk, fmt))
     return values
 

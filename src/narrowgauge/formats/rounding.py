@@ -24,22 +24,58 @@ Arithmetic runs in fp32, whose 24 bits hold x / q exactly, or in fp64 where fp32
 The slow reference, `conformance/oracle/rounding.py`, passes the same tests.
 """
 
+from operator import ge
+from typing import Any
+
 import torch
 
-from narrowgauge.errors import unknown
+from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import table
-from narrowgauge.formats.counter_rng import Randomness, RandomStream, uniform_for
-from narrowgauge.formats.dtypes import StraightThrough, holds, require_values
-from narrowgauge.formats.format import Format
+from narrowgauge.formats.counter_rng import Randomness, uniform_for
+from narrowgauge.formats.format import Format, Specials
 from narrowgauge.formats.table import RANDOM_BITS, ROUNDINGS
 
-CHUNK = 2**17  # elements; with temporaries, roughly the size of a core's L2 cache
+_FORMATS = {table.torch_dtype(fmt): fmt for fmt in map(table.format, table.format_names())}
+_FORMATS[torch.float64] = Format("fp64", 11, 52, 1023, Specials.IEEE)
 
 # The working precision: (integer dtype of the same width, exponent mask, mantissa bits, exponent bias).
 _LAYOUT = {
     torch.float32: (torch.int32, 0x7F800000, 23, 127),
     torch.float64: (torch.int64, 0x7FF0000000000000, 52, 1023),
 }
+
+
+def require_values(x: object) -> None:
+    """Refuse what is not a dense tensor of floating-point values: the check of all functions for users."""
+    if not isinstance(x, torch.Tensor):
+        raise UserError(f"x is of type {type(x).__name__}: it must be a tensor; torch.tensor(x) makes one")
+    if x.is_nested:
+        raise UserError("x is nested: it must be a dense tensor; give the tensors of x.unbind()")
+    if x.layout is not torch.strided:
+        raise UserError(f"x is {x.layout}: it must be a dense tensor; give x.to_dense()")
+    if x.dtype not in _FORMATS:
+        mend = "view_as_real" if x.is_complex() else "dequantize" if x.is_quantized else "Tensor.float"
+        raise UserError(f"x is of dtype {x.dtype}: it must be of a floating-point one; give torch.{mend}(x)")
+
+
+def holds(dtype: torch.dtype, fmt: Format) -> bool:
+    """Whether a dtype has every value of a format, its infinity and its -0."""
+    own = _FORMATS.get(dtype)
+    return own is not None and all(map(ge, own.extent, fmt.extent))
+
+
+class StraightThrough(torch.autograd.Function):
+    """`rounded`, with the gradient of x: rounding itself has the gradient 0 almost everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+        """The rounded values."""
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient, unchanged."""
+        return gradients[0], None
 
 
 def round_to(
@@ -88,25 +124,6 @@ def round_finite_(
     random_bits: int = RANDOM_BITS,
 ) -> torch.Tensor:
     """`round_finite` in place: the inner loop of every quantizer. Returns x."""
-    # A chunk must know which random bits belong to it; a torch.Generator only has an order.
-    is_indexed = rounding != "stochastic" or isinstance(generator, RandomStream)
-    if not is_indexed or not in_chunks(x):
-        return _round_(x, fmt, rounding, generator, random_bits)
-    for number, chunk in enumerate(x.view(-1).split(CHUNK)):
-        bits = generator.from_element(number * CHUNK) if isinstance(generator, RandomStream) else generator
-        _round_(chunk, fmt, rounding, bits, random_bits)
-    return x
-
-
-def in_chunks(x: torch.Tensor) -> bool:
-    """Whether to process a tensor in chunks that fit a CPU's cache; otherwise memory bounds the speed."""
-    is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    return is_eager_cpu and x.numel() > CHUNK and x.is_contiguous()
-
-
-def _round_(
-    x: torch.Tensor, fmt: Format, rounding: str, generator: Randomness, random_bits: int = RANDOM_BITS
-) -> torch.Tensor:
     above_smallest = x > fmt.smallest_normal if not fmt.zero else None
     x.clamp_(-fmt.max, fmt.max)
     exponent = exponent_bits(x, fmt)

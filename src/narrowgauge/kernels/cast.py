@@ -34,7 +34,7 @@ from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.passes.c_call import c_library
 from narrowgauge.quantization.passes.implementations import kernel_gap, rows_gap
 from narrowgauge.quantization.quantize import emulate_in_context, operand_dtype, quantize_in_context
-from narrowgauge.quantization.stages.clamp import quantile_ranks
+from narrowgauge.quantization.transforms import quantile_ranks
 
 
 def quantize(

@@ -14,7 +14,7 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.quantization import QuantizedState, shard_of
-from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
+from narrowgauge.quantization.sharding.shard import all_reduce_amaxes
 
 TENSORS_A_BATCH = 2**22  # elements of a batch
 

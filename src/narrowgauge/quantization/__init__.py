@@ -17,16 +17,15 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.named_casts import state_cast_names as state_cast_names
     from narrowgauge.quantization.quantize import QTensor as QTensor
     from narrowgauge.quantization.quantize import emulate as emulate
+    from narrowgauge.quantization.quantize import estimator_slope as estimator_slope
     from narrowgauge.quantization.quantize import operand_dtype as operand_dtype
     from narrowgauge.quantization.quantize import quantize as quantize
     from narrowgauge.quantization.quantize import quantize_in_context as quantize_in_context
     from narrowgauge.quantization.sharding.shard import ShardAxis as ShardAxis
     from narrowgauge.quantization.sharding.shard import TensorShard as TensorShard
     from narrowgauge.quantization.sharding.shard import full_axis as full_axis
-    from narrowgauge.quantization.stages.channels import kept_count as kept_count
-    from narrowgauge.quantization.stages.channels import largest_channels as largest_channels
-    from narrowgauge.quantization.stages.estimator import estimator_slope as estimator_slope
     from narrowgauge.quantization.state.gradient_state import GradientState as GradientState
+    from narrowgauge.quantization.state.gradient_state import PreScale as PreScale
     from narrowgauge.quantization.state.narrow_tensor import NarrowTensor as NarrowTensor
     from narrowgauge.quantization.state.parameter_state import ParamState as ParamState
     from narrowgauge.quantization.state.parameter_state import ensure_state as ensure_state
@@ -40,9 +39,10 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.state.parameter_state import state_of as state_of
     from narrowgauge.quantization.state.parameter_state import stored_tensor as stored_tensor
     from narrowgauge.quantization.state.parameter_state import write_weight as write_weight
-    from narrowgauge.quantization.state.prescale import PreScale as PreScale
     from narrowgauge.quantization.state.quantized_state import QuantizedState as QuantizedState
     from narrowgauge.quantization.transforms import clamp_outliers as clamp_outliers
+    from narrowgauge.quantization.transforms import kept_count as kept_count
+    from narrowgauge.quantization.transforms import largest_channels as largest_channels
     from narrowgauge.quantization.transforms import local_channels as local_channels
     from narrowgauge.quantization.transforms import squared_norms as squared_norms
 else:

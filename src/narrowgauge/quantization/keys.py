@@ -14,7 +14,7 @@ the grid by
 
 and multiplies the weight's gradient by its slope |u|^(1/k - 1) / k. The slope is 1/k on the grid, rises to
 infinity half way between two points, where rounding jumps, and is limited by a cap
-(`stages.estimator`).
+(`quantize.estimator_slope`).
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def key(
 class Keys:
     """The keys, in the order in which casts are written.
 
-    Scales are computed in `scales.py`, candidates are compared in `narrow.py`, and what happens to a
+    Scales are computed in `scales.py`, candidates are compared in `passes`, and what happens to a
     tensor before its blocks get scales is in `transforms.py`.
     """
 
@@ -135,7 +135,7 @@ class Keys:
     of: str = key("", _LAYER | C.KERNEL | C.MEMORYLESS)
     #: The share of channels (columns, as stored) that are kept in `keep_cast`, the largest by norm; 0 for
     #: none. The rest of the tensor has zeros there, and the kept part has zeros everywhere else
-    #: (`stages.channels`).
+    #: (`transforms`).
     keep_channels: float = key(0.0, C.OPERAND | C.SOURCE | C.TORCH | C.C | C.TOKENWISE)
     #: The name of their cast. Alone, in wgrad.dy: the cast in which the output gradient meets the channels
     #: that wgrad.x keeps.
@@ -166,7 +166,7 @@ class Keys:
     scale_rule: str | None = key(None, _CHOSEN | C.KERNEL, (*E8M0_RULES, None), "scale rule", kind=str)
     #: How elements are rounded to the grid of their format: a name of `formats.ROUNDINGS`.
     rounding: str = key("nearest-even", _CHOSEN | _FUSED | C.ADAMW, ROUNDINGS)
-    #: The number of elements in a group of the Hadamard transform along the contraction (`stages.hadamard`);
+    #: The number of elements in a group of the Hadamard transform along the contraction (`transforms`);
     #: 0 for none.
     hadamard: int = key(0, _TRANSFORM | C.ATTENTION | C.NATIVE | C.KERNEL | C.TOKENWISE)
     #: The share of the largest element that scales aim at. 16/17 makes NVFP4 free of clipping, because
@@ -187,17 +187,17 @@ class Keys:
     history_algorithm: str = key("max", _OVER_TIME, ("max", "most_recent"), "history algorithm")
     #: With a history, the number of binades left free above the amax.
     margin: int = key(0, _OVER_TIME)
-    #: The quantile beyond which a tensor is clamped, on both sides (`stages.clamp`); 0 for no clamp.
+    #: The quantile beyond which a tensor is clamped, on both sides (`transforms`); 0 for no clamp.
     outliers: float = key(0.0, _TRANSFORM | C.SOURCE | C.SAVED | C.NATIVE | C.ROWS | C.SAME_LAYOUT)
     #: Whether the clamped remainder is added back in high precision.
     compensate: bool = key(False, _TRANSFORM | C.SOURCE | C.KEPT | C.ROWS | C.TOKENWISE | C.ANY_AXIS)
-    #: Whether each block of state is first stretched to the format's full range (`stages.state`).
+    #: Whether each block of state is first stretched to the format's full range (`state.quantized_state`).
     expand: bool = key(False, _STATE | C.C | C.MEMORYLESS)
     #: The table that codes of state index, one of `CODEBOOKS`, or "" for none; with a table, the element
     #: only specifies the width of a code.
     codebook: str = key("", _STATE | C.MEMORYLESS, kind=())
     #: Whether the scale of a stored gradient is multiplied by a factor that adapts to the room it needs
-    #: (`state.prescale`).
+    #: (`state.gradient_state`).
     prescale: bool = key(False, _STATE | C.KERNEL | C.C | C.ADAMW | C.REDUCE)
     #: The k of the differentiable gradient estimator of a weight; 0 for the straight-through estimator.
     estimator_k: float = key(0.0, _ESTIMATOR)

@@ -1,12 +1,25 @@
 """Quantizes a tensor and restores it.
 
 `quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on them would see: the
-same values in a high-precision dtype, so that any device can compute with them. Both run the same passes
-(`narrow.py`), so an emulated GEMM uses exactly the values that are stored.
+same values in a high-precision dtype, so that any device can compute with them. Both round through `narrow`,
+so an emulated GEMM uses exactly the values that are stored.
+
+One engine rounds the elements of a tensor that is split into blocks (`passes.in_c` on a CPU, else
+`passes.in_torch`), in one pass if no scale depends on more than its block. What does is found before
+(`_known`): the amax that an outer scale comes from, the amaxes of blocks that processes share, a scale that
+is given or rounded stochastically, and a correction.
+
+Scales come from the amax of each block (`scales.py`). With `candidates`, a block is rounded once for each
+candidate magnitude and keeps the scale with the least error; `correct` multiplies the scales by the factor
+that makes a projection exact.
+
+A block that contains NaN or infinity gets the scale NaN: non-finite values never come out finite, even in
+formats that have no code for them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,17 +37,24 @@ from narrowgauge.formats import (
     require_values,
     torch_dtype,
 )
+from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.named_casts import cast as named_cast
-from narrowgauge.quantization.named_casts import make_cast
-from narrowgauge.quantization.narrow import narrow
-from narrowgauge.quantization.own_casts import values_of
+from narrowgauge.quantization.named_casts import make_cast, values_of
+from narrowgauge.quantization.passes import in_c, in_torch
 from narrowgauge.quantization.passes.in_torch import Narrowed, Split
-from narrowgauge.quantization.stages.channels import joined, may_pick, parted
-from narrowgauge.quantization.transforms import Prepared, kept_channels, prepare
+from narrowgauge.quantization.scales import Scales, rounded
+from narrowgauge.quantization.transforms import (
+    Prepared,
+    kept_channels,
+    may_pick,
+    merge_channels,
+    prepare,
+    split_channels,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -201,7 +221,7 @@ def emulate_in_context(
         channels, rest, kept = _apart(x, cast, axis, dtype, context)
         values, scale = emulate_in_context(rest, cast.of_the_rest, axis, dtype, context)
         values = values if scale is None else values.float().mul_(scale)
-        return joined(values, _as_long(kept, values.shape), channels), None
+        return merge_channels(values, _as_long(kept, values.shape), channels), None
     if cast.function:
         if context.shard is not None:
             raise UserError(
@@ -265,7 +285,7 @@ def _apart(
         rest, alone = x.clone().index_fill_(-1, columns, 0.0), x.index_select(-1, columns)
     else:
         columns = None
-        rest, alone = parted(x, channels)
+        rest, alone = split_channels(x, channels)
     kept, scale = emulate_in_context(alone, keep, axis, dtype, plain)
     kept = kept if scale is None else kept.float() * scale
     if columns is not None:
@@ -309,3 +329,81 @@ def _times_above(numbers: torch.Tensor, above: torch.Tensor, columns: int, axis:
     if rest:
         numbers.narrow(axis, whole * columns, rest).mul_(above.narrow(axis, whole, 1))
     return numbers
+
+
+def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
+    """Elements, scales of blocks and outer scale of a split tensor (`passes.in_torch.narrow`)."""
+    engine = in_c if in_c.supports(s.x, s.blocks, s.cast, dtype) else in_torch
+    return engine.narrow(_known(engine, s), result, dtype)
+
+
+def scales_of(s: Split) -> Scales:
+    """The scales of a split tensor's blocks; for a sharded tensor, the global one's."""
+    engine = in_c if in_c.supports(s.x, s.blocks, s.cast) else in_torch
+    return engine.scales(_known(engine, s))[0]
+
+
+def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The amax of each block of a split tensor: float32, inner dimensions kept with size 1."""
+    return (in_c if in_c.supports(split, blocks) else in_torch).amax(split, blocks)
+
+
+def _known(engine: ModuleType, s: Split) -> Split:
+    """A split tensor with what must be known before its elements are rounded."""
+    cast, context, plain = s.cast, s.context, s.cast.uncorrected
+    is_given = context.scale is not None or plain.scale_rounding != "nearest-even"
+    amax: torch.Tensor | None = None
+    over: torch.Tensor | None = None
+    if cast.block is None or context.shard is not None or cast.has_row_scales or is_given:
+        amax = context.global_amax(engine.amax(s.x, s.blocks), cast, s.axis)
+    if cast.has_row_scales and amax is not None:
+        over = context.row_amax(in_torch.finite(amax), s.blocks, s.axis, cast)
+    elif cast.tensor_scale != "none":
+        amax, top = engine.largest(s.x, s.blocks) if amax is None else (amax, in_torch.finite(amax))
+        over = context.tensor_amax(top)
+    s = s._replace(cast=plain, amax=amax, over=over)
+    if is_given:
+        s = s._replace(scales=in_torch.best(s, _bits_of_scales(s)))
+    if cast.correct:
+        s = s._replace(scales=_corrected(s._replace(cast=cast), *engine.scales(s, with_sums=True)))
+    return s._replace(cast=cast)
+
+
+def _bits_of_scales(s: Split) -> Randomness:
+    """The random bits of scales that are rounded stochastically."""
+    is_random = s.cast.scale_rounding == "stochastic"
+    return s.context.random_over_grid(s.blocks, s.cast, s.axis) if is_random else None
+
+
+def _corrected(s: Split, found: Scales, sums: tuple[torch.Tensor, ...]) -> Scales:
+    """Scales times the factor that makes each group's projection on itself exact, rounded again."""
+    assert s.cast.block is not None
+    dim = s.blocks.grid_dim(s.axis % len(s.blocks.size))
+    per_group = max(s.cast.hadamard // s.cast.block[1], 1)
+    above, below = (in_torch.in_order(t.unflatten(dim, (-1, per_group)), dim + 1) for t in sums)
+    factor = torch.where(below == 0, 1.0, above / below)
+    factor = factor.repeat_interleave(per_group, dim + 1).flatten(dim, dim + 1)
+    scale = torch.where(found.finite, found.block, 1.0) * factor
+    block, _ = rounded(scale, s.cast, _bits_of_scales(s))
+    return found._replace(block=torch.where(found.finite, block, torch.nan))
+
+
+def estimator_slope(
+    w: torch.Tensor, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
+) -> torch.Tensor:
+    """The slope of rounding at each element of a weight, float32 in the weight's shape.
+
+    Args:
+        w: The weight in high precision.
+        cast: A cast with fp32 scales; its `estimator_k` and `estimator_cap` are k and the cap.
+        axis: The axis that blocks lie along.
+        context: The context; it has the shard if the weight is sharded.
+    """
+    blocks = blocks_of(w.shape, cast, axis)
+    split = blocks.split(w.detach())
+    t = split.float() * scales_of(Split(split, blocks, cast, axis, context)).encode
+    t.abs_().clamp_(max=cast.element.max)
+    t.mul_(inverse_quantum(exponent_bits(t, cast.element), cast.element, t.dtype))  # in units of d, exact
+    slope = t.sub_(t.floor()).mul_(2).sub_(1).abs_()
+    slope.pow_(1 / cast.estimator_k - 1).div_(cast.estimator_k).clamp_(max=cast.estimator_cap)
+    return blocks.merge(slope)

@@ -42,7 +42,7 @@ element is ever clipped, because rounding a scale to E4M3 lowers it by at most 1
 
 With `candidates`, each magnitude c that a block's amax may be mapped to gives a scale that is larger by max /
 c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is fl(fl(amax / 6) *
-S). The one with the least error is chosen (`narrow.py`; arXiv 2512.02010).
+S). The one with the least error is chosen (`passes.in_torch.best`; arXiv 2512.02010).
 
 `correct = "projection"` (MS-EDEN; arXiv 2601.22813) rounds a scale twice. Elements q are those under the
 nearest scale s. Then, over a Hadamard group, with t the values in units of their block's scale,

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.errors import UserError
-from narrowgauge.quantization.stages.clamp import ranked
+from narrowgauge.quantization.transforms import ranked
 from narrowgauge.runs.monitor import hardware
 
 # What raises under `torch.use_deterministic_algorithms(True)` on a GPU: of its documentation what a

@@ -6,8 +6,8 @@ with MAX finds for all weights of a bucket:
 
     scale = fp32_scale(MAX over ranks of amax) * mu
 
-A NaN or an infinity anywhere counts as infinite (MAX of a NaN is not the same on all backends), and makes
-the whole sum NaN on all ranks. mu is the factor of automatic pre-scaling (`quantization.state.prescale`),
+A NaN or an infinity anywhere counts as infinite (MAX of a NaN is not the same on all backends), and makes the
+whole sum NaN on all ranks. mu is the factor of automatic pre-scaling (`quantization.state.gradient_state`),
 if the cast uses it. The number of elements that overflow, before the sum or in it, is summed over the ranks
 as integers, so that mu stays bit-identical on all of them.
 
@@ -25,7 +25,7 @@ from narrowgauge.formats import encode_finite_, round_finite_, torch_dtype
 from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.quantization.scales import FLOAT_MAX, fp32_scale
-from narrowgauge.quantization.state.prescale import applied
+from narrowgauge.quantization.state.gradient_state import applied
 
 
 @dataclass(frozen=True, slots=True)

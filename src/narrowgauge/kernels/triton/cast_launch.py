@@ -16,7 +16,7 @@ from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_conver
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, operand_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.scales import scales_from
-from narrowgauge.quantization.stages.hadamard import hadamard, transform
+from narrowgauge.quantization.transforms import hadamard, transform
 from narrowgauge.torch_compat import unobserved
 
 #: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),

@@ -42,12 +42,10 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of, chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
-from narrowgauge.quantization.narrow import block_amax, scales_of
 from narrowgauge.quantization.passes.in_torch import Split
-from narrowgauge.quantization.quantize import prepared_by
-from narrowgauge.quantization.stages.channels import parted
+from narrowgauge.quantization.quantize import block_amax, prepared_by, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState, stored_scales
-from narrowgauge.quantization.transforms import kept_channels
+from narrowgauge.quantization.transforms import kept_channels, split_channels
 from narrowgauge.torch_compat import not_strict
 
 BINADES = 16
@@ -97,7 +95,7 @@ def _gauge_parts(
 ) -> torch.Tensor:
     """The vector of a tensor with kept channels: that of the others, with sums over both."""
     channels = kept_channels(x, cast, context)
-    (rest, alone), (seen_rest, seen_alone) = parted(x, channels), parted(seen, channels)
+    (rest, alone), (seen_rest, seen_alone) = split_channels(x, channels), split_channels(seen, channels)
     vector = gauge_operand(rest, seen_rest, cast.of_the_rest, axis, context)
     seen_alone = seen_alone[tuple(slice(0, n) for n in x.shape)]  # drop the padding of a transform
     factor = vector[_HEAD.index("factor")].float()

@@ -1,7 +1,7 @@
 """Quantization as torch operations: the reference, which the C (`in_c`) must match bit for bit.
 
 An engine has four functions: `amax` and `largest` of blocks, `narrow`, which rounds elements, and `scales`
-alone. `quantization.narrow` calls the one that supports a tensor. All engines read a `Split`.
+alone. `quantization.quantize` calls the one that supports a tensor. All engines read a `Split`.
 """
 
 from typing import NamedTuple

@@ -9,8 +9,13 @@ index of each of its elements, because random bits are a function of that index.
 
 A shard is the Cartesian product of its axes: rows {0 1 6 7} and columns {4 .. 7} are 16 elements. Rows may
 come in several segments, as in a fused [q | k | v] where each rank holds some heads of each.
+
+The amax of a global tensor is one all-reduce with MAX, a count one with a sum, and a round trip costs the
+same for a hundred tensors as for one: `all_reduce_amaxes` and `all_reduce_shares` make one for all that are
+sharded alike.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,7 +23,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import all_reduce_max, comm_tag
+from narrowgauge.collectives import Group, all_reduce_max, all_reduce_sum, comm_tag, local_amax
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
 from narrowgauge.quantization.cast import Cast
@@ -228,3 +233,48 @@ def _divided(axis: ShardAxis, what: str, cast: Cast) -> UserError:
         f"cast {cast.name!r} has {what}, and dividing {axis.size} entries over the ranks would cut some of "
         "them; use fewer ranks on that axis of [parallel], or other dimensions"
     )
+
+
+Shards = Sequence[TensorShard | None]
+
+
+def all_reduce_amaxes(tensors: Sequence[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
+    """The amax of each global tensor, 0-dim, infinite where a sharded one is not finite.
+
+    Args:
+        tensors: The local tensors.
+        shards: The shard of each; None for one that is not sharded.
+    """
+    return _reduce_alike([local_amax(t) for t in tensors], shards, all_reduce_max)
+
+
+def all_reduce_shares(masks: Iterable[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
+    """The fraction of each global tensor's elements for which a bool tensor is true, 0-dim float32.
+
+    Args:
+        masks: The local bool tensors, made one at a time.
+        shards: The shard of each; None for one that is not sharded.
+    """
+    counts, sizes = [], []
+    for shard, mask in zip(shards, masks, strict=True):
+        counts.append(torch.count_nonzero(mask))
+        sizes.append(mask.numel() if shard is None else shard.shape.numel())
+    totals = _reduce_alike(counts, shards, all_reduce_sum)
+    return [total.float() / max(size, 1) for total, size in zip(totals, sizes, strict=True)]
+
+
+def _reduce_alike(
+    values: list[torch.Tensor],
+    shards: Shards,
+    reduce: Callable[[torch.Tensor, Sequence[Group]], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Reduce a 0-dim value of each tensor over the ranks that share it, in place in the list."""
+    alike: dict[tuple[Group, ...], list[int]] = {}
+    for i, shard in enumerate(shards):
+        if shard is not None and shard.groups:
+            alike.setdefault(tuple(shard.groups), []).append(i)
+    for groups, members in alike.items():
+        reduced = reduce(torch.stack([values[i] for i in members]), groups)
+        for i, value in zip(members, reduced.unbind(), strict=True):
+            values[i] = value
+    return values
