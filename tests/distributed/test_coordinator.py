@@ -6,8 +6,7 @@ import socket
 import pytest
 
 from narrowgauge.distributed import World
-from narrowgauge.distributed.process_group import rendezvous
-from narrowgauge.distributed.process_group.rendezvous import open_store, register
+from narrowgauge.distributed.process_group.rendezvous import open_store
 from narrowgauge.errors import UserError
 
 
@@ -35,19 +34,6 @@ def test_a_name_that_no_host_has_is_refused_at_once_by_every_rank(number):
     world = World(number, 2, number, 2, 0, 1, "no host..here", 29500)
     with pytest.raises(UserError, match=r"no host has the name 'no host\.\.here'.*set MASTER_ADDR"):
         open_store(world, {}, 300, keep=number == 0)
-
-
-def test_a_rank_that_waits_says_for_whom(port, monkeypatch, capsys):
-    monkeypatch.setattr(rendezvous, "_SAY_S", 0.0)
-    alone = [World(r, 2, 0, 1, r, 2, "localhost", port) for r in (0, 1)]
-    with pytest.raises(UserError, match="finds no store"):
-        open_store(alone[1], {}, 0.2)
-    said = f"rank 1 waits for rank 0 at localhost:{port}, where nobody answers (for up to 0.2 s)\n"
-    assert capsys.readouterr().err == f"narrowgauge: {said}"
-    with pytest.raises(UserError, match=r"after 0\.2 s 1 of 2 ranks are here, and rank 1 missing"):
-        register(open_store(alone[0], {}, 5, keep=True), alone[0], 0.2)
-    said = "1 of 2 ranks are here, and rank 1 missing (for up to 0.2 s)\n"
-    assert capsys.readouterr().err == f"narrowgauge: {said}"
 
 
 #: The ranks that come and the size that each was told, for how long they wait, what is printed once.

@@ -64,15 +64,6 @@ def test_torchrun_hands_a_signal_on_and_its_processes_save(torchrun, run, number
     assert run.text("saved") == run.text("step-of-1") + "\n"
 
 
-@pytest.mark.tier("thorough")
-def test_when_torchrun_is_killed_its_processes_die(torchrun, run):
-    launcher = torchrun()
-    run.until(run.is_under_way)
-    pids = [run.pid(0), run.pid(1)]
-    launcher.send(signal.SIGKILL)
-    run.until(lambda: not any(map(alive, pids)), 5)
-
-
 @pytest.mark.tier("nightly")  # test_coordinator.py shows it without torchrun
 def test_when_one_process_is_killed_torchrun_ends_the_others(torchrun, run):
     launcher = torchrun()

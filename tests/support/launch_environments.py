@@ -87,12 +87,3 @@ DEVICES = [
     (BY_SCRIPT, 1, None),
     (f"{TORCHRUN} CUDA_VISIBLE_DEVICES=0", 1, None),
 ]
-
-# Variables of torchrun or mpirun that cannot be, and words of the sentence.
-CONTRADICTIONS = {
-    "no size": ("RANK=0", "WORLD_SIZE is not"),
-    "no rank": ("WORLD_SIZE=2", "RANK is not"),
-    "beyond the size": ("RANK=5 WORLD_SIZE=2 LOCAL_RANK=5 MASTER_ADDR=a", "5 of 2"),
-    "no number": ("RANK=first WORLD_SIZE=2", "not a whole number"),
-    "nowhere to meet": ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0", "MASTER_ADDR"),
-}

@@ -179,6 +179,7 @@ class Nvml(SimpleNamespace):
 
     NVMLError, nvmlMemory_v2, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = RuntimeError, 2, 2, 0
     nvmlSystemGetDriverVersion = staticmethod(lambda: "570.86.10")
+    nvmlSystemGetCudaDriverVersion_v2 = staticmethod(lambda: 12080)
     nvmlDeviceGetCount = staticmethod(lambda: 3)
     nvmlDeviceGetHandleByIndex = staticmethod(lambda index: f"GPU-{index}")
     nvmlDeviceGetUUID = staticmethod(lambda gpu: gpu)
@@ -200,7 +201,8 @@ def test_what_the_driver_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
     facts, uses = gpus._nvidia()
     links = ("NVLink", "PHB", "SYS")
-    assert facts == {"driver": "570.86.10", "capabilities": ((9, 0),) * 3, "links": links}
+    versions = {"driver": "570.86.10", "driver_cuda": (12, 8)}
+    assert facts == versions | {"capabilities": ((9, 0),) * 3, "links": links}
     assert uses["GPU-1"] == {"used": 4 << 20, "busy": 99, "processes": (9,)}
     assert uses["GPU-2"] == {"used": None, "busy": None, "processes": ()}
     monkeypatch.setitem(sys.modules, "pynvml", None)  # it is not installed

@@ -4,7 +4,6 @@ Machine code for sm_XY runs on a GPU of capability X.Z with Z >= Y; PTX, called 
 ("CUDA C++ Programming Guide", binary and PTX compatibility).
 """
 
-import ctypes
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -54,7 +53,6 @@ def collect_hardware(torch: TorchReport) -> Hardware:
     return Hardware(
         makers=makers or tuple(gpu.maker for gpu in gpus),
         on_bus=_on_bus(),
-        driver_cuda=_driver_cuda(),
         gpus=gpus,
         error=torch.gpu_error,
         fabric=any(Path("/sys/class/infiniband").glob("*")),
@@ -96,9 +94,11 @@ def _nvidia() -> tuple[dict[str, Any], Uses]:
 
     if not gpus:
         return {}, {}
+    cuda = told("nvmlSystemGetCudaDriverVersion_v2")  # of libcuda.so.1: none where that does not load
     capabilities = [told("nvmlDeviceGetCudaComputeCapability", gpu) for gpu in gpus]
     return {
         "driver": told("nvmlSystemGetDriverVersion") or "",
+        "driver_cuda": cuda and (cuda // 1000, cuda % 1000 // 10),
         "capabilities": tuple(filter(None, capabilities)),
         "links": tuple(sorted({link(a, b) for a, b in combinations(gpus, 2)} - {""})),
     }, uses
@@ -125,17 +125,6 @@ def _amd_gpus() -> int:
         is_gpu = re.search(r"^simd_count [1-9]", _text(node / "properties"), re.MULTILINE)
         count += bool(is_gpu and sum(map(int, sizes)) >= LIMITS["gpu"]["integrated"])
     return count
-
-
-def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the NVIDIA driver supports, from the library that torch loads."""
-    try:
-        library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-        if library.cuDriverGetVersion(ctypes.byref(version)):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 def joined(gpus: Sequence[Mapping[str, Any]], uses: Uses) -> tuple[Gpu, ...]:

@@ -1,7 +1,9 @@
 """The smallest number of devices on which a run fits, with its state sharded over them."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.simulate import Memory, estimate_memory
@@ -38,6 +40,7 @@ def fewest_devices(
     has_replicas = parallel_dims.pipeline > 1 and parallel_dims.context > 1
     shards = [n for n in shards if n >= max(least, 1 + has_replicas) and n % parallel_dims.expert == 0]
 
+    @cache
     def of(shard: int) -> Fewest:
         share = batch // shard // parallel_dims.pipeline
         size = max(n for n in range(1, min(micro, share) + 1) if batch // shard % n == 0)
@@ -49,12 +52,6 @@ def fewest_devices(
         shards, found = [n for n in shards if n <= parallel_dims.shard], Fewest(parallel_dims, micro, memory)
     elif not shards or not fits((found := of(shards[-1])).memory, found.parallel_dims):
         return None
-    low, high = 0, len(shards) - 1  # those before `low` do not fit, `high` does
-    while low < high:
-        middle = (low + high) // 2
-        tried = of(shards[middle])
-        if fits(tried.memory, tried.parallel_dims):
-            found, high = tried, middle
-        else:
-            low = middle + 1
-    return found
+    last = len(shards) - 1  # which fits
+    first = bisect_left(shards, True, hi=last, key=lambda n: fits(of(n).memory, of(n).parallel_dims))
+    return of(shards[first]) if first < last else found

@@ -104,12 +104,9 @@ class Coordinator:
         """Rank 0's value, which must be JSON-serialisable, on all ranks."""
         if self.control is None:
             return value
-        text = json.dumps(value).encode() if self.rank == 0 else b""
-        size = torch.tensor([len(text)])
-        dist.broadcast(size, 0, group=self.control)
-        data = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self.control)
-        return json.loads(data.numpy().tobytes())
+        text = [json.dumps(value) if self.rank == 0 else None]
+        dist.broadcast_object_list(text, 0, group=self.control)
+        return json.loads(str(text[0]))
 
     def record_failures_in(self, directory: Path, report_cause: Callable[[str], None]) -> None:
         """Write stacks (hang/) and tracebacks (errors/) to a directory, which must be this run's.

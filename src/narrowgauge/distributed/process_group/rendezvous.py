@@ -8,10 +8,9 @@ the others. Only then are process groups created, which would wait for a missing
 import json
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -26,7 +25,6 @@ from narrowgauge.signals import heed_early
 
 RENDEZVOUS = "NARROWGAUGE_RENDEZVOUS"  # in the environment: a name for each of several runs of one launcher
 _POLL_S = 0.1
-_SAY_S = 10.0  # how long a process waits before it says for whom
 NEVER = timedelta(days=30)
 MEET_S = 10.0  # how long a rank that is asked to stop waits for ranks that do not know of it yet
 
@@ -82,30 +80,19 @@ def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]"
 
 
 def _wait_until_open(world: World, timeout_s: float) -> None:
-    """Wait until the port is open. PyTorch's own wait cannot be interrupted, and prints warnings."""
-    where, reason = f"{world.master_addr}:{world.master_port}", ""
-    about = f"rank {world.rank} waits for rank 0 at {where}, where nobody answers"
-    for _ in _moments(timeout_s, world.local_rank == 0, lambda: about):
+    """Wait until the port is open. PyTorch's own wait cannot be interrupted, and prints stacks of C++."""
+    where, deadline = f"{world.master_addr}:{world.master_port}", time.monotonic() + timeout_s
+    while True:
         try:
             socket.create_connection((world.master_addr, world.master_port), timeout=5).close()
             return
         except OSError as error:
-            reason = words_of(error)
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {world.rank} finds no store at {where} after {timeout_s:g} s: {words_of(error)}; "
+                    "see whether rank 0 was started and is on that host"
+                ) from None
         heed_early(MEET_S)
-    raise UserError(
-        f"rank {world.rank} finds no store at {where} after {timeout_s:g} s: {reason}; see whether rank 0 "
-        "was started and is on that host"
-    )
-
-
-def _moments(most_s: float, is_loud: bool, waits: Callable[[], str]) -> Iterator[None]:
-    """The moments of a wait for other ranks; if it takes long, `waits` says once for whom."""
-    begin = time.monotonic()
-    while (waited := time.monotonic() - begin) <= most_s:
-        yield
-        if is_loud and waited >= _SAY_S:
-            is_loud = False
-            print(f"narrowgauge: {waits()} (for up to {most_s:g} s)", file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
 
 
@@ -128,15 +115,18 @@ def register(store: Store, world: World, timeout_s: float) -> None:
             "RANK, and each job its own MASTER_PORT"
         )
     store.add("arrived", 1)
-    for _ in _moments(timeout_s, world.rank == 0, lambda: _missing(store, world)):
+    deadline = time.monotonic() + timeout_s
+    while True:
         if Failure.find(store) is not None:
             raise PeerGone("another rank has ended the run while this one waited for the others")
         if store.add("arrived", 0) >= world.size:
             return
-    raise UserError(
-        f"after {timeout_s:g} s {_missing(store, world)}; see whether all were started, and whether "
-        "WORLD_SIZE is their number"
-    )
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"after {timeout_s:g} s {_missing(store, world)}; see whether all were started, and whether "
+                "WORLD_SIZE is their number"
+            )
+        time.sleep(_POLL_S)
 
 
 def leave(store: Store) -> None:
