@@ -9,7 +9,7 @@ from rich.console import Console
 
 from narrowgauge.cluster.plan.budget import Price, parse_price, tokens_of
 from narrowgauge.cluster.plan.cluster_spec import Cluster, load_cluster
-from narrowgauge.cluster.plan.pays import Pays, pays
+from narrowgauge.cluster.plan.pays import Breakeven, breakeven
 from narrowgauge.cluster.plan.plan import Plan, as_json, make_plan
 from narrowgauge.cluster.plan.plan_text import print_plan
 from narrowgauge.errors import UserError, checked
@@ -37,7 +37,7 @@ class Planned(Result):
     plan: Plan
     tokens: int
     price: Price | None
-    gap: Pays | None
+    gap: Breakeven | None
     words: Sequence[str] = ("plan",)
     note: str = ""
 
@@ -160,5 +160,5 @@ def plan_config(
         raise UserError("--tokens, --price and --gap need to know the machine; name one with --cluster")
     asked = None if price is None else parse_price("--price", price)
     found = make_plan(config, devices, cluster, show)
-    decision = pays(found, devices, cluster, tokens) if cluster is not None and gap else None
+    decision = breakeven(found, devices, cluster, tokens) if cluster is not None and gap else None
     return Planned(found, tokens, asked, decision, words, note)

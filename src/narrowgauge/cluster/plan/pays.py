@@ -21,7 +21,7 @@ REFERENCE = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
-class Pays:
+class Breakeven:
     """A recipe's speed against its tokens.
 
     `share` is that of the device-hours for the loss of bf16 in those that bf16 takes: mean, low, high; None
@@ -69,7 +69,7 @@ class Pays:
         return {"word": self.word, "speed": self.speed, "hours": share, "forecast": self.forecast.as_json()}
 
 
-def pays(plan: Plan, devices: int, cluster: Cluster, tokens: int) -> Pays:
+def breakeven(plan: Plan, devices: int, cluster: Cluster, tokens: int) -> Breakeven:
     """Set the speed of a plan's recipe against the tokens that buy its loss back; the plan has a time.
 
     `tokens` is the budget at which the gap is forecast; 0 for the tokens of `training.steps`.
@@ -87,7 +87,7 @@ def pays(plan: Plan, devices: int, cluster: Cluster, tokens: int) -> Pays:
     if extra is not None:
         mean, low, high = ((1 + x / 100) / speed for x in (extra.mean, extra.low, extra.high))
         share = (mean, low, high)
-    return Pays(forecast, speed, share)
+    return Breakeven(forecast, speed, share)
 
 
 def _seconds(plan: Plan) -> float:
