@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
+from narrowgauge.nn import EqualShare, LinearShards
 from narrowgauge.quantization import gradient_of, state_of
 
 
@@ -193,3 +194,13 @@ def test_a_rule_that_waits_needs_a_loop_that_says_the_step(when):
         ng.set_step(m, 0, step, 0, *arguments)
         assert m[0].spec.casts["fprop.x"].name == cast
     backward(m)
+
+
+def test_a_weights_gradient_over_some_of_the_tokens_is_not_rounded(group):
+    m = model("fp8")
+    half = EqualShare(0, 2, (dist.group.WORLD,))
+    for shards, is_rounded in ((LinearShards(), True), (LinearShards(half), False)):
+        m[0].shards, m[0].weight.grad = shards, None
+        backward(m)
+        dw = m[0].weight.grad
+        assert torch.equal(dw, dw.bfloat16().float()) == is_rounded
