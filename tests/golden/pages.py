@@ -1,10 +1,12 @@
-"""The tables of docs/recipes.md and docs/serving.md that follow from the shipped recipes.
+"""The tables of docs/recipes.md and docs/serving.md that follow from recipes and from the keys of casts.
 
-One lists the recipes that can be written for another tool, one what exports make of each. Each recipe's model
-is exported in earnest: the files are read back and compared with what the model multiplies, so a cell is an
-export that holds the weights exactly, with or without a sentence on the rest, or a refusal.
+They list recipes, keys, the recipes that can be written for another tool, and what exports make of each. For
+the last, a model of each recipe is exported in earnest: the files are read back and compared with what the
+model multiplies, so a cell is an export that holds the weights exactly, with or without a sentence on the
+rest, or a refusal.
 """
 
+import inspect
 import re
 import tempfile
 from pathlib import Path
@@ -14,7 +16,8 @@ import torch
 from narrowgauge.data import bytes_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.exchange import TARGETS, refusals
-from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.quantization.keys import KEYS, Keys
+from narrowgauge.recipes import choose_backend, named_device, recipe, recipe_names
 from narrowgauge.runs.use.export import export_model
 from narrowgauge.runs.use.trained_model import TrainedRun
 from narrowgauge.training.config.config import make_config
@@ -115,8 +118,42 @@ def written() -> str:
     return "\n".join(lines)
 
 
+KIND_WORDS = {
+    **{str: "a name", bool: "`true`, `false`", int: "a whole number", int | float: "a number"},
+    **{list | tuple: "a list", str | list | tuple: '`"random"`, a list'},
+    str | int | list | tuple: '`"tensor"`, `"row"`, n, `[rows, columns]`',
+}
+DEVICES = ("t4", "a100", "rtx4090", "h100", "b200", "mi300x", "mi355x")
+
+
+def shipped() -> str:
+    """A Markdown row for each recipe: what it is, and the devices that multiply its codes."""
+    devices = {name: named_device(name) for name in DEVICES}
+    lines = ["| recipe | what it is | native on |", "| --- | --- | --- |"]
+    for one in map(recipe, recipe_names()):
+        on = [name for name, device in devices.items() if choose_backend(one, device).name == "native"]
+        lines.append(f"| `{one.name}` | {one.title} | {', '.join(on) or 'none of these'} |")
+    return "\n".join(lines)
+
+
+def keys() -> str:
+    """A Markdown row for each key of a recipe's table: its values, and its comment in the source."""
+    source = inspect.getsource(Keys)
+    comments = re.findall(r"((?:^    #: .*\n)+)    (\w+): ", source, re.MULTILINE)
+    lines = ["| key | values | meaning |", "| --- | --- | --- |"]
+    for comment, name in comments:
+        declared, meaning = KEYS[name], " ".join(re.findall(r"#: (.*)", comment))
+        values = [f'`"{value}"`' for value in declared.among if value]
+        if declared.kind != ():
+            lines.append(f"| `{name}` | {', '.join(values) or KIND_WORDS[declared.kind]} | {meaning} |")
+    return "\n".join(lines)
+
+
 #: The page of each table.
-TABLES = {"written": (DOCS / "recipes.md", written), "exports": (DOCS / "serving.md", exported)}
+TABLES = {
+    **{table.__name__: (DOCS / "recipes.md", table) for table in (shipped, keys, written)},
+    "exports": (DOCS / "serving.md", exported),
+}
 
 
 def text(name: str) -> str:

@@ -19,7 +19,7 @@ def test_nothing_is_kept_of_recipes_that_do_not_exist():
 
 
 # Exports take their time; that one which does not hold the weights is an error is shown in tests/runs.
-@pytest.mark.tier("nightly", keep=("written",))
+@pytest.mark.tier("nightly", keep=("shipped", "keys", "written"))
 @pytest.mark.parametrize("name", pages.TABLES)
 def test_the_tables_of_pages_are_those_of_the_recipes(name):
     page, _ = pages.TABLES[name]

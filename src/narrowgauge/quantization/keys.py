@@ -108,7 +108,7 @@ class Keys:
     #: The format of the elements.
     element: Format = field(metadata={"key": Key(_CODES | _FUSED | C.ADAMW | _WIRE, kind=str)})
     #: "none" (plain conversion: bf16, fp16, fp32), or the format of the block scales: "fp32", "bf16", "e8m0"
-    #: (OCP MX), "e4m3", "e5m3" (UE5M3).
+    #: (OCP MX), "e4m3", "e5m3" (UE5M3, unsigned, up to 61440). A recipe's table has "fp32" by default.
     scale: str = key("none", _CODES | _FUSED | C.ADAMW | _WIRE, SCALES)
     #: "none", or the extent of an outer scale in fp32: "tensor" (NVFP4), "row" of an operand, or a number of
     #: columns of a row, such as "128".
@@ -160,7 +160,7 @@ class Keys:
     #: them; elements are rounded under the nearest scale. "" for none.
     correct: str = key("", _CHOSEN, ("", "projection"), "correction")
     #: (rows, columns) that share a scale, columns along the axis that a GEMM contracts, 0 for all of them;
-    #: None for the full tensor.
+    #: None for the full tensor, which is the default. "row" is (1, 0), and n is (1, n).
     block: tuple[int, int] | None = key(None, _CODES | _FUSED, kind=str | int | list | tuple)
     #: How the power of two of an "e8m0" scale is chosen: "floor", "ceil", "even" or "rceil".
     scale_rule: str | None = key(None, _CHOSEN | C.KERNEL, (*E8M0_RULES, None), "scale rule", kind=str)
