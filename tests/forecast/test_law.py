@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from narrowgauge.forecast.curve import CURVES, Power, Shares
-from narrowgauge.forecast.fit import NOISE_PRIOR, SCATTER_PRIOR, fit_law
+from narrowgauge.forecast.fit import NOISE_PRIOR, SCATTER_PRIOR, fit_law, fit_laws
 from narrowgauge.forecast.law import GROUPS, KNOT, TAILS
-from narrowgauge.forecast.laws import fit_laws
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, NEW, Hint, Observed, Part, Setting
 from narrowgauge.forecast.support import extrapolation, kin_of, refusal
 

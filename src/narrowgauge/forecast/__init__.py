@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.atlas import Atlas as Atlas
     from narrowgauge.forecast.atlas import Point as Point
     from narrowgauge.forecast.atlas import read_atlas as read_atlas
+    from narrowgauge.forecast.fit import Laws as Laws
     from narrowgauge.forecast.fit import fit_law as fit_law
+    from narrowgauge.forecast.fit import fit_laws as fit_laws
     from narrowgauge.forecast.forecast import OWN as OWN
     from narrowgauge.forecast.forecast import Forecast as Forecast
     from narrowgauge.forecast.forecast import Forecaster as Forecaster
     from narrowgauge.forecast.hints import read_probe_file as read_probe_file
     from narrowgauge.forecast.law import Law as Law
-    from narrowgauge.forecast.laws import Laws as Laws
-    from narrowgauge.forecast.laws import fit_laws as fit_laws
     from narrowgauge.forecast.parts import described as described
     from narrowgauge.forecast.parts import observations as observations
     from narrowgauge.forecast.parts import tail_share as tail_share

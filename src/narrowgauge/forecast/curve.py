@@ -1,4 +1,4 @@
-"""How the gap of a narrow forward pass depends on size and length: two curves (`laws` takes both).
+"""How the gap of a narrow forward pass depends on size and length: two curves (`Laws` takes both).
 
 With N parameters and D tokens, n = ln(N / 10^8) and d = ln(D / 10^10):
 

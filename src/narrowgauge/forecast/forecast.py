@@ -17,9 +17,9 @@ from functools import cache
 from typing import Any
 
 from narrowgauge.forecast.atlas import Atlas, read_atlas
+from narrowgauge.forecast.fit import Laws, fit_laws
 from narrowgauge.forecast.hints import hints
 from narrowgauge.forecast.law import Predicted
-from narrowgauge.forecast.laws import Laws, fit_laws
 from narrowgauge.forecast.parts import Described, described, observations
 from narrowgauge.forecast.published import loss_of, published_laws, tokens_for
 from narrowgauge.forecast.setting import FORWARD, NEW, Observed, Setting

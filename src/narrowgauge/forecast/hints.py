@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError, words_of
-from narrowgauge.forecast.laws import Laws
+from narrowgauge.forecast.fit import Laws
 from narrowgauge.forecast.parts import Described
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS, Hint, Part
 

@@ -16,13 +16,11 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.page import sections
 from narrowgauge.report.page.analysis import analysis
-from narrowgauge.report.page.audit import audit
 from narrowgauge.report.page.by_class import memory, step_time
 from narrowgauge.report.page.curves import page_data
 from narrowgauge.report.page.events import events
 from narrowgauge.report.page.gauges import gauges, heat_data, no_gauges
 from narrowgauge.report.page.html import page_with_script, web_file
-from narrowgauge.report.page.origin import origin
 from narrowgauge.report.page.reproduce import script
 from narrowgauge.report.page.standing import standing
 from narrowgauge.report.read.progress import ENDED, read_progress
@@ -97,7 +95,7 @@ def render_report(
         runs=runs,
         title=sections.title(runs),
         lead=sections.lead(runs),
-        origin=origin(runs, command),
+        origin=sections.origin(runs, command),
         where=where,
         has_curves=any(run.steps or run.validation for run in runs),
         events=events(runs),
@@ -113,7 +111,7 @@ def render_report(
         samples=sections.samples(runs),
         settings=[sections.settings(run) for run in runs],
         differences=sections.differences(runs),
-        audit=audit(runs),
+        audit=sections.audit(runs),
         script=script(runs),
     )
 
