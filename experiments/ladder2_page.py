@@ -1,8 +1,8 @@
 """Makes the results of docs/ladder2.md from the rows in docs/evidence/ladder2: `make ladder2`.
 
-The deviation that `compare` expects of runs without spikes (`report/verdict/calm.toml`) is that of the design
-CALM, the one from scratch with initial weights by role. The same rows give the same bytes. Text outside the
-marks of the page is not changed.
+The deviation that `compare` expects of runs without spikes (`report/verdict/quiet_warmup.toml`) is that of
+the design QUIET, the one from scratch with initial weights by role. The same rows give the same bytes. Text
+outside the marks of the page is not changed.
 """
 
 import json
@@ -18,15 +18,15 @@ from narrowgauge.runs.run_directory import PROBE
 from narrowgauge.training import make_config
 from publish.held_out import held_out_markdown, read_measured
 from publish.ladder2 import pilot_markdown, stages_markdown
-from publish.pilot import calm_toml, measure
+from publish.pilot import measure, quiet_warmup_toml
 from publish.predictions import read_predictions
 from publish.probed import probe_markdown
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "ladder2.md"
 PROBED = PAGE.parent / "evidence" / PROBE
-CALM = "role-scratch"
-EXPECTED = HERE.parent / "src" / "narrowgauge" / "report" / "verdict" / "calm.toml"
+QUIET = "role-scratch"
+EXPECTED = HERE.parent / "src" / "narrowgauge" / "report" / "verdict" / "quiet_warmup.toml"
 
 
 def main() -> None:
@@ -47,12 +47,12 @@ def main() -> None:
 
 
 def expected_text() -> str:
-    """The deviation of the design CALM as TOML; "" if it has no seed with all arms."""
-    rows = _rows_of("pilot").get(CALM, [])
-    if (found := measure(CALM, rows)) is None:
+    """The deviation of the design QUIET as TOML; "" if it has no seed with all arms."""
+    rows = _rows_of("pilot").get(QUIET, [])
+    if (found := measure(QUIET, rows)) is None:
         return ""
-    model = make_config({"model": read_parts("pilot")[CALM]["model"]}).spec.model
-    return calm_toml(found, rows[0].tokens / count_block_weights(model))
+    model = make_config({"model": read_parts("pilot")[QUIET]["model"]}).spec.model
+    return quiet_warmup_toml(found, rows[0].tokens / count_block_weights(model))
 
 
 def _rows_of(file: str) -> dict[str, list[Row]]:

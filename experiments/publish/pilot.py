@@ -71,8 +71,8 @@ def measure(name: str, rows: Sequence[Row]) -> Design | None:
     )
 
 
-def calm_toml(one: Design, tokens_per_parameter: float) -> str:
-    """What `compare` expects of runs whose warm-up does not spike (`report.verdict.rule.Calm`)."""
+def quiet_warmup_toml(one: Design, tokens_per_parameter: float) -> str:
+    """What `compare` expects of runs whose warm-up does not spike (`report.verdict.rule.QuietWarmup`)."""
     values = {
         "design": one.name,
         "seeds": one.seeds,

@@ -28,10 +28,10 @@ from narrowgauge.report.verdict.rule import (
     Arm,
     Gaps,
     Spread,
-    calm,
     equality_factor,
     judge,
     known_deviation,
+    quiet_warmup,
 )
 
 _MOST = 200
@@ -106,7 +106,7 @@ def seeds_for_equality(plan: Plan, margin: float = MARGIN) -> int | None:
 
 
 def power_text(
-    seeds: int, arms: int, tokens: int, parameters: int, gaps: Gaps[Arm], is_calm: bool = False
+    seeds: int, arms: int, tokens: int, parameters: int, gaps: Gaps[Arm], is_quiet: bool = False
 ) -> str:
     """The detectable gap of a plan, in words.
 
@@ -116,13 +116,13 @@ def power_text(
         tokens: Tokens of a run.
         parameters: Parameters of the model in linear layers, without the head.
         gaps: The gaps in percent of each variant, by seed, from existing runs.
-        is_calm: Whether no warm-up is expected to spike.
+        is_quiet: Whether no warm-up is expected to spike.
     """
     ratio, arms = tokens / parameters, max(arms, 1)
-    deviation = known = known_deviation(ratio, is_calm)
+    deviation = known = known_deviation(ratio, is_quiet)
     source = "known of such lengths"
-    if is_calm:
-        of = calm()
+    if is_quiet:
+        of = quiet_warmup()
         source = f"without spikes in the warm-up: {of.low:.2g} .. {of.high:.2g} %, {of.seeds} seeds"
     judged = [one for one in judge(gaps, list(gaps), known).values() if one.seeds > 2 and one.spread]
     if (widest := max(judged, key=lambda one: one.degrees, default=None)) and widest.spread:

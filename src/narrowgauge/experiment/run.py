@@ -243,7 +243,7 @@ def _planned(experiment: Experiment, out: Path, command: str) -> str:
         "family": experiment.family,
         "seeds": experiment.seeds,
         "parameters": _parameters(experiment),
-        "is_calm": _is_calm(experiment),
+        "is_quiet": _is_quiet(experiment),
         "rows": str(_rows_file(experiment, out).resolve()) if experiment.is_measured else "",
         "runs": [
             {
@@ -306,15 +306,15 @@ def _begun(path: Path) -> bool:
 def _results(experiment: Experiment, out: Path) -> list[ArmResult]:
     """The results of the finished runs."""
     rows = collect_rows(experiment, out)
-    parameters, is_calm = _parameters(experiment), _is_calm(experiment)
-    return arm_results(rows, experiment.arms[0], experiment.family, parameters, is_calm=is_calm)
+    parameters, is_quiet = _parameters(experiment), _is_quiet(experiment)
+    return arm_results(rows, experiment.arms[0], experiment.family, parameters, is_quiet=is_quiet)
 
 
 def _parameters(experiment: Experiment) -> int:
     return count_block_weights(experiment.trunks[0].config.spec.model)
 
 
-def _is_calm(experiment: Experiment) -> bool:
+def _is_quiet(experiment: Experiment) -> bool:
     """Whether no warm-up is expected to spike: the initial weights are by role."""
     return not experiment.trunks[0].config.spec.model.initial_std
 
@@ -330,7 +330,7 @@ def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
             run.tokens,
             _parameters(experiment),
             _gaps_so_far(experiment, out, number),
-            _is_calm(experiment),
+            _is_quiet(experiment),
         )
         sentences.append(f"rung {number}: {text}" if experiment.rungs > 1 else text)
     return sentences

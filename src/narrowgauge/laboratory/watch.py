@@ -153,15 +153,15 @@ def _of_plan(one: Subject, runs: Sequence[Run]) -> tuple[list[str], str]:
     """What a planned comparison can see, as sentences, and its rungs as HTML if it is measured."""
     if (planned := one.planned) is None or not planned.compared:
         return [], ""
-    rows, family, calm = rows_of(planned), list(planned.family), planned.is_calm
-    results = arm_results(rows, planned.reference, family, planned.parameters, is_calm=calm)
+    rows, family, quiet = rows_of(planned), list(planned.family), planned.is_quiet
+    results = arm_results(rows, planned.reference, family, planned.parameters, is_quiet=quiet)
     last = planned.compared[0]
     gaps = {arm.arm: dict(arm.gaps) for arm in results if arm.rung == last.rung}
     done = [run for run in runs if run.status == "done"]
     if not gaps and done[:1] == list(runs[:1]) and done:
         gaps = paired_gaps(done)
     seeds, arms = len(planned.seeds), len(planned.family)
-    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, calm)
+    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, quiet)
     if not rows:
         return [sight], ""
     return [sight], rungs_section(rows, results, planned.parameters, read_probe(one.folder))

@@ -79,7 +79,7 @@ class PlannedComparison(BaseModel):
         family: The arms that are compared, without the reference and controls.
         seeds: The seeds of each arm.
         parameters: Parameters in linear layers, to which tokens are related.
-        is_calm: Whether no warm-up is expected to spike; False in the file of an older version.
+        is_quiet: Whether no warm-up is expected to spike; False in the file of an older version.
         rows: The file of results of a measured experiment; "" for a comparison that has none.
         runs: All runs in the order of training.
     """
@@ -91,7 +91,7 @@ class PlannedComparison(BaseModel):
     family: tuple[str, ...]
     seeds: tuple[int, ...]
     parameters: int
-    is_calm: bool = False
+    is_quiet: bool = False
     rows: str
     runs: tuple[PlannedRun, ...]
 

@@ -57,7 +57,7 @@ KNOWN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Calm:
+class QuietWarmup:
     """The deviation of runs from scratch whose warm-up does not spike, from the pilot of docs/ladder2.md.
 
     Attributes:
@@ -77,9 +77,9 @@ class Calm:
 
 
 @cache
-def calm() -> Calm:
-    """What `make ladder2` wrote to `calm.toml` from the rows of the pilot."""
-    return Calm(**tomllib.loads(shipped_text("report/verdict", "calm")))
+def quiet_warmup() -> QuietWarmup:
+    """What `make ladder2` wrote to `quiet_warmup.toml` from the rows of the pilot."""
+    return QuietWarmup(**tomllib.loads(shipped_text("report/verdict", "quiet_warmup")))
 
 
 Arm = TypeVar("Arm")
@@ -180,16 +180,16 @@ def equality_factor(family: int, degrees: int) -> float:
     return t_quantile(degrees, 1 - 2 * (1 - CONFIDENCE) / family)
 
 
-def known_deviation(tokens_per_parameter: float, is_calm: bool = False) -> float:
+def known_deviation(tokens_per_parameter: float, is_quiet: bool = False) -> float:
     """The paired standard deviation in percent of earlier runs of that length.
 
-    `is_calm`: whether no warm-up spikes.
+    `is_quiet`: whether no warm-up spikes.
 
-    >>> known_deviation(0.2), known_deviation(12), known_deviation(12, is_calm=True)
+    >>> known_deviation(0.2), known_deviation(12), known_deviation(12, is_quiet=True)
     (0.5, 0.5, 0.122)
     """
-    if is_calm:
-        return calm().deviation
+    if is_quiet:
+        return quiet_warmup().deviation
     return next(deviation for limit, deviation, _ in KNOWN if tokens_per_parameter < limit)
 
 

@@ -138,7 +138,7 @@ def arm_results(
     family: Collection[str] = (),
     parameters: int = 0,
     undecided: str = UNDECIDED,
-    is_calm: bool = False,
+    is_quiet: bool = False,
 ) -> list[ArmResult]:
     """The results of all arms but the reference, by rung and arm.
 
@@ -149,7 +149,7 @@ def arm_results(
             controls.
         parameters: Parameters in linear layers, which give the length of runs; 0 to judge by the rows alone.
         undecided: The verdict on arms whose interval includes zero.
-        is_calm: Whether no warm-up spikes, as far as is known (`known_deviation`).
+        is_quiet: Whether no warm-up spikes, as far as is known (`known_deviation`).
     """
     if not rows:
         return []
@@ -160,7 +160,7 @@ def arm_results(
     results = []
     for rung in sorted({row.rung for row in rows}):
         found = [one for arm in arms if (one := _result(by_key, reference, arm, rung)) is not None]
-        known = known_deviation(found[0].tokens / parameters, is_calm) if found and parameters else 0.0
+        known = known_deviation(found[0].tokens / parameters, is_quiet) if found and parameters else 0.0
         judged = judge({one.arm: one.gaps for one in found}, family, known)
         results += [replace(one, judgement=judged.get(one.arm), undecided=undecided) for one in found]
     return results

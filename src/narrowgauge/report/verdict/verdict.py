@@ -100,12 +100,12 @@ def judged(
 def known_of(runs: Sequence[Run]) -> float:
     """The known deviation of runs as long as the first; 0 if its model is unknown.
 
-    They are calm if all have recorded their warm-up, and none spikes there.
+    They have a quiet warm-up if all have recorded their warm-up, and none spikes there.
     """
     if not (size := size_of(runs[0])):
         return 0.0
-    is_calm = all(one.steps and not warmup_spikes(one.steps) for one in runs)
-    return known_deviation(runs[0].tokens / size, is_calm)
+    is_quiet = all(one.steps and not warmup_spikes(one.steps) for one in runs)
+    return known_deviation(runs[0].tokens / size, is_quiet)
 
 
 def size_of(run: Run) -> int:
