@@ -10,11 +10,12 @@ A table stands between the lines `<!-- NAME -->` and `<!-- end NAME -->` of a pa
 """
 
 import argparse
+import csv
 import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from narrowgauge.forecast import (
 )
 from narrowgauge.forecast.hints import hints, read_probe_file
 from narrowgauge.forecast.law import Law, Predicted
-from narrowgauge.forecast.noise import TABLE, noise_csv
-from narrowgauge.forecast.parts import described, in_nats, observations
+from narrowgauge.forecast.noise import TABLE, cast_text, measured_noise
+from narrowgauge.forecast.parts import described, observations
 from narrowgauge.forecast.published import loss_of, published_laws
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
@@ -176,7 +177,7 @@ def units() -> str:
     pairs = zip(observations(atlas), atlas.points, strict=True)
     known = [(one, point) for one, point in pairs if point.gap_nats is not None]
     percent, points = [one for one, _ in known], [point for _, point in known]
-    nats = in_nats(percent, points)
+    nats = [replace(one, gap=100 * (point.gap_nats or 0.0), error=None) for one, point in known]
     losses = {id(one): float(point.reference_loss or 0) for one, point in zip(nats, points, strict=True)}
     lines: list[Sequence[str]] = [("left out", "law of", *_SCORED)]
     for what, key in LEFT_OUT:
@@ -444,7 +445,9 @@ def main() -> None:
     if options.noise:
         recipes = [scheme(name).recipe for name in (*recipe_names(), *scheme_names())]
         casts = {r.casts[place] for r in recipes for place in GEMM_PLACES if r.casts[place].element.bits < 16}
-        write_whole(TABLE, noise_csv(casts))
+        noise = sorted({cast_text(cast): measured_noise(cast) for cast in casts}.items())
+        with TABLE.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([("cast", "noise"), *noise])
     if options.register:
         print(f"registered: {register(date.today())}")
     for name in [REGISTERED] if options.scores else PAGES:

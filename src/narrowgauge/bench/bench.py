@@ -141,23 +141,21 @@ def timed(
     for names in groups:
         say("warm-up")
         with start_workers(names, config) as workers:
-            for worker in list(workers):
-                say(f"warm-up of {worker.name}")
+            for name in names:
+                say(f"warm-up of {name}")
                 try:
-                    worker.ask("ready")
+                    workers[name]("ready")
                 except UserError as error:
-                    if worker.name == OURS:
+                    if name == OURS:
                         raise
-                    failed[worker.name] = str(error)
-                    workers.remove(worker)
+                    failed[name] = str(error)
+                    del workers[name]
             say(f"{rounds} rounds of {', '.join(names)}")
-            steps = {worker.name: partial(worker.ask, "step") for worker in workers}
-            seconds |= take_turns(steps, rounds)
-            for worker in workers:
-                if worker.name == OURS:
-                    memory = worker.ask("memory")
-                    say("profile")
-                    profiled = worker.ask("profile")
+            seconds |= take_turns({name: partial(ask, "step") for name, ask in workers.items()}, rounds)
+            if OURS in workers:
+                memory = workers[OURS]("memory")
+                say("profile")
+                profiled = workers[OURS]("profile")
     assert profiled is not None
     return seconds, profiled, failed, memory
 

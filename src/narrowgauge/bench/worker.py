@@ -6,6 +6,7 @@ workers of a group start first and wait. They take steps one at a time, so they 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,40 +29,33 @@ OURS = "narrowgauge"
 _WARM = 2  # untimed steps at the start
 
 
-class Worker:
-    """The parent's handle of a process that takes a step on request."""
-
-    def __init__(self, name: str, process: Answering) -> None:
-        self.name, self._process = name, process
-
-    def ask(self, command: str) -> Any:
-        """The answer, after the warm-up steps.
-
-        Args:
-            command: "ready" gives None; "step" the seconds of one step; "profile" the time by class of a few
-                (`StepTime`); "memory" the process's peak device memory in bytes, `allocated` and `reserved`.
-
-        Raises:
-            UserError: The process ended.
-        """
-        try:
-            return self._process.ask(command)
-        except Exception as error:
-            raise UserError(
-                f"the process of {self.name!r} did not measure its step: {error}; leave it out of --peers"
-            ) from error
+Ask = Callable[[str], Any]
 
 
 @contextmanager
-def start_workers(names: Sequence[str], config: Config) -> Iterator[list[Worker]]:
-    """Start a process for each name (`OURS` or a peer); they end with the `with` block."""
+def start_workers(names: Sequence[str], config: Config) -> Iterator[dict[str, Ask]]:
+    """Start a process for each name (`OURS` or a peer); they end with the `with` block.
+
+    Each answers requests after its warm-up steps: "ready" with None; "step" with the seconds of one step;
+    "profile" with the time by class of a few (`StepTime`); "memory" with the process's peak device memory in
+    bytes, `allocated` and `reserved`. A request raises UserError if the process has ended.
+    """
     with ExitStack() as stack:
-        workers = []
+        workers = {}
         for name in names:
             process = Answering(taking_steps, name, config, torch.get_num_threads())
             stack.callback(process.end)
-            workers.append(Worker(name, process))
+            workers[name] = partial(_ask, name, process)
         yield workers
+
+
+def _ask(name: str, process: Answering, command: str) -> Any:
+    try:
+        return process.ask(command)
+    except Exception as error:
+        raise UserError(
+            f"the process of {name!r} did not measure its step: {error}; leave it out of --peers"
+        ) from error
 
 
 @contextmanager

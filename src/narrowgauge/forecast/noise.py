@@ -9,9 +9,7 @@ is measured.
 """
 
 import csv
-from collections.abc import Iterable
 from functools import cache
-from io import StringIO
 from pathlib import Path
 
 from narrowgauge.quantization import Cast
@@ -55,14 +53,6 @@ def measured_noise(cast: Cast) -> float:
     is_restored = plain.center or plain.compensate or plain.keep_channels
     reference = x if is_restored else prepared_by(x, plain, -1, context).x.float()
     return float(f"{float((values - reference).square().sum() / reference.square().sum()):.3g}")
-
-
-def noise_csv(casts: Iterable[Cast]) -> str:
-    """The text of `noise.csv` for some casts, measured."""
-    found = {cast_text(cast): measured_noise(cast) for cast in casts}
-    lines = StringIO()
-    csv.writer(lines, lineterminator="\n").writerows([("cast", "noise"), *sorted(found.items())])
-    return lines.getvalue()
 
 
 @cache

@@ -1,6 +1,5 @@
 """A recipe as the law sees it: its narrow GEMMs, the share of wide blocks, and what the law cannot price."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -116,16 +115,6 @@ def observation(point: Point, of_recipe: Described) -> Observed:
     """One point at its setting."""
     setting = of_recipe.setting(point.recipe, point.params, point.tokens, point.tail_share, point.family)
     return Observed(setting, point.gap_percent, point.seeds, _stated_error(point))
-
-
-def in_nats(observed: Iterable[Observed], points: Iterable[Point]) -> list[Observed]:
-    """The same with gaps in hundredths of a nat, of the points that have losses."""
-    pairs = zip(observed, points, strict=True)
-    return [
-        Observed(one.setting, 100 * gap, one.seeds, None)
-        for one, point in pairs
-        if (gap := point.gap_nats) is not None
-    ]
 
 
 def _stated_error(point: Point) -> float | None:
