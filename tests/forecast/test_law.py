@@ -132,7 +132,7 @@ def test_known_kappas_noise_and_covariates_come_back():
     tau, deviation = law.coefficient("tail")
     assert tau == pytest.approx(1.5, abs=max(0.1, 3 * deviation))
     for name, kappa in kappas.items():
-        found = law.kappa(setting(name, 1e8, 1e10, sides=("fprop",)))
+        found = law.predict(setting(name, 1e8, 1e10, sides=("fprop",)))
         assert found.gap == pytest.approx(kappa, rel=0.05)
     assert 0.01 < law.noise["mine"] < 0.05
 

@@ -41,7 +41,7 @@ def start_workers(names: Sequence[str], config: Config) -> Iterator[dict[str, As
     bytes, `allocated` and `reserved`. A request raises UserError if the process has ended.
     """
     with ExitStack() as stack:
-        workers = {}
+        workers: dict[str, Ask] = {}
         for name in names:
             process = Answering(taking_steps, name, config, torch.get_num_threads())
             stack.callback(process.end)

@@ -12,7 +12,7 @@ family, which the forecast then shares.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -92,6 +92,7 @@ class Forecast:
         def of(interval: Interval | None) -> dict[str, float | None] | None:
             return None if interval is None else interval.as_json()
 
+        beyond = asdict(self.extrapolation)
         return {
             "recipe": self.recipe,
             "params": self.params,
@@ -99,14 +100,11 @@ class Forecast:
             "gap_percent": of(self.gap_percent),
             "gap_nats": of(self.gap_nats),
             "extra_tokens_percent": of(self.extra_tokens_percent),
-            "extrapolation": {
-                "params": _finite(self.extrapolation.params),
-                "tokens_per_param": _finite(self.extrapolation.tokens_per_param),
-            },
+            "extrapolation": {name: x if math.isfinite(x) else None for name, x in beyond.items()},
             "kappa": of(self.kappa),
             "points": self.points,
             "own_points": self.own_points,
-            "nearest": [{name: getattr(near, name) for name in Near.__slots__} for near in self.nearest],
+            "nearest": [asdict(near) for near in self.nearest],
             "published_laws_nats": dict(self.published),
             "divergence": self.divergence or None,
             "refused": self.refused,
@@ -275,7 +273,3 @@ def _scaled(interval: Interval | None, factor: float) -> Interval | None:
 
 def _normal(mean: float, deviation: float) -> Interval:
     return Interval(mean, mean - 1.645 * deviation, mean + 1.645 * deviation)
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.forecast.curve import Curve, log_size, log_tokens
-from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS, Observed, Part, Setting
+from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, Observed, Part, Setting
 from narrowgauge.t_interval import t_probability, t_quantile
 
 Array = NDArray[np.float64]
@@ -158,10 +158,6 @@ class Law:
         variance = float(self.covariance[np.ix_(known, known)].sum())
         variance += sum(self._deviation(c) ** 2 for c in effects if c not in self.columns)
         return float(self.theta[known].sum()), math.sqrt(variance)
-
-    def kappa(self, setting: Setting) -> Predicted:
-        """The gap of a setting's recipe at 100 million parameters and 10 billion tokens."""
-        return self.predict(setting.at(UNIT_PARAMS, UNIT_TOKENS))
 
     def coefficient(self, *column: Hashable) -> tuple[float, float]:
         """One coefficient and its deviation."""

@@ -108,7 +108,7 @@ def test_runs_with_one_reason_are_one_sentence(with_lines, make_run):
     names = [make_run(f"r{i}") for i in range(6)]
     measured = with_lines([line(1, "a", "fprop.x", **operand(1.0))], "read")
     (sentence,) = no_gauges([measured, *map(read_run, names)])
-    assert sentence.startswith("No gauges of r0, r1, r2, r3 and 2 more: ")
+    assert sentence.startswith("No gauges of r0, r1, r2, r3, and 2 more: ")
 
 
 def test_what_was_read_lies_at_its_step_layer_and_place_of_the_map(with_lines):

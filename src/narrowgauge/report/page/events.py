@@ -9,6 +9,7 @@ from typing import Any
 
 from narrowgauge.report.page.html import Cell, Table
 from narrowgauge.report.read.run import Run
+from narrowgauge.report.table.sentence import listed
 
 SILENT = ("memory", "step time", "audit")  # shown elsewhere
 ROWS = 400  # at most, of all runs together
@@ -31,9 +32,8 @@ def reason_of(event: Event) -> str:
     reasons += [f"{key}: {old} -> {new}" for key, (old, new) in _changes(event).items()]
     if event["event"] == "raise":
         layers = event.get("layers")
-        where = ", ".join(map(str, layers[:3])) if isinstance(layers, list) else ""
-        more = f" and {len(layers) - 3} more" if isinstance(layers, list) and len(layers) > 3 else ""
-        reasons.insert(0, f"{event.get('place')}: {event.get('from')} -> {event.get('to')} in {where}{more}")
+        where = listed([str(layer) for layer in layers], 3) if isinstance(layers, list) else ""
+        reasons.insert(0, f"{event.get('place')}: {event.get('from')} -> {event.get('to')} in {where}")
     if isinstance(event.get("from_step"), int):
         reasons.append(f"back from step {event['from_step']:,}")
     if isinstance(bad := event.get("first_bad"), Mapping):

@@ -26,6 +26,7 @@ from narrowgauge.report.page.curves import round_digits, thin
 from narrowgauge.report.page.html import Table
 from narrowgauge.report.read.records import as_float
 from narrowgauge.report.read.run import Run
+from narrowgauge.report.table.sentence import listed
 
 PRODUCTS = ("fprop.y", "dgrad.dx", "wgrad.dw")
 STATE = ("weight", "master", "grad", "m", "v")
@@ -38,7 +39,6 @@ HISTOGRAMS_PER_PAGE = 4000  # about 300 bytes each
 
 Line = Mapping[str, Any]
 Reading = dict[tuple[str, str], Line]  # lines of one step by (layer, place)
-NAMES = 4  # listed runs without readings
 
 
 def heat_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -185,14 +185,9 @@ def no_gauges(runs: Sequence[Run]) -> list[str]:
         if not run.gauges:
             by_reason.setdefault(_why_none(run), []).append(run.name)
     return [
-        f"No gauges{'' if len(names) == len(runs) else f' of {_listed(names)}'}: {reason}."
+        f"No gauges{'' if len(names) == len(runs) else f' of {listed(names)}'}: {reason}."
         for reason, names in by_reason.items()
     ]
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:NAMES])
-    return shown + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
 
 
 def _why_none(run: Run) -> str:

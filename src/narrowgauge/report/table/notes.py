@@ -9,7 +9,7 @@ from rich.table import Table
 
 from narrowgauge.report.read.run import FINAL_STEPS, Run
 from narrowgauge.report.read.steps import warmup_spikes
-from narrowgauge.report.table.sentence import reason_of_end, summary
+from narrowgauge.report.table.sentence import listed, reason_of_end, summary
 from narrowgauge.report.table.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.verdict.groups import groups
 from narrowgauge.report.verdict.held_out import sampling_error
@@ -44,12 +44,10 @@ def _warmup_note(runs: Sequence[Run]) -> list[str]:
     found = {run.name: ratios for run in runs if (ratios := warmup_spikes(run.steps))}
     if not found:
         return []
-    names = list(found)
-    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     largest = max(ratio for ratios in found.values() for ratio in ratios)
     text = (
-        f"The gradient norm spikes in the warm-up of {which}, up to {largest:.0f} times the median "
-        "before it: two runs of one seed part there"
+        f"The gradient norm spikes in the warm-up of {listed(list(found), 3)}, up to {largest:.0f} times the "
+        "median before it: two runs of one seed part there"
     )
     if len(runs) > 1:
         deviation = known_of(runs)

@@ -162,17 +162,19 @@ def _interval(v: Verdict) -> str:
 
 def _names(found: Sequence[Verdict], what: Callable[[Verdict], str]) -> str:
     """Names, each with a remark; if there are many, those with the widest gaps."""
-    shown = sorted(found, key=lambda v: -abs(v.gap or 0.0))[:MOST] if len(found) > MOST else list(found)
-    texts = [f"{v.name} ({words})" if (words := what(v)) else v.name for v in shown]
-    if len(found) > MOST:
-        texts.append(f"and {len(found) - MOST} more")
-    return ", ".join(texts)
+    shown = sorted(found, key=lambda v: -abs(v.gap or 0.0)) if len(found) > MOST else found
+    return listed([f"{v.name} ({words})" if (words := what(v)) else v.name for v in shown])
+
+
+def listed(texts: Sequence[str], most: int = MOST) -> str:
+    """The first few of some texts, and how many more there are."""
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return ", ".join([*texts[:most], *more])
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
     left = [run.name for run in runs if run.status not in ("done", "failed")]
-    more = [f"and {len(left) - MOST} more"] if len(left) > MOST else []
-    return [f"Not finished: {', '.join(left[:MOST] + more)}."] if left else []
+    return [f"Not finished: {listed(left)}."] if left else []
 
 
 def _count(number: int, name: str) -> str:
