@@ -127,7 +127,7 @@ class Engine:
 
     def _note_failure(self, job: Job, code: int) -> None:
         self.failed[job.name] = code
-        has_failed = read_state(job.directory).status == "failed"
+        has_failed = read_state(job.directory)[0] in ("failed", "diverged")
         if code == _STOPPED or code < 0 or (job.tokens and not has_failed):
             self.lost[job.name] = code
             self.stop = self.stop or signal.SIGTERM

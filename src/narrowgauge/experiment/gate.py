@@ -93,7 +93,7 @@ def _judge(
 ) -> GateResult:
     for word, of in (("fail", group), ("open", reference)):
         for run in of.runs.values():
-            if run.status == "failed":
+            if run.has_failed:
                 return GateResult(group.name, word, f"{run.name} failed: {run.reason}")
     if judgement is None:
         return GateResult(group.name, "open", f"no seed has losses at equal tokens with {reference.name}")

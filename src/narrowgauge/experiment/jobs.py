@@ -54,8 +54,8 @@ class Job:
 
 def state_of(directory: Path) -> str:
     """The state of a run: "done", "diverged", or "open" if it has to be continued or started."""
-    state = read_state(directory)
-    return "diverged" if state.has_diverged else "done" if state.status == "done" else "open"
+    status, _ = read_state(directory)
+    return status if status in ("done", "diverged") else "open"
 
 
 def require_same(run: ArmRun, out: Path) -> None:

@@ -23,8 +23,8 @@ from narrowgauge.report.page.page import render_report, write_page
 from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.page.standing import standing
 from narrowgauge.report.page.subject import Subject, progress_of, read_begun, rows_of, subjects, together
-from narrowgauge.report.read.progress import ENDED, Progress
-from narrowgauge.report.read.run import Run
+from narrowgauge.report.read.progress import Progress
+from narrowgauge.report.read.run import ENDED, Run
 from narrowgauge.report.verdict.rungs import arm_results
 from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.signals import without_launcher

@@ -81,7 +81,7 @@ def test_the_power_is_that_of_the_rule(seeds, arms, known):
     seen = [judged(gaps, known)[0].is_different for gaps in experiments(arms, seeds, 0.5, gap)]
     assert np.mean(seen) == pytest.approx(0.8, abs=0.05)
     count = seeds_for_equality(plan)
-    equal = [judged(gaps, known)[0].is_equal for gaps in experiments(arms, count, 0.5, count=200)]
+    equal = [judged(gaps, known)[0].is_within() for gaps in experiments(arms, count, 0.5, count=200)]
     assert 0.7 < np.mean(equal) < 0.9
 
 
@@ -137,7 +137,7 @@ def test_an_arm_that_computes_the_same_says_nothing_of_the_others():
     gaps = {"a": by_seed([0.5, 0.1, 0.3])}
     found = judge({**gaps, "same": by_seed([0.0, 0.0, 0.0])}, ["a", "same"])
     assert found["a"].spread == judge(gaps, ["a"])["a"].spread
-    assert (found["same"].half_width, found["same"].is_equal) == (0.0, True)
+    assert (found["same"].half_width, found["same"].is_within()) == (0.0, True)
 
 
 @pytest.mark.parametrize("arms", [1, 3, 7])
@@ -147,8 +147,8 @@ def test_equality_divides_its_five_percent_over_the_family(arms):
     quantile = {1: 1.8125, 3: 2.4660, 7: 2.9601}[arms]  # Student's at 5, 5 / 3 and 5 / 7 %, 10 degrees
     reach = quantile * 0.1 / 2  # of four seeds
     for mean, expected in ((MARGIN - reach - 1e-3, True), (MARGIN - reach + 1e-3, False)):
-        assert Judgement(4, mean, arms, spread).is_equal is expected
-        assert Judgement(4, -mean, arms, spread).is_equal is expected
+        assert Judgement(4, mean, arms, spread).is_within() is expected
+        assert Judgement(4, -mean, arms, spread).is_within() is expected
 
 
 def test_what_is_known_only_raises_and_loses_weight_with_every_seed():

@@ -23,8 +23,8 @@ from narrowgauge.report.page.gauges import gauges, heat_data, no_gauges
 from narrowgauge.report.page.html import page_with_script, web_file
 from narrowgauge.report.page.reproduce import script
 from narrowgauge.report.page.standing import standing
-from narrowgauge.report.read.progress import ENDED, read_progress
-from narrowgauge.report.read.run import Run, read_runs
+from narrowgauge.report.read.progress import read_progress
+from narrowgauge.report.read.run import ENDED, Run, read_runs
 from narrowgauge.report.table.notes import table_notes
 from narrowgauge.report.verdict.groups import groups
 

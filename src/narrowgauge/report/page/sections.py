@@ -34,7 +34,7 @@ def title(runs: Sequence[Run]) -> str:
 
 def lead(runs: Sequence[Run]) -> list[tuple[str, bool]]:
     """The result in sentences, each with whether it is a failure."""
-    failed = min(MOST, sum(run.status == "failed" for run in runs))
+    failed = min(MOST, sum(run.has_failed for run in runs))
     return [(text.replace(" %", "\u00a0%"), number < failed) for number, text in enumerate(summary(runs))]
 
 

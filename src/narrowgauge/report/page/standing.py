@@ -14,7 +14,8 @@ from markupsafe import Markup
 
 from narrowgauge.report.page.events import event_name, reason_of
 from narrowgauge.report.page.html import Table, part
-from narrowgauge.report.read.progress import ENDED, Progress
+from narrowgauge.report.read.progress import Progress
+from narrowgauge.report.read.run import ENDED
 from narrowgauge.units import human_bytes, human_count, human_duration
 
 _INTERIM = (

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.report.page.standing import time_left
-from narrowgauge.report.read.progress import ENDED, Progress, folders, is_run, read_progress
-from narrowgauge.report.read.run import Run, read_run, with_distinct_names
+from narrowgauge.report.read.progress import Progress, folders, is_run, read_progress
+from narrowgauge.report.read.run import ENDED, Run, RunState, read_run, with_distinct_names
 from narrowgauge.report.read.stored import COMPARISON, PlannedComparison, read_stored
-from narrowgauge.report.verdict.rungs import Row, read_rows
+from narrowgauge.report.verdict.rungs import DIVERGED, Row, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def progress_of(one: Subject, now: float) -> list[Progress]:
         if path.is_dir() and any(path.iterdir()):
             found.append(read_progress(path, now))
         elif row is not None:  # trained on another machine
-            found.append(Progress(run.name, row.status, "", run.steps, run.steps, val_loss=row.own_loss))
+            state: RunState = "diverged" if row.status == DIVERGED else "done"
+            found.append(Progress(run.name, state, "", run.steps, run.steps, val_loss=row.own_loss))
         else:
             found.append(Progress(run.name, steps=run.steps))
     return found
@@ -98,7 +99,8 @@ def together(one: Subject, found: Sequence[Progress]) -> Progress:
     if not one.is_compared:
         return replace(found[0], name=one.name)
     states = [run.state for run in found]
-    worst = next((s for s in ("running", "silent", "killed", "preempted", "waiting") if s in states), "done")
+    by_need: tuple[RunState, ...] = ("running", "silent", "killed", "preempted", "waiting")
+    worst: RunState = next((state for state in by_need if state in states), "done")
     return Progress(
         name=f"{one.name}: {sum(state in ENDED for state in states)} of {len(found)} runs ended",
         state=worst,

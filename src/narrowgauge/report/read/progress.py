@@ -1,8 +1,6 @@
 """The progress of runs: state, last step, losses, time left. No content of a directory makes it fail.
 
-Only the end of the metrics is read, so a folder of long runs is listed quickly. To the words of `read.run` a
-look adds: silent, a run whose process has recorded nothing for much longer than its steps take; waiting, a
-run that is planned and has no directory; broken, a directory whose files cannot be read.
+Only the end of the metrics is read, so a folder of long runs is listed quickly.
 """
 
 import math
@@ -15,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.report.read.run import CONFIG, METRICS, STATUS, Run, read_run
+from narrowgauge.report.read.run import CONFIG, ENDED, METRICS, STATUS, Run, RunState, read_run
 from narrowgauge.report.read.steps import finite
 
 DEEPEST = 3  # runs/compare-debug/fp8 is two below runs
-ENDED = ("done", "diverged", "failed")
 GUARD = ("skip", "spike", "rollback", "raise", "not finite")  # what the guard records
 _TAIL = 1 << 20  # bytes of metrics that are read: some thousand steps
 _PACE = 50  # the pace is the median of this many steps
@@ -32,7 +29,7 @@ class Progress:
 
     Attributes:
         name: The name of the run.
-        state: done, preempted, diverged, failed, running, killed, silent, waiting, unknown or broken.
+        state: Its state (`read.run`).
         reason: Why, if the run or its files record it.
         step: The last recorded step; 0 for none.
         steps: The steps of the whole run; 0 if unknown.
@@ -48,7 +45,7 @@ class Progress:
     """
 
     name: str
-    state: str = "waiting"
+    state: RunState = "waiting"
     reason: str = ""
     step: int = 0
     steps: int = 0
@@ -115,7 +112,7 @@ def _progress(run: Run, now: float, name: str) -> Progress:
     step_s = statistics.median(finite(recent, "step_ms") or [math.nan]) / 1000
     is_running, has_pace = run.status == "running", math.isfinite(step_s)
     is_silent = is_running and has_pace and now - recorded_at > max(_SILENT_S, _SILENT_STEPS * step_s)
-    state = "silent" if is_silent else "diverged" if run.has_diverged else run.status
+    state: RunState = "silent" if is_silent else run.status
     return Progress(
         name=name,
         state=state,

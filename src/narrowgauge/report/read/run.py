@@ -3,8 +3,10 @@
 Each of its files (`runs.run_directory`) may be incomplete, torn or missing. `records` reads them, `steps`
 makes steps of the records, and this module holds the run.
 
-The status of a run is running, done, preempted or failed, as the run wrote it; killed, if it is running and
-no process holds it; or unknown.
+A run writes that it is running, done, preempted or failed. A reader adds (`RunState`): killed, if it is
+running and no process holds it; diverged, if that is why it failed; silent, if its process has recorded
+nothing for much longer than its steps take; waiting, if it is planned and has no directory; broken, if its
+files cannot be read; unknown, if it left no status.
 """
 
 import json
@@ -12,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 from narrowgauge.checkpoint import is_abandoned
 from narrowgauge.errors import UserError
@@ -22,15 +24,11 @@ from narrowgauge.report.read.stored import Costs, Probe, read_stored
 
 CONFIG, METRICS, STATUS = "config.toml", "metrics.jsonl", "status.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: a single batch is mostly luck
+RunState = Literal[
+    "running", "done", "preempted", "failed", "killed", "diverged", "silent", "waiting", "broken", "unknown"
+]
+ENDED: tuple[RunState, ...] = ("done", "diverged", "failed")
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
-
-
-class State(NamedTuple):
-    """The status of a run, its reason, and whether the run diverged."""
-
-    status: str = "unknown"
-    reason: str = ""
-    has_diverged: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,13 @@ class Run:
     steps: Sequence[Step]
     validation: Sequence[Validation]
     events: Sequence[Mapping[str, Any]]
-    status: str
+    status: RunState
     reason: str
     ignored_lines: int = 0
     gauges: Sequence[Mapping[str, Any]] = ()  # lines of gauges.jsonl, for all steps or some
     probe: Probe | None = None
     costs: Costs | None = None
     recipe_text: str = ""
-    has_diverged: bool = False
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the configuration; None if it is not there."""
@@ -67,6 +64,11 @@ class Run:
         starts = [event for event in self.events if event["event"] in ("start", "resume")]
         facts = {key: value for event in starts for key, value in event.items()}
         return {key: value for key, value in facts.items() if key not in ("event", "step", "reason")}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it failed, or diverged."""
+        return self.status in ("failed", "diverged")
 
     @property
     def recipe(self) -> str:
@@ -169,7 +171,8 @@ def read_run(path: Path | str, tail: int = 0) -> Run:
             f"give the directory that `narrowgauge train --out` wrote"
         )
     records, events, ignored = read_metrics(path / METRICS, tail)
-    steps, state = training_steps(records), read_state(path)
+    steps = training_steps(records)
+    status, reason = read_state(path)
     run = Run(
         name=path.resolve().name,
         path=path,
@@ -177,10 +180,9 @@ def read_run(path: Path | str, tail: int = 0) -> Run:
         steps=steps,
         validation=validations(records, steps),
         events=events,
-        status=state.status,
-        reason=state.reason,
+        status=status,
+        reason=reason,
         ignored_lines=ignored,
-        has_diverged=state.has_diverged,
     )
     if tail:
         return run
@@ -193,16 +195,16 @@ def read_run(path: Path | str, tail: int = 0) -> Run:
     )
 
 
-def read_state(path: Path) -> State:
-    """The state of a run; unknown if its status.json is missing or torn."""
+def read_state(path: Path) -> tuple[RunState, str]:
+    """The state of a run, and why; unknown if its status.json is missing or torn."""
     try:
         said = json.loads((path / STATUS).read_bytes())
-        state = State(str(said["status"]), str(said.get("reason") or ""), bool(said.get("diverged")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return State()
-    if state.status == "running" and is_abandoned(path):
-        return State("killed", "no process holds it; the same line again continues it")
-    return state
+        word, reason = "diverged" if said.get("diverged") else said["status"], str(said.get("reason") or "")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return "unknown", ""
+    if word == "running" and is_abandoned(path):
+        return "killed", "no process holds it; the same line again continues it"
+    return next((known for known in get_args(RunState) if known == word), "unknown"), reason
 
 
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:

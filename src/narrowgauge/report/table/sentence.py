@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from narrowgauge.report.read.run import Run
+from narrowgauge.report.read.run import ENDED, Run
 from narrowgauge.report.verdict.gap import format_loss
 from narrowgauge.report.verdict.rule import MARGIN
 from narrowgauge.report.verdict.verdict import Verdict, has_validation, verdicts
@@ -34,7 +34,7 @@ def reason_of_end(run: Run) -> str:
 
 def _failures(runs: Sequence[Run]) -> list[str]:
     """What failed and why, in a sentence for each of the first few failures."""
-    failed = [run for run in runs if run.status == "failed"]
+    failed = [run for run in runs if run.has_failed]
     sentences = []
     for run in failed[:MOST]:
         who = "The run" if len(runs) == 1 else run.name
@@ -56,7 +56,7 @@ def _of_one(run: Run) -> list[str]:
     recipe = f"Recipe {run.recipe}{arithmetic}" if run.recipe else "This run"
     if not run.steps:
         return [f"{recipe}: no step has been recorded yet (status: {run.status})."]
-    if run.status == "failed":
+    if run.has_failed:
         return [f"{recipe}: {_last_loss(run)}."]
     name, loss, where = _loss_of(run)
     reached = f"{_count(run.steps[-1].step, 'step')} and {human_count(run.tokens)} tokens"
@@ -173,7 +173,7 @@ def listed(texts: Sequence[str], most: int = MOST) -> str:
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
-    left = [run.name for run in runs if run.status not in ("done", "failed")]
+    left = [run.name for run in runs if run.status not in ENDED]
     return [f"Not finished: {listed(left)}."] if left else []
 
 

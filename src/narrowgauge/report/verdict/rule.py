@@ -149,12 +149,7 @@ class Judgement:
         """Whether the interval excludes zero."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether the arm is equal to the reference within the margin."""
-        return self.is_within(MARGIN)
-
-    def is_within(self, margin: float) -> bool:
+    def is_within(self, margin: float = MARGIN) -> bool:
         """Whether two one-sided tests show that the gap is smaller than `margin` percent."""
         if self.seeds < 2 or self.spread is None:
             return False
@@ -169,7 +164,7 @@ class Judgement:
             return "open"
         if self.mean == 0 == self.half_width:
             return "equal"
-        equal = f"within {MARGIN} %" if self.is_equal else ""
+        equal = f"within {MARGIN} %" if self.is_within() else ""
         if self.is_different:
             return ", ".join(filter(None, ["worse" if self.mean > 0 else "better", equal]))
         return f"equal {equal}" if equal else undecided

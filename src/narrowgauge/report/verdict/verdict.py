@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_block_weights, model_config
-from narrowgauge.report.read.run import Run
+from narrowgauge.report.read.run import ENDED, Run
 from narrowgauge.report.read.steps import warmup_spikes
 from narrowgauge.report.verdict.gap import Gap, gap_to
 from narrowgauge.report.verdict.groups import Group, groups
@@ -196,13 +196,13 @@ def _verdict(
         memory=_ratio(memory, reference.mean(_memory)),
         arithmetic=" and ".join(backends),
         is_done=all(run.status == "done" for run in group.runs.values())
-        and all(run.status in ("done", "failed") for run in partners),
+        and all(run.status in ENDED for run in partners),
         has_failed=has_failed,
     )
 
 
 def _has_failed(group: Group) -> bool:
-    return any(run.status == "failed" for run in group.runs.values())
+    return any(run.has_failed for run in group.runs.values())
 
 
 def _speed(run: Run) -> float | None:
