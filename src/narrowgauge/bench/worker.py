@@ -27,8 +27,6 @@ from narrowgauge.training.step.trainer import Trainer
 
 OURS = "narrowgauge"
 _WARM = 2  # untimed steps at the start
-
-
 Ask = Callable[[str], Any]
 
 
