@@ -17,7 +17,6 @@ MISTAKES = {
     'cast = "nvfp4", roundin = "stochastic"': "unknown cast key 'roundin'; the nearest is 'rounding'",
     'element = "e2m9"': "unknown format 'e2m9'",
     'element = "e5m3"': "element = 'e5m3', but it is a format of scales",
-    'element = "bf16", split = true': "unknown cast key 'split'",
     'element = "e2m1", scale = "none"': "scale = 'none', but narrow elements need one",
     'element = "bf16", block = 16': "scale = 'none', but a block shares a scale",
     'element = "bf16", block = 16, scale = "e4m3"': "scale = 'e4m3', but elements of more than a byte",

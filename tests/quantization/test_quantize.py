@@ -93,26 +93,6 @@ def test_what_is_not_finite_breaks_its_own_row_or_channel_alone():
     assert q.dequantize().isnan().all()
 
 
-ALIKE = [
-    *SCALED,
-    *({"cast": "mxfp4", "scale_rule": rule} for rule in ("floor", "ceil", "even")),
-    *(BY_ROW, E5M3 | {"block": [3, 10]}, FOUR_OVER_SIX | {"tensor_scale": 32}),
-]
-
-
-@pytest.mark.parametrize("table", ALIKE, ids=str)
-def test_along_axis_0_everything_is_that_of_the_transpose(table):
-    c = make_cast(table)
-    for kind, x in inputs().items():
-        if kind == "vector":
-            continue
-        q, other = ng.quantize(x, c, axis=0), ng.quantize(x.T, c)
-        assert torch.equal(q.codes, other.codes.T), kind
-        assert torch.equal(q.scales, other.scales.T if other.scales.ndim else other.scales), kind
-        above = other.tensor_scale
-        assert torch.equal(q.tensor_scale, above.T if above.ndim else above), kind
-
-
 def test_scales_at_the_ends_of_their_ranges():
     """Values by hand: what rounds to a scale of zero, subnormal scales, an inverse cut to the largest."""
     q = ng.quantize(torch.tensor([[2.0**-20] * 16, [-3.0] * 16]).view(1, 32), E5M3, rounding="stochastic")

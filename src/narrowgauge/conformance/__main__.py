@@ -2,7 +2,7 @@
 
 import argparse
 import importlib
-import importlib.util
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -49,20 +49,16 @@ def _function(name: str) -> Callable[..., Any]:
     """The function `quantize` of a module."""
     try:
         if name.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
             sys.path.insert(0, str(Path(name).resolve().parent))  # its imports may be in the same folder
-            spec.loader.exec_module(module)
+            members = runpy.run_path(name)
         else:
             sys.path.insert(0, "")  # a module in the working directory
-            module = importlib.import_module(name)
+            members = vars(importlib.import_module(name))
     except (ImportError, OSError, SyntaxError) as error:
         raise UserError(
             f"module {name!r} cannot be imported: {error}; name a module, or a .py file"
         ) from None
-    function: Callable[..., Any] | None = getattr(module, "quantize", None)
+    function: Callable[..., Any] | None = members.get("quantize")
     if function is None:
         raise UserError(
             f"module {name!r} has no function quantize(x, cast); add one that returns codes and scales"

@@ -35,7 +35,7 @@ class QuantContext:
         shard: The position of the tensor in a global one. Its processes quantize at the same time.
         amax: 0-dim float32, max |x| of the local tensor, if the kernel that wrote it has computed it; then
             `kernels` need not read the tensor for it.
-        limits: The two 0-dim values that `outliers.clamp_outliers` clamps to; None computes them.
+        limits: The two 0-dim values that `transforms.clamp_outliers` clamps to; None computes them.
     """
 
     random: Randomness = None
@@ -73,11 +73,6 @@ class QuantContext:
                 f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
             )
         return cast.signs
-
-    def require_groups(self, cast: Cast, axis: int) -> None:
-        """Refuse a sharding that divides the groups of a cast's Hadamard transform along `axis`."""
-        if self.shard is not None:
-            self.shard.require_aligned(cast.hadamard, axis, cast)
 
     def random_over(self, blocks: Blocks) -> Randomness:
         """The source of random bits for a tensor split into blocks; explicit values are split with it.
@@ -148,10 +143,6 @@ class QuantContext:
             sums = all_reduce_sum(sums, self.shard.axes[0].groups)
             count = self.shard.axes[0].size
         return (sums / max(count, 1)).to(x.dtype)
-
-    def global_elements(self, x: torch.Tensor) -> torch.Tensor:
-        """All elements of the global tensor in no particular order, for callers that sort them."""
-        return x if self.shard is None else self.shard.all_gather_flat(x)
 
 
 def _largest_of_groups(amax: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -99,7 +99,10 @@ def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narro
     if cast.hadamard:
         prepared = _transformed(prepared, cast, axis, context)
     if cast.outliers or cast.compensate:
-        prepared = _clamped(prepared, cast, context)
+        x = prepared.x
+        prepared = prepared._replace(
+            x=clamp_outliers(x, cast.outliers, context) if cast.outliers else x, unclamped=x
+        )
     return prepared
 
 
@@ -116,23 +119,12 @@ def _without_mean(prepared: Prepared, cast: Cast, context: QuantContext, narrow:
 
 def _transformed(prepared: Prepared, cast: Cast, axis: int, context: QuantContext) -> Prepared:
     """Transform the tensor and its mean, so that their sum is the transformed tensor."""
-    x, mean = prepared.x, prepared.mean
-    of_mean = None if mean is None else transformed(mean.expand_as(x), cast, axis, context)
-    return Prepared(transformed(x, cast, axis, context), of_mean)
-
-
-def _clamped(prepared: Prepared, cast: Cast, context: QuantContext) -> Prepared:
-    """Clamp the outliers."""
-    x, quantile = prepared.x, cast.outliers
-    return prepared._replace(x=clamp_outliers(x, quantile, context) if quantile else x, unclamped=x)
-
-
-def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
-    """The tensor after the cast's Hadamard transform, if it has one."""
-    if not cast.hadamard:
-        return x
-    context.require_groups(cast, axis)
-    return hadamard(x, cast.hadamard, axis, context.signs_of(cast))
+    x, mean, signs = prepared.x, prepared.mean, context.signs_of(cast)
+    if context.shard is not None:
+        context.shard.require_aligned(cast.hadamard, axis, cast)
+    if mean is not None:
+        mean = hadamard(mean.expand_as(x), cast.hadamard, axis, signs)
+    return Prepared(hadamard(x, cast.hadamard, axis, signs), mean)
 
 
 def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:
@@ -143,7 +135,8 @@ def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEF
     """
     if context.limits is not None:
         return x.clamp(*context.limits)
-    elements = context.global_elements(x.detach())
+    elements, shard = x.detach(), context.shard
+    elements = elements if shard is None else shard.all_gather_flat(elements)
     if not elements.numel():
         return x
     low, high = ranked(elements, *quantile_ranks(elements.numel(), quantile))
