@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gpu.operations import Found, Shape, drawn, passes
+from narrowgauge.collectives import local_amax
 from narrowgauge.formats import random_stream
 from narrowgauge.kernels import quantize
-from narrowgauge.kernels.amax import amax_of
 from narrowgauge.kernels.cast import amaxes_of, codes_under, random_signs
 from narrowgauge.kernels.heads import split_heads
 from narrowgauge.kernels.norm import add_norm
@@ -32,8 +32,8 @@ def both_layouts(cast: Cast, given: str, device: torch.device, shape: Shape) -> 
     seen = torch.zeros((), dtype=torch.float32, device=device)
     contexts = {
         "": QuantContext(),
-        "amax": QuantContext(amax=amax_of(x)),
-        "scale": QuantContext(scale=torch.full_like(seen, _SCALE), seen=seen, amax=amax_of(x)),
+        "amax": QuantContext(amax=local_amax(x).float()),
+        "scale": QuantContext(scale=torch.full_like(seen, _SCALE), seen=seen, amax=local_amax(x).float()),
     }
     q, other = quantize(x, cast, -1, contexts[given], both=True)
     codes: Found = {"codes": q.codes, "codes along the other axis": q.codes if other is None else other}

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from narrowgauge.collectives import local_amax
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import adamw as narrow_adamw
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.activation import gelu, swiglu
-from narrowgauge.kernels.amax import amax_of
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.cross_entropy import cross_entropy
@@ -62,7 +62,8 @@ def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Fo
     numbers, factor = emulate(x, cast, axis, torch.bfloat16, context)
     parts = {"codes": q.codes, "scales": q.scales, "scale codes": q.scale_codes}
     if cast.tensor_scale != "none" and not cast.hadamard:  # known from the kernel that wrote x
-        parts["codes, amax known"] = quantize(x, cast, axis, QuantContext(random, amax=amax_of(x)))[0].codes
+        known = QuantContext(random, amax=local_amax(x).float())
+        parts["codes, amax known"] = quantize(x, cast, axis, known)[0].codes
     return {**parts, "the tensor's scale": q.tensor_scale, "values": numbers, "factor": factor}
 
 

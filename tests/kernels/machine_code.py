@@ -86,7 +86,7 @@ def figures_of(kernel, target, converts):
     return found
 
 
-def compile_for(target, found, kernel, _grid, args, options, _told):
+def compile_for(target, found, kernel, _grid, args, options, _effects):
     """In place of a launch; every launch requires that multiplications and additions are not fused."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     assert given["enable_fp_fusion"] is False, kernel.__name__

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.collectives import local_amax
 from narrowgauge.devices import imagined
 from narrowgauge.torch_compat import base_of, version_of
 
@@ -97,16 +98,10 @@ def attached_amax(x: Tensor) -> Tensor | None:
     return known[0] if known is not None and known[1] == version_of(x) else None
 
 
-def amax_of(tensor: Tensor) -> Tensor:
-    """Max |tensor|, 0-dim fp32, from one read of at least one element; NaN if an element is NaN."""
-    low, high = tensor.aminmax()  # unlike `abs`, writes nothing as large as the tensor
-    return torch.maximum(low.abs(), high.abs()).float()
-
-
 def raise_amax(seen: Tensor, tensor: Tensor, amax: Tensor | None = None) -> None:
     """Raise `seen`, 0-dim fp32, to max |tensor| if that is finite; `amax` is that maximum, if known."""
     if tensor.numel():
-        amax = amax_of(tensor) if amax is None else amax
+        amax = local_amax(tensor).float() if amax is None else amax
         torch.maximum(seen, torch.where(amax.isfinite(), amax, 0.0), out=seen)
 
 

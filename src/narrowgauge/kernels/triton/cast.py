@@ -181,18 +181,18 @@ def cast_blocks(
 
 @triton.jit
 def largest(
-    x, amax, matrix, told, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
+    x, amax, matrix, known_amax, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
-    BY_ROW: tl.constexpr, IS_ONE: tl.constexpr, FINITE: tl.constexpr, IS_TOLD: tl.constexpr,
+    BY_ROW: tl.constexpr, IS_ONE: tl.constexpr, FINITE: tl.constexpr, HAS_AMAX: tl.constexpr,
 ):  # fmt: skip
     """The bits of the amax of each row or block that a tile lies in, into int32 zeros.
 
     FINITE skips small blocks (BR x BK) that are not finite. A maximum does not depend on order, so it may be
-    atomic. With IS_TOLD the overall amax is known; if it is finite, nothing is read.
+    atomic. With HAS_AMAX the overall amax is known; if it is finite, nothing is read.
     """
     is_read = True
-    if IS_TOLD:
-        known = tl.load(told).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if HAS_AMAX:
+        known = tl.load(known_amax).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         is_read = known >= INFINITE
         tl.store(amax, known, mask=(known < INFINITE) & (tl.program_id(0) + tl.program_id(1) == 0))
     if is_read:
@@ -213,7 +213,7 @@ def largest(
 
 @triton.jit
 def cast_given(
-    x, out, other, encode, block, told, seen, key, offset,
+    x, out, other, encode, block, known_amax, seen, key, offset,
     R, K, x_R, x_K, out_R, out_K, other_R, other_K, scale_R, scale_K, block_R, block_K, element_R, element_K,
     TR: tl.constexpr, TK: tl.constexpr, BY_ROW: tl.constexpr, IS_ONE: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
@@ -224,8 +224,8 @@ def cast_given(
     """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite.
 
     With FROM_AMAX `encode` holds amaxes: the scale is computed from them here, and the first tile of a row or
-    block writes it to `block`. With `told`, the amax of a tensor, `encode` is a scale from an earlier step;
-    the first tile writes its inverse, and raises `seen` to `told`.
+    block writes it to `block`. With a tensor's `known_amax`, `encode` is a scale from an earlier step;
+    the first tile writes its inverse, and raises `seen` to `known_amax`.
     """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
@@ -249,8 +249,8 @@ def cast_given(
         factor, scale = fp32_scale(tl.where(finite, amax, 0.0), AIM, POWER_OF_TWO)
         scale = tl.where(finite, scale, float("nan"))
         tl.store(block + at, scale, mask=exists & is_first)
-    elif told is not None:
-        bits = tl.load(told + at).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    elif known_amax is not None:
+        bits = tl.load(known_amax + at).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         factor = tl.load(encode + at)
         scale = tl.where(bits < INFINITE, tl.math.div_rn(1.0, factor), float("nan"))
         tl.store(block + at, scale, mask=exists & is_first)

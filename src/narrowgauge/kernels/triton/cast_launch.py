@@ -120,7 +120,7 @@ def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             tile = tile_of(x.stride(1))
             launch(
                 largest, (cdiv(x.shape[0], tile[0]), cdiv(x.shape[1], tile[1])),
-                x, amax, x, x, *x.shape, *x.stride(), 0, 0, 1, 1, updates="amax", IS_TOLD=False,
+                x, amax, x, x, *x.shape, *x.stride(), 0, 0, 1, 1, updates="amax", HAS_AMAX=False,
                 TR=tile[0], TK=tile[1], BR=1, BK=1, H=0, BY_ROW=False, IS_ONE=True, FINITE=False,
             )  # fmt: skip
     return amaxes.view(torch.float32)
@@ -173,18 +173,18 @@ def _cast_given(
     amax = None if cast.hadamard or cast.block is not None else context.amax
     if amax is None:
         amax = _largest(x, cast, axis)
-    scale, seen, told, divides = context.scale, context.seen, None, False
+    scale, seen, known_amax, divides = context.scale, context.seen, None, False
     from_amax = scale is None and cast.scale == "fp32"
     if from_amax:
         factor, block = amax, torch.empty(amax.shape, dtype=torch.float32, device=x.device)
     elif scale is not None and cast.block is None:
-        factor, block, told = scale, torch.empty((), dtype=torch.float32, device=x.device), amax
+        factor, block, known_amax = scale, torch.empty((), dtype=torch.float32, device=x.device), amax
     else:
         scales = scales_from(amax.reshape(blocks.grid), cast, scale)
         shape = amax.shape
         factor, block = (s.contiguous().reshape(shape) for s in (scales.encode, scales.block))
         divides = scales.divides
-    ways = divides, from_amax, both, told, seen if told is None or seen is None else seen.view(torch.int32)
+    ways = divides, from_amax, both, known_amax, None if seen is None else seen.view(torch.int32)
     out, other = _launch_given(x, cast, axis, dtype, context, factor, block, *ways)
     if cast.block is not None and not block.ndim:
         block = block.reshape(blocks.grid)
@@ -202,7 +202,7 @@ def _launch_given(
     divides: bool = False,
     from_amax: bool = False,
     both: bool = False,
-    told: torch.Tensor | None = None,
+    known_amax: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(codes or values, the same along the other axis) under given factors, or factors from amaxes."""
@@ -212,10 +212,10 @@ def _launch_given(
     other = _empty(view, -1 - axis, dtype, x) if both else out
     launch(
         cast_given, _grid(view, tile),
-        x, out, other, factor, block, told, seen, *stream_tensors(context.random, x),
+        x, out, other, factor, block, known_amax, seen, *stream_tensors(context.random, x),
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(other, axis),
         *_grid_strides(blocks, axis), *_extents(blocks, axis), *view.element,
-        writes="out other block" if told is not None or from_amax else "out other", updates="seen",
+        writes="out other block" if known_amax is not None or from_amax else "out other", updates="seen",
         lanes=_lanes(x.shape, cast, axis, dtype),
         TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=max(blocks.grid) == 1,
         **_rounding(cast, x, dtype), TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
@@ -308,7 +308,7 @@ def _largest(
         x, bits, x if matrix is None else matrix, x if known is None else known, view.R, view.K, *view.x,
         *((1, 1) if is_one else _grid_strides(view.blocks, axis)),
         *((2**30, 2**30) if finite else _extents(view.blocks, axis)),
-        updates="amax", seldom="" if known is None else "x", IS_TOLD=known is not None,
+        updates="amax", seldom="" if known is None else "x", HAS_AMAX=known is not None,
         TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
         BY_ROW=_is_by_row(cast), IS_ONE=is_one, FINITE=finite,
         lanes=_LANES_OF_AMAX * x.numel() if cast.block is None else 0.0,

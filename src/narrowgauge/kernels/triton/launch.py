@@ -95,14 +95,14 @@ def perform(
     grid: tuple[int, ...],
     args: Sequence[Any],
     options: Mapping[str, Any],
-    told: tuple[str, str, str, float],
+    effects: tuple[str, str, str, float],
 ) -> None:
     """Launch; on a simulated GPU report the work instead (`devices.tell`), by the last four of `launch`."""
     if not args[0].is_meta:
         with torch.cuda.device_of(args[0]):
             kernel[grid](*args, **options)
         return
-    writes, updates, seldom, lanes = told
+    writes, updates, seldom, lanes = effects
     names = _parameters(kernel.fn)
     named = {n: t for n, t in zip(names, args, strict=False) if isinstance(t, torch.Tensor)}
     for name, t in named.items():
