@@ -63,7 +63,7 @@ def test_other_vector_widths_give_the_same_bits(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_FOR_THIS_CPU", ("",))
     library = c_call.c_library.__wrapped__()
     assert library is not None
-    monkeypatch.setattr(way, "c_library", lambda: library)
+    monkeypatch.setattr(c_call, "c_library", lambda: library)
     assert_same(outcomes(*SHAPES), here)
 
 
