@@ -35,14 +35,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.dispatch import has_kernels, use_kernels
-from narrowgauge.quantization import Cast, QuantizedState, make_cast
+from narrowgauge.quantization import Cast, QuantizedState
 from narrowgauge.quantization.keys import Consumer
 
-_PLAIN = {
-    torch.float32: make_cast("fp32"),
-    torch.bfloat16: make_cast("bf16"),
-    torch.float16: make_cast("fp16"),
-}
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -105,17 +101,8 @@ def adamw(
     """
     from narrowgauge.kernels.triton.adamw import launch_update
 
-    other = None if weight is None else stored_tensors(weight)
     key_words = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "weight")]
-    w_g_m_v = [stored_tensors(s) for s in (w, g, m, v)]
-    launch_update(w_g_m_v, other, astuple(factors), factors.from_m, key_words)
-    stored_w, _, stored_m, stored_v = w_g_m_v
-    for state, stored in ((w, stored_w), (m, stored_m), (v, stored_v), (weight, other)):
-        if state is not None and stored is not None:  # autograd does not see a kernel's writes
-            written = [t for t in stored[:2] if t is not None]
-            torch.autograd.graph.increment_version(written)
-            if not isinstance(state, Tensor):
-                state.keep(written)
+    launch_update((w, g, m, v), weight, astuple(factors), factors.from_m, key_words)
 
 
 def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,14 +129,6 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     bits = total.view(torch.int64)
     cut = ((rest > 0) | (rest < 0)) & (bits & 1 == 0)
     return (bits + cut * torch.where((rest > 0) == (total > 0), 1, -1)).view(torch.float64).float()
-
-
-def stored_tensors(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
-    """(values, scale, cast) of a state."""
-    if isinstance(state, Tensor):
-        return state, None, _PLAIN[state.dtype]
-    values, *extra = state.on_device().values()
-    return values, extra[0] if extra else None, state.cast
 
 
 def _supports(state: QuantizedState | Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from narrowgauge.kernels.triton import quantized_state as stored
 from narrowgauge.kernels.triton.arithmetic import fma, magnitude
 from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import Cast, QuantizedState, make_cast
 
 BLOCK, TILES = 2048, 4
 
@@ -101,42 +101,49 @@ def update(
     stored.write(new_v, v, v_to, tl.load(amax + 2), v_0, v_1, at, inside, V)
 
 
-#: A stored tensor: its values; its scale, if any; the cast.
-State = tuple[Tensor, Tensor | None, Cast]
+_PLAIN = {
+    torch.float32: make_cast("fp32"),
+    torch.bfloat16: make_cast("bf16"),
+    torch.float16: make_cast("fp16"),
+}
+
+
+def _stored(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
+    """(values, scale, cast) of a state."""
+    if isinstance(state, Tensor):
+        return state, None, _PLAIN[state.dtype]
+    values, *extra = state.on_device().values()
+    return values, extra[0] if extra else None, state.cast
 
 
 def launch_update(
-    w_g_m_v: Sequence[State],
-    o: State | None,
+    states: Sequence[QuantizedState | Tensor],
+    weight: QuantizedState | None,
     numbers: Sequence[float],
     from_m: bool,
     keys: Sequence[tuple[int, int]],
 ) -> None:
-    """Update w, m and v in place, and also write w to `o`.
+    """Update w, m and v of `states`, (w, g, m, v), in place, and write w to `weight`, if w is its master.
 
-    Args:
-        w_g_m_v: The master or weight, the gradient and the moments.
-        o: The weight if w is its master, else None.
-        numbers: The factors of `_updated`.
-        from_m: FROM_M of `_updated`.
-        keys: The key words of the random bits of w, m, v and o.
+    `numbers` and `from_m` are the factors of `_updated`, `keys` the key words of the random bits of w, m, v
+    and the weight.
     """
-    w, g, m, v = w_g_m_v
+    w_g_m_v = w, g, m, v = [_stored(s) for s in states]
+    o = None if weight is None else _stored(weight)
     n = w[0].numel()
     W, G, M, V = (stored.cast_constants(cast) for *_, cast in w_g_m_v)
     OTHER = stored.NOTHING if o is None else stored.cast_constants(o[2])
     extras = [t if extra is None else extra for t, extra, _ in w_g_m_v]
     scaled = [cast.is_scaled for cast in (w[2], m[2], v[2])]
     needed = (scaled[0] or (o is not None and o[2].is_scaled), scaled[1], scaled[2])
-    casts: dict[str, Any] = {"W": W, "G": G, "M_": M, "V": V}
+    casts: dict[str, Any] = {"W": W, "G": G, "M_": M, "V": V, "FROM_M": from_m, "num_warps": 8}
     sources, amax = list(extras), w[0]
     if any(needed):
         amax = torch.zeros(8, dtype=torch.int32, device=w[0].device)
         launch(
             largest, (cdiv(n, BLOCK * TILES),),
             *(t for (values, *_), extra in zip(w_g_m_v, extras, strict=True) for t in (values, extra)),
-            amax, n, *numbers, writes="amax",
-            **casts, SCALES=needed, FROM_M=from_m, BLOCK=BLOCK, TILES=TILES, num_warps=8,
+            amax, n, *numbers, writes="amax", **casts, SCALES=needed, BLOCK=BLOCK, TILES=TILES,
         )  # fmt: skip
         before = amax.view(torch.float32)[4:]
         for i, (index, is_scaled) in enumerate(zip((0, 2, 3), scaled, strict=True)):
@@ -147,6 +154,11 @@ def launch_update(
         w[0], sources[0], extras[0], g[0], sources[1], m[0], sources[2], extras[2],
         v[0], sources[3], extras[3], other, other_extra, amax, n, *numbers,
         *(word for key in keys for word in key),
-        writes="o o_to", updates="w w_to m m_to v v_to",
-        **casts, OTHER=OTHER, FROM_M=from_m, BLOCK=BLOCK, num_warps=8,
+        writes="o o_to", updates="w w_to m m_to v v_to", **casts, OTHER=OTHER, BLOCK=BLOCK,
     )  # fmt: skip
+    for state, found in zip((states[0], *states[2:], weight), (w, m, v, o), strict=True):
+        if state is not None and found is not None:  # autograd does not see a kernel's writes
+            written = [t for t in found[:2] if t is not None]
+            torch.autograd.graph.increment_version(written)
+            if not isinstance(state, Tensor):
+                state.keep(written)
