@@ -27,7 +27,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),
     "kernels": ("amax", "triton"),
     "forecast": (
-        *("schemes", "atlas", "noise", "setting", "parts", "curve", "law", "fit"),
+        *("atlas", "noise", "setting", "parts", "curve", "law", "fit"),
         *("support", "published", "hints", "forecast", "svg", "picture", "result"),
     ),
     "nn": ("gemm", "weight", "operands", "linear_function", "fused", "linear", "convert"),

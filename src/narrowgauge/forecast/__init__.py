@@ -8,7 +8,10 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.atlas import COLUMNS as COLUMNS
     from narrowgauge.forecast.atlas import Atlas as Atlas
     from narrowgauge.forecast.atlas import Point as Point
+    from narrowgauge.forecast.atlas import Scheme as Scheme
     from narrowgauge.forecast.atlas import read_atlas as read_atlas
+    from narrowgauge.forecast.atlas import scheme as scheme
+    from narrowgauge.forecast.atlas import scheme_names as scheme_names
     from narrowgauge.forecast.fit import Laws as Laws
     from narrowgauge.forecast.fit import fit_law as fit_law
     from narrowgauge.forecast.fit import fit_laws as fit_laws
@@ -21,9 +24,6 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.parts import observations as observations
     from narrowgauge.forecast.parts import tail_share as tail_share
     from narrowgauge.forecast.result import Forecasts as Forecasts
-    from narrowgauge.forecast.schemes import Scheme as Scheme
-    from narrowgauge.forecast.schemes import scheme as scheme
-    from narrowgauge.forecast.schemes import scheme_names as scheme_names
     from narrowgauge.forecast.setting import Observed as Observed
     from narrowgauge.forecast.setting import Setting as Setting
 else:

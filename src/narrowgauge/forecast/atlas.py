@@ -5,6 +5,10 @@
 The reference is the run of the same source that differs only in precision: the same model, tokens and
 data in bf16 (the column `matched` records how it was found). `atlas.csv` lies in this folder; `docs/atlas.md`
 names its sources. A user's own file has the same columns, and may have more.
+
+Published schemes are recipes: one TOML file each in `schemes/`, in the form of every recipe. Where a paper
+trained something that a recipe cannot express, its scheme is the nearest recipe, and `differs` describes what
+is not the same. `schemes.toml` holds that sentence and the shipped recipe of the same method.
 """
 
 import csv
@@ -20,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.errors import UserError, unknown, words_of
-from narrowgauge.forecast.schemes import scheme, scheme_names
-from narrowgauge.recipes import Recipe, load_recipe, recipe_names
+from narrowgauge.files import shipped_text
+from narrowgauge.recipes import Recipe, load_recipe, parse_recipe, recipe, recipe_names
+from narrowgauge.toml_text import parse_toml
 
 #: The columns that every atlas has.
 COLUMNS = (
@@ -40,6 +45,47 @@ _FORMS: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = 
 }
 _SHIPPED = Path(__file__).with_name("atlas.csv")
 _ROUNDED = 0.006  # percent of the loss by which a published gap may miss the one of its losses: two decimals
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A recipe of the atlas.
+
+    Attributes:
+        recipe: The recipe; its name is the scheme's.
+        kin: The shipped recipe of the same method, whose details may differ; "" for none.
+        differs: What the published runs did that the recipe does not; "" for nothing known.
+    """
+
+    recipe: Recipe
+    kin: str
+    differs: str
+
+
+@cache
+def _notes() -> dict[str, dict[str, str]]:
+    return parse_toml(shipped_text("forecast", "schemes"), "list of schemes")
+
+
+def scheme_names() -> list[str]:
+    """The names of the schemes that ship with the atlas, in addition to the shipped recipes."""
+    return list(_notes())
+
+
+@cache
+def scheme(name: str) -> Scheme:
+    """The scheme called `name`: one of the atlas, or a shipped recipe, which differs in nothing.
+
+    Raises:
+        UserError: There is neither; the sentence names the nearest.
+    """
+    if name in recipe_names():
+        return Scheme(recipe(name), name, "")
+    if name not in _notes():
+        raise unknown("recipe or scheme", name, [*recipe_names(), *scheme_names()])
+    notes = _notes()[name]
+    made = parse_recipe(shipped_text("forecast/schemes", name), f"{name}.toml")
+    return Scheme(made, notes.get("kin", ""), notes.get("differs", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
