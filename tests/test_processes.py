@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from narrowgauge.processes import Answering, Programs
+from support.fault_jobs import alive
 
 
 @contextmanager
@@ -106,15 +107,6 @@ def test_a_process_that_answers_ends_with_its_parent_however_busy_it_is(tmp_path
     parent.kill()
     parent.communicate()
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and _is_alive(pid):
+    while time.monotonic() < deadline and alive(pid):
         time.sleep(0.05)
-    assert not _is_alive(pid)
-
-
-def _is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"
+    assert not alive(pid)

@@ -6,9 +6,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 GRACE_S = 30  # how long ranks may take to notice that another one is gone
 
@@ -39,7 +42,7 @@ class Job:
     ranks: int
     by_torchrun: bool = False
     _waited: set[int] = field(default_factory=set)  # of `processes`, by index
-    _workers: dict[int, tuple[int, str]] = field(default_factory=dict)  # by rank: id, and when it began
+    _workers: dict[int, psutil.Process] = field(default_factory=dict)  # by rank
 
     @property
     def pids(self) -> dict[int, int]:
@@ -48,15 +51,17 @@ class Job:
             return {rank: process.pid for rank, process in enumerate(self.processes)}
         if 0 not in self._waited:
             for pid in children(self.processes[0].pid):
-                if (rank := environment(pid).get("RANK")) is not None:
-                    self._workers[int(rank)] = pid, born(pid)
-        return {rank: pid for rank, (pid, _) in self._workers.items()}
+                with suppress(psutil.Error):  # it is gone
+                    worker = psutil.Process(pid)
+                    if (rank := worker.environ().get("RANK")) is not None:
+                        self._workers[int(rank)] = worker
+        return {rank: worker.pid for rank, worker in self._workers.items()}
 
     @property
     def left(self) -> list[int]:
         """The process ids that are still this job's, and run."""
         unwaited = [p.pid for index, p in enumerate(self.processes) if index not in self._waited]
-        workers = [pid for pid, began in self._workers.values() if born(pid) == began]
+        workers = [worker.pid for worker in self._workers.values() if worker.is_running()]
         return [pid for pid in [*unwaited, *workers] if alive(pid)]
 
     def until(self, arrived: Callable[[], bool], seconds: float = 60) -> "Job":
@@ -137,19 +142,9 @@ def free_port() -> int:
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def born(pid: int) -> str:
-    """When a process began, in ticks since the machine did; "" where there is none of that number."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]
 
 
 def children(pid: int) -> list[int]:
@@ -163,12 +158,3 @@ def descendants(pid: int, depth: int = 99) -> set[int]:
     """The processes that a process started, and theirs, and so on."""
     own = children(pid) if depth else []
     return {*own, *(p for child in own for p in descendants(child, depth - 1))}
-
-
-def environment(pid: int) -> dict[str, str]:
-    """The environment that a process began with; empty where it is gone."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from support.fault_jobs import alive
+
 TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")  # a script, as the command `torchrun` is
 
 
@@ -54,9 +56,8 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended; a process that has not been waited for is a zombie (Z)."""
-        stat = Path(f"/proc/{self.pid}/stat")
-        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+        """Whether it has not ended."""
+        return alive(self.pid)
 
     def until(self, arrived: Callable[[], bool]) -> "Process":
         """Wait for something to be true."""
