@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,15 +144,16 @@ class Coordinator:
             keep_traceback(error, self.rank, watchdog.directory if watchdog else None)
         try:
             first = self._first_cause(store, error, local_failure)
-            if first.hang:
-                _wait_for_the_watchdog()
-            if watchdog is not None:
-                watchdog.stop()
-            leave(store)  # this rank no longer reads it
-        except (dist.DistError, RuntimeError):
+        except RuntimeError:
             if not is_connection_error(error):
                 return  # no rank can read it
             first = store_gone(self.world)
+        if first.hang:
+            _wait_for_the_watchdog()
+        if watchdog is not None:
+            watchdog.stop()
+        with suppress(RuntimeError):  # the rank that keeps the store may have gone first
+            leave(store)  # this rank no longer reads it
         if first.rank == 0 and first.reporter == self.rank and watchdog is not None:
             watchdog.report_cause(first.as_seen_by_peers())  # rank 0 is gone
         if first == local_failure:

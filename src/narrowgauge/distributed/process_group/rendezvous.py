@@ -65,8 +65,7 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
         raise UserError(
             f"something other than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
         ) from error
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = environ.get(RENDEZVOUS, "")
+    attempt, name = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get(RENDEZVOUS, "")
     return PrefixStore(f"narrowgauge/{attempt}/{name}", store)
 
 
