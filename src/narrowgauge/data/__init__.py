@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from narrowgauge.data.token_files.token_file import open_token_file as open_token_file
     from narrowgauge.data.token_files.token_file import verify_token_file as verify_token_file
     from narrowgauge.data.token_files.token_file import write_token_file as write_token_file
-    from narrowgauge.data.token_files.token_file import write_token_shards as write_token_shards
     from narrowgauge.data.token_files.token_stream import Mixture as Mixture
     from narrowgauge.data.token_files.token_stream import TokenStream as TokenStream
     from narrowgauge.data.tokenization.tokenizer import Tokenizer as Tokenizer

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.data.loading.dataset import Dataset
 from narrowgauge.data.token_files.megatron import write_megatron
-from narrowgauge.data.token_files.token_file import write_token_shards
+from narrowgauge.data.token_files.token_file import SHARD_TOKENS, TokenWriter, shard_paths
 from narrowgauge.data.token_files.token_stream import Mixture
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.errors import UserError, unknown
@@ -75,7 +75,10 @@ def export_tokens(dataset: Dataset, layout: str, directory: Path, name: str | No
         if layout == "llmc":
             for part, mixtures in parts.items():
                 chunks = (np.concatenate([[end], document]) for document in _documents(mixtures))
-                write_token_shards(staging, f"{name or 'text'}_{part}", chunks, size)
+                paths = shard_paths(staging, f"{name or 'text'}_{part}")
+                with TokenWriter(paths, size, SHARD_TOKENS) as writer:
+                    for chunk in chunks:
+                        writer.write(chunk)
             return
         stems = {f"text_{part}_document": mixtures for part, mixtures in parts.items()}
         for stem, mixtures in stems.items() if name is None else [(name, [dataset.train, dataset.val])]:

@@ -8,8 +8,9 @@ import struct
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_data, open_token_file, write_megatron, write_token_file, write_token_shards
+from narrowgauge.data import open_data, open_token_file, write_megatron, write_token_file
 from narrowgauge.data.token_files.detect import layout_of, open_file
+from narrowgauge.data.token_files.token_file import TokenWriter, shard_paths
 from narrowgauge.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -135,7 +136,10 @@ def test_numpys_own_files_state_their_dtype(tmp_path):
 def test_shards_are_llm_cs_and_end_to_end_they_are_the_tokens(tmp_path):
     """Read as llm.c's loader does: a header of 256 ints, then count tokens of two bytes, and nothing else."""
     chunks = [IDS[:10], IDS[10:10], IDS[10:3000], IDS[3000:]]
-    paths = write_token_shards(tmp_path, "text_train", chunks, 50257, 1024)
+    with TokenWriter(shard_paths(tmp_path, "text_train"), 50257, 1024) as writer:
+        for chunk in chunks:
+            writer.write(chunk)
+    paths = list(writer.written)
     assert [path.name for path in paths] == [f"text_train_{i:06}.bin" for i in range(5)]
     assert sorted(path.name for path in paths) == sorted(os.listdir(tmp_path))
     tokens = []
@@ -147,5 +151,9 @@ def test_shards_are_llm_cs_and_end_to_end_they_are_the_tokens(tmp_path):
             tokens.append(np.frombuffer(file.read(), "<u2"))
     assert [len(part) for part in tokens] == [1024, 1024, 1024, 1024, 904]
     assert np.array_equal(np.concatenate(tokens), IDS)
-    (exact,) = write_token_shards(tmp_path, "exact", [IDS[:1024]], 50257, 1024)
-    assert len(open_token_file(exact)) == 1024
+    with TokenWriter(shard_paths(tmp_path, "exact"), 50257, 1024) as writer:
+        writer.write(IDS[:1024])
+    assert len(open_token_file(*writer.written)) == 1024
+    says = "b would hold more than 10 tokens, the limit for one file; split it"
+    with pytest.raises(UserError, match=says), TokenWriter([tmp_path / "b"], 50257, 10) as writer:
+        writer.write(IDS)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_data, prepare, write_megatron, write_token_file, write_token_shards
+from narrowgauge.data import open_data, prepare, write_megatron, write_token_file
+from narrowgauge.data.token_files.token_file import TokenWriter, shard_paths
 from narrowgauge.errors import UserError
 from narrowgauge.runs.loop.check_data import check_vocabulary
 from narrowgauge.training import make_config
@@ -37,7 +38,8 @@ def write_as(layout, corpus, folder):
         elif layout == "llm.c":
             write_token_file(folder / f"tiny_{name}.bin", [tokens], 300)
         elif layout == "shards":
-            write_token_shards(folder, f"tiny_{name}", [tokens], 300, 5000)
+            with TokenWriter(shard_paths(folder, f"tiny_{name}"), 300, 5000) as writer:
+                writer.write(tokens[:])
         elif layout == "numpy":
             np.save(folder / f"{name.replace('val', 'eval')}.npy", np.asarray(tokens).astype("<i4"))
         else:
@@ -82,8 +84,7 @@ def test_too_small_a_vocabulary_is_refused_by_the_number_it_needs(corpus, tmp_pa
 
 
 def test_gpt2s_tokens_are_refused_for_a_small_vocabulary_before_they_are_read(tmp_path):
-    write_token_shards(tmp_path, "tokens", [np.arange(2000)], 50257)
-    (file,) = tmp_path.glob("*.bin")
+    write_token_file(file := tmp_path / "tokens.bin", [np.arange(2000)], 50257)
     file.write_bytes(file.read_bytes()[:1024] + b"\xff" * 4000)  # ids that a reader would refuse
     config = make_config({"model": {"name": "gpt2-debug"}, "data": {"source": str(tmp_path)}})
     words = r"has token ids up to 50256, beyond model\.vocab_size = 4096; set --model\.vocab_size 50257"

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -17,20 +18,21 @@ from narrowgauge.data.preparation.document_filter import (
     DocumentFilter,
     Options,
 )
-from narrowgauge.data.preparation.encode import Batch, encode_chunk, read_chunk
-from narrowgauge.data.preparation.shard_writer import ShardWriter
+from narrowgauge.data.preparation.encode import Batch, ReadDocument, encode_chunk, read_chunk
 from narrowgauge.data.preparation.training_texts import TrainingTexts
 from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.data.sources import no_text
 from narrowgauge.data.sources.byte_stream import unreadable
 from narrowgauge.data.sources.records import Chunk, Input, Source
 from narrowgauge.data.sources.text import PIECE_ENOUGH
-from narrowgauge.data.token_files.token_file import TokenFile, token_dtype
+from narrowgauge.data.token_files.token_file import TokenFile, TokenWriter, shard_paths, token_dtype
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.data.tokenization.names import make_tokenizer
 from narrowgauge.data.tokenization.tokenizer import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.files import sha256_of, write_whole
+
+MOST_TOKENS = 1 << 30  # in one token file
 
 
 class SourceFiles:
@@ -84,35 +86,65 @@ class CorpusBuilder:
     files: SourceFiles
     workers: int
     cut: bool = False  # whether documents are cut into pieces
+    moved: int | None = None  # the number of the document that changes sides
 
     def run(self) -> None:
-        """Fill the directory; a source of one document is cut into pieces."""
-        is_trained = self.identity == self.name and self.name.startswith("bpe-")
-        texts = self._training_texts() if is_trained else []
-        if texts is not None:
-            make_tokenizer(self.name, self._reported(texts)).save(self.staging / TOKENIZER_FILE)
-        if texts is None or not self._encode():
+        """Fill the directory; once all is read it may turn out that it must be read again, otherwise."""
+        again: CorpusBuilder | None = self
+        while again is not None:
             for path in self.staging.iterdir():
                 path.unlink()
-            replace(self, cut=True).run()
+            again = again._build()
 
-    def _training_texts(self) -> list[str] | None:
-        """Read the source for texts to train the tokenizer on; None if it is one document."""
-        with DocumentFilter(self.source.name, self.options, self.staging) as document_filter:
-            training = TrainingTexts(document_filter)
-            for batch in self._batches("read", partial(read_chunk, self.cut), document_filter):
-                training.add(batch)
-            is_enough = self._is_enough(document_filter)
-        (self.staging / REJECTED_FILE).unlink(missing_ok=True)  # written again, as the source is read again
-        return training.texts() if is_enough else None
+    def _build(self) -> "CorpusBuilder | None":
+        """Fill the directory; returns the builder that must do it instead, if one must."""
+        texts = TrainingTexts()
+        if self.identity == self.name and self.name.startswith("bpe-"):
+            with self._filter() as document_filter:
+                for side, document in self._documents("read", partial(read_chunk, self.cut), document_filter):
+                    if side == TRAIN:
+                        texts.add(document)
+                if again := self._instead(document_filter):
+                    return again
+            (self.staging / REJECTED_FILE).unlink(missing_ok=True)  # the source is read again
+        path = self.staging / TOKENIZER_FILE
+        make_tokenizer(self.name, self._reported(texts.texts())).save(path)
+        vocab_size, sha256 = load_tokenizer(path).vocab_size, sha256_of(path)
+        writers = dict[str, TokenWriter]()
+        with ExitStack() as stack:
+            document_filter = stack.enter_context(self._filter())
+            for side in (TRAIN, VAL):
+                writer = TokenWriter(shard_paths(self.staging, side), vocab_size, MOST_TOKENS)
+                writers[side] = stack.enter_context(writer)
+            work = partial(encode_chunk, path, sha256, self.cut)
+            for side, document in self._documents("encode", work, document_filter):
+                writers[side].write(document.ids)
+            if again := self._instead(document_filter):
+                return again
+        written = {side: self._renamed(side, writer.written) for side, writer in writers.items()}
+        manifest = self._manifest(document_filter, written, vocab_size, sha256)
+        write_whole(self.staging / MANIFEST_FILE, manifest.to_json())
+        return None
 
-    def _batches(
+    def _filter(self) -> DocumentFilter:
+        return DocumentFilter(self.source.name, self.options, self.staging, self.moved)
+
+    def _renamed(self, side: str, written: dict[Path, TokenFile]) -> list[dict[str, Any]]:
+        """The facts of the files of a side; the name of a single one loses its number."""
+        if len(written) == 1:
+            written = {path.rename(self.staging / f"{side}.bin"): file for path, file in written.items()}
+        return [{"name": p.name, "tokens": f.count, "sha256": f.sha256} for p, f in written.items()]
+
+    def _documents(
         self, stage: str, work: Callable[[Chunk], Batch], document_filter: DocumentFilter
-    ) -> Iterator[Batch]:
-        """The results of `work` for all chunks of the source, in order."""
+    ) -> Iterator[tuple[str, ReadDocument]]:
+        """The side of each document that is kept and what `work` makes of it, in the order of the source."""
         done = 0
         for batch in ordered_map(work, self.source.chunks(self.files.inputs), self.workers):
-            yield batch
+            document_filter.reject(batch.rejected)
+            for document in batch.documents:
+                if (side := document_filter.side(document)) is not None:
+                    yield side, document
             done += batch.size
             self.files.report(stage, done, self.files.total, f"{document_filter.kept:,} documents")
 
@@ -121,40 +153,34 @@ class CorpusBuilder:
             self.files.report("learn", number, len(texts), "")
             yield text
 
-    def _encode(self) -> bool:
-        """Encode the documents and write all files; returns whether there are enough documents."""
-        path = self.staging / TOKENIZER_FILE
-        vocab_size, sha256 = load_tokenizer(path).vocab_size, sha256_of(path)
-        with (
-            DocumentFilter(self.source.name, self.options, self.staging) as document_filter,
-            ShardWriter(self.staging, vocab_size, document_filter) as shard_writer,
-        ):
-            work = partial(encode_chunk, path, sha256, self.cut)
-            for batch in self._batches("encode", work, document_filter):
-                shard_writer.add(batch)
-            is_enough = self._is_enough(document_filter)
-            if is_enough:
-                self._write(shard_writer, vocab_size, sha256)
-        return is_enough
+    def _instead(self, document_filter: DocumentFilter) -> "CorpusBuilder | None":
+        """The builder that must read the source again, so that both sides have a document.
 
-    def _is_enough(self, document_filter: DocumentFilter) -> bool:
-        """Whether there are documents for both parts; a single one may still be cut, none is an error."""
+        A single document is cut into pieces; of several on one side, one moves to the other.
+        """
         document_filter.check_tolerance()
         self.files.check()
         if not document_filter.kept:
             raise no_text(self.source.name)
-        if document_filter.kept == 1 and self.cut:
+        if document_filter.kept > 1:
+            moved = document_filter.to_move()
+            return None if moved is None else replace(self, moved=moved)
+        if self.cut:
             raise UserError(
                 f"data source {self.source.name!r} is a single document, not long enough for pieces of "
                 f"{PIECE_ENOUGH:,} characters, and a corpus needs two, one of them held out; add text"
             )
-        return document_filter.kept > 1
+        return replace(self, cut=True)
 
-    def _write(self, shard_writer: ShardWriter, vocab_size: int, tokenizer_sha256: str) -> None:
-        """Write the token files and, last, the manifest."""
-        written, document_filter = shard_writer.write(), shard_writer.document_filter
+    def _manifest(
+        self,
+        document_filter: DocumentFilter,
+        written: dict[str, list[dict[str, Any]]],
+        vocab_size: int,
+        tokenizer_sha256: str,
+    ) -> CorpusManifest:
         documents = document_filter.digest.hexdigest()
-        manifest = CorpusManifest(
+        return CorpusManifest(
             layout=LAYOUT_VERSION,
             version=version("narrowgauge"),
             source=self.source.name,
@@ -171,13 +197,12 @@ class CorpusBuilder:
             val_documents=document_filter.documents[VAL],
             duplicates=document_filter.duplicates,
             rejected=document_filter.rejected,
-            train_tokens=sum(file.count for file in written[TRAIN].values()),
-            val_tokens=sum(file.count for file in written[VAL].values()),
-            train=_facts(written[TRAIN]),
-            val=_facts(written[VAL]),
+            train_tokens=sum(file["tokens"] for file in written[TRAIN]),
+            val_tokens=sum(file["tokens"] for file in written[VAL]),
+            train=written[TRAIN],
+            val=written[VAL],
             tokenizer_sha256=tokenizer_sha256,
         )
-        write_whole(self.staging / MANIFEST_FILE, manifest.to_json())
 
 
 def _corpus_digest(identity: str, documents: str, options: Options) -> str:
@@ -186,7 +211,3 @@ def _corpus_digest(identity: str, documents: str, options: Options) -> str:
     if options.val_fraction != Options.val_fraction:
         parts.append(f"held out {options.val_fraction}")
     return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
-
-
-def _facts(files: dict[str, TokenFile]) -> list[dict[str, Any]]:
-    return [{"name": name, "tokens": file.count, "sha256": file.sha256} for name, file in files.items()]

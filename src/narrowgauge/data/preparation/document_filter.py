@@ -7,7 +7,8 @@ an integer. Its last decimal digit selects a tenth, and the other digits a posit
     u = (r mod 10 + (r div 10) / B) / 10,    B = ceil(2^64 / 10),    held out where u < share
 
 A larger share holds out everything that a smaller one does, and more. If all documents are on one side, the
-one with the lowest (or the highest) r moves to the other.
+one with the lowest (or the highest) r moves to the other; that is known when all have been read, so the
+source is then read again.
 
 **Duplicates** are documents whose text equals that of an earlier one, byte for byte. To remove them, the
 digests of all texts are stored on disk, sixteen bytes for each document, so that memory does not grow.
@@ -18,9 +19,10 @@ import json
 import sqlite3
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
-from narrowgauge.data.preparation.encode import EncodedDocument
+from narrowgauge.data.preparation.encode import ReadDocument
 from narrowgauge.data.sources.records import Rejected
 from narrowgauge.errors import UserError
 
@@ -80,16 +82,24 @@ class Options:
 
 
 class DocumentFilter:
-    """Decides for each document in order whether it is kept and on which side, and counts its decisions."""
+    """Decides for each document in order whether it is kept and on which side, and counts its decisions.
 
-    def __init__(self, source: str, options: Options, staging: Path) -> None:
-        self.source, self.options = source, options
+    Args:
+        source: Name of the source, for errors.
+        options: The options.
+        staging: Directory for temporary files and rejected.jsonl.
+        moved: The number of the document that changes sides; None: none does.
+    """
+
+    def __init__(self, source: str, options: Options, staging: Path, moved: int | None = None) -> None:
+        self.source, self.options, self.moved = source, options, moved
         self.documents = {TRAIN: 0, VAL: 0}
         self.duplicates = self.rejected = 0
         self.digest = hashlib.sha256()
         self.first_rejected: Rejected | None = None
         self._seen_path, self._rejected_path = staging / "seen", staging / REJECTED_FILE
         self._seen: SeenTexts | None = SeenTexts(self._seen_path) if options.dedup else None
+        self._extremes = list[tuple[int, int]]()  # rank and number of the document of the lowest and highest
         self._stack = ExitStack()
 
     def __enter__(self) -> "DocumentFilter":
@@ -106,15 +116,23 @@ class DocumentFilter:
         """The documents kept on both sides."""
         return self.documents[TRAIN] + self.documents[VAL]
 
-    def side(self, document: EncodedDocument) -> str | None:
+    def side(self, document: ReadDocument) -> str | None:
         """The side of the next document, or None for a duplicate."""
         if self._seen and not self._seen.add(document.content):
             self.duplicates += 1
             return None
         self.digest.update(document.digest)
-        side = VAL if is_held_out(document.digest, self.options.val_fraction) else TRAIN
+        number, held_out = self.kept, is_held_out(document.digest, self.options.val_fraction)
+        ranks = [*self._extremes, (rank(document.digest), number)]
+        self._extremes = [min(ranks, key=itemgetter(0)), max(ranks, key=itemgetter(0))]
+        side = VAL if held_out != (number == self.moved) else TRAIN
         self.documents[side] += 1
         return side
+
+    def to_move(self) -> int | None:
+        """The number of the document that must change sides because a side is empty; None if none must."""
+        lowest, highest = self._extremes
+        return lowest[1] if not self.documents[VAL] else highest[1] if not self.documents[TRAIN] else None
 
     def reject(self, records: list[Rejected]) -> None:
         """Raise an error for the first record, or write all to rejected.jsonl, depending on the options."""

@@ -21,39 +21,42 @@ EncodeAll = Callable[[list[str]], Iterable[Sequence[int] | Ids]]
 
 
 @dataclass(frozen=True)
-class EncodedDocument:
-    """What is recorded about a document."""
+class ReadDocument:
+    """A document after a worker has read or encoded it."""
 
     digest: bytes  # sha256 of name and text
     content: bytes  # a shorter digest of the text alone
-    tokens: int = 0  # 0 if it is not encoded
+    text: str = ""  # if it was read
+    ids: Ids = field(
+        default_factory=lambda: np.empty(0, np.uint16)
+    )  # if it was encoded; the first is that of the end of a document, as in llm.c
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The documents of a chunk: their texts, or their concatenated ids."""
+    """The documents of a chunk."""
 
     size: int  # bytes of the source in this chunk
-    documents: list[EncodedDocument]
+    documents: list[ReadDocument]
     rejected: list[Rejected]
-    texts: list[str] = field(default_factory=list)
-    ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
 
 
 def read_chunk(cut: bool, chunk: Chunk) -> Batch:
     """The texts of a chunk; with `cut`, documents are cut into pieces."""
     documents, rejected = _divide(chunk, cut)
-    return Batch(chunk.size, list(map(_facts, documents)), rejected, [d.text for d in documents])
+    return Batch(chunk.size, [ReadDocument(*_digests(d), text=d.text) for d in documents], rejected)
 
 
 def encode_chunk(tokenizer: Path, sha256: str, cut: bool, chunk: Chunk) -> Batch:
     """The ids of a chunk by the tokenizer in a file of this sha256; `cut` as for `read_chunk`."""
     loaded, encode_all = _loaded(tokenizer, sha256)
     documents, rejected = _divide(chunk, cut)
-    rows = _with_ends(encode_all([document.text for document in documents]), loaded)
-    facts = [_facts(*pair) for pair in zip(documents, map(len, rows), strict=True)]
-    ids = np.concatenate(rows) if rows else np.empty(0, token_dtype(loaded.vocab_size))
-    return Batch(chunk.size, facts, rejected, ids=ids)
+    encoded = list[ReadDocument]()
+    for document, row in zip(documents, encode_all([d.text for d in documents]), strict=True):
+        ids = np.empty(len(row) + 1, token_dtype(loaded.vocab_size))
+        ids[0], ids[1:] = loaded.end_of_document, row
+        encoded.append(ReadDocument(*_digests(document), ids=ids))
+    return Batch(chunk.size, encoded, rejected)
 
 
 def _divide(chunk: Chunk, cut: bool) -> tuple[list[Document], list[Rejected]]:
@@ -69,12 +72,12 @@ def _divide(chunk: Chunk, cut: bool) -> tuple[list[Document], list[Rejected]]:
     return documents, rejected
 
 
-def _facts(document: Document, tokens: int = 0) -> EncodedDocument:
+def _digests(document: Document) -> tuple[bytes, bytes]:
+    """The digests of name and text, and of the text."""
     # A name may hold bytes of a file system that are not UTF-8; a text may not.
     name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
     text = document.text.encode("utf-8")
-    digest = hashlib.sha256(name + text).digest()
-    return EncodedDocument(digest, hashlib.blake2b(text, digest_size=16).digest(), tokens)
+    return hashlib.sha256(name + text).digest(), hashlib.blake2b(text, digest_size=16).digest()
 
 
 def batch_encoder(tokenizer: Tokenizer) -> EncodeAll:
@@ -89,13 +92,3 @@ def batch_encoder(tokenizer: Tokenizer) -> EncodeAll:
 def _loaded(path: Path, sha256: str) -> tuple[Tokenizer, EncodeAll]:
     tokenizer = load_tokenizer(path)
     return tokenizer, batch_encoder(tokenizer)
-
-
-def _with_ends(rows: Iterable[Sequence[int] | Ids], tokenizer: Tokenizer) -> list[Ids]:
-    """The ids of each text, preceded by the end-of-document id as in llm.c."""
-    documents = []
-    for row in rows:
-        ids = np.empty(len(row) + 1, token_dtype(tokenizer.vocab_size))
-        ids[0], ids[1:] = tokenizer.end_of_document, row
-        documents.append(ids)
-    return documents

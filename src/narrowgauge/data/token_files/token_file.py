@@ -12,13 +12,15 @@ than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. This is 
 opened, because a truncated file would otherwise silently map as fewer tokens.
 
 llm.c's own loader reads only the first kind and seeks with an int, so files for it must stay below 2 GiB. Its
-scripts cut a large corpus into *shards* of 100 million tokens, and so does `write_token_shards`.
+scripts cut a large corpus into *shards* of 100 million tokens, and so does `prepare --layout llmc`.
 
 Source: `dev/data/data_common.py` and `llmc/dataloader.h` of github.com/karpathy/llm.c.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -56,59 +58,72 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
+class TokenWriter(AbstractContextManager["TokenWriter"]):
+    """Writes ids in [0, vocab_size), `most` to each file but the last; a file appears in full or not at all.
+
+    Args:
+        paths: The paths of the files, of which the first is always written.
+        vocab_size: Selects the dtype.
+        most: Tokens in a file.
+    """
+
+    _path: Path
+
+    def __init__(self, paths: Iterable[Path], vocab_size: int, most: int = MOST_TOKENS) -> None:
+        assert 1 <= most <= MOST_TOKENS
+        self.paths, self.vocab_size, self.most = iter(paths), vocab_size, most
+        self.written = dict[Path, TokenFile]()  # the files that are complete
+        self._stack, self._dtype = ExitStack(), token_dtype(vocab_size)
+
+    def __enter__(self) -> "TokenWriter":
+        self._begin()
+        return self
+
+    def write(self, ids: NDArray[Any]) -> None:
+        """Append ids; a `UserError` if there are more than all files may hold."""
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.vocab_size)
+        while ids.size:
+            if self._count == self.most:
+                self._end()
+                self._begin()
+            part = ids[: self.most - self._count]
+            self._file.write(part.astype(self._dtype, copy=False).tobytes())
+            self._count += part.size
+            ids = ids[part.size :]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._end()
+        self._stack.__exit__(kind, error, trace)
+
+    def _begin(self) -> None:
+        path = next(self.paths, None)
+        if path is None:
+            raise UserError(
+                f"{self._path} would hold more than {self.most} tokens, the limit for one file; split it"
+            )
+        self._path, self._count = path, 0
+        self._file = self._stack.enter_context(staged_file(path))
+        self._file.write(bytes(HEADER_BYTES))  # the count is known at the end
+
+    def _end(self) -> None:
+        self._file.seek(0)
+        self._file.write(_header(self._dtype, self._count))
+        self._stack.close()
+        self.written[self._path] = TokenFile(self._count, sha256_of(self._path))
+
+
 def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int) -> TokenFile:
-    """Write the concatenated chunks of ids in [0, vocab_size); the file appears in full or not at all.
-
-    One chunk at a time is in memory; `vocab_size` selects the dtype.
-
-    Raises:
-        UserError: there are more tokens than the layout can count.
-    """
-    dtype, count = token_dtype(vocab_size), 0
-    with staged_file(path) as file:
-        file.write(bytes(HEADER_BYTES))  # the count is known at the end
+    """Write the concatenated chunks of ids as one file; one chunk at a time is in memory."""
+    with TokenWriter([path], vocab_size) as writer:
         for chunk in chunks:
-            assert chunk.size == 0 or (chunk.min() >= 0 and chunk.max() < vocab_size)
-            file.write(chunk.astype(dtype).tobytes())
-            count += chunk.size
-            if count > MOST_TOKENS:
-                raise UserError(
-                    f"{path} would hold more than {MOST_TOKENS} tokens, the limit for one file; split it"
-                )
-        file.seek(0)
-        file.write(_header(dtype, count))
-    return TokenFile(count, sha256_of(path))
+            writer.write(chunk)
+    return writer.written[path]
 
 
-def write_token_shards(
-    directory: Path,
-    stem: str,
-    chunks: Iterable[NDArray[Any]],
-    vocab_size: int,
-    shard_tokens: int = SHARD_TOKENS,
-) -> dict[Path, TokenFile]:
-    """Write STEM_000000.bin, STEM_000001.bin ..., each with `shard_tokens` but the last.
-
-    The other arguments are as in `write_token_file`.
-    """
-    assert 1 <= shard_tokens <= MOST_TOKENS
-    source = (chunk for chunk in chunks if chunk.size)
-    rest = np.empty(0, dtype=token_dtype(vocab_size))
-    written = dict[Path, TokenFile]()
-
-    def shard() -> Iterator[NDArray[Any]]:
-        nonlocal rest
-        room = shard_tokens
-        while room:
-            if not rest.size and (rest := next(source, rest)).size == 0:
-                return
-            yield rest[:room]
-            rest, room = rest[room:], room - min(room, rest.size)
-
-    while not written or rest.size or (rest := next(source, rest)).size:
-        path = directory / f"{stem}_{len(written):06}.bin"
-        written[path] = write_token_file(path, shard(), vocab_size)
-    return written
+def shard_paths(directory: Path, stem: str) -> Iterator[Path]:
+    """STEM_000000.bin, STEM_000001.bin ... in a directory."""
+    return (directory / f"{stem}_{number:06}.bin" for number in count())
 
 
 def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault | None = None) -> Tokens:
