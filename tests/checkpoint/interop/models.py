@@ -2,10 +2,10 @@
 
 import torch
 
-from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from narrowgauge.checkpoint.interop.compressed_tensors import write_quantized
 from narrowgauge.checkpoint.interop.gguf.model import write_gguf_model
 from narrowgauge.checkpoint.interop.huggingface import write_folder
-from narrowgauge.checkpoint.interop.modelopt import write_modelopt
+from narrowgauge.checkpoint.interop.modelopt import in_modelopt
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert, set_step
@@ -46,8 +46,8 @@ def export(to, folder, model, dtype=torch.float32, scales=None):
         return write_gguf_model(folder / "model.gguf", model, *settings)
     if to == "hf":
         return write_folder(folder, model.config, *settings, SHARD_BYTES)
-    write = {"compressed-tensors": write_compressed, "modelopt": write_modelopt}[to]
-    return write(folder, model, *settings, SHARD_BYTES, None, scales)
+    arrange = in_modelopt if to == "modelopt" else None
+    return write_quantized(folder, model, *settings, SHARD_BYTES, None, scales, arrange)
 
 
 def ours_from(read):

@@ -14,7 +14,7 @@ from checkpoint.interop.models import export, model_under, weights_of
 from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
 from narrowgauge.checkpoint.interop.gguf.blocks import code_rows, plain_rows, type_of, values_of
 from narrowgauge.checkpoint.interop.gguf.container import (
-    GgufTensor,
+    StoredRows,
     block_of,
     is_readable,
     read_gguf,
@@ -92,7 +92,7 @@ def test_the_package_and_import_read_what_the_run_multiplies(tmp_path, recipe):
             parts[i] = halves.reshape(parts[i].shape)
         assert torch.equal(torch.cat(parts), expected[pair.ours]), pair.ours
     if recipe in TYPE:
-        kinds = {t.name: t.type for t in read_gguf(path).tensors}
+        kinds = {name: t.type for name, t in read_gguf(path).tensors.items()}
         weights = {kind for name, kind in kinds.items() if name.startswith("blk.0.") and "norm" not in name}
         assert weights - {"F32"} <= {TYPE[recipe]}
         assert kinds["blk.1.attn_output.weight"] == TYPE[recipe]
@@ -115,7 +115,7 @@ def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
     # llama.cpp multiplies by no tensor scale in these MLPs, or aborts.
     has_no_scales = family in ("gpt2", "qwen2", "llama with biases")
     assert bool(remarks) == (has_no_scales and recipe == "nvfp4")
-    assert any(t.name.endswith(".scale") for t in file.tensors) == (recipe == "nvfp4" and not has_no_scales)
+    assert any(name.endswith(".scale") for name in file.tensors) == (recipe == "nvfp4" and not has_no_scales)
     found = read_external_model(path)
     assert found.config == config
     if config.tied_head:  # the file also has what the recipe's head multiplies, for servers
@@ -131,7 +131,7 @@ def test_a_file_alone_gives_the_model_back(tmp_path, family, recipe):
 def test_a_dtype_is_that_of_weights_without_a_narrow_cast(tmp_path):
     config, expected, _ = written(tmp_path / "model.gguf", "mxfp4", torch.bfloat16, tied_head=True)
     require_read_back(read_gguf_model(tmp_path / "model.gguf", config), expected)
-    kinds = {t.name: t.type for t in read_gguf(tmp_path / "model.gguf").tensors}
+    kinds = {name: t.type for name, t in read_gguf(tmp_path / "model.gguf").tensors.items()}
     assert kinds["token_embd.weight"] == "BF16"
     assert kinds["output_norm.weight"] == "F32"
     assert "output.weight" not in kinds  # equal to the embedding, once both are bf16
@@ -161,8 +161,8 @@ def test_plain_values_are_stored_exactly():
 
 def test_a_head_of_other_values_is_not_tied(tmp_path):
     config, expected, _ = written(tmp_path / "model.gguf", "bf16", **FAMILIES["gpt2"])
-    one = GgufTensor("output.weight", "BF16", (160, 128), np.ones((160, 256), np.uint8))
-    found = read_external_model(changed(tmp_path / "model.gguf", lambda m, t: t.update({one.name: one})))
+    other = put("output.weight", "BF16", (160, 128), np.ones((160, 256), np.uint8))
+    found = read_external_model(changed(tmp_path / "model.gguf", other))
     assert found.config == dataclasses.replace(config, tied_head=False)
     assert torch.equal(found.tensors["embedding.weight"], expected["embedding.weight"])
 
@@ -183,8 +183,7 @@ def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
     }
     keys["attention.layer_norm_rms_epsilon"] = 1e-5
     metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama"}
-    tensors = []
-    expected = {}
+    tensors, expected = {}, {}
     for name, shape in shapes.items():
         number = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
         try:
@@ -192,7 +191,7 @@ def test_a_file_of_the_package_is_read_as_it_decodes_it(tmp_path, kind):
         except NotImplementedError:  # any bytes without an infinite fp16
             block, size = block_of(kind)
             data = draw.integers(256, size=(shape[0], shape[1] // block * size)).astype(np.uint8) & 0x3B
-        tensors.append(GgufTensor(f"{name}.weight", number.name, shape, data.reshape(-1).view(np.uint8)))
+        tensors[f"{name}.weight"] = StoredRows(number.name, data.reshape(-1).view(np.uint8), shape)
         expected[name] = torch.from_numpy(gguf.quants.dequantize(data, number).astype(np.float32))
     metadata |= {f"llama.{key}": value for key, value in keys.items()}
     write_gguf(tmp_path / "model.gguf", metadata, tensors)
@@ -256,22 +255,22 @@ def test_other_tokenizers_are_bytes_none_or_refused(tmp_path):
 def changed(path, how):
     """The file with its keys and tensors changed."""
     file = read_gguf(path)
-    metadata, tensors = dict(file.metadata), {t.name: t for t in file.tensors}
+    metadata, tensors = dict(file.metadata), dict(file.tensors)
     how(metadata, tensors)
     out = path.with_name("changed.gguf")
     out.unlink(missing_ok=True)
-    write_gguf(out, metadata, tensors.values())
+    write_gguf(out, metadata, tensors)
     return out
 
 
 def put(name, kind, shape, data):
-    return lambda m, t: t.update({name: GgufTensor(name, kind, shape, data)})
+    return lambda m, t: t.update({name: StoredRows(kind, data, shape)})
 
 
 def renamed(to, keep=False):
     def how(metadata, tensors):
         norm = tensors["output_norm.weight"] if keep else tensors.pop("output_norm.weight")
-        tensors[to] = dataclasses.replace(norm, name=to)
+        tensors[to] = norm
 
     return how
 

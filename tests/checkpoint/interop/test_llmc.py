@@ -104,8 +104,8 @@ def test_a_damaged_or_other_file_is_refused_in_a_sentence(theirs, tmp_path):
 
 OTHER_MODELS = [
     ({}, torch.float32, "positions = learned"),
-    ({"name": "gpt2-debug", "tied_head": False}, torch.float32, "tied_head = true"),
-    ({"name": "gpt2-debug", "ffn_dim": 384}, torch.float32, "ffn_dim = 4 dim"),
+    ({"name": "gpt2-debug", "tied_head": False}, torch.float32, "tied_head = True"),
+    ({"name": "gpt2-debug", "ffn_dim": 384}, torch.float32, "ffn_dim = 512, unlike"),
     ({"name": "gpt2-debug", "ffn_dim": 512}, torch.float16, "--dtype fp32 or --dtype bf16"),
 ]
 

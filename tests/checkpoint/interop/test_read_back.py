@@ -10,7 +10,7 @@ from checkpoint.interop.models import export, model_under
 from narrowgauge.checkpoint.interop.activations import needs_scale, scale_of_amax
 from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, read_gguf, write_gguf
+from narrowgauge.checkpoint.interop.gguf.container import StoredRows, read_gguf, write_gguf
 from narrowgauge.checkpoint.interop.read_back import different_tensors, wrong_input_scales
 from narrowgauge.errors import UserError
 
@@ -58,15 +58,15 @@ def destroyed(folder, how):
         (out / "config.json").write_text((folder / "config.json").read_text())
         return out
     file = read_gguf(folder / "model.gguf")
-    known = {t.name: t for t in file.tensors}
-    tensors = {name: torch.from_numpy(t.data.copy()).view(t.shape[0], -1) for name, t in known.items()}
+    known = file.tensors
+    tensors = {name: torch.from_numpy(t.data.copy()) for name, t in known.items()}
     how(tensors)
     (out / "model.gguf").unlink(missing_ok=True)
-    changed = []
+    changed = {}
     for name, t in tensors.items():
         kind, shape = (known[name].type, known[name].shape) if name in known else ("F32", (len(t),))
         shape = shape if len(t) == shape[0] else shape[::-1]
-        changed.append(GgufTensor(name, kind, shape, t.reshape(-1).numpy()))
+        changed[name] = StoredRows(kind, t.numpy(), shape)
     write_gguf(out / "model.gguf", file.metadata, changed)
     return out
 

@@ -154,8 +154,7 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(trained, tiny, tmp_p
 WRITERS = {
     "hf": "write_folder",
     "llmc": "write_llmc",
-    "compressed-tensors": "write_compressed",
-    "modelopt": "write_modelopt",
+    **dict.fromkeys(("compressed-tensors", "modelopt"), "write_quantized"),
     "gguf": "write_gguf_model",
 }
 

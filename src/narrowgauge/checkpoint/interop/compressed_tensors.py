@@ -27,7 +27,7 @@ as a sentence. Layers that the recipe does not quantize are listed under `ignore
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ class CompressionScheme:
     format: str
     weights: Mapping[str, Any]
     inputs: Mapping[str, Any] | None = None  # None: not quantized
+
+
+Tensors = list[tuple[str, torch.Tensor]]  # with their names in the folder
+Layers = dict[str, CompressionScheme | None]  # the scheme of each linear layer; None: not quantized
+Arrange = Callable[[Path, Tensors, Layers], tuple[Tensors, dict[str, Any]]]  # -> and the quantization_config
 
 
 def _fp8(strategy: str, **more: Any) -> CompressionScheme:
@@ -89,7 +94,7 @@ _WEIGHTS = {
 }
 
 
-def write_compressed(
+def write_quantized(
     folder: Path,
     model: Transformer,
     weights: Mapping[str, torch.Tensor],
@@ -98,11 +103,21 @@ def write_compressed(
     shard_bytes: int,
     special_tokens: Mapping[str, Any] | None = None,
     scales: Mapping[str, InputScale] | None = None,
+    arrange: Arrange | None = None,
 ) -> list[str]:
     """Fill an empty folder with a model under its recipe; layers that are not quantized are stored in
     `dtype`.
 
-    `scales` belong to activations, by our names of the layers (`activations.py`).
+    Args:
+        folder: The folder.
+        model: The model.
+        weights: Its weights, by our names.
+        tokenizer: Its tokenizer.json, if there is one.
+        dtype: The dtype of the other layers.
+        shard_bytes: About the size of a file.
+        special_tokens: The result of `huggingface.special_tokens_of`.
+        scales: Those of activations, by our names of the layers (`activations.py`).
+        arrange: Turns tensors and layers into another layout; None: that of this module.
 
     Returns:
         Sentences on what a server computes in another way than training.
@@ -112,8 +127,9 @@ def write_compressed(
             is GPT-2, whose linear layers it does not know.
     """
     tensors, layers = quantized_tensors(model, weights, dtype, scales)
-    values = to_config(model.config) | {"quantization_config": _describe(layers)}
+    tensors, quantization = (arrange or _arrange)(folder, tensors, layers)
     write_tensors(folder, tensors, None, shard_bytes)
+    values = to_config(model.config) | {"quantization_config": quantization}
     write_settings(folder, values, tokenizer, dtype, special_tokens)
     return differences(model, scales)
 
@@ -123,11 +139,11 @@ def quantized_tensors(
     weights: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     scales: Mapping[str, InputScale] | None = None,
-) -> tuple[list[tuple[str, torch.Tensor]], dict[str, CompressionScheme | None]]:
+) -> tuple[Tensors, Layers]:
     """The tensors of a model by their names in the layout, and the scheme of each linear layer.
 
     Raises:
-        UserError: As `write_compressed`.
+        UserError: As `write_quantized`.
     """
     if family_of(model.config) == "gpt2":
         raise UserError(
@@ -146,8 +162,8 @@ def quantized_tensors(
         raise UserError(unfit)
     measured = scales or {}
     schemes = {name: _scheme(name, layer, measured.get(name)) for name, layer in narrow.items()}
-    tensors: list[tuple[str, torch.Tensor]] = []
-    layers: dict[str, CompressionScheme | None] = {} if "head" in schemes else {"lm_head": None}
+    tensors: Tensors = []
+    layers: Layers = {} if "head" in schemes else {"lm_head": None}
     for counterpart in name_map(model.config):
         module = counterpart.ours.removesuffix(".weight")
         if module not in schemes or not counterpart.ours.endswith(".weight"):
@@ -260,8 +276,8 @@ def _parts(q: QTensor, start: int, end: int) -> Parts:
     return stored | {"weight_scale": scales.view(torch.float8_e4m3fn), "weight_global_scale": global_scale}
 
 
-def _describe(layers: Mapping[str, CompressionScheme | None]) -> dict[str, Any]:
-    """The `quantization_config` of layers by name; None = not quantized."""
+def _arrange(_: Path, tensors: Tensors, layers: Layers) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors as they are, and the `quantization_config`."""
     kinds = []
     for scheme in layers.values():
         if scheme is not None and scheme not in kinds:
@@ -275,7 +291,7 @@ def _describe(layers: Mapping[str, CompressionScheme | None]) -> dict[str, Any]:
             "input_activations": None if scheme.inputs is None else dict(scheme.inputs),
             "format": scheme.format,
         }
-    return {
+    return tensors, {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": kinds[0].format if len(kinds) == 1 else "mixed-precision",

@@ -7,7 +7,7 @@ from narrowgauge.checkpoint.interop.gguf.container import is_gguf
 from narrowgauge.checkpoint.interop.gguf.reader import read_gguf_external
 from narrowgauge.checkpoint.interop.llmc import is_llmc, read_llmc
 from narrowgauge.checkpoint.interop.name_map import ExternalModel
-from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, SINGLE_FILE, holds_pickle
+from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, SINGLE_FILE, pickle_at
 from narrowgauge.errors import UserError
 
 
@@ -18,8 +18,8 @@ def is_external_model(path: Path) -> bool:
     if not path.is_dir() or (path / "config.toml").exists():
         return False
     names = (huggingface.CONFIG, INDEX, SINGLE_FILE)
-    is_known = any((path / name).exists() for name in names) or holds_pickle(path)
-    return is_known or bool(_llmc_file(path) or _gguf_file(path))
+    is_known = any((path / name).exists() for name in names) or pickle_at(path) is not None
+    return is_known or _only_file(path) is not None
 
 
 def read_external_model(path: Path) -> ExternalModel:
@@ -32,29 +32,28 @@ def read_external_model(path: Path) -> ExternalModel:
         if path.is_dir():
             if huggingface.is_folder(path):
                 return huggingface.read_folder(path)
-            if (file := _llmc_file(path)) is not None:
-                return read_llmc(file)
-            if (file := _gguf_file(path)) is not None:
-                return read_gguf_external(file)
+            if (file := _only_file(path)) is not None:
+                return _read_file(file)
             if (path / "config.toml").is_file():
                 raise UserError(
                     f"{path} is already a run: pass it directly to sample, eval or --model.weights"
                 )
             raise huggingface.refuse_other_folder(path)
         if path.is_file():
-            return read_gguf_external(path) if is_gguf(path) else read_llmc(path)
+            return _read_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}; fix its permissions or copy it again") from error
     raise UserError(f"{path} does not exist; name a Hugging Face folder, or a file of llm.c or GGUF")
 
 
-def _llmc_file(folder: Path) -> Path | None:
-    """The only llm.c model file in a folder, as `export` leaves it; None if there are none or several."""
-    files = [path for path in sorted(folder.glob("*.bin")) if is_llmc(path)]
-    return files[0] if len(files) == 1 else None
+def _read_file(path: Path) -> ExternalModel:
+    return read_gguf_external(path) if is_gguf(path) else read_llmc(path)
 
 
-def _gguf_file(folder: Path) -> Path | None:
-    """The only GGUF file in a folder; None if there are none or several."""
-    files = [path for path in sorted(folder.glob("*.gguf")) if is_gguf(path)]
-    return files[0] if len(files) == 1 else None
+def _only_file(folder: Path) -> Path | None:
+    """The only model file of llm.c or GGUF in a folder, as `export` leaves it; None if not one of a kind."""
+    for suffix, is_model in ((".bin", is_llmc), (".gguf", is_gguf)):
+        files = [path for path in sorted(folder.glob(f"*{suffix}")) if is_model(path)]
+        if len(files) == 1:
+            return files[0]
+    return None

@@ -1,25 +1,8 @@
 """Converts between Hugging Face's `config.json` and our `ModelConfig`, for the families that both have.
 
-They are GPT-2, Llama, Mixtral, Qwen2, and Qwen3 with and without experts. A Mistral without a sliding window
-is read, and is a Llama from then on:
-
-    ours                  GPT-2                Llama, Qwen2, Qwen3
-    dim                   n_embd               hidden_size
-    layers                n_layer              num_hidden_layers
-    heads, kv_heads       n_head               num_attention_heads, num_key_value_heads
-    head_dim              n_embd / n_head      head_dim
-    ffn_dim               n_inner (4 n_embd)   intermediate_size
-    max_sequence_length   n_positions          max_position_embeddings
-    norm_eps              layer_norm_epsilon   rms_norm_eps
-    rope_*                -                    rope_theta, rope_scaling (transformers 4), rope_parameters (5)
-    bias                  always               attention_bias and mlp_bias (Llama)
-    qkv_bias              -                    always (Qwen2)
-    qk_norm               -                    always (Qwen3)
-    experts               -                    num_local_experts (Mixtral), num_experts (Qwen3)
-    ffn_dim, with these   -                    intermediate_size (Mixtral), moe_intermediate_size (Qwen3)
-    experts_per_token     -                    num_experts_per_tok
-    norm_topk_prob        -                    always (Mixtral), norm_topk_prob (Qwen3)
-    tied_head             tie_word_embeddings  tie_word_embeddings
+They are the records of `FAMILIES`: GPT-2, Llama, Mixtral, Qwen2, and Qwen3 with and without experts. A
+Mistral without a sliding window is read, and is a Llama from then on. Rotary positions are plain, or scaled
+as in Llama 3.1: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5).
 
 (Source: the configuration classes of Hugging Face transformers, whose defaults apply where a key is missing.)
 What our model does not compute is refused, never dropped: another activation, another kind of scaled rotary
@@ -27,63 +10,176 @@ positions, a sliding window, a mixture of layers with and without experts.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.checkpoint.interop.hf_rope import rope_from, rope_to
-from narrowgauge.checkpoint.interop.hf_values import needed, require
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig
 
-FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-_FLAGS = ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob")
+
+@dataclass(frozen=True)
+class Family:
+    """A family of transformers.
+
+    Attributes:
+        architecture: Its class.
+        keys: Their key for each of ours that varies from model to model.
+        assumed: What transformers takes for a key that is missing.
+        fixed: Ours that all of its models share.
+        demanded: Their keys, each with the values that are computed here; the first one where it is missing.
+        written: Their keys that are always written so.
+        has_experts: Whether its MLPs are mixtures.
+    """
+
+    architecture: str
+    keys: dict[str, str]
+    assumed: dict[str, Any]
+    fixed: dict[str, Any]
+    demanded: dict[str, tuple[Any, ...]]
+    written: dict[str, Any]
+    has_experts: bool = False
+
+
 _BOTH = {"vocab_size": "vocab_size", "initial_std": "initializer_range", "tied_head": "tie_word_embeddings"}
-_GPT2 = _BOTH | {
-    "dim": "n_embd",
-    "layers": "n_layer",
-    "heads": "n_head",
-    "ffn_dim": "n_inner",
-    "max_sequence_length": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-}
-_LLAMA = _BOTH | {
+_GPT2 = Family(
+    "GPT2LMHeadModel",
+    _BOTH
+    | {"dim": "n_embd", "layers": "n_layer", "heads": "n_head", "ffn_dim": "n_inner"}
+    | {"max_sequence_length": "n_positions", "norm_eps": "layer_norm_epsilon"},
+    {"n_inner": None, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
+    {
+        "positions": "learned",
+        "norm": "layer",
+        "mlp": "gelu",
+        "bias": True,
+        "qkv_bias": True,
+        "qk_norm": False,
+    },
+    {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    {"activation_function": "gelu_new"},
+)
+_KEYS = _BOTH | {
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
+    "kv_heads": "num_key_value_heads",  # null: all heads
     "head_dim": "head_dim",
     "ffn_dim": "intermediate_size",
     "max_sequence_length": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-#: Where a key is missing: positions (of Qwen's families 32768), and heads for keys (of Llama all heads).
-_POSITIONS = {"llama": 2048, "mistral": 131072, "mixtral": 131072}
-_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
+_ASSUMED = {
+    **{"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
+    **{"initializer_range": 0.02, "tie_word_embeddings": False, "rope_theta": 10_000.0},
+}
+_ROPE = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": False}
+_PLAIN = _ROPE | {"bias": False, "qkv_bias": False}
+_EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (None,)}
+_ALL_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "router_jitter_noise": (0.0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
+
+
+def _like_llama(
+    name: str,
+    fixed: dict[str, Any],
+    assumed: dict[str, Any],
+    keys: dict[str, str] | None = None,
+    demanded: dict[str, tuple[Any, ...]] | None = None,
+) -> Family:
+    """A family by what it has beside Llama's; those with norms of heads have no biases."""
+    always: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "use_sliding_window": (False,)}
+    unbiased = {"attention_bias": False} if fixed["qk_norm"] else {}
+    return Family(
+        f"{name}ForCausalLM",
+        _KEYS | (keys or {}),
+        _ASSUMED | assumed,
+        fixed,
+        always | {key: (value,) for key, value in unbiased.items()} | (demanded or {}),
+        {"hidden_act": "silu"} | unbiased,
+        has_experts="experts" in (keys or {}),
+    )
+
+
+_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+_MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2}
+_MOE = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False}
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": _GPT2,
+    "llama": _like_llama(
+        "Llama",
+        _ROPE,
+        {"max_position_embeddings": 2048, "attention_bias": False},
+        {"bias": "attention_bias"},
+    ),
+    "mistral": _like_llama("Llama", _PLAIN, _MISTRAL | {"sliding_window": 4096}, demanded=_NO_WINDOW),
+    "mixtral": _like_llama(
+        "Mixtral",
+        _PLAIN | {"norm_topk_prob": True},
+        _MISTRAL | _MIXTRAL,
+        _EXPERTS | {"experts": "num_local_experts"},
+        _NO_WINDOW | _ALL_EXPERTS,
+    ),
+    "qwen2": _like_llama("Qwen2", _PLAIN | {"qkv_bias": True}, {"num_key_value_heads": 32}),
+    "qwen3": _like_llama("Qwen3", _PLAIN | {"qk_norm": True}, {"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen3_moe": _like_llama(
+        "Qwen3Moe",
+        _PLAIN | {"qk_norm": True},
+        _MOE | {"moe_intermediate_size": 768},
+        _EXPERTS | {"ffn_dim": "moe_intermediate_size", "norm_topk_prob": "norm_topk_prob"},
+        _ALL_EXPERTS,
+    ),
+}
 _BEYOND = 2**31
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+#: Our keys for scaled positions, and theirs.
+_SCALED = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_positions": "original_max_position_embeddings",
+}
 
 
 def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
     """The model configuration of a `config.json`; `where` begins each error message."""
-    family = values.get("model_type")
-    if family == "gpt_oss":
+    name = str(values.get("model_type"))
+    if name == "gpt_oss":
         raise UserError(
             f"{where}: gpt_oss has attention sinks and biases of experts, which this model does not compute; "
             "open it in transformers with quantization_config=Mxfp4Config(dequantize=True) and train it "
             "through narrowgauge.convert"
         )
-    if family not in FAMILIES:
-        raise UserError(f"{where}: {unknown('model_type', str(family), FAMILIES)}")
-    ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, str(family), where)
+    if name not in FAMILIES:
+        raise UserError(f"{where}: {unknown('model_type', name, [*FAMILIES])}")
+    family = FAMILIES[name]
+    said = {**family.assumed, **values}
+    if family.has_experts:  # transformers 5 writes the former
+        experts = values.get("num_local_experts", values.get("num_experts"))
+        key = family.keys["experts"]
+        said[key] = experts or family.assumed[key]
+    _require(said, family.demanded, where)
+    ours = {key: _needed(said, theirs, where) for key, theirs in family.keys.items()} | family.fixed
+    if name == "gpt2":
+        if not isinstance(dim := ours["dim"], int):
+            raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; fix the file")
+        ours["ffn_dim"] = ours["ffn_dim"] or 4 * dim
+    else:
+        ours |= {
+            "kv_heads": ours["kv_heads"] or 0,
+            "head_dim": ours["head_dim"] or 0,
+            **_rope_from(said, where),
+        }
+        _require_layers_alike(said, name, where)
     for key, value in ours.items():
-        if isinstance(value, bool) and key not in _FLAGS:
+        if isinstance(value, bool) and not str(ModelConfig.__annotations__[key]).count("bool"):
             raise UserError(f"{where}: {key} = {value}, but it must be a number; fix the file")
         if type(value) is int and value >= _BEYOND:
             raise UserError(f"{where}: {key} = {value} exceeds the size of any model; fix the file")
@@ -96,23 +192,11 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
 def family_of(config: ModelConfig) -> str:
     """The family that a configuration belongs to; a `UserError` for a combination that no family has."""
     c = config
-    square = c.heads * c.head_dim == c.dim and c.kv_heads == c.heads
-    if (c.positions, c.norm, c.mlp, c.bias, c.qkv_bias, square, c.qk_norm) == (
-        *("learned", "layer", "gelu"),
-        *(True, True, True, False),
-    ) and not c.experts:
-        return "gpt2"
-    if (c.positions, c.norm, c.mlp) == ("rope", "rms", "swiglu"):
-        if c.qk_norm:
-            if not c.bias and not c.qkv_bias:
-                return "qwen3_moe" if c.experts else "qwen3"
-        elif c.experts:
-            if not c.bias and not c.qkv_bias and c.norm_topk_prob:
-                return "mixtral"
-        elif c.bias == c.qkv_bias:
-            return "llama"
-        elif c.qkv_bias:
-            return "qwen2"
+    for name, family in FAMILIES.items():
+        is_square = c.heads * c.head_dim == c.dim and c.kv_heads == c.heads
+        fits = is_square if name == "gpt2" else "bias" in family.fixed or c.bias == c.qkv_bias
+        if fits and family.has_experts == bool(c.experts) and {**vars(c), **family.fixed} == vars(c):
+            return name
     raise UserError(
         f"no family of Hugging Face's has positions = {c.positions}, norm = {c.norm}, mlp = {c.mlp}, "
         f"bias = {c.bias}, qkv_bias = {c.qkv_bias}, qk_norm = {c.qk_norm}, experts = {c.experts} and "
@@ -124,118 +208,71 @@ def family_of(config: ModelConfig) -> str:
 
 def to_config(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` of a configuration, without its tokens and dtype."""
-    family = family_of(config)
-    keys, more = (_GPT2, _to_gpt2(config)) if family == "gpt2" else (_LLAMA, _to_llama(config, family))
-    values = {theirs: getattr(config, ours) for ours, theirs in keys.items()}
+    name = family_of(config)
+    family = FAMILIES[name]
+    values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()} | family.written
     if not config.initial_std:  # a program uses its default for weights that it adds, such as another head
         del values["initializer_range"]
-    return {"architectures": [ARCHITECTURES[family]], "model_type": family, **values, **more}
+    if name == "gpt2":
+        values |= dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout)
+        values["attn_pdrop"] = config.attention_dropout
+    else:
+        scaling = {theirs: getattr(config, ours) for ours, theirs in _SCALED.items()}
+        is_scaled = config.rope_factor != 1  # in the form that all versions of transformers read
+        values |= {"rope_theta": config.rope_theta, "intermediate_size": config.ffn_dim}
+        values["rope_scaling"] = {"rope_type": "llama3", **scaling} if is_scaled else None
+        values |= {"attention_dropout": config.attention_dropout} if config.attention_dropout else {}
+        values |= {"mlp_bias": config.bias} if name == "llama" else {}
+    return {"architectures": [family.architecture], "model_type": name, **values}
 
 
-def _read(values: Mapping[str, Any], keys: Mapping[str, str], where: str, **defaults: Any) -> dict[str, Any]:
-    """The values of our keys; one without a default must be there."""
-    return {
-        ours: values.get(theirs, defaults[ours]) if ours in defaults else needed(values, theirs, where)
-        for ours, theirs in keys.items()
-    }
-
-
-def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    require(values, "activation_function", _TANH_GELU, where)
-    require(values, "scale_attn_weights", (True,), where)
-    require(values, "scale_attn_by_inverse_layer_idx", (False,), where)
-    require(values, "add_cross_attention", (False,), where)
-    ours = _read(values, _GPT2, where, ffn_dim=None, norm_eps=1e-5, initial_std=0.02, tied_head=True)
-    if not isinstance(dim := ours["dim"], int):
-        raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; fix the file")
-    ours["ffn_dim"] = ours["ffn_dim"] or 4 * dim
-    return ours | {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
-
-
-def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
-    has_head_norms = family.startswith("qwen3")
-    if has_head_norms:
-        require(values, "attention_bias", (False,), where)
-    require(values, "hidden_act", ("silu", "swish"), where)
-    require(values, "use_sliding_window", (False,), where)
-    if family == "mistral":
-        require({"sliding_window": 4096, **values}, "sliding_window", (None,), where)
-    biased = values.get("attention_bias", False) if family == "llama" else False
-    if family == "llama" and values.get("mlp_bias", False) != biased:
+def _require_layers_alike(said: Mapping[str, Any], name: str, where: str) -> None:
+    """Refuse biases in a half of a layer, and layers with another attention."""
+    if name == "llama" and said.get("mlp_bias", False) != said["attention_bias"]:
         raise UserError(
             f"{where}: biases in attention or MLP alone, and this model has them in both or in neither; "
             "give a model without them"
         )
-    types = values.get("layer_types") or []
+    types = said.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         raise UserError(
             f"{where}: layer_types with a sliding window, or another attention than full_attention, which is "
             "not computed here; give a model without"
         )
-    ours = _read(
-        values,
-        _LLAMA,
-        where,
-        kv_heads=_KV_HEADS.get(family),
-        head_dim=None,
-        max_sequence_length=_POSITIONS.get(family, 32768),
-        norm_eps=1e-5 if family == "mixtral" else 1e-6,
-        initial_std=0.02,
-        tied_head=False,
-    )
-    ours["kv_heads"] = ours["kv_heads"] or 0
-    ours["head_dim"] = ours["head_dim"] or (128 if family == "qwen3" else 0)
-    return {
-        **ours,
-        "bias": biased,
-        "qkv_bias": family == "qwen2" or None,
-        "qk_norm": has_head_norms,
-        **rope_from(values, where, 1_000_000.0 if family == "mixtral" else 10_000.0),
-        **_experts_from(values, family, where),
-    }
 
 
-def _experts_from(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
-    if family not in ("mixtral", "qwen3_moe"):
-        return {}
-    is_mixtral = family == "mixtral"
-    if is_mixtral:
-        require(values, "sliding_window", (None,), where)
-    require(values, "router_jitter_noise", (0.0,), where)
-    require(values, "decoder_sparse_step", (1,), where)
-    require(values, "mlp_only_layers", ([], None), where)
-    experts = values.get("num_local_experts", values.get("num_experts"))  # transformers 5 writes the former
-    width = {} if is_mixtral else {"ffn_dim": values.get("moe_intermediate_size", 768)}
-    return width | {
-        "experts": experts or (8 if is_mixtral else 128),
-        "experts_per_token": values.get("num_experts_per_tok", 2 if is_mixtral else 8),
-        "norm_topk_prob": is_mixtral or values.get("norm_topk_prob", False),
-    }
+def _rope_from(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Our keys for rotary positions."""
+    scaling = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
+        raise UserError(
+            f"{where}: rotary positions that differ from layer to layer; give a model with one kind"
+        )
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    _require({**said, **scaling}, {"partial_rotary_factor": (1.0, None)}, where)
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"{where}: rotary positions scaled by {kind!r}, and this model knows 'default' and 'llama3'; "
+            "give a model with one of these"
+        )
+    found = {"rope_theta": scaling.get("rope_theta", said["rope_theta"])}
+    if kind == "llama3":
+        found |= {ours: _needed(scaling, theirs, where) for ours, theirs in _SCALED.items()}
+    return {key: float(v) if type(v) is int and "positions" not in key else v for key, v in found.items()}
 
 
-def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "activation_function": "gelu_new",
-        "attn_pdrop": config.attention_dropout,
-        **dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout),
-    }
+def _require(said: Mapping[str, Any], demanded: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Refuse a value that is not one of those computed here."""
+    for key, allowed in demanded.items():
+        if (found := said.get(key, allowed[0])) not in allowed:
+            raise UserError(
+                f"{where}: {key} = {found!r}, and only {allowed[0]!r} is computed here; give a model without "
+                "it"
+            )
 
 
-def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
-    by_family: dict[str, dict[str, Any]] = {
-        "llama": {"attention_bias": config.bias, "mlp_bias": config.bias},
-        "mixtral": {"num_local_experts": config.experts},
-        "qwen2": {},
-        "qwen3": {"attention_bias": False},
-        "qwen3_moe": {
-            "attention_bias": False,
-            "num_experts": config.experts,
-            "moe_intermediate_size": config.ffn_dim,
-            "norm_topk_prob": config.norm_topk_prob,
-        },
-    }
-    more = by_family[family]
-    if config.experts:
-        more["num_experts_per_tok"] = config.experts_per_token
-    dropout = {"attention_dropout": config.attention_dropout} if config.attention_dropout else {}
-    return more | dropout | {"hidden_act": "silu", **rope_to(config)}
+def _needed(values: Mapping[str, Any], key: str, where: str) -> Any:
+    """A value without a default."""
+    if key not in values:
+        raise UserError(f"{where} has no {key!r}, which every model of its kind has; fetch the folder again")
+    return values[key]

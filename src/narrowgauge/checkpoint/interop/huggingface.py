@@ -29,7 +29,7 @@ from narrowgauge.checkpoint.interop.safetensors_reader import (
     TensorFolder,
     inside,
     read_json,
-    refuse_pickles,
+    refuse_pickle,
     write_tensors,
 )
 from narrowgauge.checkpoint.store.manifest import read_bounded
@@ -209,7 +209,7 @@ def _stop_id(eos: Any, tokenizer: Tokenizer) -> int:
 
 def refuse_other_folder(path: Path) -> UserError:
     """The error for a folder that is not recognised."""
-    refuse_pickles(path)
+    refuse_pickle(path)
     return UserError(
         f"{path} is not a model: it has neither {CONFIG} (Hugging Face) nor config.toml (a run); "
         "name a folder that has one of them, or an llm.c model file"

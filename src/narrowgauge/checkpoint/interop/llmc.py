@@ -16,6 +16,7 @@ recognised by its header, not by its name. Everything in a bf16 file is bf16, in
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,11 @@ _MOST = 2**24  # the largest dimension: keeps the size of a forged file's tensor
 _HINTS = {
     LlmcMagic.LLAMA3_MODEL: ", whose header rounds the norm's epsilon to 0: import its Hugging Face folder",
     LlmcMagic.TRAINING_STATE: ", whose weights are in the model_*.bin next to it",
+}
+#: What is not in the header, because it is the same in all of these models.
+_GPT2: dict[str, Any] = {
+    **{"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True, "qkv_bias": True},
+    **{"qk_norm": False, "experts": 0, "tied_head": True, "norm_eps": 1e-5},
 }
 _LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
 
@@ -168,12 +174,8 @@ def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channe
             ffn_dim=4 * channels,
             vocab_size=vocab,
             max_sequence_length=length,
-            positions="learned",
-            norm="layer",
-            mlp="gelu",
-            bias=True,
-            tied_head=True,
             initial_std=0.02,
+            **_GPT2,
         )
     except UserError as error:
         raise _wrong(path, str(error)) from None
@@ -182,23 +184,13 @@ def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channe
 def _require_gpt2(config: ModelConfig) -> None:
     """Refuse a model that the header cannot describe."""
     c = config
-    rules = {
-        "positions = learned": c.positions == "learned",
-        "norm = layer": c.norm == "layer",
-        "mlp = gelu": c.mlp == "gelu",
-        "bias = true": c.bias and bool(c.qkv_bias),
-        "qk_norm = false": not c.qk_norm,
-        "experts = 0": not c.experts,
-        "tied_head = true": c.tied_head,
-        "kv_heads = heads": c.kv_heads == c.heads,
-        "head_dim = dim / heads": c.head_dim * c.heads == c.dim,
-        "ffn_dim = 4 dim": c.ffn_dim == 4 * c.dim,
-        "norm_eps = 1e-5": c.norm_eps == 1e-5,
-    }
-    if broken := [rule for rule, holds in rules.items() if not holds]:
-        raise UserError(
-            f"llm.c's model files hold GPT-2 only, which has {broken[0]}, unlike this model; use --to hf"
-        )
+    sizes = {"kv_heads": c.heads, "head_dim": c.dim / c.heads, "ffn_dim": 4 * c.dim}
+    for name, value in (_GPT2 | sizes).items():
+        if getattr(c, name) != value:
+            raise UserError(
+                f"llm.c's model files hold GPT-2 only, which has {name} = {value}, unlike this model; use "
+                "--to hf"
+            )
 
 
 def _wrong(path: Path, what: str) -> UserError:

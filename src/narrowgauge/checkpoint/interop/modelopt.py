@@ -25,13 +25,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint.interop.activations import InputScale, differences
-from narrowgauge.checkpoint.interop.compressed_tensors import CompressionScheme, quantized_tensors
-from narrowgauge.checkpoint.interop.hf_config import to_config
-from narrowgauge.checkpoint.interop.huggingface import MODELOPT, write_settings
-from narrowgauge.checkpoint.interop.safetensors_reader import write_tensors
+from narrowgauge.checkpoint.interop.compressed_tensors import CompressionScheme, Layers, Tensors
+from narrowgauge.checkpoint.interop.huggingface import MODELOPT
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer
 
 #: By the format of compressed-tensors, the strategy of weights, and `dynamic` of activations (None: wide):
 #: the algorithm, and its block.
@@ -52,53 +48,21 @@ _WORDS: Mapping[object, str] = {
 }
 
 
-def write_modelopt(
-    folder: Path,
-    model: Transformer,
-    weights: Mapping[str, torch.Tensor],
-    tokenizer: Path | None,
-    dtype: torch.dtype,
-    shard_bytes: int,
-    special_tokens: Mapping[str, Any] | None = None,
-    scales: Mapping[str, InputScale] | None = None,
-) -> list[str]:
-    """Fill an empty folder with a model under its recipe; other layers are stored in `dtype`.
-
-    `scales` belong to activations, by our names of the layers (`activations.py`).
-
-    Returns:
-        Sentences on what a server computes in another way than training.
+def in_modelopt(folder: Path, tensors: Tensors, layers: Layers) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors and the `quantization_config` in this layout; its own file is written into the folder.
 
     Raises:
-        UserError: The recipe quantizes no weights, or not all of them in one of `ALGORITHMS`, or the model is
-            GPT-2.
+        UserError: The layers are not all in one of `ALGORITHMS`.
     """
-    tensors, layers = quantized_tensors(model, weights, dtype, scales)
     algorithm, block = _algorithm({name: scheme for name, scheme in layers.items() if scheme is not None})
-    group = {} if block is None else {"group_size": block}
-    details = {
-        "quant_algo": algorithm,
-        "kv_cache_quant_algo": None,
-        **group,
-        "exclude_modules": [name for name, scheme in layers.items() if scheme is None],
-    }
-    producer = {
-        "name": "modelopt",
-        "version": "0.47.0",
-    }  # the owner of the layout, by which servers recognise it
-    quantization = {
-        "quant_method": "modelopt",
-        "quant_algo": algorithm,
-        **group,
-        "ignore": details["exclude_modules"],
-        "producer": producer,
-    }
-    values = to_config(model.config) | {"quantization_config": quantization}
-    write_tensors(folder, [_renamed(name, tensor) for name, tensor in tensors], None, shard_bytes)
-    write_settings(folder, values, tokenizer, dtype, special_tokens)
+    group = {"quant_algo": algorithm} | ({} if block is None else {"group_size": block})
+    wide = [name for name, scheme in layers.items() if scheme is None]
+    producer = {"name": "modelopt", "version": "0.47.0"}  # by which servers recognise the layout
+    details = {**group, "kv_cache_quant_algo": None, "exclude_modules": wide}
     text = json.dumps({"producer": producer, "quantization": details}, indent=2)
     (folder / MODELOPT).write_text(text + "\n", encoding="utf-8")
-    return differences(model, scales)
+    quantization = {"quant_method": "modelopt", **group, "ignore": wide, "producer": producer}
+    return [_renamed(name, tensor) for name, tensor in tensors], quantization
 
 
 def _algorithm(schemes: Mapping[str, CompressionScheme]) -> tuple[str, int | None]:

@@ -1,30 +1,15 @@
 """Maps our tensor names to other programs' names, and holds an external model in our names.
 
-    ours                      GPT-2 (`transformer.h.I.`)      Llama, Mixtral, Qwen2, Qwen3 (`model.layers.I.`)
-    embedding                 transformer.wte                 model.embed_tokens
-    position_embedding        transformer.wpe                 -
-    blocks.I.attention_norm   ln_1                            input_layernorm
-    blocks.I.qkv              attn.c_attn (transposed)        self_attn.q_proj, k_proj, v_proj
-    blocks.I.q_norm, k_norm   -                               self_attn.q_norm, k_norm (Qwen3)
-    blocks.I.attention_out    attn.c_proj (transposed)        self_attn.o_proj
-    blocks.I.mlp_norm         ln_2                            post_attention_layernorm
-    blocks.I.gate_up          -                               mlp.gate_proj, up_proj
-    blocks.I.up               mlp.c_fc (transposed)           -
-    blocks.I.down             mlp.c_proj (transposed)         mlp.down_proj
-    blocks.I.experts.router   -                               block_sparse_moe.gate, Qwen3: mlp.gate
-    .experts.J.gate_up        -                               .experts.J.w1, w3; Qwen3: gate_proj, up_proj
-    .experts.J.down           -                               .experts.J.w2; Qwen3: down_proj
-    norm                      transformer.ln_f                model.norm
-    head                      lm_head                         lm_head            (not stored where tied)
-
-(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers;
-for experts the folders of the hub, with one tensor for each, which transformers 5 stacks as it reads them.)
 GPT-2's linear layers are `Conv1D`s there, with weights of shape (in, out). q, k and v are rows of our qkv, in
 this order, and gate and up are rows of our gate_up. Both sides store the two halves of a rotated head in the
 same order.
+
+(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers;
+for experts the folders of the hub, with one tensor for each, which transformers 5 stacks as it reads them.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +19,46 @@ import torch
 from narrowgauge.data import Tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
+
+#: Their names of our modules: layer I, expert J; several are rows of ours, in this order.
+GPT2 = {
+    "embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "blocks.I.attention_norm": "transformer.h.I.ln_1",
+    "blocks.I.qkv": "transformer.h.I.attn.c_attn",
+    "blocks.I.attention_out": "transformer.h.I.attn.c_proj",
+    "blocks.I.mlp_norm": "transformer.h.I.ln_2",
+    "blocks.I.up": "transformer.h.I.mlp.c_fc",
+    "blocks.I.down": "transformer.h.I.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+CONV1D = ("qkv", "attention_out", "up", "down")
+_L = "model.layers.I"
+LLAMA = {
+    "embedding": "model.embed_tokens",
+    "blocks.I.attention_norm": f"{_L}.input_layernorm",
+    "blocks.I.qkv": f"{_L}.self_attn.q_proj {_L}.self_attn.k_proj {_L}.self_attn.v_proj",
+    "blocks.I.q_norm": f"{_L}.self_attn.q_norm",  # Qwen3
+    "blocks.I.k_norm": f"{_L}.self_attn.k_norm",
+    "blocks.I.attention_out": f"{_L}.self_attn.o_proj",
+    "blocks.I.mlp_norm": f"{_L}.post_attention_layernorm",
+    "blocks.I.gate_up": f"{_L}.mlp.gate_proj {_L}.mlp.up_proj",
+    "blocks.I.down": f"{_L}.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",  # not stored where tied
+}
+_E, _M = f"{_L}.mlp.experts.J", f"{_L}.block_sparse_moe.experts.J"
+QWEN3_EXPERTS = {
+    "blocks.I.experts.router": f"{_L}.mlp.gate",
+    "blocks.I.experts.J.gate_up": f"{_E}.gate_proj {_E}.up_proj",
+    "blocks.I.experts.J.down": f"{_E}.down_proj",
+}
+MIXTRAL_EXPERTS = {
+    "blocks.I.experts.router": f"{_L}.block_sparse_moe.gate",
+    "blocks.I.experts.J.gate_up": f"{_M}.w1 {_M}.w3",
+    "blocks.I.experts.J.down": f"{_M}.w2",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,76 +148,21 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 def name_map(config: ModelConfig) -> list[NamePair]:
     """Every stored tensor of a model, with Hugging Face's names for its family."""
-    names = (_gpt2 if config.positions == "learned" else _llama)(config)
+    is_gpt2 = config.positions == "learned"
+    q, kv, ffn = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.ffn_dim
+    names = GPT2 if is_gpt2 else LLAMA | (QWEN3_EXPERTS if config.qk_norm else MIXTRAL_EXPERTS)
+    rows = {} if is_gpt2 else {"qkv": (q, kv, kv), "gate_up": (ffn, ffn)}
     pairs = []
     for ours in parameter_shapes(config):
         if ours == "head.weight" and config.tied_head:
             continue
         module, parameter = ours.rsplit(".", 1)
-        modules, rows, transposed = names[module]
-        theirs = tuple(f"{name}.{parameter}" for name in modules)
-        pairs.append(NamePair(ours, theirs, rows, transposed and parameter == "weight"))
+        layer, expert = [*re.findall(r"\d+", module), "", ""][:2]
+        general = module.replace(f"blocks.{layer}.", "blocks.I.").replace(f"experts.{expert}.", "experts.J.")
+        theirs = names[general].replace("I", layer).replace("J", expert).split()
+        last = module.rpartition(".")[2]
+        transposed = is_gpt2 and parameter == "weight" and last in CONV1D
+        pairs.append(
+            NamePair(ours, tuple(f"{name}.{parameter}" for name in theirs), rows.get(last, ()), transposed)
+        )
     return pairs
-
-
-_Names = dict[str, tuple[Sequence[str], tuple[int, ...], bool]]
-
-
-def _gpt2(config: ModelConfig) -> _Names:
-    names: _Names = {
-        "embedding": (["transformer.wte"], (), False),
-        "position_embedding": (["transformer.wpe"], (), False),
-        "norm": (["transformer.ln_f"], (), False),
-        "head": (["lm_head"], (), False),
-    }
-    for i in range(config.layers):
-        layer = f"transformer.h.{i}."
-        names |= {
-            f"blocks.{i}.attention_norm": ([layer + "ln_1"], (), False),
-            f"blocks.{i}.qkv": ([layer + "attn.c_attn"], (), True),
-            f"blocks.{i}.attention_out": ([layer + "attn.c_proj"], (), True),
-            f"blocks.{i}.mlp_norm": ([layer + "ln_2"], (), False),
-            f"blocks.{i}.up": ([layer + "mlp.c_fc"], (), True),
-            f"blocks.{i}.down": ([layer + "mlp.c_proj"], (), True),
-        }
-    return names
-
-
-def _llama(config: ModelConfig) -> _Names:
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    names: _Names = {
-        "embedding": (["model.embed_tokens"], (), False),
-        "norm": (["model.norm"], (), False),
-        "head": (["lm_head"], (), False),
-    }
-    for i in range(config.layers):
-        layer = f"model.layers.{i}."
-        qkv = [f"{layer}self_attn.{x}_proj" for x in "qkv"]
-        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-            names[f"blocks.{i}.{norm}"] = ([f"{layer}self_attn.{norm}"], (), False)
-        names |= {
-            f"blocks.{i}.attention_norm": ([layer + "input_layernorm"], (), False),
-            f"blocks.{i}.qkv": (qkv, (q, kv, kv), False),
-            f"blocks.{i}.attention_out": ([layer + "self_attn.o_proj"], (), False),
-            f"blocks.{i}.mlp_norm": ([layer + "post_attention_layernorm"], (), False),
-        }
-        names |= _mlps(config, f"blocks.{i}.", layer)
-    return names
-
-
-def _mlps(config: ModelConfig, ours: str, layer: str) -> _Names:
-    """The MLP of a block, or its router and experts."""
-    gate, up, down = f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj", f"{layer}mlp.down_proj"
-    if not config.experts:
-        return _mlp(ours, gate, up, down, config.ffn_dim)
-    moe = f"{layer}mlp." if config.qk_norm else f"{layer}block_sparse_moe."
-    parts = ("gate_proj", "up_proj", "down_proj") if config.qk_norm else ("w1", "w3", "w2")
-    names: _Names = {f"{ours}experts.router": ([f"{moe}gate"], (), False)}
-    for j in range(config.experts):
-        gate, up, down = (f"{moe}experts.{j}.{part}" for part in parts)
-        names |= _mlp(f"{ours}experts.{j}.", gate, up, down, config.ffn_dim)
-    return names
-
-
-def _mlp(ours: str, gate: str, up: str, down: str, ffn: int) -> _Names:
-    return {f"{ours}gate_up": ([gate, up], (ffn, ffn), False), f"{ours}down": ([down], (), False)}

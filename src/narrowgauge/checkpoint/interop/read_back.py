@@ -59,6 +59,10 @@ class _Stored(NamedTuple):
     data: NDArray[np.uint8]
 
 
+def _missing() -> _Stored:
+    return _Stored("missing", np.empty(0, np.uint8))
+
+
 def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether a decoded tensor has the expected values, up to the rounding of a stored scale."""
     return bool(((found - expected).abs() <= _BOUND * expected.abs()).all())
@@ -89,11 +93,7 @@ def different_tensors(found: Path, expected: Path) -> list[Difference]:
     with _stored(found) as theirs, _stored(expected) as ours:
         differences = []
         for name in {**ours, **theirs}:
-            if name not in theirs or name not in ours:
-                there, wanted = (side[name]().form if name in side else "missing" for side in (theirs, ours))
-                differences.append(Difference(name, there, wanted))
-                continue
-            their, our = theirs[name](), ours[name]()
+            their, our = theirs.get(name, _missing)(), ours.get(name, _missing)()
             if their.form != our.form:
                 differences.append(Difference(name, their.form, our.form))
             elif not name.endswith(INPUT_SCALES) and not np.array_equal(their.data, our.data):
@@ -147,7 +147,7 @@ def _stored(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Functions that read each tensor of an export, by name."""
     if (folder / GGUF_FILE).is_file():
         tensors = read_gguf(folder / GGUF_FILE).tensors
-        yield {t.name: partial(_Stored, f"{t.type} {t.shape}", t.data) for t in tensors}
+        yield {name: partial(_Stored, f"{t.type} {t.shape}", t.data) for name, t in tensors.items()}
         return
 
     def read(name: str) -> _Stored:

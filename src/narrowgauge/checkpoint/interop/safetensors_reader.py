@@ -13,7 +13,7 @@ unpickling can run arbitrary code.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class TensorFolder:
                 if name not in self._names(file):
                     raise _damaged(self.folder / file, f"it has no tensor {name!r}, which {INDEX} lists")
             return dict(listed)
-        refuse_pickles(self.folder)
+        refuse_pickle(self.folder)
         raise UserError(
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX}, and other files of weights are not read; "
             "give a folder that transformers' save_pretrained wrote"
@@ -198,41 +198,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def refuse_pickles(folder: Path) -> None:
-    """Refuse a folder that contains a pickle; the error names the first."""
-    for path in _pickles(folder):
-        raise _pickle(path)
+def pickle_at(path: Path) -> Path | None:
+    """A file whose first bytes mark a pickle, whatever it is called, or the first one in a folder.
 
-
-def holds_pickle(folder: Path) -> bool:
-    """Whether a file of a folder is a pickle."""
-    return any(True for _ in _pickles(folder))
-
-
-def _pickles(folder: Path) -> Iterator[Path]:
-    named = (p for p in sorted(folder.iterdir()) if p.suffix in _PICKLE_SUFFIXES and p.is_file())
-    return (p for p in named if _begins_as_pickle(p))
+    A safetensors file may begin with the same bytes, so ask only of files that are not safetensors.
+    """
+    files = [path] if path.is_file() else [p for p in sorted(path.iterdir()) if p.suffix in _PICKLE_SUFFIXES]
+    for file in filter(Path.is_file, files):
+        with file.open("rb") as stream:
+            if stream.read(4).startswith((ZIP, *PICKLE)):
+                return file
+    return None
 
 
 def refuse_pickle(path: Path) -> None:
-    """Refuse a file whose first bytes mark a pickle, whatever it is called.
-
-    A safetensors file may begin with the same bytes, so call this only for files that are not safetensors.
-    """
-    if _begins_as_pickle(path):
-        raise _pickle(path)
-
-
-def _begins_as_pickle(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4).startswith((ZIP, *PICKLE))
-
-
-def _pickle(path: Path) -> UserError:
-    return UserError(
-        f"{path} is a pickle, and nothing is ever unpickled because that can run any code; load it with the "
-        "program it came from and save it as safetensors"
-    )
+    """Refuse a pickle at a path; the error names it."""
+    if file := pickle_at(path):
+        raise UserError(
+            f"{file} is a pickle, and nothing is ever unpickled because that can run any code; load it with "
+            "the program it came from and save it as safetensors"
+        )
 
 
 def _damaged(path: Path, reason: str) -> UserError:

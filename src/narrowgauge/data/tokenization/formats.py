@@ -153,6 +153,28 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
+def byte_level_bpe(
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    pattern: str | None = None,
+    ignore_merges: bool = False,
+) -> Library:
+    """A byte-level BPE.
+
+    Args:
+        vocabulary: The id of each token, its bytes written as `byte_characters`.
+        merges: The pairs of tokens that are joined, the first one first.
+        pattern: How text is cut into pieces; None: as in GPT-2, "": not at all.
+        ignore_merges: Whether a piece that is a token is looked up.
+    """
+    library = Library(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    library.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
 def _gpt2(vocabulary: bytes, merges: bytes) -> Library:
     ids: Any = json.loads(vocabulary)
     if not isinstance(ids, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in ids.values()):
@@ -165,10 +187,7 @@ def _gpt2(vocabulary: bytes, merges: bytes) -> Library:
         if len(words) != 2:
             raise ValueError(f"line {number} of the merges is not a pair of tokens")
         pairs.append((words[0], words[1]))
-    library = Library(models.BPE(vocab=ids, merges=pairs))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    return library
+    return byte_level_bpe(ids, pairs)
 
 
 def _tiktoken(content: bytes) -> Library:
@@ -187,14 +206,7 @@ def _tiktoken(content: bytes) -> Library:
         cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
         merges += [(spelled[a], spelled[b]) for a, b in cuts if a in ranks and b in ranks]
     vocabulary = {spelled[token]: rank for token, rank in ranks.items()} | encoding.special
-    library = Library(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(encoding.pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    library.decoder = decoders.ByteLevel()
+    library = byte_level_bpe(vocabulary, merges, encoding.pattern, ignore_merges=True)
     library.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name in encoding.special]
     )

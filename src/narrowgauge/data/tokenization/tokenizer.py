@@ -28,7 +28,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from narrowgauge.data.tokenization.formats import byte_characters, read_library
+from narrowgauge.data.tokenization.formats import byte_characters, byte_level_bpe, read_library
 from narrowgauge.data.tokenization.text_guard import TextGuard
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
@@ -125,9 +125,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
     """Train a byte-level BPE of at most `entries` ids on `texts`; the same texts give the same ids."""
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
+    library = byte_level_bpe({}, [])
     trainer = trainers.BpeTrainer(
         vocab_size=entries,
         special_tokens=[END_OF_DOCUMENT],
@@ -197,11 +195,7 @@ def parallel_tokenizing() -> Iterator[None]:
 
 def _bytes_library() -> Library:
     """The byte-level BPE without merges."""
-    library = Library(
-        models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[])
-    )
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
+    library = byte_level_bpe({char: byte for byte, char in enumerate(byte_characters())}, [], "")
     library.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     return library
 

@@ -22,7 +22,7 @@ from narrowgauge.checkpoint.interop.activations import (
     before_the_casts,
     in_llama_cpp,
 )
-from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_quantized
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.gguf.model import (
     GGUF_FILE,
@@ -32,7 +32,7 @@ from narrowgauge.checkpoint.interop.gguf.model import (
 )
 from narrowgauge.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG, write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
-from narrowgauge.checkpoint.interop.modelopt import write_modelopt
+from narrowgauge.checkpoint.interop.modelopt import in_modelopt
 from narrowgauge.checkpoint.interop.read_back import (
     Difference,
     different_tensors,
@@ -154,8 +154,8 @@ def write_export(
     assert stored is not None
     folder_settings = (source.tokenizer_file, stored, shard_bytes, source.special_tokens)
     if to in QUANTIZED:
-        write = write_compressed if to == "compressed-tensors" else write_modelopt
-        return write(folder, model, weights, *folder_settings, scales)
+        arrange = in_modelopt if to == "modelopt" else None
+        return write_quantized(folder, model, weights, *folder_settings, scales, arrange)
     if to == "hf":
         write_folder(folder, model.config, weights, *folder_settings)
     else:

@@ -12,13 +12,12 @@ Legend: N rows, K columns.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.gguf.container import block_of, library
+from narrowgauge.checkpoint.interop.gguf.container import StoredRows, block_of, library
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.cast_layout import layout_of
@@ -30,27 +29,6 @@ PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16
 _NAMES = {dtype: name for name, dtype in PLAIN.items()}
 _FP16_EXPONENTS = (-24, 15)  # powers of two that fp16 holds exactly
 _NO_NUMBER = {"MXFP4": (1, 255), "NVFP4": (4, 127)}  # bytes of scales at the start of a block, and their NaN
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """The rows of a matrix, or the elements of a vector, as the bytes of a type.
-
-    Attributes:
-        type: ggml's name of the type.
-        data: (N, bytes of a row).
-        shape: (N, K), or (N,) of a vector.
-        scale: The scale of the tensor, which multiplies all values.
-    """
-
-    type: str
-    data: Bytes
-    shape: tuple[int, ...]
-    scale: float | None = None
-
-    def at(self, rows: NDArray[np.intp]) -> "StoredRows":
-        """Some of the rows, in the order of their numbers."""
-        return replace(self, data=self.data[rows], shape=(len(rows), *self.shape[1:]))
 
 
 def plain_rows(values: torch.Tensor, dtype: torch.dtype | None = None) -> StoredRows:
@@ -106,13 +84,14 @@ def code_rows(q: QTensor, kind: str) -> StoredRows | None:
 
 def values_of(rows: StoredRows) -> torch.Tensor:
     """The values of rows, float32 of their shape; NaN in a 4-bit block whose scale is NaN."""
-    N, data = rows.shape[0], np.ascontiguousarray(rows.data)
+    data = np.ascontiguousarray(rows.data)
     if dtype := PLAIN.get(rows.type):
         bits = np.int32 if rows.type == "F32" else np.int16
         return torch.from_numpy(data.view(bits).copy()).view(dtype).float().reshape(rows.shape)
     gguf, (elements, size) = library(), block_of(rows.type)
     with np.errstate(all="ignore"):  # the reader refuses what is not finite
-        found = gguf.quants.dequantize(data.reshape(N, -1), gguf.GGMLQuantizationType[rows.type])
+        lines = data.reshape(-1, rows.shape[-1] // elements * size)
+        found = gguf.quants.dequantize(lines, gguf.GGMLQuantizationType[rows.type])
     if rows.type in _NO_NUMBER:  # which the package reads as one
         scales, code = _NO_NUMBER[rows.type]
         found.reshape(-1, elements)[(data.reshape(-1, size)[:, :scales] == code).any(1)] = np.nan

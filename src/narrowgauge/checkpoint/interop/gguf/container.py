@@ -12,8 +12,8 @@ The scale of an NVFP4 tensor NAME.weight is a separate tensor, NAME.scale (fp32,
 (Sources: ggml-org/ggml, docs/gguf.md; ggml-org/llama.cpp, ggml-common.h.)
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,33 @@ _MAGIC = b"GGUF"
 _OWN = "GGUF."  # prefix of the reader's own fields, which are not keys of the file
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """A tensor of a file: the name of its type, its shape with the columns last, its bytes."""
+@dataclass(frozen=True)
+class StoredRows:
+    """A tensor as the bytes of a type.
 
-    name: str
+    Attributes:
+        type: ggml's name of the type.
+        data: (length of the first dimension, bytes of each).
+        shape: (N, K), (N,) of a vector, or (E, N, K) of the matrices of experts.
+        scale: The scale of a matrix, which multiplies all values; a file holds it as another tensor.
+    """
+
     type: str
-    shape: tuple[int, ...]
     data: NDArray[np.uint8]
+    shape: tuple[int, ...]
+    scale: float | None = None
+
+    def at(self, rows: NDArray[np.intp]) -> "StoredRows":
+        """Some of the rows, in the order of their numbers."""
+        return replace(self, data=self.data[rows], shape=(len(rows), *self.shape[1:]))
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The contents of a file."""
+    """The contents of a file: its keys, and its tensors by name."""
 
     metadata: dict[str, Any]
-    tensors: list[GgufTensor]
+    tensors: dict[str, StoredRows]
 
 
 def library() -> Any:
@@ -92,14 +103,16 @@ def read_gguf(path: Path) -> GgufFile:
         metadata = {key: f.contents() for key, f in reader.fields.items() if not key.startswith(_OWN)}
     except (ValueError, LookupError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; fetch it again") from None
-    tensors = []
+    tensors = {}
     for tensor in reader.tensors:
         shape, data = tuple(map(int, reversed(tensor.shape))), tensor.data.reshape(-1).view(np.uint8)
-        tensors.append(GgufTensor(tensor.name, tensor.tensor_type.name, shape, data))
+        tensors[tensor.name] = StoredRows(
+            tensor.tensor_type.name, data.reshape(shape[0], -1) if shape and shape[0] else data, shape
+        )
     return GgufFile(metadata, tensors)
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> None:
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredRows]) -> None:
     """Write a new file of version 3.
 
     The values of `metadata` are texts, booleans, floats (stored as float32), ints (as uint32; as int32 if
@@ -114,9 +127,9 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[GgufTe
         elif key != "general.architecture":
             of_int = writer.add_int32 if isinstance(value, int) and value < 0 else writer.add_uint32
             add.get(type(value), of_int)(key, value)
-    for tensor in tensors:
+    for name, tensor in tensors.items():
         data = tensor.data.reshape(*tensor.shape[:-1], -1)
-        writer.add_tensor(tensor.name, data, raw_dtype=gguf.GGMLQuantizationType[tensor.type])
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[tensor.type])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -32,7 +32,6 @@ weights as values.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,12 @@ from numpy.typing import NDArray
 
 from narrowgauge.checkpoint.interop.gguf.blocks import (
     PLAIN,
-    StoredRows,
     code_rows,
     plain_rows,
     type_of,
     values_of,
 )
-from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, library, read_gguf, write_gguf
+from narrowgauge.checkpoint.interop.gguf.container import StoredRows, library, read_gguf, write_gguf
 from narrowgauge.checkpoint.interop.gguf.tokenizer import tokenizer_keys
 from narrowgauge.checkpoint.interop.hf_config import family_of
 from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, tokens_around_a_text
@@ -66,6 +64,19 @@ ARCHITECTURES = {
     **{"gpt2": "gpt2", "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
     "qwen3_moe": "qwen3moe",
 }
+#: The keys of our dimensions, after the architecture's name.
+KEYS = {
+    "dim": "embedding_length",
+    "layers": "block_count",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "ffn_dim": "feed_forward_length",
+    "max_sequence_length": "context_length",
+}
+EXPERT_KEYS = {"experts": "expert_count", "experts_per_token": "expert_used_count"}
+EXPERT_KEYS |= {"ffn_dim": "expert_feed_forward_length"}
+NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"  # RMSNorm, LayerNorm
 #: The architectures whose graph multiplies every layer by its tensor scale.
 _SCALED = ("llama", "qwen3", "qwen3moe")
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(\w+)")
@@ -116,7 +127,7 @@ def write_gguf_model(
     if config.rope_factor != 1:
         frequencies = rope_frequencies(config, torch.device("cpu"))
         tensors[ROPE_FREQUENCIES] = plain_rows(1 / rope_shares(config, frequencies))
-    write_gguf(path, metadata, _written(_stack(tensors)))
+    write_gguf(path, metadata, dict(_written(_stack(tensors))))
     return [
         f"{len(layers)} layers of {names} ({layers[0]}, ...): GGUF holds their values, not their codes"
         for names, layers in as_values.items()
@@ -125,15 +136,13 @@ def write_gguf_model(
 
 def read_gguf_model(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     """The weights in a file of this module, by our names, as float32; a tied head under both names."""
-    file = read_gguf(path)
-    rows = {t.name: StoredRows(t.type, t.data.reshape(t.shape[0], -1), t.shape) for t in file.tensors}
-    stacks = {name: _unstacked(name, rows) for name in rows if name.endswith("_exps.weight")}
-    arch = _architecture(config)
+    rows, arch = read_gguf(path).tensors, _architecture(config)
+    stacks = {name: _decoded(name, rows) for name in rows if name.endswith("_exps.weight")}
 
     def read(name: str) -> torch.Tensor:
         if match := _STACKED.fullmatch(name):
             return stacks[f"{match[1]}.weight"][int(match[2])]
-        values = _decoded(name, _scaled(name, rows))
+        (values,) = _decoded(name, rows)
         order = _order(name, config, arch)
         return values if order is None else values[torch.from_numpy(np.argsort(order))]
 
@@ -192,26 +201,16 @@ def _architecture(config: ModelConfig) -> str:
 
 
 def _dimensions(config: ModelConfig, arch: str) -> dict[str, Any]:
-    norm = "layer_norm_epsilon" if arch == "gpt2" else "layer_norm_rms_epsilon"
-    values: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_sequence_length,
-        "embedding_length": config.dim,
-        "block_count": config.layers,
-        "feed_forward_length": config.ffn_dim,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        f"attention.{norm}": float(config.norm_eps),
-    }
+    """The keys of a configuration."""
+    keys = KEYS | EXPERT_KEYS if config.experts else KEYS
+    values = {theirs: getattr(config, ours) for ours, theirs in keys.items()}
+    values |= {"vocab_size": config.vocab_size, "attention.value_length": config.head_dim}
+    values["feed_forward_length"] = config.ffn_dim  # of experts under both names
+    values[NORM_EPS[arch == "gpt2"]] = float(config.norm_eps)
     if arch != "gpt2":
         values |= {"rope.dimension_count": config.head_dim, "rope.freq_base": float(config.rope_theta)}
     if config.rope_factor != 1:  # without a type of scaling, llama.cpp reads `rope_freqs` alone
         values["rope.scaling.original_context_length"] = config.rope_original_positions
-    if config.experts:
-        values |= {"expert_count": config.experts, "expert_used_count": config.experts_per_token}
-        values |= {"expert_feed_forward_length": config.ffn_dim}
     general = {"architecture": arch, "type": "model", "quantization_version": 2}
     return {f"general.{k}": v for k, v in general.items()} | {f"{arch}.{k}": v for k, v in values.items()}
 
@@ -276,15 +275,16 @@ def _stack(tensors: Mapping[str, StoredRows]) -> dict[str, StoredRows | list[Sto
     return found
 
 
-def _written(tensors: Mapping[str, StoredRows | list[StoredRows]]) -> Iterator[GgufTensor]:
+def _written(tensors: Mapping[str, StoredRows | list[StoredRows]]) -> Iterator[tuple[str, StoredRows]]:
     for name, stack in tensors.items():
         parts = stack if isinstance(stack, list) else [stack]
-        shape = (len(parts), *parts[0].shape) if isinstance(stack, list) else parts[0].shape
-        yield GgufTensor(name, parts[0].type, shape, np.concatenate([p.data.reshape(-1) for p in parts]))
-        scales = [part.scale for part in parts if part.scale is not None]
-        if scales:
-            data = np.array(scales, np.float32).view(np.uint8)
-            yield GgufTensor(scale_name(name), "F32", (len(scales),), data)
+        whole = parts[0]
+        if isinstance(stack, list):
+            data = np.stack([part.data.reshape(-1) for part in parts])
+            whole = StoredRows(whole.type, data, (len(parts), *whole.shape))
+        yield name, whole
+        if scales := [part.scale for part in parts if part.scale is not None]:
+            yield scale_name(name), plain_rows(torch.tensor(scales))
 
 
 def stack_of(name: str) -> str:
@@ -298,42 +298,29 @@ def scale_name(name: str) -> str:
     return name.removesuffix("weight") + "scale"
 
 
-def _scaled(name: str, rows: Mapping[str, StoredRows]) -> StoredRows:
-    scale = rows.get(scale_name(name)) if name.endswith("weight") else None
-    if scale is None:
-        return rows[name]
-    if scale.shape != (1,):
+def _decoded(name: str, tensors: Mapping[str, StoredRows]) -> list[torch.Tensor]:
+    """The values of a tensor, or of each expert's matrix; a `UserError` if no quantizer makes their scale."""
+    rows, stored = tensors[name], tensors.get(scale_name(name)) if name.endswith("weight") else None
+    q = values_of(rows)
+    parts = list(q) if q.ndim == 3 else [q]
+    if stored is not None and stored.shape != (len(parts),):
         raise UserError(
-            f"{scale_name(name)!r} has the shape {scale.shape}, and one scale is read; fetch the file again"
+            f"{scale_name(name)!r} has the shape {stored.shape}, and {len(parts)} scales are read; fetch the "
+            "file again"
         )
-    return replace(rows[name], scale=float(values_of(scale)))
-
-
-def _decoded(name: str, rows: StoredRows) -> torch.Tensor:
-    """The values of rows; a `UserError` if no quantizer makes their scale."""
-    q, factor = values_of(replace(rows, scale=None)), rows.scale
-    weight = q if factor is None else q * factor
-    if rows.type in PLAIN and factor is None:
-        return weight
-    inverted = (lambda: float((q / factor).abs().max())) if factor else lambda: 0.0
-    is_missing = factor is None and rows.type == "NVFP4"
+    factors = [None] * len(parts) if stored is None else values_of(stored).tolist()
+    if rows.type in PLAIN and stored is None:
+        return parts
     try:
-        require_sound(q, weight, 1.0 if factor is None else factor, None if is_missing else inverted)
+        return [_scaled(part, factor, rows.type) for part, factor in zip(parts, factors, strict=True)]
     except ValueError as error:
         raise UserError(f"the weight {name!r} cannot be decoded: {error}; fetch the file again") from None
+
+
+def _scaled(q: torch.Tensor, factor: float | None, kind: str) -> torch.Tensor:
+    """A matrix times the scale of its tensor; a `ValueError` if the scales are no quantizer's."""
+    weight = q if factor is None else q * factor
+    inverted = (lambda: float((q / factor).abs().max())) if factor else lambda: 0.0
+    is_missing = factor is None and kind == "NVFP4"
+    require_sound(q, weight, 1.0 if factor is None else factor, None if is_missing else inverted)
     return weight
-
-
-def _unstacked(name: str, rows: Mapping[str, StoredRows]) -> list[torch.Tensor]:
-    """The matrix of each expert of a stack."""
-    stack, scale = rows[name], rows.get(scale_name(name))
-    experts, N = stack.shape[:2]
-    if scale is not None and scale.shape != (experts,):
-        raise UserError(
-            f"{scale_name(name)!r} has the shape {scale.shape}, and one scale of each of {experts} "
-            "experts is read; fetch the file again"
-        )
-    scales = [None] * experts if scale is None else values_of(scale).tolist()
-    data = stack.data.reshape(experts, N, -1)
-    matrices = [StoredRows(stack.type, d, stack.shape[1:], s) for d, s in zip(data, scales, strict=True)]
-    return [_decoded(f"{name}, expert {i}", matrix) for i, matrix in enumerate(matrices)]

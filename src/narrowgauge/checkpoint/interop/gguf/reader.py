@@ -14,16 +14,19 @@ is refused: other types, tensors without a place, other scalings.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from narrowgauge.checkpoint.interop.gguf.blocks import PLAIN, StoredRows, plain_rows, values_of
-from narrowgauge.checkpoint.interop.gguf.container import GgufTensor, is_readable, read_gguf
+from narrowgauge.checkpoint.interop.gguf.blocks import PLAIN, plain_rows, values_of
+from narrowgauge.checkpoint.interop.gguf.container import StoredRows, is_readable, read_gguf
 from narrowgauge.checkpoint.interop.gguf.model import (
+    EXPERT_KEYS,
+    KEYS,
+    NORM_EPS,
     ROPE_FREQUENCIES,
     gguf_map,
     read_gguf_model,
@@ -51,7 +54,7 @@ def read_gguf_external(path: Path) -> ExternalModel:
         UserError: The file is damaged, or holds something that would be lost.
     """
     file = read_gguf(path)
-    tensors = {tensor.name: tensor for tensor in file.tensors}
+    tensors = file.tensors
     config = _config(path, file.metadata, tensors)
     require_layers(config, len(tensors), path)
     config = _with_rope(path, config, file.metadata, tensors)
@@ -61,40 +64,17 @@ def read_gguf_external(path: Path) -> ExternalModel:
         if not bool(weight.isfinite().all()):
             raise UserError(f"{path}: the weight {name!r} is not finite; fetch the file again")
     beside = path.parent / TOKENIZER_FILE
-    kinds = {t.type.lower() for t in file.tensors if len(t.shape) > 1}
+    kinds = {t.type.lower() for t in tensors.values() if len(t.shape) > 1}
     tokenizer = beside if beside.is_file() else None
     model = external_model("gguf", config, weights, path, tokenizer, kinds)
     made = None if tokenizer is not None else tokenizer_of(file.metadata)
     return replace(model, made_tokenizer=made, special_tokens=settings_of(file.metadata))
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """The keys of an architecture."""
-
-    path: Path
-    arch: str
-    metadata: Mapping[str, Any]
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self.metadata.get(f"{self.arch}.{name}", default)
-        if type(value) is not int:
-            raise UserError(
-                f"{self.path}: {self.arch}.{name} = {value!r}, and one integer is read for all layers; give "
-                "another model"
-            )
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.metadata.get(f"{self.arch}.{name}", default)
-        return float(value) if isinstance(value, int | float) else default
-
-
-def _config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> ModelConfig:
+def _config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredRows]) -> ModelConfig:
     arch = str(metadata.get("general.architecture", ""))
     if arch not in _ARCHITECTURES:
         raise unknown(f"architecture of {path}", arch, _ARCHITECTURES)
-    keys = _Keys(path, arch, metadata)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"{path} has no matrix 'token_embd.weight'; give a language model")
@@ -104,49 +84,52 @@ def _config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufT
             f"{path}: rotary positions are scaled by {scaling!r}, which this model does not compute; give a "
             "model without"
         )
-    dim, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    head_dim = keys.count("attention.key_length", dim // max(1, heads))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if keys.count(name, head_dim) != head_dim:
+
+    def count(name: str, default: int | None = None) -> int:
+        value = metadata.get(f"{arch}.{name}", default)
+        if type(value) is not int:
             raise UserError(
-                f"{path}: {arch}.{name} differs from the width of a head, {head_dim}, and this model has one "
-                "width; give another model"
+                f"{path}: {arch}.{name} = {value!r}, and one integer is read for all layers; give another "
+                "model"
             )
-    experts = keys.count("expert_count", 0)
-    ffn = "expert_feed_forward_length" if f"{arch}.expert_feed_forward_length" in metadata else ""
-    common: dict[str, Any] = {
-        "dim": dim,
-        "layers": keys.count("block_count"),
-        "heads": heads,
-        "kv_heads": keys.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "ffn_dim": keys.count((experts and ffn) or "feed_forward_length"),
-        "vocab_size": embedding.shape[0],
-        "max_sequence_length": keys.count("context_length"),
-        "tied_head": _HEAD not in tensors or _is_rounded(embedding, tensors[_HEAD]),
-    }
-    if arch == "gpt2":
-        eps = _decimal(keys.number("attention.layer_norm_epsilon", 1e-5))
-        style: dict[str, Any] = {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
-        return ModelConfig(**common, **style, norm_eps=eps)
+        return value
+
+    def number(name: str, default: float) -> float:
+        value = metadata.get(f"{arch}.{name}", default)
+        return float(value) if isinstance(value, int | float) else default
+
+    dim, heads = count(KEYS["dim"]), count(KEYS["heads"])
+    keys = KEYS | (EXPERT_KEYS if count("expert_count", 0) else {})
+    if f"{arch}.{keys['ffn_dim']}" not in metadata:
+        keys |= {"ffn_dim": KEYS["ffn_dim"]}
+    defaults = {"kv_heads": heads, "head_dim": dim // max(1, heads), "experts_per_token": 2}
+    common: dict[str, Any] = {ours: count(theirs, defaults.get(ours)) for ours, theirs in keys.items()}
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if count(name, common["head_dim"]) != common["head_dim"]:
+            raise UserError(
+                f"{path}: {arch}.{name} differs from the width of a head, {common['head_dim']}, and this "
+                "model has one width; give another model"
+            )
+    is_gpt2 = arch == "gpt2"
+    common["vocab_size"] = embedding.shape[0]
+    common["tied_head"] = _HEAD not in tensors or _is_rounded(embedding, tensors[_HEAD])
+    common["norm_eps"] = _decimal(number(NORM_EPS[is_gpt2], 1e-5))
+    if is_gpt2:
+        return ModelConfig(**common, positions="learned", norm="layer", mlp="gelu", bias=True)
     return ModelConfig(
         **common,
-        norm_eps=_decimal(keys.number("attention.layer_norm_rms_epsilon", 1e-5)),
-        rope_theta=keys.number("rope.freq_base", 10_000.0),
+        rope_theta=number("rope.freq_base", 10_000.0),
         bias="blk.0.attn_output.bias" in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        experts=experts,
-        experts_per_token=keys.count("expert_used_count", 2) if experts else 2,
     )
 
 
-def _is_rounded(embedding: GgufTensor, head: GgufTensor) -> bool:
+def _is_rounded(embedding: StoredRows, head: StoredRows) -> bool:
     """Whether a head is the embedding in another dtype: what a recipe multiplies of a tied one."""
     if embedding.type not in PLAIN or head.type not in PLAIN or embedding.shape != head.shape:
         return False
-    values = values_of(StoredRows(embedding.type, embedding.data, embedding.shape))
-    return np.array_equal(plain_rows(values, PLAIN[head.type]).data.reshape(-1), head.data.reshape(-1))
+    return np.array_equal(plain_rows(values_of(embedding), PLAIN[head.type]).data, head.data)
 
 
 def _decimal(value: float) -> float:
@@ -155,13 +138,13 @@ def _decimal(value: float) -> float:
 
 
 def _with_rope(
-    path: Path, config: ModelConfig, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
+    path: Path, config: ModelConfig, metadata: Mapping[str, Any], tensors: Mapping[str, StoredRows]
 ) -> ModelConfig:
     """The configuration with the scaling that `rope_freqs` holds."""
     stored = tensors.get(ROPE_FREQUENCIES)
     if stored is None:
         return config
-    divisors = values_of(StoredRows(stored.type, stored.data.reshape(stored.shape[0], -1), stored.shape))
+    divisors = values_of(stored)
     factor, arch = _decimal(float(divisors.max())), metadata["general.architecture"]
     original = metadata.get(f"{arch}.rope.scaling.original_context_length", _ORIGINAL_POSITIONS)
     if type(original) is int and factor > 1 and divisors.shape == (config.head_dim // 2,):
@@ -175,7 +158,7 @@ def _with_rope(
     )
 
 
-def _require_all(path: Path, config: ModelConfig, tensors: Mapping[str, GgufTensor]) -> None:
+def _require_all(path: Path, config: ModelConfig, tensors: Mapping[str, StoredRows]) -> None:
     """Refuse a file with other tensors than the model's, or in types that are not read."""
     pairs = [p for p in gguf_map(config) if p.ours != "head.weight" or _HEAD in tensors]
     needed = {stack_of(name) for pair in pairs for name in pair.theirs}

@@ -16,12 +16,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
-from tokenizers import Tokenizer as Library
+from tokenizers import AddedToken, processors
 
 from narrowgauge.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG
 from narrowgauge.data import Tokenizer
-from narrowgauge.data.tokenization.formats import PATTERNS
+from narrowgauge.data.tokenization.formats import PATTERNS, byte_level_bpe
 from narrowgauge.data.tokenization.tokenizer import wrap_tokenizer
 from narrowgauge.errors import UserError
 
@@ -91,14 +90,10 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer | None:
     if list(added) != list(free) or sorted(normal.values()) != list(range(len(normal))):
         normal |= {token: i for i, token in added.items()}
     try:
-        model = models.BPE(vocab=normal, merges=merges, ignore_merges=rule == "llama-bpe")
+        cut = PATTERNS[rule] if rule != "gpt-2" else None if merges else ""  # without merges no cut matters
+        library = byte_level_bpe(normal, merges, cut, ignore_merges=rule == "llama-bpe")
     except Exception as error:  # the library has no narrower type
         raise UserError(f"the tokenizer keys of the file contradict each other: {error}") from None
-    library = Library(model)
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule == "gpt-2" and bool(merges))
-    split = pre_tokenizers.Split(Regex(PATTERNS[rule]), "isolated")
-    library.pre_tokenizer = last if rule == "gpt-2" else pre_tokenizers.Sequence([split, last])
-    library.decoder = decoders.ByteLevel()
     for i, token in added.items():
         entry = AddedToken(token, special=kinds[i] == _CONTROL, normalized=False)
         (library.add_special_tokens if kinds[i] == _CONTROL else library.add_tokens)([entry])
