@@ -83,9 +83,9 @@ def test_a_comparison_the_same_line_again_and_a_seed_more(narrowgauge, compare, 
     metrics = [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()]
     again = narrowgauge(*words)
     assert table_of(again) == table
-    assert f"in {both}, not trained again (done): bf16, mxfp8; to train" in again.out
+    assert f"in {both}, not trained again: bf16 (done), mxfp8 (done); to train" in again.out
     more = narrowgauge(*words, "--seeds", "2")
-    assert "not trained again (done): bf16, mxfp8;" in more.out
+    assert "not trained again: bf16 (done), mxfp8 (done);" in more.out
     assert [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()] == metrics
     second = look(both / "bf16-seed-1")
     configs = [config_of(runs["bf16"]), config_of(second)]
@@ -129,7 +129,7 @@ def test_the_same_line_continues_a_comparison_that_stopped_or_was_killed(
     assert narrowgauge.start(*words).send_when(fp8.has_step(3), signal.SIGTERM).code == 75
     ended = narrowgauge(*words)
     assert ended.code == 0, ended.err
-    assert "not trained again (done): bf16;" in ended.out
+    assert "not trained again: bf16 (done);" in ended.out
     log = (tmp_path / "both" / "fp8.log").read_text()
     assert f"continuing {fp8.path} after step {fp8.events('stop')[0]['step']}\n" in log
     assert bf16.column("step") == fp8.column("step") == [*range(1, 101)]

@@ -195,16 +195,6 @@ def test_a_terminal_that_cannot_hold_a_character_shows_another(strict, tmp_path,
     assert written().startswith("sample, from ")
 
 
-@pytest.mark.tier("thorough")
-def test_a_run_whose_sample_the_terminal_cannot_hold_is_done(strict, line, look, tmp_path):
-    written = strict("ascii")
-    short = {"training.steps": 1, "validation.batches": 1, "log.prompt": "漢字 → déjà"}
-    assert main([*line(short), "--out", str(tmp_path / "run")]) == 0
-    assert "sample, from" in written()
-    assert look(tmp_path / "run").status["status"] == "done"
-    assert (tmp_path / "run" / "report.html").exists()
-
-
 def test_a_verb_needs_no_standard_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     for words in (["formats"], ["--help"], ["train", "--help"]):

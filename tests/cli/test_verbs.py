@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -51,14 +50,6 @@ def test_the_file_of_a_run_is_the_run_and_the_line_stands_over_it(command, finis
     assert (config["recipe"]["name"], config["recipe"]["backend"]) == ("mxfp8", "emulated")
     assert (config["training"]["steps"], config["training"]["seed"]) == (2, 3)
     assert look(tmp_path / "other").column("step") == [1, 2]
-
-
-@pytest.mark.tier("thorough")
-def test_without_out_a_run_goes_to_a_place_that_says_what_it_is(command, line, text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert command(*line({"training.steps": 1})).code == 0
-    (made,) = Path("runs").glob(f"debug-{text.rsplit('/')[-1]}-fp8,*")
-    assert (made / "metrics.jsonl").exists()
 
 
 @pytest.mark.tier("thorough")

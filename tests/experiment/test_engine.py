@@ -1,5 +1,6 @@
 """Processes side by side: no more than slots, each job once; a failure leaves the others alone."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -38,6 +39,20 @@ def test_jobs_share_the_slots_and_begin_once(tmp_path):
     seen = []
     engine(2, seen).run(queue(*(job(tmp_path, f"{name}") for name in "abcde")))
     assert sorted((tmp_path / "notes").read_text().split()) == sorted(seen) == [*"abcde"]
+
+
+def test_a_run_that_another_engine_holds_is_left_to_it_and_taken_over_when_it_is_free(tmp_path):
+    """Its log is locked; the lock goes with the last process that has the file open, as when it is killed."""
+    taken, free = (job(tmp_path, name) for name in ("taken", "free"))
+    theirs = (tmp_path / "taken.log").open("ab")
+    fcntl.flock(theirs, fcntl.LOCK_EX)
+
+    def show(jobs, ended):
+        if ended is not None and ended.name == "free":
+            threading.Timer(0.5, theirs.close).start()
+
+    Engine(1, {}, show).run(queue(taken, free))
+    assert (tmp_path / "notes").read_text().split() == ["free", "taken"]
 
 
 def test_engine_stopped_by_a_signal_is_not_done_while_work_is_left(tmp_path):

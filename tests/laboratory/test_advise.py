@@ -53,29 +53,12 @@ def space(cluster, name="bf16", dims=None, batch=2):
     return Space(values, dims or ParallelDims(), load_cluster(cluster))
 
 
-@pytest.mark.tier("nightly", keep=1)
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("memory", ["730MB", "700MB", "24GB"])
-def test_no_setting_of_the_space_is_faster_than_the_best(memory, tmp_path):
-    searched = space(card(tmp_path, memory))
-    best = searched.best()
-    assert best is not None
-    assert best.seconds == min(searched.timed(s).seconds for s in searched.settings if searched.at(s).fits)
-
-
 @pytest.mark.tier("thorough")
 def test_a_pipeline_takes_the_micro_batches_that_wait_least(tmp_path):
     """Smaller micro-batches are more of them, so a pipeline may be faster with less memory."""
     best = space(card(tmp_path), dims=ParallelDims(pipeline=2, shard=2), batch=64).best()
     assert best is not None
     assert best.setting.micro_batch_size < 16, "two micro-batches wait for a third of the time"
-
-
-@pytest.mark.tier("thorough")
-def test_a_corner_that_does_not_fit_ends_the_search(tmp_path):
-    searched = space(card(tmp_path, "10MB"))
-    assert searched.best() is None
-    assert len(searched.planned) == 4, "of each loss the smallest, and that of one micro-batch"
 
 
 @pytest.mark.tier("nightly")

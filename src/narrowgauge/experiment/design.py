@@ -98,18 +98,19 @@ def make_experiment(
         UserError: a configuration is invalid, there are fewer than two runs, or the rungs cannot share a
             trunk.
     """
-    if not table:
-        points = make_runs(values, arms, seeds)
-        return Experiment(_arms_of(points), tuple(points))
-    rungs = _rungs(table.get("rungs", []))
-    values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
+    rungs = _rungs(table.get("rungs", [])) if table else ()
+    if rungs:
+        values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
     points = make_runs(values, arms, seeds)
+    names = tuple(dict.fromkeys(run.arm for run in points))
+    if not table:
+        return Experiment(names, tuple(points))
     runs = [run for point in points for run in _chain(point, rungs, table)]
     order = table.get("order", [])
-    group_of = {name: number for number, group in enumerate(order) for name in group} | {points[0].arm: 0}
+    group_of = {name: number for number, group in enumerate(order) for name in group} | {names[0]: 0}
     runs.sort(key=lambda run: group_of.get(run.arm, len(order)))
     return Experiment(
-        _arms_of(points),
+        names,
         tuple(_forked(runs, _positive(table, "fork", 1)) if "fork" in table else runs),
         is_measured=True,
         jobs=_positive(table, "jobs", 1),
@@ -119,10 +120,6 @@ def make_experiment(
         rows=Path(table["rows"]) if "rows" in table else None,
         probes=bool(table.get("probe", True)),
     )
-
-
-def _arms_of(runs: Sequence[ArmRun]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(run.arm for run in runs))
 
 
 def _rungs(steps: Sequence[Any]) -> tuple[int, ...]:

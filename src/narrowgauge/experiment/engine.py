@@ -3,6 +3,10 @@
 One loop starts a process wherever a slot is free, and checks a few times a second which of them have ended.
 Each writes a log next to its run's directory. Several runs at a time share the cores, or get one GPU each.
 
+Several engines may work on one directory: those of a Slurm job array, or of a command that was started twice.
+The log of a run is locked as long as its process lives, on any machine of the file system, so each run has
+one process. An engine ends when all runs have; those of an engine that was killed are free at once.
+
 SIGTERM, SIGUSR1 and Ctrl-C stop the experiment: every run saves, and the same command line continues it. If
 this process is killed, the kernel kills its runs with it (on Linux), and they continue from their last
 checkpoints.
@@ -15,22 +19,27 @@ import os
 import signal
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from subprocess import DEVNULL, Popen
+from typing import Any
 
 import torch
 
-from narrowgauge.distributed import RENDEZVOUS
+from narrowgauge.distributed import RENDEZVOUS, world_from
 from narrowgauge.errors import ProcessFailed
 from narrowgauge.experiment.jobs import Job
+from narrowgauge.operating_system import fcntl
 from narrowgauge.processes import Programs
 from narrowgauge.report.read.run import read_state
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.signals import COMPARED
 
-_POLL_S = 0.25
+_POLL_S, _WAIT_S = 0.25, 1.0  # between looks at own processes; at those of other engines
 _STOPPED = 75  # the exit code of a run that has saved and can be continued
 _GPUS = "CUDA_VISIBLE_DEVICES"
+
+NextJob = Callable[[Container[tuple[str, bool]]], Job | None]
 
 
 class ComparisonFailed(ProcessFailed):
@@ -73,7 +82,7 @@ class Engine:
     failed: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
 
-    def run(self, next_job: Callable[[Container[tuple[str, bool]]], Job | None]) -> list[str]:
+    def run(self, next_job: NextJob) -> list[str]:
         """Run all jobs; returns the names of the failed runs.
 
         A run that fails by itself leaves the others alone, except those that wait for it.
@@ -87,13 +96,8 @@ class Engine:
         """
         slots = [Slot(number) for number in range(self.slots)]
         with Programs() as programs, programs.forwarding(self._note_signal):
-            while True:
-                for slot in slots:
-                    if slot.process is None and not self.stop and (job := next_job(self.begun)):
-                        self._start(slot, job, programs)
-                if not any(slot.process for slot in slots):
-                    break
-                time.sleep(_POLL_S)
+            while self._fill(slots, next_job, programs) or any(slot.process for slot in slots):
+                time.sleep(_POLL_S if any(slot.process for slot in slots) else _WAIT_S)
                 self._collect(slots)
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
@@ -101,17 +105,31 @@ class Engine:
             raise ComparisonFailed(job.name, _STOPPED)
         return list(self.failed)
 
-    def _start(self, slot: Slot, job: Job, programs: Programs) -> None:
+    def _fill(self, slots: Sequence[Slot], next_job: NextJob, programs: Programs) -> bool:
+        """Start a job in every free slot while there are any; returns whether other engines hold some."""
+        held: set[tuple[str, bool]] = set()
+        for slot in (slot for slot in slots if slot.process is None and not self.stop):
+            while (job := next_job(self.begun | held)) and not self._start(slot, job, programs):
+                held.add(job.key)  # the other engine may end before its run does
+        return bool(held)
+
+    def _start(self, slot: Slot, job: Job, programs: Programs) -> bool:
+        """Start a job; returns False if another engine holds its run."""
         environment = {**os.environ, COMPARED: "1", RENDEZVOUS: job.name, **self.environment}
         if self.slots > 1:
             environment |= _gpu(slot.number)
-        slot.job = job
+        options: dict[str, Any] = {}
+        with job.directory.with_name(f"{job.name}.log").open("ab") if self.has_logs else nullcontext() as log:
+            if log is not None:
+                options = {"stdin": DEVNULL, "stdout": log, "stderr": log}
+            if log is not None and world_from(os.environ, 0).size == 1:
+                try:
+                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process inherits it
+                except BlockingIOError:
+                    return False
+            slot.job, slot.process = job, programs.start(job.command, environment, **options)
         self.begun.add(job.key)
-        if not self.has_logs:
-            slot.process = programs.start(job.command, environment)
-            return
-        with job.directory.with_name(f"{job.directory.name}.log").open("ab") as log:
-            slot.process = programs.start(job.command, environment, stdin=DEVNULL, stdout=log, stderr=log)
+        return True
 
     def _collect(self, slots: Sequence[Slot]) -> None:
         """Record the processes that have ended."""

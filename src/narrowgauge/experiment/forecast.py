@@ -21,11 +21,9 @@ from narrowgauge.report import read_runs
 from narrowgauge.report.verdict.expected import own_points
 from narrowgauge.units import parse_count
 
-Named = RecipeLike
-
 
 def predict(
-    recipe: Named | Sequence[Named],
+    recipe: RecipeLike | Sequence[RecipeLike],
     params: float | str | None = None,
     tokens: float | str | None = None,
     atlas: str | Path | Atlas | None = None,
@@ -75,7 +73,7 @@ def predict(
     )
 
 
-def _named(one: Named) -> tuple[str, Recipe]:
+def _named(one: RecipeLike) -> tuple[str, Recipe]:
     """The name of a recipe, and the recipe."""
     if isinstance(one, Recipe | Mapping):
         found = named_recipe(one)
@@ -91,9 +89,7 @@ def _named(one: Named) -> tuple[str, Recipe]:
 
 def _size(params: float | str | None, model: str | None) -> float:
     if (params is None) == (model is None):
-        raise UserError(
-            "predict needs the size: params, such as 1.9e9, or the name of a model, such as llama3-8b"
-        )
+        raise UserError("predict needs one size: params, such as 1.9e9, or model, a name such as llama3-8b")
     if model is not None:
         return float(count_block_weights(model_config(name=model)))
     if not (found := parse_count(str(params))):

@@ -108,10 +108,9 @@ def _rows_before(experiment: Experiment) -> list[Row]:
 
 def is_complete(experiment: Experiment, run: ArmRun, out: Path) -> bool:
     """Whether a run has ended, and in a measured experiment has both losses."""
-    state = state_of(out / run.name)
-    if state != "done" or not (experiment.is_measured and run.rung):
-        return state != "open"
-    return losses_of(run, out / run.name) is not None
+    if experiment.is_measured and run.rung:
+        return _losses(out / run.name, run) is not None
+    return state_of(out / run.name) != "open"
 
 
 def losses_of(run: ArmRun, directory: Path) -> tuple[float, float] | None:

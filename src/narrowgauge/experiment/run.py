@@ -107,7 +107,9 @@ def run_experiment(
             f"gate {gate}{where}: {result.name} {result.word}; {result.reason}{beside.get(result.name, '')}",
         )
     if failed:
-        _say(console, _failure_text(failed, len(experiment.compared), out))
+        again = ", ".join(name for name in failed if state_of(out / name) == "open")
+        way = f"; the same line tries {again} again" if again else ""
+        _say(console, f"{len(failed)} of {len(experiment.compared)} runs failed: {', '.join(failed)}{way}")
     if runs:
         _say(console, f"report: {out / 'report.html'}")
     return code
@@ -162,11 +164,10 @@ def train_runs(
 def _say_done(experiment: Experiment, waiting: Sequence[ArmRun], out: Path, console: Console) -> None:
     """Say which runs are not trained again."""
     left = {run.name for run in waiting}
-    found = [run for run in experiment.compared if run.name not in left]
-    for state, words in (("done", "done"), ("diverged", "diverged and would again")):
-        if names := [run.name for run in found if state_of(out / run.name) == state]:
-            text = f"in {out}, not trained again ({words}): {', '.join(names)}"
-            _say(console, f"{text}; to train them otherwise, name another directory with --out")
+    found = [run.name for run in experiment.compared if run.name not in left]
+    if names := [f"{name} ({state})" for name in found if (state := state_of(out / name)) != "open"]:
+        text = f"in {out}, not trained again: {', '.join(names)}"
+        _say(console, f"{text}; to train them otherwise, name another directory with --out")
 
 
 def _train(
@@ -270,13 +271,8 @@ def _rows_file(experiment: Experiment, out: Path) -> Path:
 
 
 def write_page(experiment: Experiment, out: Path, command: str, more: str = "") -> None:
-    """Write OUT/report.html of the runs at the highest rung, once the reference's run there has started.
-
-    `more` is HTML that follows the sections of the experiment.
-    """
-    paths = [out / run.name for run in experiment.trunks]
-    begun = [path for path in paths if _begun(path)]
-    if begun[:1] == paths[:1]:
+    """Write OUT/report.html, once the reference's run has started; `more` is HTML for its end."""
+    if begun := _begun(experiment, out):
         write_report(begun, out / "report.html", command, _rungs_section(experiment, out) + more)
 
 
@@ -289,18 +285,19 @@ def _rungs_section(experiment: Experiment, out: Path) -> str:
 
 
 def recorded_runs(experiment: Experiment, out: Path) -> list[Run]:
-    """The runs at the highest rung, the reference's first; [] if another machine trained the reference.
+    """The begun runs at the highest rung, the reference's first."""
+    begun = _begun(experiment, out)
+    return read_runs(begun) if begun else []
+
+
+def _begun(experiment: Experiment, out: Path) -> list[Path]:
+    """The directories of the begun runs at the highest rung; [] if another machine trained the reference.
 
     Such runs have rows and no directory.
     """
     paths = [out / run.name for run in experiment.trunks]
-    if experiment.rows is not None:
-        paths = [path for path in paths if _begun(path)] if _begun(paths[0]) else []
-    return read_runs(paths) if paths else []
-
-
-def _begun(path: Path) -> bool:
-    return (path / "config.toml").is_file()
+    begun = [path for path in paths if (path / "config.toml").is_file()]
+    return begun if begun[:1] == paths[:1] else []
 
 
 def _results(experiment: Experiment, out: Path) -> list[ArmResult]:
@@ -342,15 +339,6 @@ def _gaps_so_far(experiment: Experiment, out: Path, rung: int) -> dict[str, dict
         return {one.arm: dict(one.gaps) for one in _results(experiment, out) if one.rung == rung}
     done = [out / run.name for run in experiment.runs if state_of(out / run.name) == "done"]
     return paired_gaps(read_runs(done)) if done else {}
-
-
-def _failure_text(failed: Sequence[str], runs: int, out: Path) -> str:
-    """How many runs failed, and which of them the same command line retries."""
-    again = [name for name in failed if state_of(out / name) == "open"]
-    text = f"{len(failed)} of {runs} runs failed: {', '.join(failed)}"
-    if not again:
-        return text
-    return f"{text}; the same line tries {'' if len(again) == len(failed) else ', '.join(again) + ' '}again"
 
 
 def _last_line(log: Path) -> str:

@@ -233,6 +233,27 @@ def test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it(write, s
     assert json.loads((out / "status.json").read_text())["status"] == "done"
 
 
+@pytest.mark.tier("nightly")  # tests/experiment/test_engine.py: a run that another engine holds
+def test_the_tasks_of_an_array_share_the_runs_and_take_over_those_of_a_killed_one(
+    write, start, narrowgauge, line, look, tmp_path
+):
+    changes = {"training.steps": 40, "checkpoint.every": 4, "recipe.name": "bf16", "model.dim": 64}
+    words = ["compare", "--recipes", "bf16,mxfp8", "--seeds", "2", "--jobs", "1", *line(changes)[1:]]
+    assert narrowgauge(*words, "--out", tmp_path / "one").code == 0
+    script = write("--slurm", "--array", "3", train=(*words, "--out", str(tmp_path / "shared")))
+    assert "#SBATCH --array=0-2\n" in script.read_text()
+    tasks = [start(script, real=True) for _ in range(3)]
+    end = time.monotonic() + 60
+    while not any(look(run).has_step(5)() for run in (tmp_path / "shared").glob("[bm]*[!.lt]")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for task in tasks[:2]:
+        os.killpg(task.pid, signal.SIGKILL)
+    _, err = tasks[2].communicate(timeout=90)
+    assert tasks[2].returncode == 0, err
+    assert (tmp_path / "shared" / "runs.csv").read_bytes() == (tmp_path / "one" / "runs.csv").read_bytes()
+
+
 def test_slurm_without_a_signal_gives_the_code_of_the_run(write, start, tmp_path):
     script = write("--slurm", "--site", "azure-ndv5", "--nodes", "3", train=LARGE)
     process = start(script, RANK="0", WORLD_SIZE="1")

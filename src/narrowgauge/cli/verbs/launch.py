@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from narrowgauge.cli.line import config_values, parser_of, read_line
+from narrowgauge.cli.verbs.compare import read_plan
 from narrowgauge.cluster.launch.job_script import MARK, Job, emulation_note, job_script, queued
 from narrowgauge.cluster.launch.site import Site, load_site, site_names
 from narrowgauge.data import why_absent
@@ -29,12 +30,14 @@ def launch(
     time: Annotated[str, Form("HH:MM:SS"), "Slurm: time limit, or D-HH:MM:SS (the site's)"] = "",
     account: Annotated[str, Form("A"), "Slurm: account (the site's)"] = "",
     partition: Annotated[str, Form("P"), "Slurm: partition (the site's)"] = "",
+    array: Annotated[int, Form("N"), "Slurm: N jobs of one node that share the runs of a compare"] = 0,
     out: Annotated[Path | None, Form("SCRIPT"), "the script"] = None,
     words: Annotated[list[str], _REST, "the command to start"],
 ) -> None:
     """Write a script that starts a run on a cluster.
 
     narrowgauge launch --torchrun --gpus-per-node 8 --out run.sh -- train my.toml
+    narrowgauge launch --slurm --array 16 --out compare.sh -- compare --recipes bf16,fp8 --seeds 8
     """
     if words[:1] != ["--"] and words and words[0].startswith("-"):
         raise parser_of("launch").unknown_argument(words[0])
@@ -44,17 +47,20 @@ def launch(
     if out is None:
         raise UserError("launch writes a file; name it by --out SCRIPT")
     words = words[1:] if words[:1] == ["--"] else words
-    if words[:1] != ["train"]:
+    if words[:1] != ["compare" if array else "train"]:
         raise UserError(
-            "launch starts 'train' alone; write it after --, as in: launch --slurm --out s.sh -- train"
+            "launch starts 'train' alone, or 'compare' with --slurm --array N; write it after --, as in: "
+            "launch --slurm --out s.sh -- train"
         )
-    for name, value in {"time": time, "account": account, "partition": partition}.items():
+    if array and (nodes > 1 or not 0 < array <= 1000):
+        raise UserError(f"--array is {array} with --nodes {nodes}; each of 1 to 1000 tasks has one node")
+    for name, value in {"time": time, "account": account, "partition": partition, "array": array}.items():
         if torchrun and value:
             raise UserError(f"--{name} is Slurm's; leave it out with --torchrun, or write --slurm")
     if time and not re.fullmatch(r"(\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d", time):
         raise UserError(f"--time is {time!r}; write HH:MM:SS, or D-HH:MM:SS")
     place = load_site(site) if site else Site(devices_per_node=1)
-    job, layout = _job(words, place, nodes, gpus_per_node, site)
+    job, layout = _job(words, place, nodes, gpus_per_node, site, array)
     if slurm:
         job = queued(replace(job, time=time, account=account, partition=partition), place)
     _write(out, job_script(job, place, slurm))
@@ -77,38 +83,40 @@ def launch(
 
 
 def _job(
-    words: list[str], site: Site, nodes: int, per_node: int | None, named: str | None
+    words: list[str], site: Site, nodes: int, per_node: int | None, named: str | None, array: int
 ) -> tuple[Job, "Layout"]:
     """The job that the script starts, and its layout over the processes; checks every option."""
     from narrowgauge.runs import default_out, lay_out
     from narrowgauge.training import make_config
 
     line = read_line(words)
-    config = make_config(config_values(line))
+    config = read_plan(line).trunks[0].config if array else make_config(config_values(line))
     count = site.devices_per_node if per_node is None else per_node
     for name, value in (("--nodes", nodes), ("--gpus-per-node", count)):
         if not 1 <= value <= 100_000:
             raise UserError(f"{name} is {value}; it must be from 1 to 100,000")
-    gpus = config.training.device != "cpu"
+    gpus = count if config.training.device != "cpu" else 0
     if named and gpus and count > site.devices_per_node:
         raise UserError(
             f"--gpus-per-node is {count}, but a node of {named} has {site.devices_per_node} devices and "
             "each process needs its own; start fewer"
         )
     run = line.out or default_out(config)
-    layout = lay_out(config, nodes * count, run)
-    job = Job(tuple(words), run, Path.cwd(), nodes=nodes, per_node=count, gpus=gpus)
+    processes = 1 if array else count
+    layout = lay_out(config, nodes * processes, run)
+    job = Job(tuple(words), run, Path.cwd(), nodes, processes, gpus, array=array)
     return job, layout
 
 
 def _grid(job: Job, layout: "Layout") -> str:
     """A line about the processes that the script starts, and the share of work of each."""
+    if job.array:
+        return f"{job.array} tasks share the runs; each takes one after the other, or as many as --jobs says"
     dims, t = layout.parallel_dims, layout.config.training
     axes = f" ({dims.text})" if dims.text else ""
-    share = t.batch_size // dims.data
     return (
-        f"processes: {job.nodes} x {job.per_node}{axes}; sequences of each in a step: {share}, "
-        f"{t.micro_batch_size} at once"
+        f"processes: {job.nodes} x {job.per_node}{axes}; sequences of each in a step: "
+        f"{t.batch_size // dims.data}, {t.micro_batch_size} at once"
     )
 
 

@@ -55,7 +55,7 @@ def scaling(
     *,
     procs: Annotated[str, Form("N,...", is_list=True), "numbers of processes, ascending"] = "",
     seconds: Annotated[float, Form("N"), "seconds per number and mode"] = 5.0,
-    rounds: Annotated[int, Form("N"), "rounds that share the seconds"] = 3,
+    rounds: Annotated[Count, "rounds that share the seconds"] = 3,
     json: Annotated[bool, "print JSON (scaling.json) instead of a table"] = False,
     console: Console,
     say: Say,
@@ -70,8 +70,6 @@ def scaling(
 
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds {seconds:g}: it must be a number above 0, as in --seconds 5")
-    if rounds < 1:
-        raise UserError(f"--rounds {rounds}: it must be at least 1; an interval takes 2, better 3")
     sizes, config = read_sizes(procs), training.make_config(config_values(line))
     out = line.out or Path("runs") / f"scaling-{config.model.name}"
     console.quiet = json

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from narrowgauge.runs import TrainedRun
 
 Tokenizer = Annotated[File | None, "a tokenizer.json (the model's)"]
-Text = Annotated[Source | None, "text, if not the run's"]
 
 
 def sample(
@@ -184,7 +183,7 @@ def served(
     with_: Annotated[str, Form("SERVER"), " | ".join(SERVERS)],
     to: Annotated[str | None, Form("FORMAT"), f"what the server reads ({_READ}; the first)"] = None,
     files: Annotated[Folder | None, "serve this export of the run (a new one)"] = None,
-    data: Text = None,
+    data: Annotated[Source | None, "text, if not the run's"] = None,
     sequences: Annotated[int, "number of held-out sequences"] = 16,
     sequence_length: Annotated[int | None, "tokens per sequence (the run's)"] = None,
     margin: Annotated[float, "largest difference of the loss that is equal"] = 0.01,

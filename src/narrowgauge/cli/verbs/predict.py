@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from narrowgauge.errors import UserError
 from narrowgauge.laboratory.arguments import Amount, File, Form, Names
 
 
@@ -40,8 +39,6 @@ def predict(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of small matrices, before numpy is imported
     from narrowgauge.experiment.forecast import predict as forecast
 
-    if (params is None) == (model is None):
-        raise UserError("predict needs the size: one of --params N and --model NAME")
     found = forecast(recipe, params, tokens, atlas, model=model, runs=runs, probe=probe)
     if out is not None:
         found.save(out)

@@ -8,7 +8,7 @@ from narrowgauge import recipes as all_recipes  # each name is imported when it 
 from narrowgauge.cli.installed import require_torch
 from narrowgauge.errors import UserError
 from narrowgauge.exchange import SOURCES, TARGETS
-from narrowgauge.laboratory.arguments import Form
+from narrowgauge.laboratory.arguments import Count, Form
 
 if TYPE_CHECKING:
     from narrowgauge.recipes import Device, Recipe
@@ -32,14 +32,12 @@ def recipes(
         Form("|".join(SOURCES)),
         "NAME is a file of that tool: print its recipe, or pass it on to --to or --diff",
     ] = None,
-    blocks: Annotated[int | None, Form("N"), "megatron: number of blocks of the model"] = None,
+    blocks: Annotated[Count | None, "megatron: number of blocks of the model"] = None,
 ) -> None:
     """List the shipped recipes, or print one; with --device, what is native on another device.
 
     narrowgauge recipes nvfp4 --diff mxfp4
     """
-    if blocks is not None and blocks < 1:
-        raise UserError(f"--blocks {blocks}, but a model has at least one block; name their number")
     if name is None:
         if from_ is not None:
             raise UserError("--from reads a file of another tool, and none is named; write its path")

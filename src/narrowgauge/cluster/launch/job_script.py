@@ -20,15 +20,16 @@ GRACE_SECONDS = 120  # from the end of the first process to the end of the last
 class Job:
     """The command to start, and its resources."""
 
-    words: tuple[str, ...]  # arguments of `narrowgauge`: train ...
+    words: tuple[str, ...]  # arguments of `narrowgauge`: train ..., or for an array compare ...
     run: Path  # the run directory
     folder: Path  # the base of relative paths in `words`
     nodes: int = 1
     per_node: int = 1
-    gpus: bool = True
+    gpus: int = 1  # of a node; the processes share them evenly
     time: str = ""
     account: str = ""
     partition: str = ""
+    array: int = 0  # jobs that share the runs of a compare; 0 for one job
     python: str = sys.executable
 
 
@@ -36,9 +37,8 @@ def job_script(job: Job, site: Site, slurm: bool) -> str:
     """The script that starts a job: by sbatch if `slurm`, else by bash on each node."""
     import jinja2  # here, for the time of --help
 
-    files = jinja2.PackageLoader("narrowgauge", "cluster/launch")
     jinja = jinja2.Environment(
-        loader=files,
+        loader=jinja2.PackageLoader("narrowgauge", "cluster/launch"),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -64,7 +64,8 @@ def job_script(job: Job, site: Site, slurm: bool) -> str:
 def _sbatch(job: Job, site: Site) -> list[str]:
     """The options that a job may have; sbatch takes them literally, without a shell."""
     options = {
-        "gpus-per-node": job.per_node if job.gpus else 0,
+        "gpus-per-node": job.gpus,
+        "array": f"0-{job.array - 1}" if job.array else "",
         "cpus-per-task": site.slurm.cpus_per_task,
         "time": job.time,
         "account": slurm_word("--account", job.account) if job.account else site.slurm.account,
@@ -119,8 +120,7 @@ def emulation_note(found: Recipe, site: Site) -> str:
         device = named_device(site.architecture)
     except UserError:  # a site names its architecture for people, or not at all
         return ""
-    backend = choose_backend(found, device)
-    if backend.name == "native":
+    if (backend := choose_backend(found, device)).name == "native":
         return ""
     wide = "bf16" if choose_backend(recipe("bf16"), device).name == "native" else "fp16"
     return (
