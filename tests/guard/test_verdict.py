@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.guard import Diverged, Guard, GuardRules
 from narrowgauge.guard.guard import MAX_RAISES
-from narrowgauge.guard.raises import Raise, read_raises, write_raises
+from narrowgauge.guard.raises import Raise
 
 NAN, INF = math.nan, math.inf
 SPIKES = {"off": "take", "warn": "warn", "skip": "skip", "rollback": "rollback"}
@@ -127,20 +127,9 @@ def test_a_guard_that_was_kept_in_json_decides_alike(cut):
         assert second.state() == whole.state()
 
 
-def test_the_state_of_an_older_version_is_read():
-    g = Guard.from_state(GuardRules(), {"skips_in_a_row": 4}, 24)
-    assert (g.skips_in_a_row, g.samples, g.losses) == (4, 24, [])
-
-
 def test_a_spike_raises_until_as_many_places_are_wide_as_may_be():
     g = guard(noise(16), spike="raise")
     for step in range(MAX_RAISES):
         assert actions(g, [(30.0, 1.0), (NAN, 1.0)]) == ["raise", "raise"]
         g.raised.append(Raise("v", ("head",), "e4m3", "fp32", step + 1))
     assert actions(again(g), [(30.0, 1.0), (NAN, 1.0)]) == ["rollback", "skip"]
-
-
-def test_raises_of_an_older_checkpoint_are_read():
-    raises = [Raise("v", ("head",), "e4m3", "fp32", 3, "a reason")]
-    older = [{**one, "until_step": 0, "harmless": 0.01} for one in write_raises(raises)]
-    assert read_raises(older) == read_raises(write_raises(raises)) == raises

@@ -40,12 +40,12 @@ for good ends the run by `guard.max_skips`, instead of skipping forever.
 import math
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal
 
 from narrowgauge.errors import Failed
-from narrowgauge.guard.raises import Raise, read_raises, write_raises
+from narrowgauge.guard.raises import Raise, raises_of
 from narrowgauge.guard.rules import GuardRules
 from narrowgauge.guard.warmup import warmup_reason
 
@@ -168,22 +168,16 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """The state without the rules, for JSON."""
-        rare = {"raised": write_raises(self.raised), "warmup_spikes": self.warmup_spikes}
+        rare = {"raised": [asdict(r) for r in self.raised], "warmup_spikes": self.warmup_spikes}
         names = [f.name for f in fields(self) if f.name != "rules" and f.name not in rare]
         kept = {name: copy(getattr(self, name)) for name in names}
         return kept | {name: value for name, value in rare.items() if value}
 
     @classmethod
     def from_state(cls, rules: GuardRules, checkpoint: Mapping[str, Any], samples: int) -> "Guard":
-        """The guard from a checkpoint's state.
-
-        Older checkpoints only have `skips_in_a_row`; their run has used `samples`.
-        """
-        older = {"skips_in_a_row": checkpoint.get("skips_in_a_row", 0), "samples": samples}
-        state = checkpoint.get("guard", older)
-        names = {f.name for f in fields(cls)} - {"rules"}
-        state = {**state, "raised": read_raises(state.get("raised", ()))}
-        return cls(rules, **{name: value for name, value in state.items() if name in names})
+        """The guard from a checkpoint's state; one that has none is of a run that has used `samples`."""
+        state = checkpoint.get("guard", {"samples": samples})
+        return cls(rules, **state | {"raised": raises_of(checkpoint)})
 
     def _skip(self, verdict: GuardVerdict) -> GuardVerdict:
         self.skips, self.skips_in_a_row = self.skips + 1, self.skips_in_a_row + 1

@@ -6,8 +6,8 @@ the configuration plus one rule for each raise; rules that change state apply to
 finds (`Recipe.at_rest`).
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.guard.widening import rule_for
@@ -61,16 +61,6 @@ class Raise:
 
 
 def raises_of(state: Mapping[str, Any]) -> list[Raise]:
-    """The raises in the JSON state of a checkpoint; empty for an older version."""
-    return read_raises(state.get("guard", {}).get("raised", ()))
-
-
-def read_raises(saved: Iterable[Mapping[str, Any]]) -> list[Raise]:
-    """The raises that `write_raises` wrote."""
-    names = [f.name for f in fields(Raise)]  # older checkpoints have more
-    return [Raise(**{name: one[name] for name in names} | {"layers": tuple(one["layers"])}) for one in saved]
-
-
-def write_raises(raises: Iterable[Raise]) -> list[dict[str, Any]]:
-    """Raises as JSON."""
-    return [{**asdict(r), "layers": list(r.layers)} for r in raises]
+    """The raises in the JSON state of a checkpoint."""
+    saved = state.get("guard", {}).get("raised", ())
+    return [Raise(**one | {"layers": tuple(one["layers"])}) for one in saved]
