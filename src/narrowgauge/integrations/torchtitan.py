@@ -29,7 +29,7 @@ from torchtitan.protocols.module import Module
 from narrowgauge.errors import UserError
 from narrowgauge.integrations.torchtitan_optimizers import NarrowOptimizers
 from narrowgauge.nn import Linear, convert
-from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
+from narrowgauge.nn.histories import History
 from narrowgauge.nn.step_state import StepState
 from narrowgauge.recipes import Recipe, RecipeLike
 
@@ -69,7 +69,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         narrow: LayerRecipe = config.narrow
         super().__init__(plain, narrow.recipe, narrow.index, model_recipe=narrow.model_recipe)
         for history in self.histories.values():
-            history.__class__ = _HISTORIES[type(history)]
+            history.__class__ = _as_module(type(history))
         self.keys = self.first_sample = None  # set at initialization; torchtitan asks how buffers are sharded
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
@@ -105,23 +105,9 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         return super().begin_pass()
 
 
-class _AmaxHistory(AmaxHistory, Module):  # type: ignore[misc, unused-ignore]
-    """An amax history that torchtitan treats as a module."""
-
-
-class _HeldAmax(HeldAmax, Module):  # type: ignore[misc, unused-ignore]
-    """A held amax that torchtitan treats as a module."""
-
-
-class _ChannelChoice(ChannelChoice, Module):  # type: ignore[misc, unused-ignore]
-    """A channel choice that torchtitan treats as a module."""
-
-
-_HISTORIES: dict[type[History], type[History]] = {
-    AmaxHistory: _AmaxHistory,
-    HeldAmax: _HeldAmax,
-    ChannelChoice: _ChannelChoice,
-}
+def _as_module(kind: type[History]) -> Any:
+    """A kind of history that torchtitan treats as a module."""
+    return type(kind.__name__, (kind, Module), {})
 
 
 @override(  # type: ignore[untyped-decorator, unused-ignore]

@@ -26,12 +26,11 @@ from narrowgauge.errors import UserError
 from narrowgauge.guard import Guard, GuardRules
 from narrowgauge.nn import Gauges, convert, discard_step, set_step
 from narrowgauge.nn.gauges import means
-from narrowgauge.optim import AdamW, Optimizer, load_recipe_state, recipe_state
+from narrowgauge.optim import AdamW, Optimizer
 from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.recipes import RecipeLike
 
-STATE = "narrowgauge"  # the key in the optimizer's state
-WEIGHTS = "weights"  # the key in it for the sums of `_bit_sums`
+WEIGHTS = "narrowgauge.weights"  # the key of `_bit_sums` in the optimizer's state
 PREFIX = "narrowgauge/"  # of entries in the log
 
 
@@ -74,11 +73,13 @@ def trainer_kwargs(
 
 
 class TrainerAdamW(AdamW):
-    """`narrowgauge.AdamW` whose state dict includes the recipe's state in the model.
+    """`narrowgauge.AdamW`, whose state dict also tells whether the trainer has loaded the model's weights.
 
-    A trainer saves and loads the state of its optimizer in every version and under every name, after the
-    model's weights. So one file holds everything that affects the trajectory.
+    A trainer loads them before the state of its optimizer, which holds everything else that affects the
+    trajectory.
     """
+
+    model: torch.nn.Module
 
     def __init__(
         self,
@@ -88,12 +89,11 @@ class TrainerAdamW(AdamW):
         **arguments: Any,
     ) -> None:
         super().__init__(params, **arguments)
-        self.narrow_model = narrow_model
+        self.model = narrow_model
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, and under "narrowgauge" the model's `recipe_state` and sums of its bits."""
-        state = {**recipe_state(self.narrow_model), WEIGHTS: _bit_sums(self.narrow_model)}
-        return {**self.own_state_dict(), STATE: state}
+        """The optimizer's state, and sums of the bits of the weights."""
+        return {**super().state_dict(), WEIGHTS: _bit_sums(self.model)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict` in optimizer and model.
@@ -102,14 +102,13 @@ class TrainerAdamW(AdamW):
             UserError: The state belongs to another optimizer, model or recipe, or the trainer has not loaded
                 the weights that belong to it.
         """
-        if STATE not in state_dict:
+        if WEIGHTS not in state_dict:
             raise UserError(
                 "the checkpoint's optimizer is not narrowgauge's, and has no state of a recipe: resume it "
                 "with the optimizer that it was saved with, or start from its weights without resuming"
             )
-        load_recipe_state(self.narrow_model, state_dict[STATE])
-        _require_weights(self.narrow_model, state_dict[STATE].get(WEIGHTS, {}))
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
+        super().load_state_dict(state_dict)
+        _require_weights(self.model, state_dict[WEIGHTS])
 
 
 class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]

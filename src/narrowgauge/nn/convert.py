@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.errors import UserError, checked, require
 from narrowgauge.kernels.dropout import Dropout
-from narrowgauge.nn.histories import History, end_steps
+from narrowgauge.nn.histories import end_steps
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path
 from narrowgauge.nn.self_test import verified_backend
@@ -21,7 +21,6 @@ from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_laye
 from narrowgauge.nn.transformer.reach import matmul_weights, reasons, untouched_layers, warn_of_left
 from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_places
 from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
-from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import (
     ModelPlan,
     Outline,
@@ -145,14 +144,12 @@ def apply_plan(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
     first = _convert_layers(model, plan, backend)
     for name, experts in stacks.items():
         stack = StackedExperts.of(experts)
-        stack.use(recipe, name, plan.parts, first, backend)
-        first += len(list(stack.layer_names()))
+        first = stack.use(recipe, name, plan.parts, first, backend)
         put(model, name, stack)
     replace_places(model, recipe, plan.parts)
     conversion = Conversion()
-    for module in model.modules():
-        if isinstance(module, Stepped):
-            module.join(conversion)
+    for name, module in stepped_modules(model).items():
+        module.join(conversion, name)
 
 
 def _convert_layers(model: torch.nn.Module, plan: ModelPlan, backend: str) -> int:
@@ -266,14 +263,14 @@ def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     pre-scaling factors. The tensors are the model's, not copies: copy into them to restore. A plain state
     dict does not include them.
     """
-    owners: list[tuple[str, History | ParamState]] = []
-    prescales: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, History):
-            owners.append((name, module))
-        elif isinstance(module, Linear):
-            if module.state_at_rest is not None:
-                owners.append((name, module.state_at_rest))
-            if module.reduce_prescale is not None:
-                prescales |= {f"{name}.reduce.{k}": t for k, t in module.reduce_prescale.tensors.items()}
-    return prescales | {f"{name}.{key}": t for name, owner in owners for key, t in owner.tensors().items()}
+    found = {
+        f"{name}.{key}".lstrip("."): tensor
+        for name, module in stepped_modules(model).items()
+        for key, tensor in (module.weight_tensors() | module.history_tensors()).items()
+    }
+    return dict(sorted(found.items(), key=lambda named: ".reduce." not in named[0]))  # as in checkpoints
+
+
+def stepped_modules(model: torch.nn.Module) -> dict[str, Stepped]:
+    """The modules of a model whose values depend on the step, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Stepped)}

@@ -31,7 +31,7 @@ from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.shards import LinearShards
-from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
+from narrowgauge.nn.step_state import Conversion, Stepped, StepState, stream_ids
 from narrowgauge.nn.weight import Accumulation, WeightGather, WeightUse, bind, make_weight_state
 from narrowgauge.quantization import (
     NarrowTensor,
@@ -127,6 +127,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self.register_buffer("keys", None, persistent=False)  # DDP sends it: signs are the same on all
         self.first_sample = None  # no buffer: DDP would give each process those of process 0
         self.set_weights(weight, bias)
+        self.join(Conversion(), "")
         count_steps(self)
 
     def set_weights(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
@@ -319,6 +320,12 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             gradient.discard_step()
         if self.reduce_prescale is not None:
             self.reduce_prescale.discard_step()
+
+    def weight_tensors(self) -> dict[str, torch.Tensor]:
+        """Scales of the weight, its master, and the pre-scaling factor; the tensors themselves."""
+        kept = {} if self.state_at_rest is None else self.state_at_rest.tensors()
+        factor = {} if self.reduce_prescale is None else self.reduce_prescale.tensors
+        return kept | {f"reduce.{name}": t for name, t in factor.items()}
 
     def _stream_ids(self) -> list[int]:
         return stream_ids(self.index)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -75,10 +75,14 @@ class StepState:
 
 
 class Conversion:
-    """The modules that one call of `convert` has put under a recipe; a copy of the model gets its own."""
+    """The modules that one call of `convert` has put under a recipe; a copy of the model gets its own.
+
+    Attributes:
+        modules: The living modules, by the name that each had in the model then.
+    """
 
     def __init__(self) -> None:
-        self.modules: WeakSet[Stepped] = WeakSet()
+        self.modules: WeakValueDictionary[str, Stepped] = WeakValueDictionary()
 
     def __reduce__(self) -> tuple[type["Conversion"], tuple[()]]:
         """An empty one, which copied and unpickled modules join."""
@@ -91,6 +95,7 @@ class Stepped:
     Attributes:
         index: The number of the module among the modules of its kind.
         conversion: The modules that were converted together with this one.
+        full_name: The name of this one among them.
         recipe: The recipe of this layer.
         is_random: Whether any of its casts needs random bits.
         keys: int32, a key for each random stream; None if no cast is random.
@@ -112,6 +117,7 @@ class Stepped:
     index: int
     recipe: Recipe
     conversion: Conversion | None = None
+    full_name = ""
     is_random: bool
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
@@ -128,16 +134,16 @@ class Stepped:
     awaits_backward = 0
     steps_unset = 0
 
-    def join(self, conversion: Conversion) -> None:
-        """Belong to a conversion."""
-        self.conversion = conversion
-        conversion.modules.add(self)
+    def join(self, conversion: Conversion, full_name: str) -> None:
+        """Belong to a conversion, under a name."""
+        self.conversion, self.full_name = conversion, full_name
+        conversion.modules[full_name] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Join the conversion of a copied or unpickled model."""
         super().__setstate__(state)  # type: ignore[misc]
         if self.conversion is not None:
-            self.join(self.conversion)
+            self.join(self.conversion, self.full_name)
 
     def set_position(
         self,
@@ -158,6 +164,15 @@ class Stepped:
         vars(self).update(step=step, step_is_set=True, steps_unset=0, length=(steps, decay))
         self._use_rules(step, steps, decay)
         self._set_keys(seed, step, first_sample)
+
+    def history_tensors(self) -> dict[str, torch.Tensor]:
+        """What places remember of earlier steps, as `{"PLACE.NAME": tensor}`; the tensors themselves."""
+        histories = ((place.replace(".", "_"), h) for place, h in self.histories.items())
+        return {f"{place}.{name}": t for place, h in histories for name, t in h.tensors().items()}
+
+    def weight_tensors(self) -> dict[str, torch.Tensor]:
+        """What the recipe keeps for a weight in addition to its elements; the tensors themselves."""
+        return {}
 
     def position(self) -> torch.Tensor:
         """The position of training, int64: step and length (-1 stands for None), three flags, keys."""

@@ -1,22 +1,25 @@
-"""What a recipe keeps for a parameter, as the optimizer's state dict carries it.
+"""What a recipe keeps for a model, as the optimizer's state dict carries it.
 
 The model's state dict holds plain float32 weights, which any program reads. Checkpoints of other programs
 (accelerate, Lightning, torch's DCP) hold that and the optimizer's state dict by parameter, and nothing else.
-So the optimizer's state of a parameter includes what a resume to the same digits needs:
+So the optimizer's state of its first parameter includes what a resume to the same digits needs, of all
+modules that were converted together with the layers that multiply with its parameters:
 
-    recipe.stored               the codes of a weight in a cast
-    recipe.weight.*, .master.*  its scales, and its master
-    recipe.I.PLACE.*            histories of the I-th layer that multiplies with it, such as delayed scales
-    recipe.I.position           the step of that layer, and the keys of its random streams
-    recipe.others.*             the same of modules without a weight in the optimizer: frozen layers, experts
-                                in one parameter, attention, the residual stream; with the first parameter
+    recipe.I.NAME.stored               the codes of a weight in a cast
+    recipe.I.NAME.weight.*, .master.*  its scales, and its master
+    recipe.I.NAME.PLACE.*              histories of earlier steps, such as delayed scales
+    recipe.I.NAME.reduce.*             the pre-scaling factor of its gradient
+    recipe.I.NAME.position             the step, and the keys of the random streams
+
+NAME is the module's in the model, and I the number of the conversion. After PLACE and later words the names
+are those of `recipe_tensors`.
 
 Codes and master go only into a model that already has the weights they belong to: an optimizer's state dict
 never changes what `model.load_state_dict` has loaded by more than the rounding of its format. Weights that
 are loaded once more leave them alone (torch's `set_state_dict` loads the model last).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,41 +31,12 @@ from narrowgauge.nn.step_state import Stepped
 from narrowgauge.optim.sharded_state import as_kept, as_row, as_saved
 from narrowgauge.quantization import ParamState, state_of, stored_tensor
 
-PREFIX = "recipe."  # of the names in a parameter's state
-POSITION = "position"
-
-Layers = Mapping[int, Mapping[str, Stepped]]  # by the id of the weight that carries them, and by name
+PREFIX = "recipe."  # of the names in the first parameter's state
 
 
-def layers_of(parameters: Iterable[torch.Tensor]) -> Layers:
-    """The converted layers that multiply with each parameter, in their order in the model.
-
-    The first parameter that has any also carries the modules that were converted together with them and that
-    no parameter has. A second `convert` makes other layers; the first ones may live on, and do not count.
-    """
-    found: dict[int, dict[int, Linear]] = {id(p): {} for p in parameters}
-    for layer in counting_layers():
-        if isinstance(layer, Linear) and (key := id(_weight_of(layer))) in found:
-            found[key][layer.index] = layer
-    carried: dict[int, dict[str, Stepped]] = {}
-    for key, layers in found.items():
-        carried[key] = {str(n): layers[i] for n, i in enumerate(sorted(layers))}
-    rest = {m.conversion: set(m.conversion.modules) for m in _all(carried) if m.conversion is not None}
-    for layers_of_one in carried.values():
-        for module in [*layers_of_one.values()]:
-            others = rest.pop(module.conversion, set()) if module.conversion is not None else set()
-            by_name = {f"others.{type(m).__name__}.{m.index}": m for m in others.difference(_all(carried))}
-            layers_of_one |= dict(sorted(by_name.items()))
-    return carried
-
-
-def _weight_of(layer: Linear) -> torch.Tensor | None:
+def _weight_of(module: Stepped) -> torch.Tensor | None:
     """The parameter that a layer multiplies with; None if it is computed, or a slice of another."""
-    return dict(layer.named_parameters(recurse=False)).get("weight")
-
-
-def _all(carried: Layers) -> list[Stepped]:
-    return [module for layers in carried.values() for module in layers.values()]
+    return dict(module.named_parameters(recurse=False)).get("weight") if isinstance(module, Linear) else None
 
 
 class _Kept(NamedTuple):
@@ -77,65 +51,67 @@ class _Kept(NamedTuple):
         return as_row(copied, self.of) if self.is_row else as_saved(copied, self.of)
 
 
-def carried_tensors(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
-    """The recipe's state of a parameter by name, copied, because loading the model's weights changes it."""
-    own = {f"{PREFIX}{name}.{POSITION}": m.position() for name, m in _stepped(p, layers)}
-    return own | {name: kept.saved() for name, kept in _tensors(p, layers).items()}
+class CarriedState:
+    """The state of a recipe in the model of an optimizer."""
 
+    def __init__(self, parameters: Sequence[torch.Tensor], model: torch.nn.Module | None = None) -> None:
+        """Find the modules that were converted together with an optimizer's layers.
 
-def _tensors(p: torch.Tensor, layers: Layers) -> dict[str, _Kept]:
-    """The tensors of the model that hold the recipe's state of a parameter."""
-    tensors: dict[str, _Kept] = {}
-    for prefix, weight in _weights(p, layers).items():
-        record = state_of(weight)
-        kept = record.tensors() | ({} if record.weight is None else {"stored": stored_tensor(weight)})
-        tensors |= {f"{prefix}{name}": _Kept(t, weight) for name, t in kept.items()}
-    for i, layer in _stepped(p, layers):
-        for place, history in layer.histories.items():
-            tensors |= {f"{i}.{place}.{name}": _Kept(t, p, True) for name, t in history.tensors().items()}
-        if isinstance(layer, Linear) and layer.reduce_prescale is not None:
-            factor = layer.reduce_prescale.tensors
-            tensors |= {f"{i}.reduce.{name}": _Kept(t, p) for name, t in factor.items()}
-    return {PREFIX + name: kept for name, kept in tensors.items()}
+        A second `convert` makes other layers; the first ones may live on, and do not count.
 
+        Args:
+            parameters: The optimizer's.
+            model: A model all of whose layers count, also those without a weight among the parameters.
+        """
+        own, inside = {id(p) for p in parameters}, set() if model is None else set(model.modules())
+        layers = (x for x in counting_layers() if x in inside or id(_weight_of(x)) in own)
+        conversions = dict.fromkeys(layer.conversion for layer in layers)
+        self.modules: dict[str, Stepped] = {
+            f"{PREFIX}{i}.{name}.": module
+            for i, conversion in enumerate(conversions)
+            for name, module in conversion.modules.items()
+        }
+        self.weights = {name: w for name, m in self.modules.items() if (w := _weight_of(m)) is not None}
+        self.tensors: dict[str, _Kept] = {}
+        for name, module in self.modules.items():
+            of = self.weights.get(name, parameters[0])
+            histories, others = module.history_tensors(), module.weight_tensors()
+            self.tensors |= {name + key: _Kept(t, of, is_row=True) for key, t in histories.items()}
+            self.tensors |= {name + key: _Kept(t, of) for key, t in others.items()}
+            if name in self.weights and state_of(of).weight is not None:
+                self.tensors[f"{name}stored"] = _Kept(stored_tensor(of), of)
+        stepped = {name: module for name, module in self.modules.items() if module.follows_step()}
+        self.positions = {f"{name}position": module for name, module in stepped.items()}
 
-def _weights(p: torch.Tensor, layers: Layers) -> dict[str, torch.Tensor]:
-    """A parameter and the weights that it carries, each with the first part of the names of its state."""
-    carried = {name: _weight_of(m) for name, m in layers[id(p)].items() if isinstance(m, Linear)}
-    others = {f"{name}.": w for name, w in carried.items() if w is not None and w is not p}
-    return {"": p, **others}
+    def saved(self) -> dict[str, torch.Tensor]:
+        """The state by name, copied, because loading the model's weights changes it."""
+        positions = {name: module.position() for name, module in self.positions.items()}
+        return positions | {name: kept.saved() for name, kept in self.tensors.items()}
 
+    def local_parts(self, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this process keeps of a saved state.
 
-def _stepped(p: torch.Tensor, layers: Layers) -> list[tuple[str, Stepped]]:
-    """The modules that a parameter carries and whose values depend on the step, by name."""
-    return [(name, module) for name, module in layers[id(p)].items() if module.follows_step()]
+        Raises:
+            UserError: It is the state of another model or recipe, or of other weights than the model has.
+        """
+        kept = {name: k.tensor for name, k in self.tensors.items()}
+        kept |= {name: module.position() for name, module in self.positions.items()}
+        parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}
+        require_same_tensors(kept, parts)
+        for name, record in ((name, state_of(weight)) for name, weight in self.weights.items()):
+            if record.weight is not None and not _is_of(record, name, parts):
+                raise UserError(
+                    "the optimizer's state carries masters and codes of other weights than the model has: "
+                    "load the model's state dict first, and then the optimizer's"
+                )
+        return parts
 
-
-def local_parts(
-    p: torch.Tensor, layers: Layers, saved: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """What this process keeps of a saved state of a parameter's recipe."""
-    kept = {name: k.tensor for name, k in _tensors(p, layers).items()}
-    kept |= {f"{PREFIX}{name}.{POSITION}": m.position() for name, m in _stepped(p, layers)}
-    parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}
-    require_same_tensors(kept, parts)
-    for prefix, weight in _weights(p, layers).items():
-        record = state_of(weight)
-        if record.weight is None or _is_of(record, PREFIX + prefix, parts):
-            continue
-        raise UserError(
-            "the optimizer's state carries masters and codes of other weights than the model has: load the "
-            "model's state dict first, and then the optimizer's"
-        )
-    return parts
-
-
-def load_carried(p: torch.Tensor, layers: Layers, parts: Mapping[str, torch.Tensor]) -> None:
-    """Copy the recipe's state of a parameter back, bit for bit, if any was saved."""
-    for name, kept in _tensors(p, layers).items() if parts else ():
-        kept.tensor.copy_(parts[name])
-    for i, layer in _stepped(p, layers) if parts else ():
-        layer.restore_position(parts[f"{PREFIX}{i}.{POSITION}"])
+    def load(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Copy the state back, bit for bit."""
+        for name, kept in self.tensors.items():
+            kept.tensor.copy_(parts[name])
+        for name, module in self.positions.items():
+            module.restore_position(parts[name])
 
 
 def _is_of(record: ParamState, prefix: str, saved: Mapping[str, torch.Tensor]) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.errors import UserError, checked, require
 from narrowgauge.nn import recipe_tensors
-from narrowgauge.nn.step_state import Stepped
+from narrowgauge.nn.convert import stepped_modules
 from narrowgauge.optim.carried_state import require_same_tensors
 from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.quantization import state_of, stored_tensor
@@ -51,7 +51,7 @@ def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
     return {
         "stored": {name: stored_tensor(p) for name, p in named if state_of(p).weight is not None},
         "recipe": recipe_tensors(model),
-        "position": {name: layer.position() for name, layer in _layers(model).items()},
+        "position": {name: module.position() for name, module in stepped_modules(model).items()},
     }
 
 
@@ -91,8 +91,8 @@ def load_recipe_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         for kind in ("stored", "recipe"):
             for name, tensor in current[kind].items():
                 tensor.copy_(state[kind][name])
-    for name, layer in _layers(model).items():
-        layer.restore_position(state["position"][name])
+    for name, module in stepped_modules(model).items():
+        module.restore_position(state["position"][name])
 
 
 def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,3 @@ def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
         require(f"state[{kind!r}]", saved := state.get(kind, {}), Mapping)
         require_same_tensors(tensors, saved)
     return current
-
-
-def _layers(model: torch.nn.Module) -> dict[str, Stepped]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Stepped)}

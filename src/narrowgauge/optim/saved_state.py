@@ -11,14 +11,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.optim.carried_state import (
-    PREFIX,
-    carried_tensors,
-    layers_of,
-    load_carried,
-    local_parts,
-    require_same_tensors,
-)
+from narrowgauge.optim.carried_state import PREFIX, CarriedState, require_same_tensors
 from narrowgauge.optim.groups import require_served
 from narrowgauge.optim.sharded_state import as_saved
 from narrowgauge.quantization import QuantizedState, local_tensor
@@ -34,10 +27,12 @@ class SavedOptimizer(torch.optim.Optimizer):
     Attributes:
         recipe: The recipe with the casts of the moments.
         seed: The seed of stochastic rounding.
+        model: A model whose recipe's state it carries, also where it updates none of the layers' weights.
     """
 
     recipe: Recipe
     seed: int
+    model: torch.nn.Module | None = None
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
         """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` names the parameters."""
@@ -56,15 +51,14 @@ class SavedOptimizer(torch.optim.Optimizer):
             current[key].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        """`own_state_dict`, with what the recipe keeps for each parameter (`carried_state.py`).
+        """`own_state_dict`, with what the recipe keeps for the model (`carried_state.py`).
 
         Under FSDP2, every process calls it, and gets its part (`sharded_state.py`).
         """
         saved = self.own_state_dict()
-        layers = layers_of(self.parameters())
         for p, (key, state) in zip(self.parameters(), saved["state"].items(), strict=True):
-            own = {name: as_saved(t, p) for name, t in state.items()}
-            saved["state"][key] = own | carried_tensors(p, layers)
+            saved["state"][key] = {name: as_saved(t, p) for name, t in state.items()}
+        saved["state"][0] |= CarriedState(self.parameters(), self.model).saved()
         return saved
 
     def own_state_dict(self) -> dict[str, Any]:
@@ -94,17 +88,16 @@ class SavedOptimizer(torch.optim.Optimizer):
             states = {p: _from_torch(state, self.moments(p)) for p, state in states.items()}
             groups = [{key: group[key] for key in OPTIONS if key in group} for group in groups]
         own: dict[str, torch.Tensor] = {}
-        carried: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in states}
-        for i, (p, state) in enumerate(states.items()):
+        carried: dict[str, torch.Tensor] = {}
+        for i, state in enumerate(states.values()):
             for key, t in state.items():
                 is_recipes = key.startswith(PREFIX)
-                (carried[p] if is_recipes else own)[key if is_recipes else f"{i}.{key}"] = local_tensor(t)
-        layers = layers_of(states)
-        if any(carried.values()):
-            carried = {p: local_parts(p, layers, parts) for p, parts in carried.items()}
+                (carried if is_recipes else own)[key if is_recipes else f"{i}.{key}"] = local_tensor(t)
+        of_recipe = CarriedState(self.parameters(), self.model)
+        parts = of_recipe.local_parts(carried) if carried else {}
         self.restore({p: str(i) for i, p in enumerate(states)}, own)
-        for p, parts in carried.items():
-            load_carried(p, layers, parts)
+        if parts:
+            of_recipe.load(parts)
         for group, options in zip(self.param_groups, deepcopy(groups), strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
 

@@ -57,22 +57,6 @@ class NarrowAttention(Stepped, Attention):
         """Whether every place is in `compute` in this step."""
         return all(is_wide(cast, self.recipe.compute) for cast in self.casts.values())
 
-    @property
-    def is_tokenwise(self) -> bool:
-        """Whether a query's result depends only on the query and on the keys and values up to it.
-
-        Then it is the same with a cache of keys and values. Blocks of q, k and p lie along a row; blocks of v
-        lie along the tokens, so a scale shared by several depends on tokens that are still to come.
-        """
-        for place in ("attention.q", "attention.k", "attention.v", "attention.p"):
-            cast = self.casts.get(place)
-            if cast is None or not cast.is_scaled:
-                continue
-            tokens = 0 if cast.block is None else cast.block[place == "attention.v"]
-            if tokens != 1 or cast.tensor_scale == "tensor" or cast.is_random:
-                return False
-        return True
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,

@@ -54,7 +54,7 @@ def outline_of(model: torch.nn.Module, untouched: Container[str] = ()) -> Outlin
     modules = dict(model.named_modules())
     for stack, experts in modules.items():
         if is_stacked(experts):
-            of_stack = {f"{stack}.{layer}": shape for layer, shape in expert_layers(experts)}
+            of_stack = {f"{stack}.{number}.{key}": shape for number, key, shape in expert_layers(experts)}
             found |= {name: [(name, block_number(name, block_of))] for name in of_stack}
             shapes |= of_stack
     return Outline(

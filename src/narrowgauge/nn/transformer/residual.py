@@ -68,13 +68,6 @@ class NarrowResidual(Stepped, Residual):
         self.keys = self.first_sample = None
         self._set_keys(0, 0, 0)
 
-    @property
-    def is_tokenwise(self) -> bool:
-        """Whether the stream of a token depends on that token alone."""
-        cast = self.cast
-        by_row = cast.block is not None and cast.block[0] == 1 and cast.tensor_scale != "tensor"
-        return (by_row or not cast.is_scaled) and not cast.is_random
-
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether the stream and an addend of `dtype` have the same format, and nothing sees their sum."""
         return dtype == self.dtype and self.observer is None and not has_hooks(self, before=True)

@@ -63,14 +63,8 @@ class StackedExperts(torch.nn.Module):
         """The experts that replace others, which may be stacked ones already."""
         return experts if isinstance(experts, cls) else cls(experts)
 
-    def layer_names(self) -> Iterator[tuple[int, str]]:
-        """(expert, parameter) of each layer, in the order of their random streams."""
-        return ((number, name) for number in range(self.num_experts) for name in self.matrices)
-
-    def use(
-        self, recipe: Recipe, name: str, resolved: Mapping[str, Recipe], first: int, backend: str
-    ) -> None:
-        """Create the layers of all experts, or recreate them with their existing hooks.
+    def use(self, recipe: Recipe, name: str, resolved: Mapping[str, Recipe], first: int, backend: str) -> int:
+        """Create the layers of all experts, or recreate them with their existing hooks; the index after them.
 
         Args:
             recipe: The recipe of the model.
@@ -81,7 +75,7 @@ class StackedExperts(torch.nn.Module):
         """
         experts = [torch.nn.Module() for _ in range(self.num_experts)]
         there = dict(self.named_modules())
-        for index, (number, layer) in enumerate(self.layer_names(), first):
+        for index, (number, layer, _) in enumerate(expert_layers(self), first):
             of_layer = resolved[f"{name}.{number}.{layer}"]
             new = ExpertLinear(self, number, layer, of_layer, index, recipe, backend)
             if (old := there.get(f"{number}.{layer}")) is not None:
@@ -89,6 +83,7 @@ class StackedExperts(torch.nn.Module):
             experts[number].add_module(layer, new)
         for number, expert in enumerate(experts):
             self.add_module(str(number), expert.train(self.training))
+        return first + self.num_experts * len(self.matrices)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
@@ -174,11 +169,7 @@ class ExpertLinear(Linear):
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """The slice of this expert; None without a bias."""
         (stack,) = self._stack
-        return (
-            self._slice(f"{self.name}_bias")
-            if f"{self.name}_bias" in dict(stack.named_parameters(recurse=False))
-            else None
-        )
+        return self._slice(f"{self.name}_bias") if hasattr(stack, f"{self.name}_bias") else None
 
     def _slice(self, name: str) -> torch.Tensor:
         (stack,) = self._stack
@@ -212,13 +203,16 @@ def is_stacked(module: torch.nn.Module) -> bool:
     return has_facts and isinstance(down, torch.nn.Parameter) and down.ndim == 3
 
 
-def expert_layers(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """("NUMBER.MATRIX", (outputs, inputs)) of each layer that a stack of experts holds or becomes."""
+def expert_layers(module: torch.nn.Module) -> Iterator[tuple[int, str, tuple[int, int]]]:
+    """(expert, parameter, (outputs, inputs)) of each layer of a stack of experts, converted or not.
+
+    They are in the order of their random streams.
+    """
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for number in range(module.num_experts):  # type: ignore[arg-type]
         for key in (first, "down_proj"):
             rows, columns = module.get_parameter(key).shape[1:]
-            yield f"{number}.{key}", (columns, rows) if module.is_transposed else (rows, columns)
+            yield number, key, (columns, rows) if module.is_transposed else (rows, columns)
 
 
 def require_plain_state(recipe: Recipe, name: str) -> None:

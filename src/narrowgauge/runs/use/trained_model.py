@@ -80,16 +80,16 @@ class TrainedRun:
     @property
     def is_tokenwise(self) -> bool:
         """Whether every layer treats each token independently of the others (`models/generate.py`)."""
-        for module in self.model.modules():
-            if isinstance(module, NarrowAttention | NarrowResidual) and not module.is_tokenwise:
-                return False
-            if isinstance(module, Linear) and not is_tokenwise(module.spec.casts["fprop.x"]):
-                return False
-        return True
+        modules = list(self.model.modules())
+        if any(isinstance(m, NarrowAttention) and not m.is_wide for m in modules):
+            return False  # scales of keys, values and probabilities are of several tokens
+        casts = [m.spec.casts["fprop.x"] for m in modules if isinstance(m, Linear)]
+        casts += [m.cast for m in modules if isinstance(m, NarrowResidual)]
+        return all(map(is_tokenwise, casts))
 
 
 def is_tokenwise(cast: Cast) -> bool:
-    """Whether a token's operand in a cast of fprop.x depends on that token alone."""
+    """Whether a token's values in a cast, along the width of the model, depend on that token alone."""
     parts = [cast, *([named_cast(cast.keep_cast)] if cast.keep_cast else [])]
     scales_per_token = all(
         not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1) for c in parts
