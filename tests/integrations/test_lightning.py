@@ -25,14 +25,6 @@ def test_a_rule_that_waits_for_the_decay_is_told_its_step(pl, tmp_path):
     assert plain.losses[6] != finish.losses[6]
 
 
-def test_under_fp32_lightnings_own_losses(pl, tmp_path):
-    mine, plain = pl.Model("fp32"), pl.Model("fp32")
-    plain.configure_optimizers = lambda: torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    pl.fit(mine, "fp32", tmp_path)
-    pl.fit(plain, "fp32", tmp_path, by_hand=True)
-    assert mine.losses == pytest.approx(plain.losses, rel=1e-5)
-
-
 CASES = [(name, False) for name in ("fp8-delayed", "nvfp4", "msamp-o3")]
 CASES += [
     (name, True) for name in ("nvfp4", "msamp-o3", "fp8-delayed", "msamp-o1", "msamp-o2", "bf16-sr", "eco")

@@ -27,14 +27,6 @@ def trained(hf, path, recipe, seed=0, resume=None, arguments=None, **given):
     return trainer
 
 
-@pytest.mark.tier("thorough")
-def test_under_fp32_the_trainers_own_losses(hf, tmp_path):
-    own = {"model": hf.model(), "optimizers": (None, None)}
-    theirs = hf.trainer_of(tmp_path, own, learning_rate=hf.LR, optim="adamw_torch", weight_decay=0.0)
-    theirs.train()
-    assert hf.losses_of(trained(hf, tmp_path, "fp32")) == pytest.approx(hf.losses_of(theirs), rel=1e-5)
-
-
 def test_the_optimizers_arguments_are_those_given_and_else_the_trainers(hf, tmp_path):
     """The trainer writes its own weight decay into the groups that it makes: another was passed over."""
     arguments = {"learning_rate": 2e-5, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
@@ -163,18 +155,6 @@ def test_gauges_reach_reporters_that_the_trainer_calls_first(hf, tmp_path):
     first.rows.clear()
     trainer_of(logging_steps=100).train()
     assert [(row["step"], "train_loss" in row, GAUGE in row) for row in first.rows] == [(4, True, True)]
-
-
-@needs("tensorboard")
-def test_tensorboard_has_the_gauges(hf, tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    arguments = {"max_steps": 4, "report_to": ["tensorboard"]}
-    trained(hf, tmp_path, "mxfp8", gauges_every=2, arguments=arguments)
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert [scalar.step for scalar in events.Scalars(f"train/{GAUGE}")] == [2, 4]
-    assert [scalar.value for scalar in events.Scalars("train/narrowgauge/skips")] == [0.0] * 5
 
 
 def test_what_cannot_work_is_refused(hf, tmp_path):

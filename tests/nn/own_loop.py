@@ -18,6 +18,9 @@ ROWS = {
     "a second derivative (gradient penalties, Hessians)",  # test_second_derivative.py
     "adapters around a layer (LoRA)",  # test_own_loop.py: as PEFT lays them
     "Hugging Face `Trainer`",  # integrations/test_transformers.py
+    "gradient accumulation",  # test_laws.py, test_weight_state.py
+    "tied weights",  # test_laws.py, test_weight_state.py
+    "both `state_dict`s, as DCP, accelerate and Lightning save them: resume",  # optim/test_loop_state.py
 }
 
 

@@ -9,9 +9,6 @@ from narrowgauge.models.operators import Embedding
 from narrowgauge.nn import convert
 from narrowgauge.nn import linear_function as products
 from narrowgauge.nn.linear import accumulating
-from narrowgauge.recipes import named_device
-from narrowgauge.simulate import count_step
-from narrowgauge.training import make_config
 
 SIZES = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 64, "max_sequence_length": 32}
 
@@ -133,27 +130,6 @@ def test_the_gradient_of_a_chunked_head_is_added_times_what_comes_back():
         assert model.head.accumulation.add(dw, False, torch.tensor(0.25))
         assert not model.head.add_gradient(dw, torch.tensor(0.25)), "a CPU leaves it to autograd"
     assert torch.equal(weight.grad, 1 + dw * 0.25)
-
-
-def casts(layers, **training):
-    """Casts in a micro-batch on an H200."""
-    sizes = {"name": "debug", "dim": 128, "heads": 2, "kv_heads": 1, "ffn_dim": 256, "vocab_size": 512}
-    config = {
-        "model": sizes | {"layers": layers},
-        "data": {"sequence_length": 64},
-        "training": {"batch_size": 8, "micro_batch_size": 2} | training,
-        "recipe": {"name": "fp8"},
-    }
-    events = count_step(make_config(config), named_device("h200")).micro
-    return [event.name for event in events].count("triton cast_given")
-
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(("recompute", "count"), [(False, 8), (True, 20), ("selective", 10)])
-def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short(recompute, count):
-    """Four matmuls: x and dy of each in each micro-batch; recomputing, x and w twice, and dy; recomputing the
-    MLP alone, the x of its two once more."""
-    assert casts(3, recompute=recompute) - casts(2, recompute=recompute) == count
 
 
 @pytest.mark.parametrize("retains", [False, True])

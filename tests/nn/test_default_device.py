@@ -1,8 +1,5 @@
 """A training step under torch's default device: tensors are where the model is, not where new ones go."""
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,10 +9,6 @@ from narrowgauge.models import Transformer, initialize, model_config
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 32, "vocab_size": 64, "max_sequence_length": 16}
 RECIPES = ("bf16", "fp8-attention", "bf16-sr", "msamp-o2", "quartet", "tetrajet2-outliers", "fp8-delayed")
 RECIPES += ("coat", "averis", "eco", "fp4", "fp4-ue5m3", "mxfp8", "nvfp4-4over6")
-ROOMS = ("formats", "quantization", "kernels", "nn", "optim", "guard", "models")
-FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "as_tensor", "scalar_tensor", "arange", "linspace"}
-FACTORIES |= {"eye", "rand", "randn", "randint", "randperm", "logspace"}
-FOLLOWS = "layers.py"  # of models: a new model's parameters are where torch puts new ones
 
 
 def a_step(name, device):
@@ -41,19 +34,3 @@ def a_step(name, device):
 def test_a_step_has_the_same_values_whatever_the_default_device(name, kernels, monkeypatch):
     monkeypatch.setenv("NARROWGAUGE_KERNELS", kernels)
     assert all(map(torch.equal, a_step(name, "meta"), a_step(name, "cpu")))
-
-
-def makes_without_device(call):
-    match call:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
-            return name in FACTORIES and "device" not in {k.arg for k in call.keywords}
-    return False
-
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_new_tensor_of_the_numeric_rooms_names_its_device(room):
-    paths = [p for p in (Path(ng.__file__).parent / room).rglob("*.py") if p.name != FOLLOWS]
-    for path in paths:
-        calls = filter(makes_without_device, ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        assert not [f"{path}:{call.lineno}" for call in calls]

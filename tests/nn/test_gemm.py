@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from narrowgauge.nn.gemm import ROWS, Operand, biased, multiply, plain_mm, scaled_mm, summed
-from narrowgauge.quantization import cast_names, emulate, make_cast
 
 M, K, N = 60, 200, 50
 
@@ -85,13 +84,6 @@ def test_the_wider_operand_decides_the_dtype():
     assert torch.equal(multiply(Operand(a), Operand(narrow_b.T), torch.bfloat16), a @ narrow_b.float())
     assert torch.equal(multiply(Operand(narrow_a), Operand(b.T), torch.bfloat16), narrow_a.float() @ b)
     assert multiply(Operand(a.half()), Operand(narrow_b.T), torch.bfloat16).dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", [n for n in cast_names() if make_cast(n).is_scaled])
-def test_ones_give_twos(name):
-    """MS-AMP's case: ones (4, 2) times ones (2, 3), whatever the block of the cast."""
-    x, w = (Operand(*emulate(torch.ones(rows, 2), make_cast(name), -1, torch.bfloat16)) for rows in (4, 3))
-    assert torch.equal(multiply(x, w, torch.bfloat16), torch.full((4, 3), 2.0).bfloat16())
 
 
 WITHOUT_BF16 = """

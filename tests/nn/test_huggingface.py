@@ -2,7 +2,6 @@
 stacked experts, each of which is what a linear layer of its slice would be."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import transformers
 from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear, convert, recipe_tensors
 from narrowgauge.optim import AdamW
-from narrowgauge.recipes import recipe, recipe_names
-from nn.layers import PLAIN, waits
 
 V, D, E = 67, 64, 4
 IDS = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -101,48 +98,6 @@ def test_which_layers_and_that_a_state_dict_goes_back_into_an_unconverted_model(
             p.mul_(1.5)
         plain.load_state_dict(model.state_dict())
         torch.testing.assert_close(model(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-5)
-
-
-# Each recipe with one model, and each model with a third of the recipes.
-PAIRS = [
-    (kind, name)
-    for i, kind in enumerate(DENSE)
-    for j, name in enumerate(n for n in recipe_names() if not (waits(n) or recipe(n).narrows_attention))
-    if (i + j) % 3 == 0
-]
-
-
-@pytest.mark.tier("nightly", keep=[("mixtral", "fp8-delayed"), ("mixtral", "coat"), *PAIRS[::6]])
-@pytest.mark.tier("thorough", keep=PAIRS[:1])
-@pytest.mark.parametrize(("kind", "name"), [*PAIRS, ("mixtral", "fp8-delayed"), ("mixtral", "coat")])
-def test_every_recipe_trains_every_model(kind, name):
-    """With torch's own optimizer where it can be, and no `set_step`, as people do who only convert."""
-    plain, model = make(kind), convert(make(kind), name)
-    of_torch = name in PLAIN and name != "coat"
-    optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if of_torch
-        else AdamW(model.parameters(), name, lr=1e-3)
-    )
-    losses = []
-    for _ in range(5):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all(after < before for before, after in pairwise(losses)), losses
-    assert losses[-1] < losses[0] - 0.3, losses
-    plain.load_state_dict(model.state_dict())
-    with torch.no_grad():  # what was learnt in low precision is in the weights
-        assert plain(input_ids=IDS, labels=IDS).loss < losses[-1] + 0.02
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
-def test_converting_again_takes_the_new_recipe(kind):
-    fresh, plain = outcome(convert(make(kind), "mxfp4")), outcome(convert(make(kind), "fp32"))
-    assert same(outcome(convert(convert(make(kind), "fp8"), "mxfp4")), fresh)
-    assert same(outcome(convert(convert(make(kind), "coat"), "fp32")), plain)
 
 
 @pytest.mark.parametrize("name", ["msamp-o2", "msamp-o3", "bf16-sr"])

@@ -92,20 +92,6 @@ def test_accumulated_passes_are_one_step_and_one_that_is_not_taken_is_forgotten(
     assert all(torch.allclose(t, recipe_tensors(parts)[n], rtol=1e-5) for n, t in state(whole).items())
 
 
-@every_kind
-def test_it_goes_on_from_a_checkpoint(kind):
-    m, again = (model(KINDS[kind][0]) for _ in range(2))
-    for number in (1, 2, 3):
-        step(m, number, tokens(number, 2 * number, 30))
-    for each in (m, again):
-        set_step(each, 0, 4, 0)
-    for name, tensor in state(m).items():
-        recipe_tensors(again)[name].copy_(tensor)
-    for number in (4, 5, 6, 7):
-        x = number * tokens(10 + number, 50, 51, seed=number)
-        assert torch.equal(*step(m, number, x), *step(again, number, x))
-
-
 def history(length=4, **extra):
     return AmaxHistory(make_cast({"cast": "e4m3", "history": length} | extra))
 

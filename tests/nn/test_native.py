@@ -14,16 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_mm
 
 from narrowgauge.formats import decode, format, unpack
-from narrowgauge.nn import convert, self_test
+from narrowgauge.nn import self_test
 from narrowgauge.nn.gemm import Operand, arguments, multiply, native_product, quantized_operand
-from narrowgauge.nn.self_test import product_failure, verified_backend
+from narrowgauge.nn.self_test import product_failure
 from narrowgauge.quantization import make_cast, quantize
-from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
+from narrowgauge.recipes import recipe
 from nn.layers import batch, decibels, make, steps
 
 HAS_CPU_KERNELS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 needs_cpu_kernels = pytest.mark.skipif(not HAS_CPU_KERNELS, reason="torch before 2.13 has no CPU kernel")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CPU = torch.device("cpu")
 
 #: Casts of two operands; of the first five, torch's CPU kernels have the product.
@@ -215,27 +214,3 @@ def test_the_self_test_sees_wrong_numbers(factor, monkeypatch):
     monkeypatch.setattr(self_test, "native_product", lambda *a, **k: product(*a, **k) * factor)
     failure = product_failure.__wrapped__(make_cast("e4m3"), make_cast("e4m3"), CPU)
     assert failure.endswith("of 16384 results are wrong")
-
-
-def native_here():
-    if not torch.cuda.is_available():
-        return []
-    facts = device_facts(torch.device("cuda"))
-    narrow = [n for n in recipe_names() if recipe(n).is_narrow]
-    return [n for n in narrow if choose_backend(recipe(n), facts).name == "native"]
-
-
-@needs_gpu
-@pytest.mark.parametrize("name", native_here() or ["fp8"])
-def test_on_this_gpu(name):
-    assert "self-test" not in verified_backend(recipe(name), torch.device("cuda", 0)).reason
-    results = []
-    for backend in ("native", "emulated"):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(260, 200), torch.nn.GELU(), torch.nn.Linear(200, 120))
-        convert(model.cuda(), recipe(name), backend=backend)
-        x = torch.randn(3, 50, 260, device="cuda", requires_grad=True)
-        y = model(x)
-        y.square().mean().backward()
-        results.append((y, x.grad, model[0].weight.grad, model[2].weight.grad))
-    assert all(decibels(native, emulated.double()) > 40 for native, emulated in zip(*results, strict=True))

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import state_of
 from nn.layers import COVER
-from nn.own_loop import NARROW, assert_same, batch, go_on, is_on_page, model, numbers_of, row, train
+from nn.own_loop import NARROW, assert_same, batch, go_on, model, numbers_of, row, train
 
 
 def through_a_file(saved, weights_only):
@@ -56,21 +55,6 @@ def test_a_saved_model_goes_on(name):
     m = model(name)
     again = through_a_file(m, weights_only=False)
     assert_same(train(again, name), train(m, name))
-
-
-@row("both `state_dict`s, as DCP, accelerate and Lightning save them: resume")  # optim/test_carried_state.py
-def test_both_state_dicts(name):
-    m, other = model(name), model(name, seed=5)
-    optimizer, its_optimizer = (ng.AdamW(each.parameters(), name, lr=1e-2) for each in (m, other))
-    go_on(m, optimizer, (1, 2))
-    saved = copy.deepcopy((m.state_dict(), optimizer.state_dict()))
-    if name in NARROW:
-        with pytest.raises(UserError) as raised:
-            its_optimizer.load_state_dict(saved[1])
-        assert is_on_page(raised.value)
-    other.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(saved[1])
-    assert_same(go_on(other, its_optimizer, (3,)), go_on(m, optimizer, (3,)))
 
 
 @row("`model.half()`, `.to(torch.bfloat16)`", COVER)

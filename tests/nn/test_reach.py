@@ -122,23 +122,6 @@ def test_experts_whose_forward_pass_was_replaced_stay_what_they_are():
     assert model.model.layers[0].mlp.experts is experts
 
 
-def test_routers_that_return_tuples_stay_what_they_are():
-    model, ids = (
-        transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**SIZES)).eval(),
-        torch.arange(8)[None],
-    )
-    routers, wide = [layer.mlp.router for layer in model.model.layers], model(ids).logits
-    warned(lambda: convert(model, "mxfp8"))
-    notes = [record.note for record in audit(model) if record.layer.endswith(".router")]
-    assert ["Router overrides the forward pass" in note for note in notes] == [True, True]
-    assert all(layer.mlp.router is router for layer, router in zip(model.model.layers, routers, strict=True))
-    out = model(ids, labels=ids)
-    out.loss.backward()
-    assert torch.isfinite(out.logits).all()
-    assert not torch.equal(out.logits, wide)
-    assert all(router.weight.grad is not None for router in routers)
-
-
 class InLists(nn.Module):
     """Layers in plain lists, and a teacher that does not train."""
 

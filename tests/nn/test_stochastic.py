@@ -62,15 +62,6 @@ def test_cutting_a_batch_does_not_change_the_bits(place, cuts):
     assert (other[which] - whole[which]).abs().max() > 1e-2, "other bits would have been seen"
 
 
-@pytest.mark.parametrize("shape", [(T,), (B, T)])
-def test_an_input_without_a_batch_is_one_sample(shape):
-    """So the bits of a pass begin after those of all samples before it."""
-    under, x = make(recipe("fp32").with_places({"fprop.x": STOCHASTIC})), batch(*shape)[0]
-    set_step(under, 0, 1, 3)
-    context = under.operands(x, under.weight).quant_context(x.reshape(-1, K), "fprop.x")
-    assert context.random.offset == 3 * T * K
-
-
 def test_without_set_step_each_forward_pass_with_gradients_is_a_step():
     x, dy = batch(B, T)
     model, twin, together = make_model(), make_model(), make_model()

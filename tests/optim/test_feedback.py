@@ -12,7 +12,6 @@ from narrowgauge.quantization import state_of
 from narrowgauge.recipes import parse_recipe, recipe
 
 FED = 'weight = {cast = "e4m3", feedback = "momentum"}'
-LOST = 'weight = "e4m3"'
 LR, BETAS, EPS, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
 f = np.float32
 
@@ -54,28 +53,6 @@ def test_as_by_hand():
     m = optimizer.moments(p)["m"].read().numpy()
     scale = np.abs(expected_m).mean()
     assert (np.abs(m - expected_m)[same] / scale).mean() < 1e-5
-
-
-@pytest.mark.tier("thorough")
-def test_small_steps_add_up_where_rounding_would_lose_them():
-    """Steps of 1e-3 one way, far below the distance of two codes of most weights.
-
-    What is pending in m moves a weight over 1 / (1 - beta1) steps, so weights lag behind by as many halves of
-    the distance of two codes, here two.
-    """
-    start = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
-    moved = {}
-    for name, text in (("fed back", FED), ("lost", LOST)):
-        model, optimizer = converted(text, start)
-        optimizer.param_groups[0] |= {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.5, 0.95)}
-        (p,) = model.parameters()
-        first = state_of(p).weight.read()
-        for _ in range(400):
-            state_of(p).gradient.replace(torch.full_like(start, 1e-2))
-            optimizer.step()
-        moved[name] = (first - state_of(p).weight.read()).mean().item()
-    assert 0.33 < moved["fed back"] <= 0.4
-    assert moved["lost"] < 0.03
 
 
 def test_a_step_that_moves_nothing_feeds_nothing_back():

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.optim import AdamW, Muon
+from narrowgauge.optim import AdamW
 
 RECIPES = ("fp32", "bf16", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "eco", "coat")
 LR, STEPS = 1e-5, 60
-MODEL_STEPS = 40
 
 
 def wide_of(optimizer, p):
@@ -49,37 +48,6 @@ def test_small_updates_move_a_16_bit_parameter_as_they_do_a_float32_one(name, dt
         assert abs(moved(optimizer, p) - STEPS * LR) < 4 * STEPS * LR / steps**0.5
         assert name == "bf16-sr"
         assert dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(AdamW, "nvfp4"), (AdamW, "bf16-sr"), (AdamW, "msamp-o2"), (Muon, "bf16-sr"), (Muon, "msamp-o2")],
-)
-def test_a_bf16_model_moves_as_far_as_its_float32_twin(make, name):
-    """Along the twin's way under the same recipe, in each parameter, norms and biases included."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
-    model[1].weight.data.uniform_(0.5, 2)
-    model.bfloat16()
-    twin = copy.deepcopy(model).float()
-    x = torch.arange(64)
-    ways = []
-    for m in (model, twin):
-        optimizer = make([*m.parameters()], name, lr=LR, weight_decay=0.0)
-        start = [p.detach().float().clone() for p in m.parameters()]
-        for _ in range(MODEL_STEPS):
-            optimizer.zero_grad()
-            m(x).float().square().mean().backward()
-            optimizer.step()
-        wide = [wide_of(optimizer, p) for p in m.parameters()]
-        ways.append([a - b for a, b in zip(wide, start, strict=True)])
-    for ours, theirs in zip(*ways, strict=True):
-        if name == "bf16-sr":  # the expectation; what each element has is random
-            noise, way = 4 * ours.std() / ours.numel() ** 0.5, theirs.abs().mean()
-            assert abs((ours * theirs.sign()).mean() - way) < noise + 0.05 * way
-        else:
-            share = (ours * theirs).sum() / theirs.square().sum()
-            assert share == pytest.approx(1, abs=0.02)
 
 
 def test_a_16_bit_parameter_that_is_written_between_steps_goes_on_from_there():

@@ -73,18 +73,6 @@ def test_a_convolution_in_channels_last_moves_as_one_in_its_usual_layout():
     assert_same_state(found, trained(ng.AdamW, "fp32", torch.nn.Parameter(x), torch.square))
 
 
-def test_a_state_dict_goes_into_another_layout():
-    p = torch.nn.Parameter(LAYOUTS["transposed"](values()))
-    _, optimizer = trained(ng.AdamW, "fp32", p, torch.square)
-    twin = torch.nn.Parameter(p.detach().contiguous())
-    its_optimizer = ng.AdamW([twin], lr=1e-2)
-    its_optimizer.load_state_dict(optimizer.state_dict())
-    for each, of in ((p, optimizer), (twin, its_optimizer)):
-        each.grad = torch.ones_like(each)
-        of.step()
-    assert_same_state((twin, its_optimizer), (p, optimizer))
-
-
 @pytest.mark.parametrize("recipe", ["msamp-o3", "bf16-sr", "eco"])
 def test_a_narrow_weight_of_another_layout_trains_as_its_twin(recipe):
     def trained_model(layout):

@@ -29,7 +29,7 @@ from torchtitan.protocols.module import Module
 from narrowgauge.errors import UserError
 from narrowgauge.integrations.torchtitan_optimizers import NarrowOptimizers
 from narrowgauge.nn import Linear, convert
-from narrowgauge.nn.histories import History
+from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
 from narrowgauge.nn.step_state import StepState
 from narrowgauge.recipes import Recipe, RecipeLike
 
@@ -69,7 +69,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         narrow: LayerRecipe = config.narrow
         super().__init__(plain, narrow.recipe, narrow.index, model_recipe=narrow.model_recipe)
         for history in self.histories.values():
-            history.__class__ = _as_module(type(history))
+            history.__class__ = _HISTORIES[type(history)]
         self.keys = self.first_sample = None  # set at initialization; torchtitan asks how buffers are sharded
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
@@ -105,9 +105,10 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         return super().begin_pass()
 
 
-def _as_module(kind: type[History]) -> Any:
-    """A kind of history that torchtitan treats as a module."""
-    return type(kind.__name__, (kind, Module), {})
+#: Each kind of history, as a module of torchtitan's.
+_HISTORIES: dict[type[History], Any] = {
+    kind: type(kind.__name__, (kind, Module), {}) for kind in (AmaxHistory, HeldAmax, ChannelChoice)
+}
 
 
 @override(  # type: ignore[untyped-decorator, unused-ignore]
