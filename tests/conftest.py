@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from narrowgauge.quantization.passes.c_call import c_library
+from narrowgauge.quantization.passes.in_c import c_library
 from narrowgauge.runs.choices import ATTENTION, PRODUCTS
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm

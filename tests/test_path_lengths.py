@@ -10,7 +10,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.nn import loop_checks
-from narrowgauge.quantization.passes.c_call import c_library
+from narrowgauge.quantization.passes.in_c import c_library
 
 SOURCE = str(Path(ng.__file__).parent)
 BUDGET = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text(encoding="utf-8"))["paths"]

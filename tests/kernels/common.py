@@ -47,7 +47,7 @@ def assert_c_is_torch(outcome, monkeypatch):
 def assert_same_for_threads(run, monkeypatch):
     """`run` gives the same bits where three threads share the work."""
     one, before = run(), torch.get_num_threads()
-    monkeypatch.setattr("narrowgauge.quantization.passes.c_call.A_THREAD", 1000)
+    monkeypatch.setattr("narrowgauge.quantization.passes.in_c.A_THREAD", 1000)
     torch.set_num_threads(3)
     try:
         assert_same(run(), one)

@@ -10,7 +10,7 @@ from narrowgauge.kernels import choose_attention
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.attention import in_order as way
 from narrowgauge.kernels.dispatch import attention_backends
-from narrowgauge.quantization.passes import build, c_call
+from narrowgauge.quantization.passes import build, in_c
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 SHAPES = [(2, 4, 2, 37, 32), (1, 1, 1, 2, 16), (2, 3, 1, 16, 48), (1, 2, 2, 130, 64)]  # B, N, K, T, H
@@ -61,9 +61,9 @@ def test_other_vector_widths_give_the_same_bits(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-march=native", *flags.split()))
     monkeypatch.setattr(build, "_FOR_THIS_CPU", ("",))
-    library = c_call.c_library.__wrapped__()
+    library = in_c.c_library.__wrapped__()
     assert library is not None
-    monkeypatch.setattr(c_call, "c_library", lambda: library)
+    monkeypatch.setattr(in_c, "c_library", lambda: library)
     assert_same(outcomes(*SHAPES), here)
 
 

@@ -14,7 +14,7 @@ from narrowgauge import operating_system
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.quantization.blocks import blocks_of
-from narrowgauge.quantization.passes import build, c_call, in_c, in_torch
+from narrowgauge.quantization.passes import build, in_c, in_torch
 from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.quantize import block_amax
 from narrowgauge.quantization.scales import scales_from
@@ -64,7 +64,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", CASTS)
 def test_c_gives_the_bits_of_torch(name, monkeypatch):
     cast, calls = CASTS[name], []
-    monkeypatch.setattr(in_c, "call", lambda *one: calls.append(one) or c_call.call(*one))
+    monkeypatch.setattr(in_c, "call", lambda *one, call=in_c.call: calls.append(one) or call(*one))
     first = list(CASTS).index(name)
     for n, given in enumerate(GIVEN):
         axis = -1 if (first + n) % 2 or (cast.block and cast.block[0] > 1 and n == 3) else 0
@@ -106,7 +106,7 @@ def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis):
 def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
     x, cast = numbers((96, 512), torch.bfloat16), make_cast({"cast": name, "rounding": "stochastic"})
     alone = outcome(x, cast, -1)
-    monkeypatch.setattr(c_call, "A_THREAD", 1000)
+    monkeypatch.setattr(in_c, "A_THREAD", 1000)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -119,7 +119,7 @@ def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
 SHARED = """
 import os, torch
 from narrowgauge.quantization import emulate, make_cast
-from narrowgauge.quantization.passes.c_call import c_library
+from narrowgauge.quantization.passes.in_c import c_library
 c_library()
 torch.set_num_threads(3)
 x = torch.randn(1024, 1024) + 1  # torch starts its threads
@@ -151,7 +151,7 @@ def test_a_library_that_rounds_otherwise_is_not_used(compiles, tmp_path, monkeyp
     """Such as one made with flags that let the compiler change numbers."""
     sources = {name: text.replace("rintf(x)", "floorf(x)") for name, text in build.sources().items()}
     monkeypatch.setattr(build, "sources", lambda: sources)
-    assert c_call.c_library.__wrapped__() is None
+    assert in_c.c_library.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
 
 
@@ -163,7 +163,7 @@ def planted(compiles, tmp_path):
         f'#include <fcntl.h>\n__attribute__((constructor)) void f(void) {{ creat("{mark}", 0600); }}'
     )
     subprocess.run([*build.compiler(), "-shared", "-fPIC", str(code), "-o", str(library)], check=True)
-    assert c_call.c_library.__wrapped__() is not None
+    assert in_c.c_library.__wrapped__() is not None
     (there,) = (tmp_path / "cache").rglob("*.so")
     there.write_bytes(library.read_bytes())
     return there, mark
@@ -178,7 +178,7 @@ def named_as_its_content(there):
 
 
 def rounds_as_torch():
-    return c_call._is_right(c_call.c_library.__wrapped__())
+    return in_c._is_right(in_c.c_library.__wrapped__())
 
 
 @pytest.mark.tier("thorough")
@@ -197,7 +197,7 @@ def test_a_cached_library_is_loaded_again_unless_it_has_other_bytes(planted):
     finally:
         os.umask(mask)
     with pytest.raises(AttributeError, match="units"):  # the planted library has no passes
-        c_call.c_library.__wrapped__()
+        in_c.c_library.__wrapped__()
     assert mark.exists()
 
 
@@ -240,7 +240,7 @@ def test_without_a_compiler_torch_computes(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert build.compiler() == []
-    assert c_call.c_library.__wrapped__() is None
+    assert in_c.c_library.__wrapped__() is None
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp8-row"])

@@ -6,7 +6,7 @@ import torch
 from narrowgauge.formats import codes_of, decode, format
 from narrowgauge.quantization import DEFAULT_CONTEXT, make_cast
 from narrowgauge.quantization.blocks import Blocks
-from narrowgauge.quantization.passes import build, c_call, in_c, in_torch
+from narrowgauge.quantization.passes import build, in_c, in_torch
 from narrowgauge.quantization.passes.in_c import decoded, encoded
 from narrowgauge.quantization.passes.in_torch import Split
 from quantization.casts import CASTS
@@ -59,7 +59,7 @@ def test_scales_have_the_bits_of_torch(name):
 def test_threads_share_scales_and_change_nothing(monkeypatch):
     cast, amax, over = make_cast("nvfp4"), amaxes(), torch.tensor(3.0)
     alone = scales_by(in_c, amax, cast, over)
-    monkeypatch.setattr(c_call, "A_THREAD", 100)
+    monkeypatch.setattr(in_c, "A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert_same(scales_by(in_c, amax, cast, over), alone)
 

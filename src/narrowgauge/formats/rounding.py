@@ -135,7 +135,7 @@ def round_finite_(
         x.round_()
     else:
         _round_to_integer_(x, rounding, generator, random_bits)
-    x.mul_(quantum_(exponent, fmt, x.dtype))
+    x.mul_(exponent.sub_(fmt.mantissa_bits << _LAYOUT[x.dtype][2]).view(x.dtype))  # q, exact
     if above_smallest is not None:
         x.clamp_(min=fmt.smallest_normal)
         if rounding == "nearest-even":  # like ml_dtypes and torch: rounds up between the two smallest scales
@@ -153,11 +153,6 @@ def inverse_quantum(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> 
     """1 / q from `exponent_bits`, exact, as a float tensor."""
     _, _, mantissa_bits, bias = _LAYOUT[dtype]
     return (((2 * bias + fmt.mantissa_bits) << mantissa_bits) - exponent).view(dtype)
-
-
-def quantum_(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """q from `exponent_bits`, exact, as a float tensor in the same memory."""
-    return exponent.sub_(fmt.mantissa_bits << _LAYOUT[dtype][2]).view(dtype)
 
 
 def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, random_bits: int) -> None:

@@ -31,8 +31,8 @@ from narrowgauge.kernels.amax import raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext
 from narrowgauge.quantization.keys import Consumer
-from narrowgauge.quantization.passes.c_call import c_library
 from narrowgauge.quantization.passes.implementations import kernel_gap, rows_gap
+from narrowgauge.quantization.passes.in_c import c_library
 from narrowgauge.quantization.quantize import emulate_in_context, operand_dtype, quantize_in_context
 from narrowgauge.quantization.transforms import quantile_ranks
 

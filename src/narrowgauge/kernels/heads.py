@@ -49,7 +49,7 @@ from torch import Tensor
 
 from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import in_rows, use_kernels
-from narrowgauge.quantization.passes.c_call import call, supports
+from narrowgauge.quantization.passes.in_c import call, computes_layer
 from narrowgauge.second_derivative import FirstOrderFunction
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -181,7 +181,7 @@ class _Call(ctypes.Structure):
 
 def _is_for_c(x: Tensor, table: Tensor) -> bool:
     """Whether C rotates heads on a CPU; it has the bits of `reference` and of its derivative."""
-    return (x.dtype, table.dtype) == (torch.bfloat16, torch.float32) and supports(x, table)
+    return (x.dtype, table.dtype) == (torch.bfloat16, torch.float32) and computes_layer(x, table)
 
 
 def _rotate_in_c(x_BNTH: Tensor, table: Tensor, is_back: bool, out_BNTH: Tensor | None = None) -> Tensor:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.quantization.passes.c_call import call, supports
+from narrowgauge.quantization.passes.in_c import call, computes_layer
 from narrowgauge.second_derivative import FirstOrderFunction
 
 #: The widest row that fits the registers of one program in the backward pass.
@@ -161,7 +161,7 @@ def _is_for_c(x: Tensor, delta: Tensor | None, weight_D: Tensor, kind: str, out_
     """Whether C computes a norm on a CPU; it has the bits of `reference` and of its derivative."""
     narrow = {out_dtype, torch.bfloat16 if delta is None else delta.dtype}
     is_usual = kind == "rms" and narrow == {torch.bfloat16} and x.dtype == weight_D.dtype == torch.float32
-    return is_usual and supports(x, weight_D, *(() if delta is None else (delta,)))
+    return is_usual and computes_layer(x, weight_D, *(() if delta is None else (delta,)))
 
 
 def _pass(name: str, like: Tensor, **tensors: Tensor | None) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.dispatch import is_traced
-from narrowgauge.quantization.passes.c_call import c_library, call
+from narrowgauge.quantization.passes.in_c import c_library, call
 from narrowgauge.second_derivative import FirstOrderFunction
 
 LANES = 16  # of a sum over a row, and the unit of head_dim
