@@ -22,7 +22,7 @@ from narrowgauge.training.config.named import with_published
 
 
 @dataclass(eq=False)
-class Planned(Result):
+class PlanResult(Result):
     """A plan: memory by class, traffic, time and cost.
 
     Attributes:
@@ -109,7 +109,7 @@ def plan(
     gap: bool = False,
     backend: str = "auto",
     **sections: Section,
-) -> Planned:
+) -> PlanResult:
     """Plan a run: memory by class, traffic, time at best and expected, cost.
 
         ng.plan(model="llama3-8b", recipe="mxfp8", cluster="b200", devices=8, tokens=10**12)
@@ -150,7 +150,7 @@ def plan_config(
     words: Sequence[str] = ("plan",),
     note: str = "",
     show: Callable[[str], object] = lambda text: None,
-) -> Planned:
+) -> PlanResult:
     """Plan a configuration; `note` states where its values come from, `show` takes words before each part.
 
     Raises:
@@ -161,4 +161,4 @@ def plan_config(
     asked = None if price is None else parse_price("--price", price)
     found = make_plan(config, devices, cluster, show)
     decision = breakeven(found, devices, cluster, tokens) if cluster is not None and gap else None
-    return Planned(found, tokens, asked, decision, words, note)
+    return PlanResult(found, tokens, asked, decision, words, note)

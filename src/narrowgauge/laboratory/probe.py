@@ -38,7 +38,7 @@ _NOTES = (
 
 
 @dataclass(eq=False)
-class Probes(Result):
+class ProbeResult(Result):
     """The probes of some recipes on one model.
 
     Attributes:
@@ -53,7 +53,7 @@ class Probes(Result):
 
     def __repr__(self) -> str:
         shown = (f"{p.recipe} {p.figures['loss_increase'].mean:+.4f} nats" for p in self.probes)
-        return f"<Probes: {', '.join(shown)}>"
+        return f"<ProbeResult: {', '.join(shown)}>"
 
     def rows(self) -> list[Row]:
         """A row for each recipe, with the mean and the ends of the interval of each figure."""
@@ -99,7 +99,7 @@ def probe(
     *,
     show: given.Progress | None = None,
     **text: Unpack[given.Text],
-) -> Probes:
+) -> ProbeResult:
     """Measure the effect of recipes on loss, gradient and its bias, without training.
 
         narrowgauge probe runs/mine --recipes mxfp8,nvfp4
@@ -124,7 +124,7 @@ def probe(
     probes = analysis.probe(probed.subject, named or [probed.recipe], draws, show)
     found = analysis.probe_json(probes, **facts(probed), draws=draws)
     keep(path, PROBE, found)
-    return Probes(probes, heading(path, probed), found)
+    return ProbeResult(probes, heading(path, probed), found)
 
 
 def _findings(probes: Sequence[analysis.RecipeProbe]) -> Iterator[str]:
