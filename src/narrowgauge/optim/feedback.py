@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.quantization import state_of
+from narrowgauge.quantization import rounded_sqrt, state_of
 
 
 def fed_back(
@@ -39,7 +39,7 @@ def fed_back(
     if lr == 0 or beta_1 == 0:
         return m
     factor = (1 - beta_1**step) / lr * (1 - 1 / beta_1)
-    root = v.sqrt().div_((1 - beta_2**step) ** 0.5).add_(options["eps"])
+    root = rounded_sqrt(v).div_((1 - beta_2**step) ** 0.5).add_(options["eps"])
     return m.add_(root.mul_(error).mul_(factor))
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from narrowgauge.quantization.quantize import operand_dtype as operand_dtype
     from narrowgauge.quantization.quantize import quantize as quantize
     from narrowgauge.quantization.quantize import quantize_in_context as quantize_in_context
+    from narrowgauge.quantization.scales import rounded_sqrt as rounded_sqrt
     from narrowgauge.quantization.sharding.shard import ShardAxis as ShardAxis
     from narrowgauge.quantization.sharding.shard import TensorShard as TensorShard
     from narrowgauge.quantization.sharding.shard import full_axis as full_axis

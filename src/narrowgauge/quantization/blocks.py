@@ -156,10 +156,6 @@ class Chunk(NamedTuple):
         """This chunk of a tensor with the same dimensions; a dimension of size 1 is shared by all chunks."""
         return t if not t.ndim or t.shape[self.dim] == 1 else t.narrow(self.dim, self.start, self.size)
 
-    def first_element(self, split: torch.Tensor) -> int:
-        """The index of the chunk's first element in the tensor."""
-        return self.start * (split.numel() // split.shape[self.dim])
-
 
 def chunks(split: torch.Tensor, in_one: bool = False) -> Iterator[Chunk]:
     """Iterate over the chunks of a split tensor, in element order."""

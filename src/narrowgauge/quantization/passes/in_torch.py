@@ -165,7 +165,8 @@ def _rounded(s: Split, by: Scales, result: str, dtype: torch.dtype) -> torch.Ten
     for chunk in chunks(s.x, in_one):
         x, encode, bits = chunk.of(s.x), chunk.of(by.encode), random
         if isinstance(random, RandomStream):
-            bits = random.from_element(chunk.first_element(s.x)) if chunk.start else random
+            first = chunk.start * (s.x.numel() // s.x.shape[chunk.dim])
+            bits = random.from_element(first) if chunk.start else random
         elif isinstance(random, torch.Tensor):
             bits = chunk.of(random)
         scaled = x.float() / encode if by.divides else x.float() * encode

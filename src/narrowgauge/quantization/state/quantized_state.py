@@ -53,6 +53,7 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.quantize import QTensor, emulate_in_context, quantize_in_context
+from narrowgauge.quantization.scales import rounded_sqrt
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.torch_compat import version_of
 
@@ -141,7 +142,8 @@ class QuantizedState:
         codes = unpack(t["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
         blocks = self._blocks()
         if cast.codebook:
-            values = blocks.split(from_codes(codes, cast.codebook))
+            table = torch.tensor(code_values(cast.codebook), dtype=torch.float32, device=codes.device)
+            values = blocks.split(table[codes.int()])
             return blocks.merge(values * blocks.align(t["scales"])).contiguous()
         tensor_scale = t.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
         x = QTensor(codes, stored_scales(t["scales"], cast), None, tensor_scale, cast, blocks).dequantize()
@@ -317,7 +319,7 @@ def range_expansion(magnitudes: torch.Tensor, inner: tuple[int, ...], element: F
     available = math.log2(element.max * element.max / 2)
     k = torch.floor(available / binades * 16) / 16
     k = torch.where(binades > 0, k.clamp(1 / 16, LARGEST_K), 1.0)
-    return RangeExpansion(k, torch.sqrt(largest) * torch.sqrt(smallest))
+    return RangeExpansion(k, rounded_sqrt(largest) * rounded_sqrt(smallest))
 
 
 def expand(x: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
@@ -355,8 +357,3 @@ def _borders(name: str) -> torch.Tensor:
 def to_codes(x: torch.Tensor, name: str) -> torch.Tensor:
     """The uint8 codes of the values nearest to a float32 tensor in [-1, 1]."""
     return torch.bucketize(x, _borders(name).to(x.device), out_int32=True).to(torch.uint8)
-
-
-def from_codes(codes: torch.Tensor, name: str) -> torch.Tensor:
-    """The float32 values of codes."""
-    return torch.tensor(code_values(name), dtype=torch.float32, device=codes.device)[codes.int()]
